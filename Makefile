@@ -1,0 +1,52 @@
+# The targets that people and CI use. `make` alone lists them.
+PYTHON ?= python3
+VENV ?= .venv
+# torch decides what Horovod is compiled against. On a machine without a GPU that
+# reaches the Internet, a much smaller torch comes with
+#   make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+TORCH_SPEC ?= torch==2.13.0
+TORCH_INDEX_URL ?=
+EXTRAS ?= dev,train,bench
+PYTEST_ARGS ?=
+
+export PYTHON VENV TORCH_SPEC TORCH_INDEX_URL EXTRAS
+
+BIN := $(VENV)/bin
+comma := ,
+# The name holds what the environment was made of: another torch, another stamp.
+STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
+SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
+	scripts/build_horovod.py scripts/unified_diff.py
+
+.PHONY: help setup demo test lint bench clean
+
+help:
+	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
+	@echo "make demo    training with a slow worker, Horovod against STAR, on this machine"
+	@echo "make test    lint, types, and all tests"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
+	@echo "make clean   remove the environment, caches and build results"
+
+setup: $(STAMP)
+
+$(STAMP): $(SETUP_INPUTS)
+	@bash scripts/setup.sh
+	@touch $@
+
+demo: setup
+	@$(BIN)/python -m benchmarks.demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict star_hvd scheduler
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: setup
+	@$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis benchmarks/out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,368 @@
+#!/usr/bin/env python3
+"""Build the patched Horovod for the torch of this interpreter, and install it.
+
+Horovod's last release does not compile against torch >= 2.1, so pip alone cannot
+install it. This script fetches the source distribution through pip, checks its
+SHA-256, applies ``patches/*.patch``, builds a wheel and installs it into the
+environment of the interpreter that runs it. The wheel is cached under a key made
+of everything that it depends on; the installed version carries the key
+(``0.28.1+star.<key>``), so that a second call sees in an instant that nothing is
+to be done. Only the standard library is used.
+
+Exit codes: 0 installed; 1 a step failed; 2 something must be installed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from unified_diff import PatchError, apply_patches
+
+VERSION = "0.28.1"
+SDIST = f"horovod-{VERSION}.tar.gz"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PATCH_DIR = Path(__file__).resolve().parent.parent / "patches"
+
+# Needed to build (setuptools 81 and later lack what Horovod's setup.py imports) or
+# by Horovod at run time: its wheel is installed with --no-deps, because resolving
+# its dependencies again could replace torch.
+PREREQUISITES = ("setuptools<81", "wheel", "numpy", "cloudpickle", "cffi", "psutil", "pyyaml", "packaging")
+
+DEFAULT_ENV = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_MPI": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+}
+# The other HOROVOD_* variables are read at run time and must not cause a rebuild.
+BUILD_ENV = re.compile(
+    r"HOROVOD_(WITH_|WITHOUT_|GPU|NCCL_(HOME|INCLUDE|LIB|LINK)|CUDA_HOME|ROCM_HOME|NVTX_INCLUDE"
+    r"|BUILD_|CPU_OPERATIONS|ALLOW_MIXED_GPU_IMPL|MPICXX_SHOW|DEBUG)"
+)
+PROGRESS_EVERY_S = 10.0  # a person takes a longer silence for a hang
+
+
+class BuildError(Exception):
+    """A step failed; the message says what was got, expected and what to do."""
+
+    exit_code = 1
+
+
+class MissingToolError(BuildError):
+    """Something must be installed before the build; the message is one line."""
+
+    exit_code = 2
+
+
+def say(message: str) -> None:
+    """Print one progress line at once, also into a pipe."""
+    print(f"[horovod] {message}", flush=True)
+
+
+# ---------------------------------------------------------------- what to build
+
+
+def build_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """The HOROVOD_* variables that decide what is built, with our defaults.
+
+    A default yields to the opposite wish: HOROVOD_WITH_MPI=1 drops WITHOUT_MPI.
+    """
+    wanted = {name: value for name, value in environ.items() if BUILD_ENV.match(name)}
+    for name, value in DEFAULT_ENV.items():
+        if "_WITHOUT_" in name:
+            opposite = name.replace("_WITHOUT_", "_WITH_")
+        else:
+            opposite = name.replace("_WITH_", "_WITHOUT_")
+        if opposite not in wanted:
+            wanted.setdefault(name, value)
+    return wanted
+
+
+def torch_version() -> str:
+    """Version of the installed torch with its local tag, for example 2.13.0+cpu.
+
+    Read from the file, because importing torch takes seconds and the metadata of
+    the CUDA wheels on package indexes lack the tag.
+
+    Raises:
+        MissingToolError: torch is not installed.
+    """
+    try:
+        version_file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+        text = version_file.read_text(encoding="utf-8")
+    except (metadata.PackageNotFoundError, OSError):
+        raise MissingToolError(
+            f"torch is not installed in {sys.prefix}: install it before Horovod, for example with "
+            f"{sys.executable} -m pip install torch==2.13.0"
+        ) from None
+    found = re.search(r"^__version__\s*(?::\s*\w+\s*)?=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return found.group(1) if found else metadata.version("torch")
+
+
+def platform_name() -> str:
+    """Machine, system and C library: a wheel built here works where they are equal."""
+    return f"{sysconfig.get_platform()}-{'-'.join(platform.libc_ver())}"
+
+
+def patches_digest(patches: Sequence[Path]) -> str:
+    """SHA-256 over the names and contents of the patches, in order."""
+    digest = hashlib.sha256()
+    for patch in patches:
+        content = patch.read_bytes()
+        digest.update(f"{patch.name}:{len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def cache_key(torch: str, python: str, system: str, patches: str, env: Mapping[str, str]) -> str:
+    """Twelve hexadecimal digits that change with each ingredient of the wheel."""
+    lines = [f"sdist={SDIST_SHA256}", f"torch={torch}", f"python={python}", f"system={system}"]
+    lines += [f"patches={patches}", *(f"{name}={env[name]}" for name in sorted(env))]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+
+
+def installed_version() -> str | None:
+    """Version of the Horovod in this environment, None without one."""
+    try:
+        return metadata.version("horovod")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------ tools
+
+
+def check_tools(which: Callable[[str], str | None], python_header: Path, environ: Mapping[str, str]) -> None:
+    """Raise MissingToolError, one line, if a compiler, make or Python.h is missing."""
+    compilers = [shlex.split(environ["CXX"])[0]] if environ.get("CXX") else ["g++", "c++", "clang++"]
+    missing, packages = [], []
+    if not any(which(compiler) for compiler in compilers):
+        missing.append(f"a C++ compiler (looked for {', '.join(compilers)})")
+        packages.append("g++")
+    if not which("make"):
+        missing.append("make")
+        packages.append("make")
+    if not python_header.is_file():
+        missing.append(f"the Python headers ({python_header})")
+        packages.append("python3-dev")
+    if missing:
+        raise MissingToolError(
+            f"building Horovod needs {' and '.join(missing)}: install with "
+            f"apt-get install {' '.join(packages)} (or your system's equivalent), then run this again"
+        )
+
+
+def cmake_version(cmake: str) -> tuple[int, int] | None:
+    """(major, minor) of a CMake program, None if it does not run."""
+    try:
+        text = subprocess.run([cmake, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    found = re.search(r"version (\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def find_cmake(environ: Mapping[str, str]) -> str:
+    """A CMake from 3.13 to 3.x: the given one, one at hand, or pip's.
+
+    CMake 4 refuses the old policies that Horovod's Eigen and Gloo ask for.
+    """
+    in_venv = str(Path(sysconfig.get_path("scripts")) / "cmake")
+    for cmake in (environ.get("HOROVOD_CMAKE"), in_venv, shutil.which("cmake")):
+        if cmake and (3, 13) <= (cmake_version(cmake) or (0, 0)) < (4, 0):
+            return cmake
+    say("no CMake from 3.13 to 3.x at hand: installing one with pip")
+    pip("install", "--quiet", "--force-reinstall", "--no-deps", "cmake>=3.18,<4")
+    return in_venv
+
+
+def pip(*arguments: str) -> None:
+    """Run pip for this interpreter; its output is shown only if it fails."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-15:])
+        raise BuildError(f"pip failed with status {done.returncode}: {shlex.join(command)}\n{tail}")
+
+
+def install_prerequisites() -> None:
+    """Install what Horovod needs to build and run, where it is not there yet."""
+    missing = []
+    for requirement in PREREQUISITES:
+        name, _, below = requirement.partition("<")
+        try:
+            too_new = bool(below) and int(metadata.version(name).split(".")[0]) >= int(below)
+        except metadata.PackageNotFoundError:
+            too_new = True
+        if too_new:
+            missing.append(requirement)
+    if missing:
+        say(f"installing {' '.join(missing)}")
+        pip("install", "--quiet", *missing)
+
+
+# ------------------------------------------------------------------------ build
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock; the system frees it even if the process is killed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"waiting for another build to finish ({path})")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def check_digest(path: Path, expected: str) -> None:
+    """Raise BuildError unless the file has the expected SHA-256."""
+    got = hashlib.sha256(path.read_bytes()).hexdigest()
+    if got != expected:
+        raise BuildError(
+            f"{path}: got SHA-256 {got}, expected {expected}. Delete the file and run this again; if it "
+            f"stays different, the package index serves another file than the released one: do not build it"
+        )
+
+
+def fetch_sdist(cache: Path, work: Path, given: Path | None) -> Path:
+    """The checked source distribution: the given file, the cached one, or pip's download."""
+    sdist = given or cache / "sdist" / SDIST
+    if given is None and not sdist.is_file():
+        say(f"fetching {SDIST}")
+        pip("download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation",
+            "--dest", str(work), f"horovod=={VERSION}")  # fmt: skip
+        check_digest(work / SDIST, SDIST_SHA256)
+        sdist.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(work / SDIST, sdist)
+    check_digest(sdist, SDIST_SHA256)
+    return sdist
+
+
+def last_step(log: Path) -> str:
+    """The last build step in the log (make's `[ 42%] ...` line), or its last line."""
+    with log.open("rb") as handle:
+        handle.seek(max(0, log.stat().st_size - 65536))
+        lines = handle.read().decode("utf-8", "replace").splitlines()
+    steps = [line.strip() for line in lines if re.match(r"\s*\[ *\d+%\]", line)]
+    return (steps or [line.strip() for line in lines if line.strip()] or ["starting"])[-1][:90]
+
+
+def run_logged(command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str]) -> None:
+    """Run a long command into a log file, with a progress line every few seconds.
+
+    Raises BuildError with the last 30 lines and the path of the log if it fails.
+    """
+    started = time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=cwd, env=dict(env))
+        try:
+            while True:
+                try:
+                    status = process.wait(timeout=PROGRESS_EVERY_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    say(f"{time.monotonic() - started:4.0f} s  {last_step(log)}")
+        finally:
+            process.kill()
+    if status != 0:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+        raise BuildError(f"{tail}\nthe build failed with status {status}; the whole log: {log}")
+
+
+def build_wheel(cache: Path, key: str, env: Mapping[str, str], given: Path | None) -> Path:
+    """Build the wheel of `key` into the cache, unless it is there. Returns its path."""
+    home = cache / "wheels" / key
+    for wheel in home.glob("horovod-*.whl"):
+        say(f"using the cached wheel {wheel}")
+        return wheel
+    check_tools(shutil.which, Path(sysconfig.get_path("include")) / "Python.h", os.environ)
+    install_prerequisites()
+    cmake = find_cmake(os.environ)
+    (cache / "tmp").mkdir(parents=True, exist_ok=True)
+    for killed in (cache / "tmp").glob(f"{key}-*"):  # we hold the lock: nobody builds there
+        shutil.rmtree(killed, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{key}-", dir=cache / "tmp") as folder:
+        work = Path(folder)
+        with tarfile.open(fetch_sdist(cache, work, given)) as archive:
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)
+            archive.extractall(work / "src")
+        source = work / "src" / f"horovod-{VERSION}"
+        patches = sorted(PATCH_DIR.glob("*.patch"))
+        changed = apply_patches(source, patches)
+        jobs = os.environ.get("STAR_BUILD_JOBS") or str(len(os.sched_getaffinity(0)))
+        say(f"applied {len(patches)} patches to {len(changed)} files; compiling, {jobs} at a time (minutes)")
+        # Horovod's setup.py starts make -j8 unless MAKEFLAGS is set.
+        build = {**os.environ, **env, "MAKEFLAGS": f"-j{jobs}", "HOROVOD_CMAKE": cmake}
+        build["HOROVOD_LOCAL_VERSION"] = f"star.{key}"
+        command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation"]
+        log = cache / "logs" / f"{key}.log"
+        run_logged([*command, "--wheel-dir", str(work / "out"), str(source)], log, work, build)
+        wheel = next((work / "out").glob("horovod-*.whl"))
+        home.mkdir(parents=True, exist_ok=True)
+        os.replace(wheel, home / wheel.name)
+        return home / wheel.name
+
+
+def ensure_horovod(cache: Path, force: bool = False, given: Path | None = None) -> None:
+    """Make the patched Horovod for this torch the installed one."""
+    env = build_env(os.environ)
+    digest = patches_digest(sorted(PATCH_DIR.glob("*.patch")))
+    python = str(sysconfig.get_config_var("SOABI") or sys.version)
+    key = cache_key(torch_version(), python, platform_name(), digest, env)
+    wanted = f"{VERSION}+star.{key}"
+    if installed_version() == wanted and not force:
+        say(f"{wanted} is installed: nothing to do")
+        return
+    started = time.monotonic()
+    with locked(cache / "locks" / f"{key}.lock"):
+        if force:
+            shutil.rmtree(cache / "wheels" / key, ignore_errors=True)
+        wheel = build_wheel(cache, key, env, given)
+    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
+    with locked(cache / "locks" / f"environment-{environment}.lock"):
+        install_prerequisites()
+        pip("install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel))
+    say(f"{wanted} installed in {sys.prefix} after {time.monotonic() - started:.0f} s")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; see the module's text for the exit codes."""
+    default = os.environ.get("STAR_CACHE_DIR") or str(Path.home() / ".cache" / "star-hvd")
+    parser = argparse.ArgumentParser(description="Build and install the patched Horovod.")
+    parser.add_argument("--cache-dir", type=Path, default=Path(default), help="wheels and logs (%(default)s)")
+    parser.add_argument("--sdist", type=Path, help=f"a local {SDIST}, for machines without a package index")
+    parser.add_argument("--force", action="store_true", help="build again even if cached or installed")
+    options = parser.parse_args(arguments)
+    try:
+        sdist = options.sdist.resolve() if options.sdist else None
+        ensure_horovod(options.cache_dir.expanduser().resolve(), options.force, sdist)
+    except (BuildError, PatchError) as error:
+        print(f"[horovod] error: {error}", file=sys.stderr, flush=True)
+        return getattr(error, "exit_code", 1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Make the environment of this checkout: a virtual environment, torch, the project
+# and the patched Horovod. Called by `make setup`; every step is repeatable.
+#
+#   PYTHON           interpreter to start from (python3)
+#   VENV             folder of the environment (.venv)
+#   TORCH_SPEC       what pip installs as torch (torch==2.13.0)
+#   TORCH_INDEX_URL  one more package index, for torch alone (none)
+#   EXTRAS           extras of the project to install (dev,train,bench)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+VENV=${VENV:-.venv}
+TORCH_SPEC=${TORCH_SPEC:-torch==2.13.0}
+TORCH_INDEX_URL=${TORCH_INDEX_URL:-}
+EXTRAS=${EXTRAS:-dev,train,bench}
+log=$VENV/setup.log
+
+fail() {
+    echo "[setup] error: $*" >&2
+    exit 2
+}
+
+# step WHAT COMMAND...: run quietly, with a sign of life every ten seconds; on
+# failure show the end of the log.
+step() {
+    local what=$1 start=$SECONDS shown=0
+    shift
+    echo "[setup] $what"
+    "$@" >"$log" 2>&1 &
+    local child=$!
+    while kill -0 "$child" 2>/dev/null; do
+        sleep 0.2
+        if ((SECONDS - start >= shown + 10)); then
+            shown=$((SECONDS - start))
+            echo "[setup] $what: $shown s"
+        fi
+    done
+    if ! wait "$child"; then
+        tail -n 30 "$log" >&2
+        echo "[setup] error: '$what' failed; the whole log: $PWD/$log" >&2
+        exit 1
+    fi
+}
+
+command -v "$PYTHON" >/dev/null || fail "$PYTHON was not found: apt-get install python3 python3-venv (or set PYTHON=)"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "$PYTHON is $("$PYTHON" -V 2>&1), expected Python 3.10 or later: install it and set PYTHON="
+"$PYTHON" -c 'import venv, ensurepip' 2>/dev/null ||
+    fail "$PYTHON lacks its venv module: apt-get install python3-venv (or set PYTHON= to one that has it)"
+
+python=$VENV/bin/python
+if ! "$python" -m pip --version >/dev/null 2>&1; then
+    echo "[setup] making $VENV"
+    "$PYTHON" -m venv --clear "$VENV"
+fi
+
+pip_install=("$python" -m pip --disable-pip-version-check install)
+# torch first and alone: everything after it must find it installed, or pip would
+# choose the newest one.
+step "installing $TORCH_SPEC" "${pip_install[@]}" "$TORCH_SPEC" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
+# Horovod's build and the editable install both use the environment's setuptools.
+step "installing the build tools" "${pip_install[@]}" "setuptools<81" wheel
+step "installing star-hvd[$EXTRAS]" "${pip_install[@]}" --no-build-isolation --editable ".[$EXTRAS]"
+"$python" scripts/build_horovod.py
