@@ -1,0 +1,166 @@
+"""Gradient noise scale, from how much local gradients differ from their mean.
+
+Model (McCandlish et al. 2018, appendix A; the same two equations as in Pollux, Qiao et al. 2021): a gradient
+of b samples is the true gradient G plus noise, E|g|^2 = |G|^2 + S / b with S the trace of the per-sample
+covariance. The same parameters seen with a small and with a big batch give two equations, hence unbiased
+estimates
+
+    |G|^2 = (big * |g_big|^2 - small * |g_small|^2) / (big - small)
+    S     = (|g_small|^2 - |g_big|^2) / (1 / small - 1 / big)
+
+and the noise scale S / |G|^2 in samples: batches well below it are nearly all noise, so doubling them nearly
+halves the steps; batches well above it waste samples. With n equal batches b these are Pollux's (n * q_mean -
+q_local) / (n - 1) and (q_local - q_mean) * n * b / (n - 1).
+
+A ratio of two noisy numbers is biased, so numerator and denominator are averaged apart and divided last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["NoiseScale", "batches_from_sums", "equivalent_batches"]
+
+
+class NoiseScale:
+    """Running estimate of the gradient noise scale.
+
+    Args:
+        decay: Weight an update keeps at the next one. 0.98 averages over about 50 updates: one estimate of
+            |G|^2 has a relative error of order one near the noise scale, 50 bring it below 20 %, and at one
+            update every 8 steps that still follows training within a few hundred steps.
+
+    Attributes:
+        updates: Updates taken so far.
+        skipped: Updates refused because their numbers said nothing: not finite, or both batches the same.
+
+    Raises:
+        ValueError: `decay` outside 0 <= decay < 1.
+    """
+
+    def __init__(self, decay: float = 0.98) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"noise scale decay is {decay}; expected 0 <= decay < 1")
+        self._decay = decay
+        self._variance = 0.0
+        self._square = 0.0
+        self.updates = 0
+        self.skipped = 0
+
+    def update(self, local_sqr_mean: float, mean_sqr: float, small_batch: float, big_batch: float) -> bool:
+        """Take in one step's norms.
+
+        With unequal batches or weights let `equivalent_batches` or `batches_from_sums` give the two batch
+        sizes.
+
+        Args:
+            local_sqr_mean: Weighted mean over ranks of |g_i|^2, the squared norms of the ranks' mean
+                gradients.
+            mean_sqr: |g|^2 of the weighted mean gradient, over the same ranks.
+            small_batch: Samples that `local_sqr_mean` stands for.
+            big_batch: Samples that `mean_sqr` stands for, more than `small_batch`.
+
+        Returns:
+            Whether the numbers were used. One rank alone says nothing about noise; nor does an overflow.
+        """
+        numbers = (local_sqr_mean, mean_sqr, small_batch, big_batch)
+        usable = all(map(math.isfinite, numbers)) and min(local_sqr_mean, mean_sqr) >= 0.0
+        if not usable or not 0.0 < small_batch < big_batch * (1.0 - 1e-9):
+            self.skipped += 1
+            return False
+        spread = big_batch - small_batch
+        square = (big_batch * mean_sqr - small_batch * local_sqr_mean) / spread
+        variance = (local_sqr_mean - mean_sqr) * small_batch * big_batch / spread
+        self._square = self._decay * self._square + (1.0 - self._decay) * square
+        self._variance = self._decay * self._variance + (1.0 - self._decay) * variance
+        self.updates += 1
+        return True
+
+    @property
+    def gradient_sqr(self) -> float:
+        """Estimate of |G|^2; NaN before the first update."""
+        return self._corrected(self._square)
+
+    @property
+    def variance(self) -> float:
+        """Estimate of S, the trace of the per-sample covariance; NaN before the first update."""
+        return self._corrected(self._variance)
+
+    @property
+    def value(self) -> float:
+        """Noise scale in samples; NaN while unknown, that is before both averages are positive."""
+        if self.updates == 0 or self._square <= 0.0 or self._variance <= 0.0:
+            return math.nan
+        return self.variance / self.gradient_sqr
+
+    def _corrected(self, average: float) -> float:
+        """Undo the pull of the average towards its start at 0 (bias correction as in Adam)."""
+        if self.updates == 0:
+            return math.nan
+        return average / (1.0 - self._decay**self.updates)
+
+
+def equivalent_batches(
+    samples: Sequence[float], weights: Sequence[float] | None = None
+) -> tuple[float, float]:
+    """The small and the big batch of a weighted mean of gradients, for `NoiseScale.update`.
+
+    Let g_i be means over b_i samples with weights w_i, W = sum w_i, and g = sum w_i g_i / W. By independence
+
+        E sum w_i |g_i|^2 / W = |G|^2 + S * sum(w_i / b_i) / W       so 1 / small = sum(w_i / b_i) / W
+        E |g|^2               = |G|^2 + S * sum(w_i^2 / b_i) / W^2   so 1 / big   = sum(w_i^2 / b_i) / W^2
+
+    With w_i = b_i they are the mean batch B / n and the total batch B. `local_sqr_mean` must be the mean of
+    |g_i|^2 with the same weights.
+
+    Args:
+        samples: b_i, samples behind each gradient, shape (n_gradients,). Entries of 0 are ranks that gave
+            nothing.
+        weights: w_i in the reduction, same shape; the samples themselves where left out. A damped late
+            gradient has w_i = b_i / (1 + staleness).
+
+    Returns:
+        (small, big) in samples; (0, 0) without any gradient, which `update` refuses.
+
+    Raises:
+        ValueError: Different lengths, or a negative number.
+    """
+    weights = samples if weights is None else weights
+    if len(samples) != len(weights):
+        raise ValueError(f"got {len(samples)} sample counts and {len(weights)} weights; expected as many")
+    if any(not number >= 0.0 for number in (*samples, *weights)):
+        raise ValueError("a sample count or weight is negative or NaN; expected 0 or more")
+    pairs = [(b, w) for b, w in zip(samples, weights, strict=True) if b > 0.0 and w > 0.0]
+    total = sum(w for _, w in pairs)
+    if not pairs:
+        return 0.0, 0.0
+    small = total / sum(w / b for b, w in pairs)
+    return small, total**2 / sum(w * w / b for b, w in pairs)
+
+
+def batches_from_sums(weight_sum: float, weight_sqr_sum: float, samples_each: float) -> tuple[float, float]:
+    """The same from the two sums that travel with a reduction, for gradients of equally many samples each.
+
+    With b_i = b the general formula leaves small = b and big = b * W^2 / sum(w_i^2): b times the effective
+    number of gradients (Kish), which is n for equal weights and less for any others.
+
+    Args:
+        weight_sum: Sum of the weights of the gradients in the mean.
+        weight_sqr_sum: Sum of their squares.
+        samples_each: Samples behind each gradient.
+
+    Returns:
+        (small, big) in samples; (0, 0) without any gradient.
+
+    Raises:
+        ValueError: Sums that no weights have.
+    """
+    if weight_sum < 0.0 or weight_sqr_sum < 0.0 or weight_sqr_sum > weight_sum**2 * (1.0 + 1e-6):
+        raise ValueError(
+            f"weights sum to {weight_sum} and their squares to {weight_sqr_sum}; "
+            "expected 0 <= sum of squares <= square of the sum"
+        )
+    if weight_sqr_sum == 0.0:
+        return 0.0, 0.0
+    return samples_each, samples_each * weight_sum**2 / weight_sqr_sum

@@ -1,0 +1,292 @@
+"""`mode="auto"`: a rule that chooses `sync` while nobody is slow and `partial(m)` while somebody is.
+
+The rule is pure: what it answers depends on the window and the active plan alone, so that a live job, a
+simulator and a test decide alike. It works in three movements, each on the last `quiet` steps or fewer:
+
+* relax (`sync` to `partial(m)`): some rank, not necessarily the same, was slow in each of the last
+  `persistence` steps; or in as many scattered ones, and they cost at least `frequent_gain` of the time. m
+  leaves out as many ranks as are slow at the same time.
+* lower m: more ranks overlap than m leaves out, and waiting for fewer is predicted to gain `relax_gain`.
+* raise m, up to `sync`: over all of the last `quiet` steps a larger m would have cost at most `return_loss`.
+
+Lowering asks for a gain of 10 % and raising for a loss of at most 5 %, both over the same steps, so the two
+never contradict each other and the rule cannot flap on one window's evidence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.causes import PERSISTENCE, RESOLUTION_S, THRESHOLD, Readings, lower_median
+from scheduler.records import Plan, Window
+
+__all__ = ["RulePolicy"]
+
+_LATE_SLACK = 0.25
+"""A batch of 4.1 usual times misses four steps, not five: a step waits a grace for ranks about to arrive.
+Same value as the live job's default `grace_fraction`."""
+
+_Times = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Timeline:
+    """Times in force at the last steps.
+
+    Attributes:
+        steps: The steps, consecutive, oldest first, shape (k,).
+        times_s: Time of the batch each rank was on, shape (k, n_ranks); NaN where nothing is known.
+        slow: Whether that batch was a slow one, shape (k, n_ranks).
+    """
+
+    steps: npt.NDArray[np.int64]
+    times_s: _Times
+    slow: npt.NDArray[np.bool_]
+
+
+class RulePolicy:
+    """Chooses `sync` or `partial(m)` from recent compute times.
+
+    The window must reach back at least `quiet` steps (`window_steps` says how many to keep), or the rule
+    never returns to `sync`.
+
+    Args:
+        world_size: Number of ranks.
+        threshold: A report above this multiple of the reference is slow (`causes.THRESHOLD`).
+        persistence: Slow steps in a row that make the job relax (`causes.PERSISTENCE`): a hiccup of one step
+            changes nothing, and a 4x straggler costs three slow steps before it is answered.
+        frequent_gain: Slow steps that do not come in a row make the job relax when relaxing would have gained
+            this part of the last `quiet` steps. A 4x hiccup every 8 steps does, one every 10 steps does not:
+            with the return after `quiet` steps this keeps what waiting costs, in any rhythm of a 4x
+            straggler, below twice the undisturbed time (measured, see the tests).
+        quiet: Steps without loss before the job returns to stricter waiting. Stragglers in the STAR logs last
+            3.4 rounds on average and 10 at the 95th percentile and come back: 25 outlasts their gaps.
+        overlap: m covers the number of simultaneously slow ranks that at least this part of the slow steps
+            reach.
+        relax_gain: Smallest predicted gain that is worth relaxing for, as a part of the step time. Removing
+            barrier waits gains up to 11 % where nobody is slow (transformer log): less is jitter, not a
+            straggler.
+        return_loss: Largest predicted loss at which m is raised again; well below `relax_gain`, or the rule
+            flaps.
+        silence: In `partial`, steps without the report that is due after which a rank counts as slow.
+
+    Raises:
+        ValueError: A value out of range.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        threshold: float = THRESHOLD,
+        persistence: int = PERSISTENCE,
+        frequent_gain: float = 0.25,
+        quiet: int = 25,
+        overlap: float = 0.1,
+        relax_gain: float = 0.10,
+        return_loss: float = 0.05,
+        silence: int = 8,
+    ) -> None:
+        rules = {
+            "world_size": (world_size, world_size >= 1, "at least 1"),
+            "threshold": (threshold, threshold > 1.0, "above 1"),
+            "persistence": (persistence, persistence >= 1, "at least 1"),
+            "frequent_gain": (frequent_gain, relax_gain <= frequent_gain < 1.0, "from relax_gain to below 1"),
+            "quiet": (quiet, quiet >= persistence, "at least persistence"),
+            "overlap": (overlap, 0.0 < overlap <= 1.0, "above 0 and at most 1"),
+            "relax_gain": (relax_gain, 0.0 < relax_gain < 1.0, "between 0 and 1"),
+            "return_loss": (return_loss, 0.0 <= return_loss < relax_gain, "at least 0, below relax_gain"),
+            "silence": (silence, silence >= 1, "at least 1"),
+        }
+        for name, (value, valid, expected) in rules.items():
+            if not valid:
+                raise ValueError(f"policy {name} is {value}; expected {expected}")
+        self.world_size = world_size
+        self.threshold = threshold
+        self.persistence = persistence
+        self.frequent_gain = frequent_gain
+        self.quiet = quiet
+        self.overlap = overlap
+        self.relax_gain = relax_gain
+        self.return_loss = return_loss
+        self.silence = silence
+
+    @property
+    def window_steps(self) -> int:
+        """Steps, and reports of a rank, that a window should reach back; more does no harm."""
+        return 2 * self.quiet
+
+    def decide(self, window: Window, active: Plan) -> Plan | None:
+        """The plan to switch to, or `None` to keep the active one.
+
+        Args:
+            window: Recent reports of all ranks, one entry per rank.
+            active: The plan in force. Its damping and staleness bound are carried over; its epoch plus one is
+                the new plan's.
+
+        Raises:
+            ValueError: The window or the plan is for another number of ranks.
+        """
+        for what, size in (("window", window.world_size), ("plan", active.world_size)):
+            if size != self.world_size:
+                raise ValueError(
+                    f"the {what} is for {size} ranks; expected {self.world_size}, as in this job"
+                )
+        readings = Readings(window, threshold=self.threshold)
+        if self.world_size < 2 or math.isnan(readings.reference_s):
+            return None
+        if active.relaxed:
+            return self._adjust(readings, active)
+        return self._relax(readings, active)
+
+    def _relax(self, readings: Readings, active: Plan) -> Plan | None:
+        """From `sync`: relax when steps keep being slow and the ranks that make them so can be left out."""
+        last = [reports[-1][0] for reports in readings.reports if reports]
+        # Up to the step that all have reported: later ones look fast until their slowest rank reports.
+        seen = self._timeline(readings, min(last), projected=False)
+        slow = np.asarray(seen.slow.any(axis=1))
+        run = _ending_run(slow)
+        if int(slow.sum()) < self.persistence:
+            return None
+        scope, least = slice(None), self.frequent_gain
+        if run >= self.persistence:
+            scope, least = slice(len(slow) - run, None), self.relax_gain
+        projected = self._timeline(readings, min(last), projected=True)
+        quorum = self.world_size - self._simultaneous(projected.slow)
+        strict = _order_mean_s(seen.times_s[scope], self.world_size, readings.reference_s)
+        relaxed = _order_mean_s(seen.times_s[scope], quorum, readings.reference_s)
+        if not _worth(strict, relaxed, least):
+            return None
+        gain = f"is expected to take {relaxed / strict:.2f} of sync's step time"
+        return self._plan(active, quorum, f"{self._who(readings, seen, scope)}: {{label}} {gain}")
+
+    def _adjust(self, readings: Readings, active: Plan) -> Plan | None:
+        """From `partial`: wait for fewer ranks when too many are slow at once, for more when that is free."""
+        last = sorted((reports[-1][0] for reports in readings.reports if reports), reverse=True)
+        now = last[min(active.quorum, len(last)) - 1]  # the latest step that a quorum has reported
+        line = self._timeline(readings, now, projected=True)
+        # Jitter is no reason to stay relaxed: whatever is not slow counts as usual.
+        times = np.where(line.slow, line.times_s, readings.reference_s)
+        costs = [
+            _order_mean_s(times, quorum, readings.reference_s) for quorum in range(1, self.world_size + 1)
+        ]
+        present = costs[active.quorum - 1]
+        fewer = self.world_size - self._simultaneous(line.slow)
+        if fewer < active.quorum and _worth(present, costs[fewer - 1], self.relax_gain):
+            gain = f"is expected to take {costs[fewer - 1] / present:.2f} of {active.label}'s step time"
+            return self._plan(active, fewer, f"{self._who(readings, line, slice(None))}: {{label}} {gain}")
+        if np.isnan(line.times_s).any():
+            return None  # the window does not reach back far enough to call it quiet
+        busy = int(line.slow[-self.persistence :].sum(axis=1).max())
+        more = self.world_size - int(line.slow.sum(axis=1).max())
+        if busy == 0 and costs[-1] <= (1.0 + self.return_loss) * present:
+            more = self.world_size
+        if more <= active.quorum:
+            return None
+        calm = f"waiting for {more} of {self.world_size} ranks cost nothing in the last {self.quiet} steps"
+        return self._plan(active, more, f"{calm}: back to {{label}}")
+
+    def _timeline(self, readings: Readings, now: int, *, projected: bool) -> _Timeline:
+        """Times in force at the last `quiet` steps up to `now`.
+
+        Args:
+            readings: The window's reports.
+            now: Last step of the timeline.
+            projected: Show each slow batch over all the steps it would last if nobody waited for it. In
+                `partial` that is what happens; in `sync`, where a slow batch is one slow step, it tells how
+                many ranks will be busy at the same time once nobody waits: a rank that began a slow batch in
+                one period of a rotating straggler is still on it in the next one.
+        """
+        first = now - self.quiet + 1
+        times = np.full((self.quiet, self.world_size), np.nan)
+        slow = np.zeros((self.quiet, self.world_size), dtype=np.bool_)
+        for rank, reports in enumerate(readings.reports):
+            for begin, end, time_s, is_slow in self._spans(readings, reports, now, projected):
+                rows = slice(max(begin - first, 0), max(end - first, 0))
+                times[rows, rank] = time_s
+                slow[rows, rank] = is_slow
+        return _Timeline(steps=np.arange(first, now + 1), times_s=times, slow=slow)
+
+    def _spans(
+        self, readings: Readings, reports: Sequence[tuple[int, float]], now: int, projected: bool
+    ) -> list[tuple[int, int, float, bool]]:
+        """One rank's batches as (first step, step after its last, seconds, slow), oldest first."""
+        spans: list[tuple[int, int, float, bool]] = []
+        free = -1
+        for index, (step, time_s) in enumerate(reports):
+            if step < free:
+                continue  # in `sync` it made this step; in `partial` it would still be on its slow batch
+            following = reports[index + 1][0] if index + 1 < len(reports) else now + 1
+            is_slow = readings.is_slow(step, time_s)
+            end = following
+            if projected and is_slow:
+                end = step + max(1, math.ceil(time_s / readings.reference_s - _LATE_SLACK))
+                free = end
+            spans.append((step, end, time_s, is_slow))
+        if projected:
+            due = max(free, reports[-1][0] + 1) if reports else now + 1 - self.quiet
+            if now - due >= self.silence:
+                spans.append((due, now + 1, (now - due + 1) * readings.reference_s, True))
+        return spans
+
+    def _simultaneous(self, slow: npt.NDArray[np.bool_]) -> int:
+        """How many ranks at once m must leave out, 1 to n - 1.
+
+        The largest count that is reached in at least the part `overlap` of the slow steps, and in
+        `persistence` of
+        them: a high quantile over the slow steps only, so that a straggler counts fully from its first steps
+            on.
+        """
+        counts = slow.sum(axis=1)
+        support = max(self.persistence, math.ceil(self.overlap * int((counts > 0).sum())))
+        reached = [c for c in range(1, self.world_size) if int((counts >= c).sum()) >= support]
+        return max(reached, default=1)
+
+    def _who(self, readings: Readings, line: _Timeline, scope: slice) -> str:
+        """`rank 3 computes 4.0x slower since step 12`, or the ranks that do so in turn."""
+        slow = line.slow[scope]
+        ranks = np.flatnonzero(slow.any(axis=0)).tolist()
+        factor = lower_median(line.times_s[scope][slow].tolist()) / readings.reference_s
+        row = int(np.argmax(slow.any(axis=1)))
+        since = int(line.steps[scope][row])
+        if len(ranks) == 1:
+            return f"rank {ranks[0]} computes {factor:.1f}x slower since step {since}"
+        most = int(slow.sum(axis=1).max())
+        how = "" if most == len(ranks) else ", one at a time," if most == 1 else f", up to {most} at once,"
+        return f"ranks {_listing(ranks)} compute {factor:.1f}x slower{how} since step {since}"
+
+    def _plan(self, active: Plan, quorum: int, reason: str) -> Plan:
+        """The next plan; `reason` may name itself by `{label}`."""
+        mode = "sync" if quorum == self.world_size else "partial"
+        plan = active.replace(mode=mode, quorum=quorum, epoch=active.epoch + 1)
+        return plan.replace(reason=reason.format(label=plan.label))
+
+
+def _ending_run(flags: npt.NDArray[np.bool_]) -> int:
+    """Length of the run of true values that ends the array."""
+    backwards = flags[::-1]
+    return len(flags) if backwards.all() else int(np.argmin(backwards))
+
+
+def _order_mean_s(times_s: _Times, quorum: int, usual_s: float) -> float:
+    """Mean over steps of the `quorum`-th smallest time of a step, seconds; unknown times count as usual."""
+    filled = np.where(np.isnan(times_s), usual_s, times_s)
+    return float(np.sort(filled, axis=1)[:, quorum - 1].mean())
+
+
+def _worth(present_s: float, relaxed_s: float, least: float) -> bool:
+    """Whether the predicted gain is large enough, in parts of the step and against what a step resolves."""
+    gain = present_s - relaxed_s
+    return gain > least * present_s and gain > RESOLUTION_S
+
+
+def _listing(ranks: Sequence[int]) -> str:
+    """`0, 1 and 4`; at most four are named."""
+    if len(ranks) > 4:
+        return f"{', '.join(map(str, ranks[:4]))} and {len(ranks) - 4} more"
+    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
