@@ -27,17 +27,19 @@ def apply_hunk(lines: list[str], hunk: list[str], start: int, shift: int, where:
     """
     old = [line[1:] for line in hunk if line[0] in " -"]
     new = [line[1:] for line in hunk if line[0] in " +"]
-    expected = start + shift
+    expected = max(start + shift, 0)
     candidates = range(len(lines) - len(old) + 1)
     for at in sorted(candidates, key=lambda index: abs(index - expected)):
         if lines[at : at + len(old)] == old:
             lines[at : at + len(old)] = new
             return at - start + len(new) - len(old)
-    got = lines[expected].rstrip() if 0 <= expected < len(lines) else "the end of the file"
-    want = next((text for text in old if text.strip()), "")
+    there = [*lines[expected : expected + len(old)], *[""] * len(old)]
+    at = next(index for index, want in enumerate(old) if there[index] != want)
+    got = there[at].rstrip() if there[at] else "no such line"
     raise PatchError(
-        f"{where}: the lines to replace were not found. Got {got!r} at line {expected + 1}, expected a block "
-        f"beginning {want.rstrip()!r}. Make the patch anew for this source; nothing was changed"
+        f"{where}: got {got!r} as line {expected + at + 1}, expected "
+        f"{old[at].rstrip()!r}, and found the block nowhere else. Make the patch anew for this source; "
+        f"nothing was changed"
     )
 
 
