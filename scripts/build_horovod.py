@@ -203,17 +203,24 @@ def pip(*arguments: str) -> None:
         raise BuildError(f"pip failed with status {done.returncode}: {shlex.join(command)}\n{tail}")
 
 
-def install_prerequisites() -> None:
-    """Install what Horovod needs to build and run, where it is not there yet."""
+def missing_prerequisites(version_of: Callable[[str], str] = metadata.version) -> list[str]:
+    """The prerequisites that are absent from this environment or too new."""
     missing = []
     for requirement in PREREQUISITES:
         name, _, below = requirement.partition("<")
         try:
-            too_new = bool(below) and int(metadata.version(name).split(".")[0]) >= int(below)
+            major = int(version_of(name).split(".")[0])
         except metadata.PackageNotFoundError:
-            too_new = True
-        if too_new:
             missing.append(requirement)
+            continue
+        if below and major >= int(below):
+            missing.append(requirement)
+    return missing
+
+
+def install_prerequisites() -> None:
+    """Install what Horovod needs to build and run, where it is not there yet."""
+    missing = missing_prerequisites()
     if missing:
         say(f"installing {' '.join(missing)}")
         pip("install", "--quiet", *missing)

@@ -261,6 +261,16 @@ def test_only_cmake_from_3_13_to_3_x_is_used(
     assert any("<4" in argument for argument in installed) is not usable
 
 
+def test_prerequisites_that_are_absent_or_too_new_are_installed() -> None:
+    def version_of(name: str) -> str:
+        if name in {"pyyaml", "cffi"}:
+            raise build.metadata.PackageNotFoundError(name)
+        return "84.2.1" if name == "setuptools" else "1.2"
+
+    assert build.missing_prerequisites(version_of) == ["setuptools<81", "cffi", "pyyaml"]
+    assert build.missing_prerequisites(lambda name: "80.9") == []
+
+
 # ------------------------------------------------------------------------- build
 
 
