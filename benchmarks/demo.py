@@ -1,0 +1,56 @@
+"""The demonstration behind `make demo`: real training with one of four ranks four times slower."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.launch import JobFailed
+from benchmarks.plot import plot
+from benchmarks.report import sentence, table
+from benchmarks.spec import write_json
+from benchmarks.tasks import TaskError, defaults_for
+from benchmarks.tta import build_spec, make_parser, measure
+
+__all__ = ["main"]
+
+OUT = Path(__file__).resolve().parent / "out"
+VARIANTS = ("straggler_free", "plain", "star")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, plot."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for demo.png and demo.json")
+    args = parser.parse_args(argv)
+    console = Console(highlight=False)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    options = ["--scenario=one-slow", f"--ranks={args.ranks}", f"--seeds={args.seeds}"]
+    tta_args = make_parser().parse_args([*options, f"--variants={','.join(VARIANTS)}"])
+    console.print(
+        f"Training scikit-learn's digits with horovodrun -np {args.ranks}; rank {args.ranks - 1} needs four "
+        "times as long for each batch. First without that, then with plain Horovod, then with star_hvd."
+    )
+    try:
+        spec = build_spec(tta_args)
+        summary = measure(spec, defaults_for(spec.dataset).target_accuracy, console, tta_args)
+    except (JobFailed, TaskError, ValueError) as error:
+        errors.print(f"error: {error}", markup=False)
+        return 1
+    write_json(args.out / "demo.json", summary)
+    plot(summary, args.out / "demo.png")
+    console.print()
+    console.print(table(summary))
+    console.print(sentence(summary))
+    console.print(f"The plot is {args.out / 'demo.png'}, all figures are in {args.out / 'demo.json'}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""From records to figures: accuracies of snapshots, time to accuracy, medians over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.scenarios import Scenario, bound_s
+from benchmarks.spec import ALL_VARIANTS, RunRecord, RunSpec
+from benchmarks.tasks import Task, make_network
+
+__all__ = ["REQUIRED_KEYS", "accuracies", "median_or_none", "summarize", "time_to_accuracy_s"]
+
+SMOOTHED_EVALUATIONS = 3
+REQUIRED_KEYS = (
+    "scenario",
+    "ranks",
+    "target_accuracy",
+    "straggler_free_s",
+    "plain_s",
+    "drop_s",
+    "star_s",
+    "ratio",
+    "bound_s",
+    "bound_ratio",
+    "final_accuracy",
+    "folds",
+    "drops",
+    "max_staleness",
+)
+
+
+def accuracies(snapshots: Path, dataset: str, task: Task) -> list[float]:
+    """Accuracy on the held-out samples of every snapshot in the file `snapshots`."""
+    model = make_network(dataset)
+    values = []
+    with np.load(snapshots) as arrays, torch.no_grad():
+        for vector in arrays["vectors"]:
+            nn.utils.vector_to_parameters(torch.from_numpy(vector), model.parameters())
+            values.append(float((model(task.test_x).argmax(1) == task.test_y).float().mean()))
+    return values
+
+
+def time_to_accuracy_s(
+    times_s: Sequence[float], accuracy: Sequence[float], target: float, smoothed: int = SMOOTHED_EVALUATIONS
+) -> float | None:
+    """When a running median of the evaluations first reaches the target.
+
+    Args:
+        times_s: Time of each evaluation.
+        accuracy: Its accuracy, same length.
+        target: Accuracy to reach.
+        smoothed: Evaluations in the running median; the time is that of the last of them.
+
+    Returns:
+        Seconds, or None when the target is never reached.
+    """
+    if len(times_s) != len(accuracy):
+        raise ValueError(f"{len(times_s)} times and {len(accuracy)} accuracies; expected as many")
+    for end in range(smoothed, len(accuracy) + 1):
+        if statistics.median(accuracy[end - smoothed : end]) >= target:
+            return float(times_s[end - 1])
+    return None
+
+
+def median_or_none(values: Sequence[float | None]) -> float | None:
+    """Median over seeds; one that never arrived counts as infinitely late, None where that is the median."""
+    if not values:
+        return None
+    median = statistics.median(float("inf") if value is None else value for value in values)
+    return median if median < float("inf") else None
+
+
+def summarize(spec: RunSpec, target: float, records: Sequence[RunRecord]) -> dict[str, Any]:
+    """The figures of a run; `REQUIRED_KEYS` and, per variant and seed, what they were made from.
+
+    Args:
+        spec: What was run.
+        target: Accuracy to reach.
+        records: One per variant and seed, with accuracies.
+    """
+    variants = {name: _variant(name, target, records) for name in ALL_VARIANTS if name in spec.variants}
+    medians = {name: variants[name]["median_s"] if name in variants else None for name in ALL_VARIANTS}
+    scenario = Scenario(name=spec.scenario, rows=spec.rows)
+    free_s = medians["straggler_free"]
+    bound = None if free_s is None else bound_s(free_s, scenario.capacity(), spec.ranks)
+    star = variants.get("star", {})
+    return {
+        "scenario": spec.scenario,
+        "ranks": spec.ranks,
+        "dataset": spec.dataset,
+        "mode": spec.mode,
+        "slowdown": max(map(max, spec.rows)),
+        "quota_cores": spec.quota_cores,
+        "target_accuracy": target,
+        **{f"{name}_s": medians[name] for name in ALL_VARIANTS},
+        "ratio": _ratio(medians["star"], medians["plain"]),
+        "drop_ratio": _ratio(medians["drop"], medians["plain"]),
+        "bound_s": bound,
+        "bound_ratio": _ratio(medians["star"], bound),
+        "final_accuracy": {name: values["final_accuracy"] for name, values in variants.items()},
+        "folds": star.get("folds"),
+        "drops": star.get("drops"),
+        "max_staleness": star.get("max_staleness"),
+        "train_s": {name: values["train_median_s"] for name, values in variants.items()},
+        "train_ratio": _ratio(*(variants.get(name, {}).get("train_median_s") for name in ("star", "plain"))),
+        "train_bound_ratio": _train_bound_ratio(variants, scenario),
+        "mode_timeline": [_plans(record) for record in records if record.variant == "star"],
+        "variants": variants,
+    }
+
+
+def _variant(name: str, target: float, records: Sequence[RunRecord]) -> dict[str, Any]:
+    runs = sorted((record for record in records if record.variant == name), key=lambda record: record.seed)
+    reached = [time_to_accuracy_s(run.times_s, run.accuracies, target) for run in runs]
+    return {
+        "median_s": median_or_none(reached),
+        "reached": sum(value is not None for value in reached),
+        "final_accuracy": statistics.fmean(run.accuracies[-1] for run in runs),
+        "train_median_s": statistics.median(run.train_s for run in runs),
+        "step_s": statistics.median(run.train_s / run.global_steps for run in runs),
+        "folds": sum(run.folds for run in runs),
+        "drops": sum(run.drops for run in runs),
+        "max_staleness": max(run.max_staleness for run in runs),
+        "seeds": [
+            {"time_to_accuracy_s": time_s, **run.to_dict()} for time_s, run in zip(reached, runs, strict=True)
+        ],
+    }
+
+
+def _train_bound_ratio(variants: dict[str, Any], scenario: Scenario) -> float | None:
+    if "star" not in variants or "straggler_free" not in variants:
+        return None
+    bound = bound_s(variants["straggler_free"]["train_median_s"], scenario.capacity(), scenario.ranks)
+    return _ratio(variants["star"]["train_median_s"], bound)
+
+
+def _plans(record: RunRecord) -> dict[str, Any]:
+    return {"seed": record.seed, "plans": record.report.get("plans", [])}
+
+
+def _ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over is not None and under else None

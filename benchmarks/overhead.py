@@ -1,0 +1,142 @@
+"""What star_hvd costs while nobody is slow: step time against plain Horovod, in alternating blocks."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.report import progress_view
+from benchmarks.spec import write_json
+from benchmarks.tasks import DATASETS
+from benchmarks.tta import versions
+
+__all__ = ["main", "summarize_blocks"]
+
+ALLOWANCE_S = 180.0
+SLOWEST_STEP_S = 0.3  # on a loaded machine; only the deadline depends on it
+
+
+def summarize_blocks(
+    blocks_s: dict[str, list[list[float]]], stats: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Medians, their ratio and its spread over the pairs of blocks.
+
+    Args:
+        blocks_s: Step times in seconds per side (`plain`, `star`), one list per block.
+        stats: Counters of every rank.
+    """
+    medians = {
+        name: statistics.median(t for block in blocks for t in block) for name, blocks in blocks_s.items()
+    }
+    pairs = [
+        statistics.median(star) / statistics.median(plain)
+        for plain, star in zip(blocks_s["plain"], blocks_s["star"], strict=True)
+    ]
+    quartiles = statistics.quantiles(pairs, n=4) if len(pairs) > 1 else [pairs[0]] * 3
+    return {
+        "plain_step_s": medians["plain"],
+        "star_step_s": medians["star"],
+        "ratio": medians["star"] / medians["plain"],
+        "block_ratio_median": statistics.median(pairs),
+        "block_ratio_quartiles": [quartiles[0], quartiles[2]],
+        "block_ratios": pairs,
+        "folds": sum(int(each["folds"]) for each in stats),
+        "drops": sum(int(each["drops"]) for each in stats),
+        "late": sum(int(each.get("late", 0)) for each in stats),
+        "blocks_s": blocks_s,
+    }
+
+
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Run the job and work out its figures."""
+    run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
+    options = [
+        f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("blocks", "steps", "device-ms")
+    ]
+    options += [f"--dataset={args.dataset}", f"--mode={args.mode}"]
+    command = horovodrun_command(args.ranks, "benchmarks.overhead_worker", str(run_dir), *options)
+    deadline_s = ALLOWANCE_S + 2 * args.blocks * args.steps * (SLOWEST_STEP_S + args.device_ms / 1000.0)
+    with progress_view(console, args.blocks) as view:
+        run_job(command, run_dir, deadline_s=deadline_s, stall_s=ALLOWANCE_S, on_progress=view.update)
+    raw = json.loads((run_dir / "overhead.json").read_text(encoding="utf-8"))
+    shutil.rmtree(run_dir)
+    summary = summarize_blocks(raw["blocks_s"], raw["stats"])
+    return {
+        "ranks": args.ranks,
+        "dataset": args.dataset,
+        "mode": args.mode,
+        "device_ms": args.device_ms,
+        **summary,
+        "versions": versions(),
+    }
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    low, high = summary["block_ratio_quartiles"]
+    result = Table(
+        title=f"nobody slow, {summary['ranks']} ranks, mode {summary['mode']}", title_justify="left"
+    )
+    for name in ("plain Horovod", "star_hvd", "ratio", "quartiles over blocks", "folds"):
+        result.add_column(name, justify="right", no_wrap=True)
+    result.add_row(
+        f"{1000.0 * summary['plain_step_s']:.1f} ms/step",
+        f"{1000.0 * summary['star_step_s']:.1f} ms/step",
+        f"{summary['ratio']:.3f}",
+        f"{low:.3f} - {high:.3f}",
+        str(summary["folds"]),
+    )
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the overhead."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
+    parser.add_argument("--device-ms", type=float, default=30.0, help="emulated device time per step")
+    parser.add_argument("--blocks", type=int, default=16, help="pairs of blocks")
+    parser.add_argument("--steps", type=int, default=30, help="timed steps per block")
+    parser.add_argument("--mode", default="auto", help="mode of star_hvd")
+    args = parser.parse_args(argv)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = Console()
+    problem = _problem(args)
+    if problem:
+        errors.print(f"error: {problem}", markup=False)
+        return 2
+    try:
+        summary = measure(args, console)
+    except JobFailed as error:
+        errors.print(f"error: {error}", markup=False)
+        return 1
+    if args.json is not None:
+        write_json(args.json, summary)
+    console.print(_table(summary))
+    return 0
+
+
+def _problem(args: argparse.Namespace) -> str | None:
+    for name, least in (("ranks", 1), ("blocks", 1), ("steps", 1), ("device_ms", 0)):
+        value = getattr(args, name)
+        if not least <= value < 1e6:
+            return f"--{name.replace('_', '-')} is {value}; expected at least {least}"
+    if importlib.util.find_spec("star_hvd.optimizer") is None:
+        return "star_hvd cannot be imported; install it first"
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

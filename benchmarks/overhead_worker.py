@@ -1,0 +1,96 @@
+"""Runs under horovodrun: times the steps of plain Horovod and star_hvd in alternating blocks, nobody slow."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.spec import write_json
+from benchmarks.tasks import load_task, make_network
+from benchmarks.worker import progress, register
+
+WARM_UP_STEPS = 20
+SKIPPED_STEPS = 2  # of every block: the first one waits for whoever left the last block late
+LEARNING_RATE = 0.01
+BATCH_SAMPLES = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Side:
+    """One of the two optimizers with its own model."""
+
+    model: nn.Module
+    optimizer: Any
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, device_s: float) -> None:
+        """One training step with `device_s` seconds of emulated device time."""
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        time.sleep(device_s)
+        loss.backward()
+        self.optimizer.step()
+
+
+def make_side(hvd: Any, dataset: str, **options: Any) -> Side:
+    """A fresh model, the same on both sides and all ranks, with `hvd`'s optimizer."""
+    torch.manual_seed(0)
+    model = make_network(dataset)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+    return Side(model=model, optimizer=wrapped)
+
+
+def main(argv: list[str]) -> int:
+    """Write the step times of every block to `overhead.json` in the run's folder."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--blocks", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--device-ms", type=float, required=True)
+    parser.add_argument("--dataset", required=True)
+    parser.add_argument("--mode", required=True)
+    args = parser.parse_args(argv)
+    register(args.run_dir)
+    torch.set_num_threads(1)
+
+    import horovod.torch as plain_hvd
+
+    import star_hvd as hvd
+
+    hvd.init()
+    sides = {
+        "plain": make_side(plain_hvd, args.dataset),
+        "star": make_side(hvd, args.dataset, mode=args.mode),
+    }
+    x, y = load_task(args.dataset, BATCH_SAMPLES * hvd.size()).train.tensors
+    mine = slice(hvd.rank() * BATCH_SAMPLES, (hvd.rank() + 1) * BATCH_SAMPLES)
+    for side in sides.values():
+        for _ in range(WARM_UP_STEPS):
+            side.step(x[mine], y[mine], args.device_ms / 1000.0)
+    blocks: dict[str, list[list[float]]] = {name: [] for name in sides}
+    for block in range(args.blocks):
+        for name in ("plain", "star") if block % 2 == 0 else ("star", "plain"):
+            times_s = []
+            for _ in range(SKIPPED_STEPS + args.steps):
+                start_s = time.perf_counter()
+                sides[name].step(x[mine], y[mine], args.device_ms / 1000.0)
+                times_s.append(time.perf_counter() - start_s)
+            blocks[name].append(times_s[SKIPPED_STEPS:])
+        if hvd.rank() == 0:
+            progress(text=f"block {block + 1} of {args.blocks}", done=1)
+    stats = hvd.allgather_object(dict(sides["star"].optimizer.stats()), name="lab_stats")
+    if hvd.rank() == 0:
+        write_json(args.run_dir / "overhead.json", {"blocks_s": blocks, "stats": stats})
+    hvd.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,181 @@
+"""Plots of result files of `benchmarks.tta`: accuracy over time, and whose gradient was in which step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+
+from benchmarks.report import straggler_phrase
+
+__all__ = ["main", "member_strip", "plot"]
+
+STYLE = {
+    "straggler_free": ("#8a8a8a", "Horovod, nobody slow"),
+    "plain": ("#d1495b", "Horovod"),
+    "drop": ("#edae49", "backup workers (drop)"),
+    "star": ("#1f6feb", "star_hvd"),
+}
+FRESH_COLOR, MISSING_COLOR = "#1f6feb", "#f4d6a0"
+SMOOTHED = 3
+DPI = 150
+
+
+def plot(summary: dict[str, Any], path: Path, variants: Sequence[str] = tuple(STYLE)) -> None:
+    """Draw a result of `tta` into the image file `path`."""
+    shown = [name for name in variants if name in summary["variants"]]
+    strip = member_strip(_first_star(summary), summary["ranks"])
+    figure, axes = plt.subplots(
+        2 if strip else 1,
+        1,
+        figsize=(8.0, 5.6 if strip else 4.0),
+        height_ratios=[3.2, 1.0] if strip else [1.0],
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    _draw_curves(axes[0][0], summary, shown)
+    if strip:
+        _draw_strip(axes[1][0], *strip)
+    axes[-1][0].set_xlabel("training time (s)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)
+    plt.close(figure)
+
+
+def _first_star(summary: dict[str, Any]) -> dict[str, Any] | None:
+    star = summary["variants"].get("star")
+    return star["seeds"][0] if star else None
+
+
+def member_strip(run: dict[str, Any] | None, ranks: int) -> tuple[list[float], list[list[int]]] | None:
+    """Step boundaries and, per rank, whether its fresh gradient was in the step that ends there.
+
+    Args:
+        run: A seed's entry of the star variant, with `timeline`, `times_s` and `steps`.
+        ranks: Number of ranks.
+
+    Returns:
+        Boundaries in seconds since the start of training, shape (n_steps + 1,), and membership of shape
+        (n_ranks, n_steps); None without a timeline.
+    """
+    if run is None or not run["timeline"]:
+        return None
+    timeline = sorted(run["timeline"], key=lambda entry: entry["step"])
+    # The optimizer's clock started elsewhere: steps that both know give the difference.
+    ends_s = {entry["step"]: entry["time_s"] for entry in timeline}
+    offsets = [
+        time_s - ends_s[step]
+        for time_s, step in zip(run["times_s"], run["steps"], strict=True)
+        if step in ends_s
+    ]
+    offset_s = statistics.median(offsets) if offsets else -timeline[0]["time_s"]
+    edges = [max(0.0, entry["time_s"] + offset_s) for entry in timeline]
+    members = [[int(rank in entry["members"]) for entry in timeline] for rank in range(ranks)]
+    return [0.0, *edges], members
+
+
+def _draw_curves(axes: Axes, summary: dict[str, Any], shown: Sequence[str]) -> None:
+    target = summary["target_accuracy"]
+    axes.axhline(100 * target, color="0.4", linewidth=0.8, linestyle=(0, (4, 3)))
+    for name in shown:
+        color, label = STYLE[name]
+        values = summary["variants"][name]
+        for index, run in enumerate(values["seeds"]):
+            middle = [100 * value for value in _running_median(run["accuracies"])]
+            axes.plot(
+                run["times_s"], middle, color=color, linewidth=1.8, alpha=0.9, label=None if index else label
+            )
+        if values["median_s"] is not None:
+            _mark_time(axes, values["median_s"], 100 * target, color)
+    axes.set_ylim(bottom=_floor(target), top=100)
+    axes.set_xlim(left=0)
+    axes.set_ylabel("held-out accuracy (%)")
+    axes.set_title(
+        f"{straggler_phrase(summary)} ({summary['ranks']} ranks, {summary['dataset']})", loc="left"
+    )
+    axes.legend(loc="center right", frameon=False)
+    axes.grid(axis="y", color="0.92")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _floor(target: float) -> float:
+    return max(0.0, 100 * target - 45)
+
+
+def _mark_time(axes: Axes, time_s: float, percent: float, color: str) -> None:
+    """A point where the target is reached, and its time at the bottom."""
+    axes.plot([time_s], [percent], "o", color=color, markersize=7, zorder=5)
+    floor = _floor(percent / 100)
+    axes.plot([time_s, time_s], [floor, percent], color=color, linewidth=1.0, linestyle=":")
+    axes.annotate(
+        f"{time_s:.1f} s",
+        (time_s, floor),
+        xytext=(4, 5),
+        textcoords="offset points",
+        color=color,
+        fontweight="bold",
+    )
+
+
+def _running_median(values: Sequence[float]) -> list[float]:
+    return [statistics.median(values[max(0, end - SMOOTHED) : end]) for end in range(1, len(values) + 1)]
+
+
+def _draw_strip(axes: Axes, edges: list[float], members: list[list[int]]) -> None:
+    rows = [index - 0.4 for index in range(len(members))]
+    for row, values in zip(rows, members, strict=True):
+        axes.pcolormesh(
+            edges,
+            [row, row + 0.8],
+            [values],
+            cmap=ListedColormap([MISSING_COLOR, FRESH_COLOR]),
+            vmin=0,
+            vmax=1,
+            linewidth=0,
+            rasterized=True,
+        )
+    axes.set_yticks(range(len(members)), [f"rank {rank}" for rank in range(len(members))])
+    axes.set_ylim(len(members) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title("star_hvd: whose fresh gradient is in each step", loc="left", fontsize=10)
+    handles = [
+        Patch(color=FRESH_COLOR, label="fresh"),
+        Patch(color=MISSING_COLOR, label="not waited for, folded in later"),
+    ]
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=9
+    )
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plot a result file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.add_argument("result", type=Path, help="file written by python -m benchmarks.tta --json")
+    parser.add_argument("out", type=Path, nargs="?", help="image to write; default: beside the result, .png")
+    args = parser.parse_args(argv)
+    out = args.out or args.result.with_suffix(".png")
+    try:
+        plot(json.loads(args.result.read_text(encoding="utf-8")), out)
+    except (OSError, json.JSONDecodeError, KeyError) as error:
+        sys.stderr.write(f"error: {args.result} is no result of benchmarks.tta: {error!r}\n")
+        return 2
+    sys.stdout.write(f"wrote {out}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What a person reads: the table of a run, the sentence under it, and progress while it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+__all__ = ["ProgressView", "progress_view", "sentence", "straggler_phrase", "table"]
+
+PLAIN_LINE_INTERVAL_S = 5.0
+TITLES = {
+    "straggler_free": "Horovod, nobody slow",
+    "plain": "Horovod",
+    "drop": "backup workers (drop)",
+    "star": "star_hvd",
+}
+COUNT_WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight", 10: "ten"}
+
+
+class ProgressView:
+    """Shows how many units of a run are done, as a bar or, away from a terminal, as a line now and then."""
+
+    def __init__(self, console: Console, total: int, bar: Progress | None) -> None:
+        self._console, self._total, self._bar = console, total, bar
+        self._task = bar.add_task("starting", total=total) if bar is not None else None
+        self._done = 0
+        self._last_line_s = float("-inf")
+
+    def update(self, fields: dict[str, Any]) -> None:
+        """Take a progress line: `text` to show and `done`, the units finished since the last one."""
+        self._done += int(fields.get("done", 0))
+        text = str(fields.get("text", ""))
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done, description=text)
+            return
+        now_s = time.monotonic()
+        if now_s - self._last_line_s >= PLAIN_LINE_INTERVAL_S or self._done == self._total:
+            self._last_line_s = now_s
+            self._console.print(f"[{self._done}/{self._total}] {text}", markup=False, highlight=False)
+
+
+@contextmanager
+def progress_view(console: Console, total: int) -> Iterator[ProgressView]:
+    """A `ProgressView` of `total` units that fits the console."""
+    if not console.is_terminal:
+        yield ProgressView(console, total, None)
+        return
+    columns = (BarColumn(24), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        yield ProgressView(console, total, bar)
+
+
+def table(summary: dict[str, Any]) -> Table:
+    """One row per variant."""
+    percent = 100.0 * summary["target_accuracy"]
+    result = Table(
+        title=f"{summary['scenario']}, {summary['ranks']} ranks, {summary['dataset']}", title_justify="left"
+    )
+    result.add_column("variant", no_wrap=True)
+    for name in (f"to {percent:.1f} %", "min - max", "final", "ms/step", "folds", "drops", "stale"):
+        result.add_column(name, justify="right", no_wrap=True)
+    for name, values in summary["variants"].items():
+        relaxed = name in ("drop", "star")
+        result.add_row(
+            TITLES[name],
+            _seconds(values["median_s"]),
+            _spread([run["time_to_accuracy_s"] for run in values["seeds"]]),
+            f"{100.0 * values['final_accuracy']:.1f} %",
+            f"{1000.0 * values['step_s']:.0f}",
+            *([str(values[key]) for key in ("folds", "drops", "max_staleness")] if relaxed else ["-"] * 3),
+            style="bold" if name == "star" else None,
+        )
+    return result
+
+
+def straggler_phrase(summary: dict[str, Any]) -> str:
+    """Who is slow in this run, to begin a sentence with."""
+    last, slowdown = summary["ranks"] - 1, summary["slowdown"]
+    times = COUNT_WORDS.get(slowdown, f"{slowdown:g}")
+    return {
+        "none": "With nobody slow",
+        "one-slow": f"With rank {last} {times} times slower",
+        "two-slow": f"With ranks {last - 1} and {last} {times} times slower",
+        "rotating": f"With one rank after another {times} times slower",
+        "trace": "With the slowdowns of the trace",
+        "quota": f"With rank {last} held to {100.0 * summary['quota_cores']:.0f} % of a core",
+    }[summary["scenario"]]
+
+
+def sentence(summary: dict[str, Any]) -> str:
+    """What the run means to a user."""
+    percent = f"{100.0 * summary['target_accuracy']:.1f} %"
+    final = summary["final_accuracy"]
+    if summary["star_s"] is None or summary["plain_s"] is None:
+        missing = [TITLES[name] for name in final if summary[f"{name}_s"] is None]
+        if not missing:
+            return f"{straggler_phrase(summary)}, only {', '.join(TITLES[name] for name in final)} was run."
+        return f"{straggler_phrase(summary)}, {' and '.join(missing)} did not reach {percent} in most seeds."
+    text = (
+        f"{straggler_phrase(summary)}, plain Horovod took {summary['plain_s']:.1f} s to reach {percent}, "
+        f"star_hvd took {summary['star_s']:.1f} s ({summary['ratio']:.2f} of it); "
+        f"final accuracy {100.0 * final['star']:.1f} % against {100.0 * final['plain']:.1f} %."
+    )
+    if summary["bound_ratio"] is not None:
+        text += (
+            f" Nobody slow: {summary['straggler_free_s']:.1f} s; every rank used at its own speed: "
+            f"{summary['bound_s']:.1f} s, of which star_hvd needs {summary['bound_ratio']:.2f} times."
+        )
+    return text
+
+
+def _seconds(value: float | None) -> str:
+    return "not reached" if value is None else f"{value:.1f} s"
+
+
+def _spread(values: list[float | None]) -> str:
+    reached = [value for value in values if value is not None]
+    if not reached:
+        return "-"
+    most = f"{max(reached):.1f}" if len(reached) == len(values) else "never"
+    return f"{min(reached):.1f} - {most}"

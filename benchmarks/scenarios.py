@@ -1,0 +1,129 @@
+"""Who is slow when: slowdown schedules as pure functions of the step, and the bound they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["SCENARIOS", "Scenario", "ScenarioError", "bound_s", "make_scenario"]
+
+SCENARIOS = ("none", "one-slow", "two-slow", "rotating", "trace", "quota")
+ONE_SLOWDOWN = 4.0
+TWO_SLOWDOWN = 2.0
+ROTATE_EVERY_STEPS = 5
+# A rank whose mean slowdown is above this counts as a straggler when `partial(m)` needs an m.
+STRAGGLER_SLOWDOWN = 1.5
+
+
+class ScenarioError(ValueError):
+    """A scenario that cannot be made; the message says what was got and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Slowdown factors of all ranks, repeating over the global steps.
+
+    Attributes:
+        name: One of `SCENARIOS`.
+        rows: One row per global step, one factor per rank, shape (n_steps, n_ranks); step k uses row
+            k % n_steps. 1.0 is a rank at normal speed.
+    """
+
+    name: str
+    rows: tuple[tuple[float, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.rows[0])
+
+    def slowdown(self, rank: int, step: int) -> float:
+        """Factor by which `rank` is slower than normal in global step `step`."""
+        return self.rows[step % len(self.rows)][rank]
+
+    def capacity(self) -> float:
+        """Speed of all ranks together, in units of one normal rank, averaged over the schedule."""
+        return sum(1.0 / factor for row in self.rows for factor in row) / len(self.rows)
+
+    def stragglers(self) -> int:
+        """Ranks that are slow at the same time: how many `partial(m)` has to do without.
+
+        For a schedule with many rows, the median over the rows.
+        """
+        counts = sorted(sum(factor > STRAGGLER_SLOWDOWN for factor in row) for row in self.rows)
+        return counts[len(counts) // 2]
+
+    def quorum(self) -> int:
+        """The m of `partial(m)` that fits this scenario: all but the stragglers, at least one left out."""
+        return max(1, self.ranks - max(1, self.stragglers()))
+
+    def without_stragglers(self) -> Scenario:
+        """The same job with every rank at normal speed."""
+        return Scenario(name="none", rows=((1.0,) * self.ranks,))
+
+
+def make_scenario(
+    name: str, ranks: int, trace: Sequence[Sequence[float]] | None = None, slowdown: float | None = None
+) -> Scenario:
+    """The schedule called `name` for `ranks` ranks.
+
+    Args:
+        name: One of `SCENARIOS`.
+        ranks: Number of ranks of the job.
+        trace: Rows of the trace, for `trace` only; more columns than ranks are cut.
+        slowdown: Factor instead of the scenario's own, for all but `none` and `trace`.
+
+    Raises:
+        ScenarioError: Unknown name, too few ranks, or a trace that does not fit.
+    """
+    if name not in SCENARIOS:
+        raise ScenarioError(f"scenario is {name!r}; expected one of {', '.join(SCENARIOS)}")
+    least_ranks = 3 if name == "two-slow" else 1 if name == "none" else 2
+    if ranks < least_ranks:
+        raise ScenarioError(
+            f"scenario {name} with {ranks} ranks; it needs at least {least_ranks}: raise --ranks"
+        )
+    if slowdown is not None and not 1.0 <= slowdown <= 1000.0:
+        raise ScenarioError(f"slowdown is {slowdown}; expected 1 to 1000")
+    if name == "trace":
+        return _from_trace(ranks, trace)
+    one = slowdown or ONE_SLOWDOWN
+    if name == "none":
+        rows = [[1.0] * ranks]
+    elif name == "two-slow":
+        rows = [[1.0] * (ranks - 2) + [slowdown or TWO_SLOWDOWN] * 2]
+    elif name == "rotating":
+        rows = [
+            [one if rank == turn else 1.0 for rank in range(ranks)]
+            for turn in range(ranks)
+            for _ in range(ROTATE_EVERY_STEPS)
+        ]
+    else:
+        rows = [[1.0] * (ranks - 1) + [one]]
+    return Scenario(name=name, rows=tuple(tuple(row) for row in rows))
+
+
+def _from_trace(ranks: int, trace: Sequence[Sequence[float]] | None) -> Scenario:
+    if not trace:
+        raise ScenarioError(
+            "scenario trace needs slowdowns: give --trace FILE (python -m benchmarks.traces writes one)"
+        )
+    columns = len(trace[0])
+    if columns < ranks:
+        raise ScenarioError(
+            f"the trace has {columns} ranks, the job {ranks}: use --ranks {columns} or another trace"
+        )
+    return Scenario(name="trace", rows=tuple(tuple(float(v) for v in row[:ranks]) for row in trace))
+
+
+def bound_s(straggler_free_s: float, capacity: float, ranks: int) -> float:
+    """Time a job would need if every rank always worked at its own speed and nothing was lost.
+
+    Args:
+        straggler_free_s: Time with every rank at normal speed, in seconds.
+        capacity: Sum of 1 / slowdown over the ranks.
+        ranks: Number of ranks.
+    """
+    if not capacity > 0.0:
+        raise ScenarioError(f"capacity is {capacity}; expected more than 0")
+    return straggler_free_s * ranks / capacity

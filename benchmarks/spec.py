@@ -1,0 +1,128 @@
+"""What one laboratory run is told to do (`RunSpec`) and what comes back from each training (`RunRecord`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ALL_VARIANTS", "PLAIN_VARIANTS", "RunRecord", "RunSpec", "write_json"]
+
+PLAIN_VARIANTS = ("straggler_free", "plain")
+ALL_VARIANTS = (*PLAIN_VARIANTS, "drop", "star")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """Everything the workers need; the driver writes it to `spec.json` in the run's folder.
+
+    Attributes:
+        scenario: Name of the scenario.
+        rows: Slowdown factors, shape (n_steps, n_ranks), repeating.
+        ranks: Number of ranks.
+        variants: What to train, a subset of `ALL_VARIANTS`.
+        seeds: Every variant is trained once per seed.
+        dataset: Name of the data set.
+        train_samples: Training samples used.
+        epochs: Passes over them, the same for every variant.
+        batch_samples: Samples a rank takes per step.
+        learning_rate: Of the first epoch.
+        momentum: Of SGD.
+        device_s: Emulated device time of a step at normal speed, in seconds.
+        eval_every_steps: Global steps between two snapshots.
+        mode: Mode of the `star` variant.
+        quorum: The m of the `drop` variant's `partial(m)`.
+        quota_cores: Part of a core the slow rank may use in scenario `quota`, 0 in all others.
+        quota_period_s: Accounting period of that quota.
+    """
+
+    scenario: str
+    rows: tuple[tuple[float, ...], ...]
+    ranks: int
+    variants: tuple[str, ...]
+    seeds: tuple[int, ...]
+    dataset: str
+    train_samples: int
+    epochs: int
+    batch_samples: int
+    learning_rate: float
+    momentum: float
+    device_s: float
+    eval_every_steps: int
+    mode: str = "auto"
+    quorum: int = 1
+    quota_cores: float = 0.0
+    quota_period_s: float = 0.1
+
+    @classmethod
+    def read(cls, path: Path) -> RunSpec:
+        """The inverse of `write_json(path, dataclasses.asdict(spec))`."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["rows"] = tuple(tuple(row) for row in values["rows"])
+        values["variants"], values["seeds"] = tuple(values["variants"]), tuple(values["seeds"])
+        return cls(**values)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunRecord:
+    """One training of one variant with one seed, as rank 0 wrote it; the snapshots are beside it as .npz.
+
+    Attributes:
+        variant: Which of `ALL_VARIANTS`.
+        seed: Of initialization and sample order.
+        train_s: From the barrier at the start to the end of the last epoch on rank 0.
+        global_steps: Updates of the parameters.
+        epoch_losses: Mean training loss per epoch over all ranks.
+        rank_batches: Batches each rank computed, in rank order.
+        folds: Late gradients folded into a later step, all ranks.
+        drops: Late gradients dropped, all ranks.
+        max_staleness: Largest staleness of a folded gradient.
+        stats: Counters of every rank as star_hvd gave them.
+        report: `hvd.report().to_dict()` of rank 0.
+        timeline: One entry per global step: step, time_s, members, mode.
+        times_s, steps, accuracies: The curve; accuracies are filled in after the run.
+    """
+
+    variant: str
+    seed: int
+    train_s: float = 0.0
+    global_steps: int = 0
+    epoch_losses: list[float] = field(default_factory=list)
+    rank_batches: list[int] = field(default_factory=list)
+    folds: int = 0
+    drops: int = 0
+    max_staleness: int = 0
+    stats: list[dict[str, Any]] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+
+    @property
+    def stem(self) -> str:
+        """File name without suffix."""
+        return f"seed{self.seed}-{self.variant}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` so that a reader sees the old file or the whole new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            json.dump(value, stream, indent=1, default=str)
+            stream.write("\n")
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,216 @@
+"""One training on one rank: the loop a Horovod user writes, with an emulated device in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from benchmarks.device import BurnDevice, Device, SleepDevice
+from benchmarks.quota import CpuQuota
+from benchmarks.scenarios import Scenario
+from benchmarks.spec import PLAIN_VARIANTS, RunRecord, RunSpec
+from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, make_network
+
+__all__ = ["Job", "Setting", "Snapshots", "train"]
+
+Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all trainings of a rank share.
+
+    Attributes:
+        spec: What the driver asked for.
+        train: Training samples.
+        hvd: `star_hvd`, or `horovod.torch` where only plain variants run.
+        rank: This rank.
+        slow: Slowdowns of the variants with a straggler.
+        burns: Whether device time uses the CPU instead of sleeping.
+        on_epoch: Called on rank 0 after every epoch with the epoch's number and its mean loss.
+    """
+
+    spec: RunSpec
+    train: Dataset[Any]
+    hvd: Any
+    rank: int
+    slow: Scenario
+    burns: bool
+    on_epoch: Callable[[str, int, int, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What differs between plain Horovod and star_hvd in a training script.
+
+    Attributes:
+        optimizer: The wrapped optimizer.
+        batches: The batches of an epoch for this rank.
+        global_step: Updates applied so far as this rank knows it, given the number of its own batches.
+    """
+
+    optimizer: Any
+    batches: Callable[[int], Batches]
+    global_step: Callable[[int], int]
+
+
+class Snapshots:
+    """Copies of the parameters with their times, taken by rank 0 only; accuracy is computed after the run."""
+
+    def __init__(self, model: nn.Module, every_steps: int, active: bool) -> None:
+        self._model, self._every_steps, self._active = model, every_steps, active
+        self._next_step = every_steps
+        self.times_s: list[float] = []
+        self.steps: list[int] = []
+        self.vectors: list[np.ndarray] = []
+
+    def maybe_take(self, step: int, time_s: float) -> None:
+        """Take a snapshot when `step` has reached the next multiple of the interval."""
+        if self._active and step >= self._next_step:
+            self._next_step = (step // self._every_steps + 1) * self._every_steps
+            self.take(step, time_s)
+
+    def take(self, step: int, time_s: float) -> None:
+        """Take a snapshot now."""
+        if self._active:
+            vector = nn.utils.parameters_to_vector(self._model.parameters())
+            self.times_s.append(time_s)
+            self.steps.append(step)
+            self.vectors.append(vector.detach().numpy().copy())
+
+
+def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapshots]:
+    """Train a fresh model; timed from a barrier to the end of the last epoch.
+
+    Args:
+        setting: Shared by all trainings of this rank.
+        variant: One of `ALL_VARIANTS`.
+        seed: Of initialization and sample order.
+
+    Returns:
+        The record, complete on rank 0, and the snapshots, empty on other ranks.
+    """
+    spec, hvd = setting.spec, setting.hvd
+    torch.manual_seed(seed)
+    model = make_network(spec.dataset)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
+    plain = variant in PLAIN_VARIANTS
+    job = (
+        _plain_job(setting, model, optimizer, seed)
+        if plain
+        else _star_job(setting, model, optimizer, seed, variant)
+    )
+    snapshots = Snapshots(model, spec.eval_every_steps, setting.rank == 0)
+    scenario = setting.slow.without_stragglers() if variant == "straggler_free" else setting.slow
+    record = RunRecord(variant=variant, seed=seed)
+    with _limits(setting, scenario):
+        hvd.barrier()
+        start_s = time.perf_counter()
+        _loop(setting, model, job, scenario, snapshots, record, start_s)
+        record.train_s = time.perf_counter() - start_s
+    _collect(setting, record, job, plain)
+    snapshots.take(record.global_steps, record.train_s)
+    return record, snapshots
+
+
+def _plain_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Job:
+    import horovod.torch as hvd
+
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        setting.train, num_replicas=hvd.size(), rank=setting.rank, seed=seed
+    )
+    loader = DataLoader(setting.train, batch_size=setting.spec.batch_samples, sampler=sampler)
+
+    def batches(epoch: int) -> Batches:
+        sampler.set_epoch(epoch)
+        return loader
+
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    return Job(optimizer=wrapped, batches=batches, global_step=lambda own_batches: own_batches)
+
+
+def _star_job(
+    setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, variant: str
+) -> Job:
+    hvd, spec = setting.hvd, setting.spec
+    drops = variant == "drop"
+    wrapped = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        mode=f"partial({spec.quorum})" if drops else spec.mode,
+        config=hvd.Config(max_staleness=0) if drops else hvd.Config(),
+    )
+    loader = hvd.shard(setting.train, batch_size=spec.batch_samples, seed=seed)
+    return Job(
+        optimizer=wrapped, batches=lambda _: loader, global_step=lambda _: int(wrapped.stats()["steps"])
+    )
+
+
+def _limits(setting: Setting, scenario: Scenario) -> contextlib.AbstractContextManager[object]:
+    """The CPU quota where this rank is the slow one of scenario `quota`."""
+    if setting.burns and scenario.slowdown(setting.rank, 0) > 1.0:
+        return CpuQuota(setting.spec.quota_cores, setting.spec.quota_period_s)
+    return contextlib.nullcontext()
+
+
+def _loop(
+    setting: Setting,
+    model: nn.Module,
+    job: Job,
+    scenario: Scenario,
+    snapshots: Snapshots,
+    record: RunRecord,
+    start_s: float,
+) -> None:
+    spec, hvd, optimizer = setting.spec, setting.hvd, job.optimizer
+    device: Device = BurnDevice(spec.device_s) if setting.burns else SleepDevice(spec.device_s)
+    decay = torch.optim.lr_scheduler.LinearLR(
+        optimizer, 1.0, FINAL_LEARNING_RATE_FRACTION, total_iters=max(1, spec.epochs - 1)
+    )
+    own_batches = 0
+    for epoch in range(spec.epochs):
+        losses = []
+        for x, y in job.batches(epoch):
+            slowdown = scenario.slowdown(setting.rank, job.global_step(own_batches))
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            device.run(slowdown)
+            loss.backward()
+            optimizer.step()
+            own_batches += 1
+            losses.append(loss.item())
+            snapshots.maybe_take(job.global_step(own_batches), time.perf_counter() - start_s)
+        decay.step()
+        mean_loss = float(hvd.allreduce(torch.tensor([sum(losses) / max(1, len(losses))]), name="epoch_loss"))
+        record.epoch_losses.append(mean_loss)
+        if setting.rank == 0:
+            setting.on_epoch(record.variant, record.seed, epoch + 1, mean_loss)
+    record.global_steps = job.global_step(own_batches)
+    record.rank_batches = [own_batches]
+
+
+def _collect(setting: Setting, record: RunRecord, job: Job, plain: bool) -> None:
+    """Gather the counters of all ranks into rank 0's record."""
+    stats = {} if plain else dict(job.optimizer.stats())
+    gathered = setting.hvd.allgather_object((record.rank_batches[0], stats), name="lab_stats")
+    record.rank_batches = [batches for batches, _ in gathered]
+    if plain:
+        return
+    record.stats = [each for _, each in gathered]
+    record.folds = sum(int(each["folds"]) for each in record.stats)
+    record.drops = sum(int(each["drops"]) for each in record.stats)
+    record.max_staleness = max(int(each["max_staleness"]) for each in record.stats)
+    record.global_steps = max(int(each["steps"]) for each in record.stats)
+    if setting.rank == 0:
+        record.report = setting.hvd.report().to_dict()
+        record.timeline = list(job.optimizer.timeline())

@@ -1,0 +1,391 @@
+"""The straggler laboratory without Horovod: schedules, traces, figures, quotas, a driver whose job dies."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.launch import JobFailed, run_job
+from benchmarks.measures import REQUIRED_KEYS, median_or_none, summarize, time_to_accuracy_s
+from benchmarks.overhead import summarize_blocks
+from benchmarks.quota import CpuGroup, CpuQuota, QuotaError, find_cpu_group, own_group
+from benchmarks.report import sentence, straggler_phrase
+from benchmarks.scenarios import SCENARIOS, ScenarioError, bound_s, make_scenario
+from benchmarks.spec import ALL_VARIANTS, RunRecord, RunSpec, write_json
+from benchmarks.traces import TraceError, read_trace, synthetic_trace, write_trace
+from benchmarks.traces import main as traces_main
+
+
+class TestScenarios:
+    def test_one_slow_slows_the_last_rank_in_every_step(self) -> None:
+        scenario = make_scenario("one-slow", 4)
+        assert [scenario.slowdown(rank, 17) for rank in range(4)] == [1.0, 1.0, 1.0, 4.0]
+        assert scenario.capacity() == pytest.approx(3.25)
+        assert scenario.quorum() == 3
+
+    def test_two_slow_slows_the_last_two_ranks(self) -> None:
+        scenario = make_scenario("two-slow", 4)
+        assert scenario.rows == ((1.0, 1.0, 2.0, 2.0),)
+        assert scenario.capacity() == pytest.approx(3.0)
+        assert scenario.quorum() == 2
+
+    def test_rotating_changes_every_five_steps_and_comes_round(self) -> None:
+        scenario = make_scenario("rotating", 4)
+        slow = [max(range(4), key=lambda rank: scenario.slowdown(rank, step)) for step in range(45)]
+        assert slow == [(step // 5) % 4 for step in range(45)]
+        assert scenario.capacity() == pytest.approx(3.25)
+        assert scenario.quorum() == 3
+
+    def test_none_has_full_capacity(self) -> None:
+        scenario = make_scenario("none", 3)
+        assert scenario.capacity() == 3.0
+        assert scenario.quorum() == 2
+
+    def test_without_stragglers_is_even(self) -> None:
+        assert make_scenario("rotating", 4).without_stragglers().rows == ((1.0,) * 4,)
+
+    def test_own_slowdown(self) -> None:
+        assert make_scenario("one-slow", 2, slowdown=8.0).rows == ((1.0, 8.0),)
+
+    @pytest.mark.parametrize(
+        ("name", "ranks", "options", "message"),
+        [
+            ("sideways", 4, {}, "expected one of none"),
+            ("one-slow", 1, {}, "at least 2"),
+            ("two-slow", 2, {}, "at least 3"),
+            ("one-slow", 4, {"slowdown": 0.5}, "expected 1 to 1000"),
+            ("trace", 4, {}, "--trace FILE"),
+            ("trace", 4, {"trace": [[1.0, 2.0]]}, "2 ranks, the job 4"),
+        ],
+    )
+    def test_bad_scenarios(self, name: str, ranks: int, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ScenarioError, match=message):
+            make_scenario(name, ranks, **options)
+
+    def test_trace_repeats_and_drops_columns_it_does_not_need(self) -> None:
+        scenario = make_scenario("trace", 2, trace=[[1.0, 2.0, 9.0], [4.0, 1.0, 9.0]])
+        assert [scenario.slowdown(0, step) for step in range(4)] == [1.0, 4.0, 1.0, 4.0]
+        assert scenario.capacity() == pytest.approx((1.5 + 1.25) / 2)
+
+    def test_bound(self) -> None:
+        assert bound_s(10.0, 3.25, 4) == pytest.approx(12.3077, abs=1e-4)
+        assert bound_s(10.0, 4.0, 4) == 10.0
+        with pytest.raises(ScenarioError, match="more than 0"):
+            bound_s(10.0, 0.0, 4)
+
+
+class TestTraces:
+    @pytest.mark.parametrize("suffix", [".csv", ".json"])
+    def test_what_is_written_is_read(self, tmp_path: Path, suffix: str) -> None:
+        rows = [[1.0, 2.5], [4.0, 1.0]]
+        write_trace(tmp_path / f"trace{suffix}", rows)
+        assert read_trace(tmp_path / f"trace{suffix}") == rows
+
+    @pytest.mark.parametrize(
+        ("name", "text", "message"),
+        [
+            ("a.csv", "", "expected the header rank0"),
+            ("a.csv", "slow,fast\n1,2\n", "expected the header rank0"),
+            ("a.csv", "rank0,rank1\n", "has no steps"),
+            ("a.csv", "rank0,rank1\n1,1\n1\n", "row 3: 1 values; expected 2"),
+            ("a.csv", "rank0,rank1\n1,fast\n", "row 2: 'fast' is no slowdown"),
+            ("a.csv", "rank0,rank1\n1,0\n", "row 2: '0' is no slowdown"),
+            ("a.csv", "rank0,rank1\n1,nan\n", "is no slowdown"),
+            ("a.csv", "rank0,rank1\n1,inf\n", "is no slowdown"),
+            ("a.json", "{", "is not JSON"),
+            ("a.json", "[[1, 2]]", "lacks"),
+            ("a.json", '{"slowdown": [1, 2]}', "lacks"),
+            ("a.json", '{"slowdown": []}', "has no steps"),
+            ("a.json", '{"slowdown": [[1, true]]}', "is no slowdown"),
+            ("a.json", '{"slowdown": [[1, null]]}', "is no slowdown"),
+        ],
+    )
+    def test_bad_files(self, tmp_path: Path, name: str, text: str, message: str) -> None:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(TraceError, match=message):
+            read_trace(tmp_path / name)
+
+    def test_missing_and_binary_files(self, tmp_path: Path) -> None:
+        with pytest.raises(TraceError, match=r"benchmarks\.traces writes one"):
+            read_trace(tmp_path / "nowhere.csv")
+        (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(TraceError, match="cannot read"):
+            read_trace(tmp_path / "b.csv")
+
+    def test_synthetic_trace_has_the_asked_share_and_run_length(self) -> None:
+        rows = synthetic_trace(ranks=8, steps=4000, seed=1, share=0.15, mean_run_steps=3.4)
+        assert rows == synthetic_trace(ranks=8, steps=4000, seed=1, share=0.15, mean_run_steps=3.4)
+        slow = [[row[rank] > 1.4 for row in rows] for rank in range(8)]
+        share = sum(map(sum, slow)) / (8 * 4000)
+        starts = sum(now and not before for flags in slow for before, now in itertools.pairwise(flags))
+        assert share == pytest.approx(0.15, abs=0.02)
+        assert sum(map(sum, slow)) / starts == pytest.approx(3.4, rel=0.1)
+
+    def test_command(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert traces_main([str(tmp_path / "t.csv"), "--ranks", "3", "--steps", "7"]) == 0
+        rows = read_trace(tmp_path / "t.csv")
+        assert (len(rows), len(rows[0])) == (7, 3)
+        assert traces_main([str(tmp_path / "t.csv"), "--steps", "0"]) == 2
+        assert "expected at least 1" in capsys.readouterr().err
+
+
+class TestMeasures:
+    def test_a_single_lucky_evaluation_does_not_count(self) -> None:
+        accuracy = [0.1, 0.95, 0.2, 0.5, 0.92, 0.93, 0.91]
+        assert time_to_accuracy_s(range(7), accuracy, 0.9) == 5.0
+
+    def test_never_reached(self) -> None:
+        assert time_to_accuracy_s([1.0, 2.0, 3.0, 4.0], [0.1, 0.2, 0.3, 0.4], 0.9) is None
+        assert time_to_accuracy_s([], [], 0.9) is None
+        assert time_to_accuracy_s([1.0, 2.0], [1.0, 1.0], 0.9) is None
+
+    def test_lengths_must_agree(self) -> None:
+        with pytest.raises(ValueError, match="1 times and 2 accuracies"):
+            time_to_accuracy_s([1.0], [0.1, 0.2], 0.9)
+
+    def test_median_counts_missing_seeds_as_late(self) -> None:
+        assert median_or_none([3.0, None, 1.0]) == 3.0
+        assert median_or_none([None, None, 1.0]) is None
+        assert median_or_none([]) is None
+
+    def test_summary_has_all_keys_and_right_figures(self) -> None:
+        summary = summarize(_spec(), 0.9, _records())
+        assert set(REQUIRED_KEYS) <= set(summary)
+        assert summary["plain_s"] == pytest.approx(30.0)
+        assert summary["star_s"] == pytest.approx(12.0)
+        assert summary["ratio"] == pytest.approx(0.4)
+        assert summary["bound_s"] == pytest.approx(9.0 * 4 / 3.25)
+        assert summary["bound_ratio"] == pytest.approx(12.0 / (9.0 * 4 / 3.25))
+        assert summary["final_accuracy"]["star"] == pytest.approx(0.95)
+        assert (summary["folds"], summary["drops"], summary["max_staleness"]) == (10, 0, 4)
+        assert len(summary["variants"]["star"]["seeds"]) == 2
+        json.dumps(summary)
+
+    def test_summary_of_a_part_of_the_variants(self) -> None:
+        spec = _spec(variants=("plain",))
+        summary = summarize(spec, 0.9, [record for record in _records() if record.variant == "plain"])
+        assert set(REQUIRED_KEYS) <= set(summary)
+        assert summary["star_s"] is None and summary["ratio"] is None and summary["bound_s"] is None
+
+    def test_sentence_names_the_straggler_and_both_times(self) -> None:
+        summary = summarize(_spec(), 0.9, _records())
+        text = sentence(summary)
+        assert text.startswith("With rank 3 four times slower, plain Horovod took 30.0 s")
+        assert "star_hvd took 12.0 s" in text
+        for name in SCENARIOS:
+            assert straggler_phrase({**summary, "scenario": name}).startswith("With ")
+
+    def test_sentence_says_when_the_target_was_missed(self) -> None:
+        summary = summarize(_spec(), 0.99, _records())
+        assert "did not reach 99.0 %" in sentence(summary)
+
+    def test_overhead_summary(self) -> None:
+        blocks = {
+            "plain": [[0.1, 0.1, 0.1], [0.2, 0.2, 0.2]],
+            "star": [[0.101, 0.101, 0.3], [0.202, 0.202, 0.2]],
+        }
+        summary = summarize_blocks(blocks, [{"folds": 0, "drops": 0}, {"folds": 1, "drops": 0, "late": 2}])
+        assert summary["block_ratios"] == pytest.approx([1.01, 1.01])
+        assert summary["ratio"] == pytest.approx(0.201 / 0.15)
+        assert (summary["folds"], summary["late"]) == (1, 2)
+
+
+def _spec(**changes: Any) -> RunSpec:
+    values: dict[str, Any] = dict(
+        scenario="one-slow",
+        rows=((1.0, 1.0, 1.0, 4.0),),
+        ranks=4,
+        variants=ALL_VARIANTS,
+        seeds=(0, 1),
+        dataset="digits",
+        train_samples=1280,
+        epochs=1,
+        batch_samples=16,
+        learning_rate=0.1,
+        momentum=0.9,
+        device_s=0.03,
+        eval_every_steps=2,
+    )
+    return RunSpec(**{**values, **changes})
+
+
+def _records() -> list[RunRecord]:
+    reached_s = {"straggler_free": 9.0, "plain": 30.0, "drop": 13.0, "star": 12.0}
+    return [
+        RunRecord(
+            variant=variant,
+            seed=seed,
+            train_s=2 * time_s,
+            global_steps=100,
+            folds=5 if variant == "star" else 0,
+            max_staleness=4 if variant == "star" else 0,
+            times_s=[1.0, 2.0, 3.0, time_s, time_s + 1.0],
+            steps=[2, 4, 6, 8, 10],
+            accuracies=[0.1, 0.2, 0.91, 0.92, 0.95],
+        )
+        for variant, time_s in reached_s.items()
+        for seed in (0, 1)
+    ]
+
+
+class TestFiles:
+    def test_spec_survives_the_file(self, tmp_path: Path) -> None:
+        write_json(tmp_path / "spec.json", dataclasses.asdict(_spec()))
+        assert RunSpec.read(tmp_path / "spec.json") == _spec()
+
+    def test_failed_write_leaves_the_old_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "out" / "result.json"
+        write_json(path, {"a": 1})
+        circle: list[Any] = []
+        circle.append(circle)
+        with pytest.raises(ValueError, match="Circular"):
+            write_json(path, circle)
+        assert json.loads(path.read_text()) == {"a": 1}
+        assert [entry.name for entry in path.parent.iterdir()] == ["result.json"]
+
+
+class TestQuota:
+    """Detection on made-up file systems."""
+
+    def _proc(self, tmp_path: Path, text: str) -> Path:
+        path = tmp_path / "proc_cgroup"
+        path.write_text(text)
+        return path
+
+    def test_own_group(self) -> None:
+        text = "4:memory:/a\n3:cpu,cpuacct:/b\n0::/c\n"
+        assert own_group(text, "cpu") == "/b"
+        assert own_group(text, "") == "/c"
+        assert own_group(text, "pids") is None
+
+    @pytest.mark.parametrize("folder", ["cpu", "cpu,cpuacct"])
+    def test_version_1(self, tmp_path: Path, folder: str) -> None:
+        own = tmp_path / "fs" / folder / "job"
+        own.mkdir(parents=True)
+        (own.parent / "cgroup.procs").touch()
+        group = find_cpu_group(tmp_path / "fs", self._proc(tmp_path, "1:cpu,cpuacct:/job\n"))
+        assert group == CpuGroup(version=1, path=own, home=own)
+
+    def test_version_1_with_the_path_of_the_host(self, tmp_path: Path) -> None:
+        mount = tmp_path / "fs" / "cpu"
+        mount.mkdir(parents=True)
+        (mount / "cgroup.procs").touch()
+        group = find_cpu_group(tmp_path / "fs", self._proc(tmp_path, "1:cpu:/docker/0123\n"))
+        assert group.path == mount
+
+    def test_version_1_read_only(self, tmp_path: Path) -> None:
+        (tmp_path / "fs" / "cpu").mkdir(parents=True)
+        (tmp_path / "fs" / "cpu" / "cgroup.procs").touch()
+        with pytest.raises(QuotaError, match="run as root"):
+            find_cpu_group(tmp_path / "fs", self._proc(tmp_path, "1:cpu:/\n"), writable=lambda _: False)
+
+    def _version_2(self, tmp_path: Path, subtree_control: str) -> Path:
+        root = tmp_path / "fs"
+        (root / "work" / "job").mkdir(parents=True)
+        (root / "cgroup.controllers").write_text("cpu memory")
+        for path in (root, root / "work"):
+            (path / "cgroup.subtree_control").write_text(subtree_control)
+        return root
+
+    def test_version_2(self, tmp_path: Path) -> None:
+        root = self._version_2(tmp_path, "cpu memory\n")
+        group = find_cpu_group(root, self._proc(tmp_path, "0::/work/job\n"))
+        assert group == CpuGroup(version=2, path=root / "work", home=root / "work" / "job")
+
+    def test_version_2_without_the_cpu_controller(self, tmp_path: Path) -> None:
+        root = self._version_2(tmp_path, "memory cpuset\n")
+        with pytest.raises(QuotaError, match="cpu controller"):
+            find_cpu_group(root, self._proc(tmp_path, "0::/work/job\n"))
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        with pytest.raises(QuotaError, match="no control groups"):
+            find_cpu_group(tmp_path, tmp_path / "absent")
+        with pytest.raises(QuotaError, match="neither version 2"):
+            find_cpu_group(tmp_path, self._proc(tmp_path, "1:memory:/\n"))
+
+    def test_limit_that_cannot_be_written(self, tmp_path: Path) -> None:
+        group = CpuGroup(version=2, path=tmp_path / "gone", home=tmp_path)
+        with pytest.raises(QuotaError, match="cannot set a CPU quota"), CpuQuota(0.5, 0.1, group):
+            pass
+
+    def test_limit_on_a_made_up_group(self, tmp_path: Path) -> None:
+        group = CpuGroup(version=2, path=tmp_path, home=tmp_path)
+        with CpuQuota(0.25, 0.1, group):
+            made = next(tmp_path.glob("straggler-*"))
+            assert (made / "cpu.max").read_text() == "25000 100000"
+
+
+def _job(tmp_path: Path, source: str, **options: float) -> list[dict[str, Any]]:
+    seen: list[dict[str, Any]] = []
+    limits = {"deadline_s": 30.0, "stall_s": 20.0, **options}
+    run_job([sys.executable, "-c", source], tmp_path, on_progress=seen.append, **limits)
+    return seen
+
+
+class TestDriver:
+    def test_progress_lines_arrive_and_the_rest_is_logged(self, tmp_path: Path) -> None:
+        seen = _job(tmp_path, "print('[0]<stdout>:@progress {\"done\": 1}'); print('hello')")
+        assert seen == [{"done": 1}]
+        assert "hello" in (tmp_path / "log.txt").read_text()
+
+    def test_a_worker_that_dies_is_reported_with_its_last_lines(self, tmp_path: Path) -> None:
+        source = "import sys; print('@progress {broken'); print('the reason'); sys.exit(3)"
+        with pytest.raises(JobFailed, match=r"(?s)exit status 3.*log\.txt.*broken.*the reason"):
+            _job(tmp_path, source)
+
+    def test_a_job_that_hangs_is_ended_with_its_children(self, tmp_path: Path) -> None:
+        started_s = time.monotonic()
+        with pytest.raises(JobFailed, match="printed nothing for 2 s"):
+            _job(tmp_path, _parent_of_a_detached_worker(tmp_path), stall_s=2.0)
+        assert time.monotonic() - started_s < 20.0
+        (worker,) = tmp_path.glob("*.pid")
+        assert not _runs(int(worker.stem))
+
+    def test_a_job_that_never_ends_is_ended(self, tmp_path: Path) -> None:
+        source = "import time\nwhile True: print('busy', flush=True); time.sleep(0.1)"
+        with pytest.raises(JobFailed, match=r"(?s)did not end within 2 s.*busy"):
+            _job(tmp_path, source, deadline_s=2.0)
+
+    def test_a_process_id_used_again_is_left_alone(self, tmp_path: Path) -> None:
+        stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+        try:
+            path = tmp_path / f"{stranger.pid}.pid"
+            path.touch()
+            os.utime(path, (1.0, 1.0))  # older than the process: left by one that had the id before
+            _job(tmp_path, "print('done')")
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
+            stranger.wait()
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there and not only waiting to be buried by its parent."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _parent_of_a_detached_worker(run_dir: Path) -> str:
+    """A command whose worker leaves its session, ignores the polite signal, and hangs."""
+    worker = (
+        "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"pathlib.Path({str(run_dir)!r}, str(os.getpid()) + '.pid').touch(); time.sleep(60)"
+    )
+    return (
+        "import subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True, "
+        "stdout=subprocess.DEVNULL); "
+        "time.sleep(60)"
+    )
