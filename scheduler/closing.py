@@ -1,0 +1,217 @@
+"""When a step may close without the ranks that are missing: quorum, grace and expected arrival.
+
+Pure state machine: the coordinator feeds it with arrivals and asks `evaluate(now_s)`; it never sleeps and never reads
+a clock. The same object runs in the job, in the simulator and under hypothesis.
+
+The rule. A relaxed step closes when a quorum of m fresh gradients is there and nobody is worth waiting for. A missing
+rank is worth waiting for, until the grace time after the quorum, when it works on this very step (a rank that is
+behind cannot deliver for it) and its own recent compute time says that it will arrive in that time. So a rank known
+to be slow costs nothing, a rank that was on time until now gets the whole grace, and equal ranks never lose a step
+to jitter. Grace: max(fraction of the usual compute time, median + c * MAD of recent arrival offsets), the form asked
+for in hivemind #676, capped at one usual compute time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler.records import Plan
+
+__all__ = ["Close", "ClosingRule"]
+
+_RECENT = 5  # Own compute times that predict the next one: short, so that a recovered rank is waited for again.
+_OFFSETS = 64  # Arrival offsets behind the grace time.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """Order to close a step.
+
+    Attributes:
+        round: The step to close.
+        excused: Ranks that are away (finished, or inside the user's own collective).
+        missing: Ranks whose gradient is not waited for, the excused ones included.
+        typical_compute_s: Median compute time of the ranks that are there.
+        reason: `quorum`, `away` or `deadline`.
+    """
+
+    round: int
+    excused: tuple[int, ...]
+    missing: tuple[int, ...]
+    typical_compute_s: float
+    reason: str
+
+
+@dataclass(slots=True)
+class _Rank:
+    version: int = 0  # The step whose gradient the rank computes now.
+    started_s: float | None = None
+    away: bool = False
+    compute_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def expected_s(self) -> float | None:
+        """Time at which the rank should arrive, None where nothing is known."""
+        if self.started_s is None or not self.compute_s:
+            return None
+        return self.started_s + statistics.median(self.compute_s)
+
+
+class ClosingRule:
+    """Decides for one optimizer when its current step closes.
+
+    Args:
+        plan: The plan in force.
+        grace_fraction: Least grace, as a part of the usual compute time.
+        grace_mads: Median absolute deviations of the arrival offsets covered by the grace.
+        quorum_deadline_s: A relaxed step closes after this even without its quorum, if one gradient is there.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        grace_fraction: float = 0.25,
+        grace_mads: float = 4.0,
+        quorum_deadline_s: float = 60.0,
+    ) -> None:
+        self.plan = plan
+        self.round = 0
+        self._grace_fraction = grace_fraction
+        self._grace_mads = grace_mads
+        self._quorum_deadline_s = quorum_deadline_s
+        self._ranks = [_Rank() for _ in range(plan.world_size)]
+        self._ready: dict[int, float] = {}
+        self._offsets: deque[float] = deque(maxlen=_OFFSETS)
+        self._closed = False
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """Ranks whose fresh gradient for the current step is there."""
+        return tuple(sorted(self._ready))
+
+    @property
+    def away(self) -> tuple[int, ...]:
+        """Ranks that are excused for now."""
+        return tuple(rank for rank, state in enumerate(self._ranks) if state.away)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks without a fresh gradient for the current step."""
+        return tuple(rank for rank in range(len(self._ranks)) if rank not in self._ready)
+
+    def arrive(self, rank: int, round_: int, compute_s: float, now_s: float) -> None:
+        """A rank has submitted everything for `round_`; reports for closed steps only update its speed."""
+        state = self._ranks[rank]
+        state.compute_s.append(compute_s)
+        if round_ < self.round or (round_ == self.round and self._closed and rank in self._ready):
+            return
+        if round_ > self.round:
+            self._advance(round_, now_s - compute_s)
+        self._ready.setdefault(rank, now_s)
+        state.version = max(state.version, round_)
+        state.away = False
+
+    def late(self, rank: int, compute_s: float) -> None:
+        """A rank's gradient missed its step."""
+        self._ranks[rank].compute_s.append(compute_s)
+
+    def join(self, rank: int, version: int, now_s: float) -> None:
+        """A rank that was behind has the parameters of step `version` and computes on them from now on."""
+        state = self._ranks[rank]
+        state.version = max(state.version, version)
+        state.started_s = now_s
+
+    def leave(self, rank: int) -> None:
+        """A rank stops delivering gradients until it comes back (finished, or inside the user's collective)."""
+        self._ranks[rank].away = True
+
+    def back(self, rank: int, now_s: float) -> None:
+        """A rank that was away works again; it counts as slow until it arrives or joins."""
+        self._ranks[rank].away = False
+        self._ranks[rank].started_s = now_s
+
+    def up_to_date(self) -> tuple[int, ...]:
+        """Ranks that have, or are about to have, the newest parameters and are in their training loop."""
+        newest = [r for r, state in enumerate(self._ranks) if not state.away and state.version >= self.round]
+        return tuple(newest)
+
+    def grace_s(self) -> float:
+        """How long after the quorum a step waits for ranks that should be on time."""
+        typical = self.typical_compute_s()
+        grace = self._grace_fraction * typical
+        if self._offsets:
+            middle = statistics.median(self._offsets)
+            deviation = statistics.median(abs(offset - middle) for offset in self._offsets)
+            grace = max(grace, middle + self._grace_mads * deviation)
+        return min(grace, max(typical, 1e-3))
+
+    def typical_compute_s(self) -> float:
+        """Median over the ready ranks of their usual compute time, 0 where nothing is known."""
+        own = [statistics.median(state.compute_s) for r in self._ready if (state := self._ranks[r]).compute_s]
+        return statistics.median(own) if own else 0.0
+
+    def evaluate(self, now_s: float) -> tuple[Close | None, float | None]:
+        """The order to close now, if any, and else the time at which to ask again without a new event.
+
+        After an order the step counts as closed; the next arrival for a later step opens the next one.
+        """
+        if self._closed or not self._ready:
+            return None, None
+        if len(self._ready) == len(self._ranks):
+            self._closed = True  # Everybody is there: the reduction completes by itself.
+            self._note_offsets()
+            return None, None
+        active = [rank for rank, state in enumerate(self._ranks) if not state.away or rank in self._ready]
+        needed = min(self.plan.quorum, len(active))
+        arrivals = sorted(self._ready.values())
+        if len(arrivals) < needed:
+            return self._without_quorum(arrivals[0], now_s)
+        if not self.plan.relaxed:
+            return self._close("away"), None
+        limit_s = arrivals[needed - 1] + self.grace_s()
+        if now_s < limit_s and any(self._worth_waiting(rank, limit_s) for rank in active):
+            return None, limit_s
+        return self._close("quorum"), None
+
+    def _worth_waiting(self, rank: int, limit_s: float) -> bool:
+        state = self._ranks[rank]
+        if rank in self._ready or state.away or state.version < self.round:
+            return False
+        expected = state.expected_s()
+        return expected is None or expected <= limit_s
+
+    def _without_quorum(self, first_s: float, now_s: float) -> tuple[Close | None, float | None]:
+        if not self.plan.relaxed:
+            return None, None
+        deadline_s = first_s + self._quorum_deadline_s
+        if now_s >= deadline_s:
+            return self._close("deadline"), None
+        return None, deadline_s
+
+    def _close(self, reason: str) -> Close:
+        self._closed = True
+        self._note_offsets()
+        return Close(
+            round=self.round,
+            excused=self.away,
+            missing=self.missing,
+            typical_compute_s=self.typical_compute_s(),
+            reason=reason,
+        )
+
+    def _note_offsets(self) -> None:
+        first = min(self._ready.values())
+        self._offsets.extend(when - first for when in self._ready.values() if when > first)
+
+    def _advance(self, round_: int, started_s: float) -> None:
+        """Open `round_`. Whoever was ready for the step just before started on this one when it completed."""
+        follows = round_ == self.round + 1
+        for rank in self._ready if follows else ():
+            state = self._ranks[rank]
+            state.version = max(state.version, round_)
+            state.started_s = started_s
+        self.round = round_
+        self._ready = {}
+        self._closed = False

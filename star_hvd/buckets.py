@@ -1,0 +1,137 @@
+"""Flat gradient buffers: parameters packed in reverse registration order, one weight element behind each.
+
+A bucket's buffer holds w * g followed by w, so one sum over the ranks gives sum(w * g) and sum(w), and their quotient
+is the mean whatever the ranks contributed: whole gradients, late ones, gradients of unequal batches, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Bucket", "pack", "partition"]
+
+Key = tuple[torch.dtype, torch.device]
+
+
+def partition(sizes_bytes: Sequence[int], capacity_bytes: int) -> list[list[int]]:
+    """Cut a sequence of sizes into consecutive runs of at most `capacity_bytes`; a larger item stands alone.
+
+    Every index appears exactly once (torchft's bucketing advances by the capacity and loses tensors that did not fit;
+    the test replays its failing sizes).
+
+    Raises:
+        ValueError: The capacity is not positive.
+    """
+    if capacity_bytes < 1:
+        raise ValueError(f"bucket capacity is {capacity_bytes} bytes; expected at least 1")
+    runs: list[list[int]] = []
+    filled = 0
+    for index, size in enumerate(sizes_bytes):
+        if not runs or filled + size > capacity_bytes:
+            runs.append([])
+            filled = 0
+        runs[-1].append(index)
+        filled += size
+    return runs
+
+
+def _wire_dtype(dtype: torch.dtype, fp16: bool) -> torch.dtype:
+    """Type that travels. Horovod rejects bfloat16, so it travels as float32; fp16 compression halves wide floats."""
+    if dtype == torch.bfloat16:
+        return torch.float16 if fp16 else torch.float32
+    if fp16 and dtype in (torch.float32, torch.float64):
+        return torch.float16
+    return dtype
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """One flat buffer and the parameters whose gradients live in it.
+
+    Attributes:
+        index: Position among the buckets of the optimizer; part of the collective's name.
+        params: The parameters, in buffer order.
+        flat: Shape (numel + 1,): the gradients, then the weight.
+        views: One view of `flat` per parameter, in the parameter's shape.
+        wire: The tensor that is reduced; `flat` itself unless the type has to change on the wire.
+    """
+
+    index: int
+    params: tuple[torch.nn.Parameter, ...]
+    flat: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+    wire: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        """Number of gradient elements, the weight not counted."""
+        return self.flat.numel() - 1
+
+    def new_flat(self) -> torch.Tensor:
+        """Another zeroed buffer of the same shape, for a proxy contribution or a kept gradient."""
+        return torch.zeros_like(self.flat)
+
+    def to_wire(self, flat: torch.Tensor) -> torch.Tensor:
+        """What is reduced for `flat`: the buffer itself, or a copy in the wire's type."""
+        if self.wire.dtype == flat.dtype:
+            return flat
+        target = self.wire if flat is self.flat else torch.empty_like(self.wire)
+        return target.copy_(flat)
+
+    def from_wire(self, wire: torch.Tensor, flat: torch.Tensor) -> None:
+        """Bring the reduced values back into `flat`."""
+        if wire is not flat:
+            flat.copy_(wire)
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of another buffer of this bucket, one per parameter."""
+        return _views(flat, self.params)
+
+    def adopt(self, position: int) -> None:
+        """Make the gradient of one parameter a view of the buffer, copying it there if it is elsewhere."""
+        param, view = self.params[position], self.views[position]
+        if param.grad is view:
+            return
+        if param.grad is None:
+            view.zero_()
+        elif param.grad.data_ptr() != view.data_ptr() or param.grad.stride() != view.stride():
+            view.copy_(param.grad)
+        param.grad = view
+
+
+def _views(flat: torch.Tensor, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    views, offset = [], 0
+    for param in params:
+        views.append(flat[offset : offset + param.numel()].view(param.shape))
+        offset += param.numel()
+    return views
+
+
+def pack(
+    params: Sequence[torch.nn.Parameter], bucket_bytes: int, *, fp16: bool = False, first_index: int = 0
+) -> list[Bucket]:
+    """Buckets for `params`, in reverse order because backward produces the last layers' gradients first.
+
+    Args:
+        params: Parameters that require gradients, in registration order.
+        bucket_bytes: Capacity of a bucket in the parameters' own type.
+        fp16: Whether wide floats travel as float16 (`Compression.fp16`).
+        first_index: Index of the first bucket, when more are added later.
+    """
+    by_key: dict[Key, list[torch.nn.Parameter]] = {}
+    for param in reversed(params):
+        by_key.setdefault((param.dtype, param.device), []).append(param)
+    buckets: list[Bucket] = []
+    for (dtype, device), members in by_key.items():
+        sizes = [param.numel() * param.element_size() for param in members]
+        for run in partition(sizes, bucket_bytes):
+            chosen = tuple(members[i] for i in run)
+            flat = torch.zeros(sum(p.numel() for p in chosen) + 1, dtype=dtype, device=device)
+            wire_dtype = _wire_dtype(dtype, fp16)
+            wire = flat if wire_dtype == dtype else torch.zeros_like(flat, dtype=wire_dtype)
+            views = tuple(_views(flat, chosen))
+            buckets.append(Bucket(first_index + len(buckets), chosen, flat, views, wire))
+    return buckets

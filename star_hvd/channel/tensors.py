@@ -1,0 +1,197 @@
+"""Parameters from a rank that has them to one that is behind, in chunks, on sockets of their own.
+
+A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 carries a manifest (msgpack:
+shapes, types, scalar state), the others the tensors' bytes one after another. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+import zmq
+
+from star_hvd.channel.keys import Keyring
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.execute.rounds import Snapshot
+
+__all__ = ["TensorServer", "fetch", "pack_snapshot", "unpack_snapshot"]
+
+logger = logging.getLogger("star_hvd")
+
+_HEADER = struct.Struct("<4sBIIQQ")  # magic, protocol, sequence number, chunks in all, offset and size of the body
+_MAGIC, _PROTOCOL = b"STAR", 1
+_MAX_BODY_BYTES = 1 << 42
+_DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def pack_snapshot(snapshot: Snapshot) -> tuple[bytes, bytes]:
+    """A snapshot as a manifest and a body of raw bytes.
+
+    Raises:
+        ChannelError: The optimizer keeps something that is neither a tensor nor a number.
+    """
+    blobs: list[bytes] = []
+
+    def describe(value: Any, where: str) -> list[Any]:
+        if isinstance(value, torch.Tensor):
+            if str(value.dtype) not in _DTYPES:
+                raise ChannelError(f"{where} has the type {value.dtype}; expected one of {sorted(_DTYPES)}")
+            blobs.append(_raw(value))
+            return ["t", str(value.dtype), list(value.shape)]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return ["v", value]
+        raise ChannelError(f"{where} is a {type(value).__name__}; only tensors and numbers can be fetched")
+
+    params = [describe(p, f"parameter {i}") for i, p in enumerate(snapshot.params)]
+    state = [{k: describe(v, f"state {k!r} of parameter {i}") for k, v in s.items()} for i, s in enumerate(snapshot.state)]
+    return bytes(msgpack.packb([snapshot.version, params, state])), b"".join(blobs)
+
+
+def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
+    """The inverse of `pack_snapshot`.
+
+    Raises:
+        ChannelError: Manifest and body do not fit together.
+    """
+    position = 0
+
+    def restore(item: Any) -> Any:
+        nonlocal position
+        if item[0] == "v":
+            return item[1]
+        dtype, shape = _DTYPES[item[1]], tuple(int(n) for n in item[2])
+        size = int(np.prod(shape, dtype=np.int64)) * torch.empty(0, dtype=dtype).element_size()
+        if min(shape, default=0) < 0 or position + size > len(body):
+            raise ChannelError(f"a fetched tensor of shape {shape} goes beyond the {len(body)} bytes that came")
+        part = bytearray(body[position : position + size])
+        position += size
+        return torch.frombuffer(part, dtype=dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+
+    try:
+        version, params, state = msgpack.unpackb(manifest, strict_map_key=True)
+        tensors = [restore(item) for item in params]
+        states = [{str(k): restore(v) for k, v in entry.items()} for entry in state]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, msgpack.UnpackException) as error:
+        raise ChannelError(f"a fetched manifest cannot be read: {type(error).__name__}: {error}") from error
+    if position != len(body) or not isinstance(version, int):
+        raise ChannelError(f"a fetched body has {len(body)} bytes; its manifest describes {position}")
+    return Snapshot(version, tensors, states)
+
+
+class TensorServer:
+    """Thread that answers fetches.
+
+    Args:
+        router: Bound socket; belongs to the server's thread from `start` on.
+        snapshot: Gives the snapshot of an optimizer by its number, None while this rank is behind itself.
+        chunk_bytes: Size of a message.
+    """
+
+    def __init__(
+        self, router: zmq.Socket[Any], snapshot: Callable[[int], Snapshot | None], chunk_bytes: int
+    ) -> None:
+        self.served = 0
+        self.malformed = 0
+        self._router = router
+        self._snapshot = snapshot
+        self._chunk_bytes = chunk_bytes
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="star-tensors", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End the thread and wait for it."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if self._router.poll(200):
+                    self._answer(self._router.recv_multipart())
+        except zmq.ZMQError as error:
+            if not self._stop.is_set():
+                logger.error("the tensor server stopped: %s", error)
+        finally:
+            self._router.close(linger=1000)
+
+    def _answer(self, frames: list[bytes]) -> None:
+        if len(frames) != 2 or len(frames[1]) != 4:
+            self.malformed += 1
+            logger.warning("dropped a malformed fetch")
+            return
+        peer, (engine,) = frames[0], struct.unpack("<I", frames[1])
+        try:
+            snapshot = self._snapshot(engine)
+            manifest, body = pack_snapshot(snapshot) if snapshot is not None else (b"", b"")
+        except Exception as error:
+            logger.warning("cannot serve a fetch: %s", error)
+            manifest, body = b"", b""
+        size = self._chunk_bytes
+        total = 1 + -(-len(body) // size)
+        self._send(peer, 0, total, 0, len(body), manifest)
+        for number in range(1, total):
+            offset = (number - 1) * size
+            self._send(peer, number, total, offset, len(body), body[offset : offset + size])
+        self.served += 1
+
+    def _send(self, peer: bytes, number: int, total: int, offset: int, size: int, payload: bytes) -> None:
+        header = _HEADER.pack(_MAGIC, _PROTOCOL, number, total, offset, size)
+        self._router.send_multipart([peer, header, payload])
+
+
+def fetch(keyring: Keyring, own_rank: int, source: int, engine: int, deadline_s: float) -> Snapshot | None:
+    """Get the parameters of an optimizer from rank `source`; None when that rank is behind itself.
+
+    Raises:
+        DeadlineError: The reply was not complete within `deadline_s`.
+        ChannelError: The reply cannot be read.
+    """
+    socket = keyring.client(source, str(own_rank).encode(), port=keyring.peers[source].tensor_port)
+    limit_s = time.monotonic() + deadline_s
+    try:
+        socket.send(struct.pack("<I", engine))
+        manifest, body, received, total = b"", bytearray(), 0, 1
+        while received < total:
+            left_ms = 1e3 * (limit_s - time.monotonic())
+            if left_ms <= 0 or not socket.poll(left_ms):
+                raise DeadlineError(f"fetching parameters from rank {source} took longer than {deadline_s:g} s")
+            frames = socket.recv_multipart()
+            number, total, offset, size, payload = _parse(frames, received)
+            if number == 0:
+                manifest, body = payload, bytearray(size)
+            elif offset + len(payload) > len(body):
+                raise ChannelError(f"chunk {number} from rank {source} goes beyond the announced {len(body)} bytes")
+            else:
+                body[offset : offset + len(payload)] = payload
+            received += 1
+        return unpack_snapshot(manifest, bytes(body)) if manifest else None
+    finally:
+        with contextlib.suppress(zmq.ZMQError):
+            socket.close(linger=0)
+
+
+def _parse(frames: list[bytes], expected: int) -> tuple[int, int, int, int, bytes]:
+    if len(frames) != 2 or len(frames[0]) != _HEADER.size:
+        raise ChannelError("a tensor message has the wrong frames; expected a header and a payload")
+    magic, protocol, number, total, offset, size = _HEADER.unpack(frames[0])
+    if magic != _MAGIC or protocol != _PROTOCOL or number != expected or number >= total or size > _MAX_BODY_BYTES:
+        raise ChannelError(f"a tensor message is number {number} of {total}, protocol {protocol}; expected {expected}")
+    return number, total, offset, size, frames[1]

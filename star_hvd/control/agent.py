@@ -1,0 +1,129 @@
+"""The thread on every rank that talks to the coordinator; nobody else touches its socket."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from star_hvd.control.messages import Finished, Heartbeat, Hello, Message, decode, encode
+from star_hvd.errors import ChannelError
+
+__all__ = ["Agent"]
+
+logger = logging.getLogger("star_hvd")
+
+
+class Agent:
+    """Sends this rank's messages and hands the coordinator's to `handler`, in the agent's thread.
+
+    Args:
+        rank: This rank.
+        connect: Makes the DEALER; called in the agent's thread, which owns the socket.
+        handler: Gets every message of the coordinator. It must return at once.
+        heartbeat_s: Interval of the signs of life.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connect: Callable[[], zmq.Socket[Any]],
+        handler: Callable[[Message], None],
+        heartbeat_s: float,
+    ) -> None:
+        self.rank = rank
+        self.malformed = 0
+        self.last_heard_s = time.monotonic()
+        self._connect = connect
+        self._handler = handler
+        self._heartbeat_s = heartbeat_s
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="star-agent", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Send a message, from any thread, without waiting."""
+        self._outbox.put(message)
+        with contextlib.suppress(OSError):  # A full pipe means the thread is awake already.
+            self._wake_write.send(b"x")
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """Send what is queued, end the thread and wait for it."""
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"x")
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(deadline_s)
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _run(self) -> None:
+        dealer = self._connect()
+        poller = zmq.Poller()
+        poller.register(dealer, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        dealer.send(encode(Hello(self.rank)))
+        next_beat_s = time.monotonic() + self._heartbeat_s
+        try:
+            while True:
+                stopping = self._stop.is_set()
+                self._flush(dealer)
+                if stopping:
+                    return
+                now_s = time.monotonic()
+                if now_s >= next_beat_s:
+                    dealer.send(encode(Heartbeat(self.rank)))
+                    next_beat_s = now_s + self._heartbeat_s
+                events = dict(poller.poll(max(1, round(1e3 * (next_beat_s - now_s)))))
+                if self._wake_read.fileno() in events:
+                    with contextlib.suppress(OSError):
+                        self._wake_read.recv(4096)
+                while dealer in events and self._receive(dealer):
+                    pass
+        except zmq.ZMQError as error:
+            if not self._stop.is_set():
+                logger.error("rank %d: the control channel failed: %s", self.rank, error)
+        finally:
+            dealer.close(linger=1000)
+
+    def _flush(self, dealer: zmq.Socket[Any]) -> None:
+        while True:
+            try:
+                message = self._outbox.get_nowait()
+            except queue.Empty:
+                return
+            dealer.send(encode(message))
+            if isinstance(message, Finished):
+                logger.debug("rank %d: finished", self.rank)
+
+    def _receive(self, dealer: zmq.Socket[Any]) -> bool:
+        try:
+            data = dealer.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        self.last_heard_s = time.monotonic()
+        try:
+            message = decode(data)
+        except ChannelError as error:
+            self.malformed += 1
+            logger.warning("rank %d: dropped a message of the coordinator: %s", self.rank, error)
+            return True
+        try:
+            self._handler(message)
+        except Exception:
+            logger.exception("rank %d: could not act on a %s message", self.rank, message.kind)
+        return True

@@ -1,0 +1,214 @@
+"""What the coordinator knows about the job: ranks, optimizers, work queues. Pure: no sockets, no clock, no threads."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from scheduler.records import Plan, PlanError
+from scheduler.workqueue import WorkQueue
+from star_hvd.config import Config
+from star_hvd.control.engine_board import EngineBoard
+from star_hvd.control.messages import (
+    Arrive,
+    Away,
+    Bye,
+    EpochEnd,
+    Finished,
+    Grant,
+    Heartbeat,
+    Hello,
+    Join,
+    Late,
+    Message,
+    Refuse,
+    Register,
+    RoundNote,
+    Source,
+    SourceReply,
+    Take,
+)
+from star_hvd.errors import ChannelError
+
+__all__ = ["ALL", "Board"]
+
+logger = logging.getLogger("star_hvd")
+
+ALL = -1  # Destination: every rank.
+
+
+@dataclass(slots=True)
+class _Epoch:
+    queue: WorkQueue
+    ended: set[int] = field(default_factory=set)
+    announced: bool = False
+
+
+class Board:
+    """Takes the ranks' messages and leaves its answers in `outbox`.
+
+    Args:
+        world_size: Number of ranks.
+        config: Settings.
+        now_s: The present, on the clock used for all later calls.
+    """
+
+    def __init__(self, world_size: int, config: Config, now_s: float) -> None:
+        self.world_size = world_size
+        self.outbox: list[tuple[int, Message]] = []
+        self.engines: dict[int, EngineBoard] = {}
+        self.finished: set[int] = set()
+        self.lost: set[int] = set()
+        self._config = config
+        self._epochs: dict[tuple[int, int], _Epoch] = {}
+        self._pace_s: dict[tuple[int, int], float] = {}
+        self._last_seen_s = [now_s] * world_size
+        self._said_bye = False
+
+    def handle(self, rank: int, message: Message, now_s: float) -> None:
+        """Act on one message of `rank`.
+
+        Raises:
+            ChannelError: The message makes no sense in this job; nothing has changed then.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ChannelError(f"a message came from rank {rank}; this job has ranks 0..{self.world_size - 1}")
+        self._check(message)
+        self._last_seen_s[rank] = now_s
+        if rank in self.lost:
+            self.lost.discard(rank)
+            logger.warning("rank %d is heard again", rank)
+        match message:
+            case Hello() | Heartbeat():
+                pass
+            case Register():
+                plan = Plan.from_dict(message.plan) if message.plan else None
+                self._engine(message.engine).register(rank, plan, now_s)
+            case Arrive():
+                self._engine(message.engine).arrive(rank, message, now_s)
+            case Late():
+                self._engine(message.engine).late(rank, message)
+            case Join():
+                self._engine(message.engine).rule.join(rank, message.version, now_s)
+            case RoundNote():
+                self._engine(message.engine).round_note(message)
+            case Refuse():
+                self._engine(message.engine).refuse(rank, message, now_s)
+            case Away():
+                self._set_away(rank, message.away, now_s)
+            case Take():
+                self._take(rank, message, now_s)
+            case Source():
+                self._source(rank, message)
+            case Finished():
+                self.finished.add(rank)
+                self._set_away(rank, True, now_s)
+                self._maybe_bye()
+            case _:
+                raise ChannelError(f"a {message.kind} message came from rank {rank}; only the coordinator sends those")
+
+    def tick(self, now_s: float) -> float:
+        """Act on what is due; the time at which to be called again at the latest."""
+        self._look_for_lost(now_s)
+        wake_s = now_s + self._config.heartbeat_s
+        for engine in self.engines.values():
+            wake_s = min(wake_s, engine.tick(now_s))
+        return wake_s
+
+    def silent_for_s(self, now_s: float) -> list[float]:
+        """Seconds since each rank was last heard."""
+        return [now_s - seen for seen in self._last_seen_s]
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _broadcast(self, message: Message) -> None:
+        self.outbox.append((ALL, message))
+
+    def _engine(self, engine: int) -> EngineBoard:
+        if engine not in self.engines:
+            self.engines[engine] = EngineBoard(engine, self.world_size, self._config, self._broadcast)
+        return self.engines[engine]
+
+    def _check(self, message: Message) -> None:
+        """Reject what a sane rank cannot have said, before anything changes."""
+        if isinstance(message, Register):
+            try:
+                plan = Plan.from_dict(message.plan) if message.plan else None
+            except (PlanError, TypeError) as error:
+                raise ChannelError(f"a plan was refused: {error}") from error
+            if plan is not None and plan.world_size != self.world_size:
+                raise ChannelError(f"a plan is for {plan.world_size} ranks; this job has {self.world_size}")
+        engine = getattr(message, "engine", 0)
+        if not 0 <= engine < 1024:
+            raise ChannelError(f"optimizer number {engine} is outside 0..1023")
+        for name in ("compute_s", "input_s", "cpu_s", "runqueue_s"):
+            value = getattr(message, name, 0.0)
+            if not 0.0 <= value < 1e9:
+                raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
+        if isinstance(message, Take) and (message.samples < 0 or message.batch < 1 or message.epoch < 0):
+            raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
+
+    def _set_away(self, rank: int, away: bool, now_s: float) -> None:
+        for engine in self.engines.values():
+            if away:
+                engine.rule.leave(rank)
+            else:
+                engine.rule.back(rank, now_s)
+
+    def _take(self, rank: int, message: Take, now_s: float) -> None:
+        key = (message.loader, message.epoch)
+        if key not in self._epochs:
+            self._epochs[key] = _Epoch(
+                WorkQueue(message.samples, message.batch, self.world_size, drop_last=message.drop_last)
+            )
+            for old in [k for k in self._epochs if k[0] == message.loader and k[1] < message.epoch - 1]:
+                del self._epochs[old]
+            for (loader, other), pace_s in self._pace_s.items():
+                if loader == message.loader:
+                    self._epochs[key].queue.forecast(other, pace_s)
+        epoch = self._epochs[key]
+        pace_s = self._own_pace_s(rank)
+        if pace_s is not None:
+            self._pace_s[(message.loader, rank)] = pace_s
+            epoch.queue.forecast(rank, pace_s)
+        granted = epoch.queue.take(rank, now_s) if rank not in epoch.ended else None
+        start, stop = granted if granted is not None else (0, 0)
+        self.outbox.append((rank, Grant(message.loader, message.epoch, start, stop)))
+        if granted is None:
+            epoch.ended.add(rank)
+            self._maybe_end(key, epoch)
+
+    def _own_pace_s(self, rank: int) -> float | None:
+        """Recent time per batch of a rank, from the first optimizer it feeds."""
+        for engine in self.engines.values():
+            recent = [report.compute_s for report in engine.history[rank]][-5:]
+            if recent and min(recent) > 0.0:
+                return sorted(recent)[len(recent) // 2]
+        return None
+
+    def _maybe_end(self, key: tuple[int, int], epoch: _Epoch) -> None:
+        gone = self.finished | self.lost
+        if not epoch.announced and epoch.ended | gone == set(range(self.world_size)):
+            epoch.announced = True
+            self._broadcast(EpochEnd(*key))
+
+    def _source(self, rank: int, message: Source) -> None:
+        engine = self._engine(message.engine)
+        candidates = [r for r in engine.rule.up_to_date() if r != rank and r not in self.lost]
+        self.outbox.append((rank, SourceReply(message.engine, candidates[0] if candidates else -1)))
+
+    def _look_for_lost(self, now_s: float) -> None:
+        for rank, seen_s in enumerate(self._last_seen_s):
+            if rank in self.lost or rank in self.finished or now_s - seen_s < self._config.lost_after_s:
+                continue
+            self.lost.add(rank)
+            logger.error("rank %d has given no sign of life for %.1f s", rank, now_s - seen_s)
+            for key, epoch in self._epochs.items():
+                epoch.queue.give_back(rank)
+                self._maybe_end(key, epoch)
+            self._maybe_bye()
+
+    def _maybe_bye(self) -> None:
+        if not self._said_bye and self.finished | self.lost == set(range(self.world_size)):
+            self._said_bye = True
+            self._broadcast(Bye(sorted(self.lost - self.finished)))

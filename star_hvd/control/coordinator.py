@@ -1,0 +1,106 @@
+"""The thread on rank 0 that runs the board: receives the ranks' messages, sends its answers, wakes in time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import zmq
+
+from star_hvd.config import Config
+from star_hvd.control.board import ALL, Board
+from star_hvd.control.messages import Heartbeat, decode, encode
+from star_hvd.errors import ChannelError
+
+__all__ = ["Coordinator"]
+
+logger = logging.getLogger("star_hvd")
+
+
+class Coordinator:
+    """Owns the ROUTER that all agents are connected to.
+
+    Args:
+        router: Bound socket; belongs to the coordinator's thread from `start` on.
+        world_size: Number of ranks.
+        config: Settings.
+    """
+
+    def __init__(self, router: zmq.Socket[Any], world_size: int, config: Config) -> None:
+        self.malformed = 0
+        self._router = router
+        self._config = config
+        self._board = Board(world_size, config, time.monotonic())
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="star-coordinator", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End the thread and wait for it."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
+
+    @contextlib.contextmanager
+    def board(self) -> Iterator[Board]:
+        """The board, for reading from another thread."""
+        with self._lock:
+            yield self._board
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        next_beat_s = 0.0
+        try:
+            while not self._stop.is_set():
+                now_s = time.monotonic()
+                with self._lock:
+                    wake_s = min(self._board.tick(now_s), now_s + 0.5)
+                    self._send_all()
+                if now_s >= next_beat_s:
+                    next_beat_s = now_s + self._config.heartbeat_s
+                    self._beat()
+                if poller.poll(max(0.0, 1e3 * (wake_s - time.monotonic()))):
+                    with self._lock:
+                        while self._receive():
+                            pass
+        except Exception:
+            # Without a coordinator no step closes early any more: training goes on in lockstep.
+            logger.exception("the coordinator stopped; slow ranks hold everybody up from now on")
+        finally:
+            self._router.close(linger=1000)
+
+    def _receive(self) -> bool:
+        try:
+            frames = self._router.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        try:
+            if len(frames) != 2 or not frames[0].isdigit():
+                raise ChannelError(f"a control message has {len(frames)} frames or no rank in front")
+            self._board.handle(int(frames[0]), decode(frames[1]), time.monotonic())
+        except (ChannelError, ValueError) as error:
+            self.malformed += 1
+            logger.warning("dropped a control message: %s", error)
+        return True
+
+    def _send_all(self) -> None:
+        outbox, self._board.outbox = self._board.outbox, []
+        for destination, message in outbox:
+            data = encode(message)
+            ranks = range(self._board.world_size) if destination == ALL else (destination,)
+            for rank in ranks:
+                self._router.send_multipart([str(rank).encode(), data])
+
+    def _beat(self) -> None:
+        data = encode(Heartbeat(0))
+        for rank in range(self._board.world_size):
+            self._router.send_multipart([str(rank).encode(), data])

@@ -1,0 +1,253 @@
+"""What the coordinator knows and decides about one optimizer. Pure: no sockets, no clock, no threads."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+
+from scheduler.causes import Straggler, find_stragglers
+from scheduler.closing import Close, ClosingRule
+from scheduler.noise import NoiseScale, batches_from_sums
+from scheduler.policy import RulePolicy
+from scheduler.records import Plan, RankStats, StepReport, Window
+from star_hvd.config import Config
+from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, PlanMessage, Refuse, RoundNote
+
+__all__ = ["EngineBoard"]
+
+logger = logging.getLogger("star_hvd")
+
+_HISTORY = 64
+
+
+class EngineBoard:
+    """State of one optimizer on the coordinator.
+
+    Args:
+        engine: Number of the optimizer.
+        world_size: Number of ranks.
+        config: Settings.
+        send: Queues a message to all ranks.
+    """
+
+    def __init__(self, engine: int, world_size: int, config: Config, send: Callable[[Message], None]) -> None:
+        self.engine = engine
+        self.world_size = world_size
+        self.active = Plan.sync(
+            world_size, damping=config.damping, max_staleness=config.max_staleness, reason="every job starts in sync"
+        )
+        self.rule = ClosingRule(
+            self.active,
+            grace_fraction=config.grace_fraction,
+            grace_mads=config.grace_mads,
+            quorum_deadline_s=config.quorum_deadline_s,
+        )
+        self.history: list[deque[StepReport]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
+        self.plans: list[tuple[int, Plan]] = [(0, self.active)]
+        self.refused: str | None = None
+        self.noise = NoiseScale()
+        self.stragglers: tuple[Straggler, ...] = ()
+        self.loss = math.nan
+        self.steps = 0
+        self.closed = 0
+        self._config = config
+        self._send = send
+        self._registered: dict[int, Plan | None] = {}
+        self._policy: RulePolicy | None = None
+        self._pending: tuple[Plan, float] | None = None
+        self._next_epoch = 1
+        self._wait_s: list[deque[tuple[int, float]]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
+        self._decide_at_s = 0.0
+        self._reported_at_s: dict[int, float] = {}
+        self._waiting_since_s: float | None = None
+        self._stall_logged_s = 0.0
+
+    # ---- events ---------------------------------------------------------------------------------------------
+
+    def register(self, rank: int, plan: Plan | None, now_s: float) -> None:
+        """A rank has made this optimizer and asks for `plan`, None for `auto`."""
+        self._registered[rank] = plan
+        if len(self._registered) < self.world_size:
+            return
+        wanted = self._registered[0]
+        differing = [r for r, p in self._registered.items() if p != wanted]
+        if differing:
+            logger.warning("ranks %s ask for another mode than rank 0; rank 0's is used on all ranks", differing)
+        if wanted is None:
+            self._policy = RulePolicy(self.world_size)
+        elif wanted.mode != self.active.mode:
+            self.publish(wanted, now_s)
+
+    def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
+        """A fresh gradient."""
+        self._note_epoch(message.epoch, message.round)
+        self._note_report(rank, message.round, message, late=False)
+        self._wait_s[rank].append((message.round - 1, message.previous_wait_s))
+        if self.rule.round < message.round or not self.rule.ready:
+            self._waiting_since_s = now_s
+        self.rule.arrive(rank, message.round, message.compute_s, now_s)
+
+    def late(self, rank: int, message: Late) -> None:
+        """A gradient that missed its step."""
+        self._note_report(rank, message.version, message, late=True)
+        self.rule.late(rank, message.compute_s)
+
+    def round_note(self, message: RoundNote) -> None:
+        """What the header of a step said, told by rank 0."""
+        self._note_epoch(message.epoch, message.round)
+        self.steps = max(self.steps, message.round + 1)
+        if not math.isnan(message.loss):
+            self.loss = message.loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * message.loss
+        whole = message.local_count == self.world_size and message.folds == 0
+        if whole and message.weight_sqr <= message.weight**2:
+            small, big = batches_from_sums(message.weight, message.weight_sqr, message.weight / self.world_size)
+            self.noise.update(message.local_sqr / message.local_count, message.mean_sqr, small, big)
+
+    def refuse(self, rank: int, message: Refuse, now_s: float) -> None:
+        """A rank cannot carry out a plan: give it up, and return to `sync` when it is in force already."""
+        if self.refused is None:
+            logger.warning("optimizer %d stays in sync: rank %d: %s", self.engine, rank, message.reason)
+        self.refused = message.reason
+        if self._pending is not None and self._pending[0].epoch == message.epoch:
+            self._abandon(message.reason)
+        if self.active.relaxed and self._pending is None:
+            self.publish(self._sync(f"rank {rank}: {message.reason}"), now_s)
+
+    def publish(self, plan: Plan, now_s: float) -> None:
+        """Send a plan to all ranks; they take it up together once all are ready."""
+        plan = plan.replace(epoch=self._next_epoch)
+        self._next_epoch += 1
+        self._pending = (plan, now_s + self._config.plan_deadline_s)
+        self._send(PlanMessage(self.engine, plan.to_dict()))
+
+    # ---- time -----------------------------------------------------------------------------------------------
+
+    def tick(self, now_s: float, wall_s: float | None = None) -> float:
+        """Act on what is due; the time at which to be called again at the latest."""
+        wake_s = now_s + 1.0
+        order, again_s = self.rule.evaluate(now_s)
+        if order is not None:
+            self._close(order)
+        if again_s is not None:
+            wake_s = min(wake_s, again_s)
+        if self._pending is not None and now_s > self._pending[1]:
+            self._abandon(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s")
+        if now_s >= self._decide_at_s:
+            self._decide_at_s = now_s + self._config.decide_interval_s
+            self._decide(now_s)
+        self._warn_of_stall(now_s)
+        return min(wake_s, self._decide_at_s) if self._policy is not None else wake_s
+
+    def window(self) -> Window:
+        """Recent reports of all ranks."""
+        return Window(
+            step=self.rule.round,
+            ranks=tuple(_stats(rank, reports) for rank, reports in enumerate(self.history)),
+            noise_scale=self.noise.value,
+        )
+
+    def arrival_offsets_s(self) -> list[float]:
+        """Median arrival of every rank behind the first one, from the waits inside common steps; NaN if unknown.
+
+        Waiting ends at the same moment everywhere, so the longest wait minus one's own is the time one came later:
+        no common clock is needed.
+        """
+        waits = [dict(items) for items in self._wait_s]
+        common = set.intersection(*(set(w) for w in waits)) if waits else set()
+        offsets: list[list[float]] = [[] for _ in waits]
+        for step in common:
+            longest = max(w[step] for w in waits)
+            for rank, own in enumerate(waits):
+                offsets[rank].append(longest - own[step])
+        return [statistics.median(values) if values else math.nan for values in offsets]
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _sync(self, reason: str) -> Plan:
+        return Plan.sync(
+            self.world_size, damping=self.active.damping, max_staleness=self.active.max_staleness, reason=reason
+        )
+
+    def _note_report(self, rank: int, step: int, message: Arrive | Late, *, late: bool) -> None:
+        self.history[rank].append(
+            StepReport(
+                rank=rank,
+                step=step,
+                compute_s=message.compute_s,
+                input_s=message.input_s,
+                cpu_s=message.cpu_s,
+                runqueue_s=message.runqueue_s,
+                late=late,
+            )
+        )
+
+    def _note_epoch(self, epoch: int, round_: int) -> None:
+        """A rank acts on the pending plan, so all ranks agreed on it in band."""
+        if self._pending is None or self._pending[0].epoch != epoch:
+            return
+        self.active, self._pending = self._pending[0], None
+        self.rule.plan = self.active
+        self.plans.append((round_, self.active))
+        logger.warning("step %d: %s: %s", round_, self.active.label, self.active.reason or "asked for")
+
+    def _abandon(self, reason: str) -> None:
+        assert self._pending is not None
+        plan, self._pending = self._pending[0], None
+        logger.info("plan %s is abandoned: %s", plan.label, reason)
+        self._send(Abandon(self.engine, plan.epoch, reason))
+
+    def _close(self, order: Close) -> None:
+        self.closed += 1
+        self._send(CloseRound(self.engine, order.round, order.typical_compute_s))
+        if order.reason == "deadline":
+            logger.warning(
+                "step %d closes without ranks %s: its quorum did not come together within %g s",
+                order.round,
+                list(order.missing),
+                self._config.quorum_deadline_s,
+            )
+
+    def _decide(self, now_s: float) -> None:
+        window = self.window()
+        self._report_stragglers(find_stragglers(window), now_s)
+        if self._policy is None or self._pending is not None or self.refused is not None:
+            return
+        plan = self._policy.decide(window, self.active)
+        if plan is not None:
+            self.publish(plan, now_s)
+
+    def _report_stragglers(self, found: tuple[Straggler, ...], now_s: float) -> None:
+        self.stragglers = found
+        for straggler in found:
+            last = self._reported_at_s.get(straggler.rank)
+            if last is None or now_s - last >= self._config.report_interval_s:
+                self._reported_at_s[straggler.rank] = now_s
+                logger.warning("%s", straggler.sentence)
+
+    def _warn_of_stall(self, now_s: float) -> None:
+        if self._waiting_since_s is None or not self.rule.ready or not self.rule.missing:
+            return
+        waited_s = now_s - self._waiting_since_s
+        pause_s = self._config.stall_warning_s
+        if waited_s >= pause_s and now_s - self._stall_logged_s >= pause_s:
+            self._stall_logged_s = now_s
+            logger.warning(
+                "step %d has been waiting for ranks %s for %.0f s", self.rule.round, list(self.rule.missing), waited_s
+            )
+
+
+def _stats(rank: int, reports: deque[StepReport]) -> RankStats:
+    recent = list(reports)
+    total_s = sum(report.compute_s for report in recent)
+    share = (lambda value_s: min(1.0, value_s / total_s)) if total_s > 0 else (lambda value_s: 0.0)
+    return RankStats(
+        rank=rank,
+        compute_s=tuple(report.compute_s for report in recent),
+        steps=tuple(report.step for report in recent),
+        input_share=share(sum(report.input_s for report in recent)),
+        starved_share=share(sum(report.runqueue_s for report in recent)),
+        late_share=sum(report.late for report in recent) / len(recent) if recent else 0.0,
+    )

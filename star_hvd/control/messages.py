@@ -1,0 +1,318 @@
+"""What agents and the coordinator say to each other: flat records, packed with msgpack, checked when they arrive."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import msgpack
+
+from star_hvd.errors import ChannelError
+
+__all__ = [
+    "MAX_BYTES",
+    "Abandon",
+    "Arrive",
+    "Away",
+    "Bye",
+    "CloseRound",
+    "EpochEnd",
+    "Finished",
+    "Grant",
+    "Heartbeat",
+    "Hello",
+    "Join",
+    "Late",
+    "Message",
+    "PlanMessage",
+    "Refuse",
+    "Register",
+    "RoundNote",
+    "Source",
+    "SourceReply",
+    "Take",
+    "decode",
+    "encode",
+]
+
+MAX_BYTES = 1 << 20
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of all messages; fields are int, float, bool, str, a list of ints or a mapping."""
+
+    kind: ClassVar[str] = ""
+
+
+_KINDS: dict[str, type[Message]] = {}
+M = TypeVar("M", bound=type[Message])
+
+
+def _message(cls: M) -> M:
+    _KINDS[cls.kind] = cls
+    return cls
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Hello(Message):
+    """An agent introduces itself."""
+
+    kind: ClassVar[str] = "hello"
+    rank: int
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Message):
+    """Sign of life in both directions; `engine_rounds` says how far the sender's steps are."""
+
+    kind: ClassVar[str] = "beat"
+    rank: int
+    round: int = -1
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Register(Message):
+    """A rank has made an optimizer. `plan` is what the user asked for, empty for `auto`."""
+
+    kind: ClassVar[str] = "register"
+    engine: int
+    plan: dict[str, Any]
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Arrive(Message):
+    """A rank's fresh gradient of step `round` is submitted; carries the measurements around the one before."""
+
+    kind: ClassVar[str] = "arrive"
+    engine: int
+    round: int
+    epoch: int
+    compute_s: float
+    input_s: float
+    cpu_s: float
+    runqueue_s: float
+    previous_wait_s: float
+    loss: float
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Late(Message):
+    """A rank's gradient, computed on the parameters of step `version`, missed that step."""
+
+    kind: ClassVar[str] = "late"
+    engine: int
+    version: int
+    epoch: int
+    compute_s: float
+    input_s: float
+    cpu_s: float
+    runqueue_s: float
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Join(Message):
+    """A rank that was behind computes on the parameters of step `version` from now on."""
+
+    kind: ClassVar[str] = "join"
+    engine: int
+    version: int
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Away(Message):
+    """A rank enters (`away`) or leaves a place where it delivers no gradients."""
+
+    kind: ClassVar[str] = "away"
+    away: bool
+    reason: str
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Refuse(Message):
+    """A rank cannot prepare the plan of this epoch, or cannot go on with it."""
+
+    kind: ClassVar[str] = "refuse"
+    engine: int
+    epoch: int
+    reason: str
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Finished(Message):
+    """A rank has ended its program and waits for the others."""
+
+    kind: ClassVar[str] = "finished"
+    rank: int
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class RoundNote(Message):
+    """Rank 0's own engine tells the coordinator what a step's header said."""
+
+    kind: ClassVar[str] = "round"
+    engine: int
+    round: int
+    epoch: int
+    fresh: list[int]
+    loss: float
+    weight: float
+    weight_sqr: float
+    local_sqr: float
+    local_count: int
+    mean_sqr: float
+    folds: float
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Take(Message):
+    """A rank asks the work queue of a loader for its next batch."""
+
+    kind: ClassVar[str] = "take"
+    loader: int
+    epoch: int
+    samples: int
+    batch: int
+    drop_last: bool
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Grant(Message):
+    """Answer to `Take`: positions start to stop of the epoch's permutation; stop = start ends the epoch."""
+
+    kind: ClassVar[str] = "grant"
+    loader: int
+    epoch: int
+    start: int
+    stop: int
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class EpochEnd(Message):
+    """All ranks have ended an epoch of a loader."""
+
+    kind: ClassVar[str] = "epoch_end"
+    loader: int
+    epoch: int
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class CloseRound(Message):
+    """Order to close a step; `typical_compute_s` lets a rank that is merely out of step fall in again."""
+
+    kind: ClassVar[str] = "close"
+    engine: int
+    round: int
+    typical_compute_s: float
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class PlanMessage(Message):
+    """A plan to prepare."""
+
+    kind: ClassVar[str] = "plan"
+    engine: int
+    plan: dict[str, Any]
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Abandon(Message):
+    """The plan of this epoch is not taken up."""
+
+    kind: ClassVar[str] = "abandon"
+    engine: int
+    epoch: int
+    reason: str
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Source(Message):
+    """A rank that is behind asks whose parameters it can fetch."""
+
+    kind: ClassVar[str] = "source"
+    engine: int
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class SourceReply(Message):
+    """Answer to `Source`: a rank that is up to date, -1 where none is."""
+
+    kind: ClassVar[str] = "source_reply"
+    engine: int
+    rank: int
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Bye(Message):
+    """All ranks have finished; everybody may leave."""
+
+    kind: ClassVar[str] = "bye"
+    lost: list[int]
+
+
+def encode(message: Message) -> bytes:
+    """One message as bytes."""
+    values = [getattr(message, item.name) for item in dataclasses.fields(message)]
+    return bytes(msgpack.packb([_VERSION, message.kind, *values]))
+
+
+def decode(data: bytes) -> Message:
+    """The inverse of `encode`.
+
+    Raises:
+        ChannelError: Wrong size, version, kind, number of fields or type of a field.
+    """
+    if len(data) > MAX_BYTES:
+        raise ChannelError(f"a control message has {len(data)} bytes; expected at most {MAX_BYTES}")
+    try:
+        parts = msgpack.unpackb(data, strict_map_key=True)
+    except Exception as error:  # msgpack raises a family of unrelated types for damaged input.
+        raise ChannelError(f"a control message cannot be unpacked: {type(error).__name__}") from error
+    if not isinstance(parts, list) or len(parts) < 2 or parts[0] != _VERSION:
+        raise ChannelError(f"a control message is not of protocol version {_VERSION}")
+    cls = _KINDS.get(parts[1]) if isinstance(parts[1], str) else None
+    if cls is None:
+        raise ChannelError(f"a control message has the unknown kind {parts[1]!r}")
+    items = dataclasses.fields(cls)
+    if len(parts) - 2 != len(items):
+        raise ChannelError(f"a {cls.kind} message has {len(parts) - 2} fields; expected {len(items)}")
+    values = [_check(cls, item.name, str(item.type), value) for item, value in zip(items, parts[2:], strict=True)]
+    return cls(*values)
+
+
+def _check(cls: type[Message], name: str, wanted: str, value: Any) -> Any:
+    if wanted == "float" and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    ok = {
+        "int": isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 53,
+        "float": isinstance(value, float) and (not math.isinf(value)),
+        "bool": isinstance(value, bool),
+        "str": isinstance(value, str),
+        "list[int]": isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value),
+        "dict[str, Any]": isinstance(value, dict),
+    }[wanted]
+    if not ok:
+        raise ChannelError(f"field {name} of a {cls.kind} message is {value!r}; expected {wanted}")
+    return value

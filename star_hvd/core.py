@@ -1,0 +1,272 @@
+"""Between autograd and the executor: hooks that fill the buckets, and one step of the user's optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd import runtime
+from star_hvd.buckets import Bucket, pack
+from star_hvd.execute.collective import HorovodCollective
+from star_hvd.execute.driver import EngineDriver
+from star_hvd.execute.hyper import HyperRow
+from star_hvd.execute.replay import Applier, replayable
+from star_hvd.execute.rounds import Result, RoundEngine
+from star_hvd.execute.sparse import SparseGradients
+
+__all__ = ["BucketCore", "too_many_passes"]
+
+logger = logging.getLogger("star_hvd")
+
+Closure = Callable[[], Any]
+
+
+def too_many_passes() -> AssertionError:
+    """What both cores raise, as Horovod does, when backward ran more often than the optimizer expects."""
+    return AssertionError(
+        "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+        "backward_passes_per_step to accumulate gradients locally."
+    )
+
+
+class BucketCore:
+    """The optimizer's flat buckets, hooks and engine.
+
+    Args:
+        optimizer: The wrapped optimizer, which shares its `__dict__` with the user's.
+        base: The user's optimizer class.
+        passes: Backward passes per step.
+        scale_by_ranks: Whether `op=Sum` was asked for.
+        fp16: Whether gradients travel as float16.
+        sparse_as_dense: Whether sparse gradients are made dense for the reduction.
+        plan: What the user asked for, None for `auto`.
+        run: The running runtime.
+        max_grad_norm: Norm to which the averaged gradient is clipped.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        base: type[torch.optim.Optimizer],
+        *,
+        passes: int,
+        scale_by_ranks: bool,
+        fp16: bool,
+        sparse_as_dense: bool,
+        plan: Plan | None,
+        run: runtime.Runtime,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.base = base
+        self.passes = passes
+        self.requires_update: set[torch.nn.Parameter] = set()
+        self._fp16 = fp16
+        self._scale_by_ranks = scale_by_ranks
+        self._plan = plan
+        self._max_grad_norm = max_grad_norm
+        self._sparse = SparseGradients(sparse_as_dense)
+        self._delay: dict[torch.nn.Parameter, int] = {}
+        self._where: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
+        self._unready: list[int] = []
+        self._given: set[torch.nn.Parameter] = set()
+        self._hooks: list[Any] = []
+        self._result: Result | None = None
+        self._outcome = ""
+        self._buckets: list[Bucket] = []
+        self._add(_trainable(optimizer.param_groups))
+        self.run = run
+        self.driver = self._attach(run)
+
+    def _attach(self, run: runtime.Runtime) -> EngineDriver:
+        hyper = HyperRow(self.optimizer.param_groups)
+        applier = Applier(self.optimizer, self.base, self._buckets, hyper, self._max_grad_norm)
+        driver = run.new_driver()
+        engine = RoundEngine(
+            rank=run.rank,
+            plan=Plan.sync(
+                run.world_size, damping=run.config.damping, max_staleness=run.config.max_staleness
+            ),
+            applier=applier,
+            collective=HorovodCollective(),
+            listener=driver,
+            prefix=f"star.{driver.number}",
+            scale_by_ranks=self._scale_by_ranks,
+            can_replay=replayable(self.base),
+            replay_queue=run.config.replay_queue,
+            noise_interval_steps=run.config.noise_interval_steps,
+        )
+        plan = self._plan
+        if plan is not None and plan.world_size != run.world_size:  # The world changed size (elastic).
+            plan = None
+        run.attach(driver, engine, plan)
+        if issubclass(self.base, torch.optim.LBFGS):
+            driver.pin("LBFGS evaluates its closure several times per step")
+        return driver
+
+    # ---- hooks ----------------------------------------------------------------------------------------------
+
+    def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
+        buckets = pack(params, self._bucket_bytes(), fp16=self._fp16, first_index=len(self._buckets))
+        self._buckets.extend(buckets)
+        for bucket in buckets:
+            self._unready.append(len(bucket.params))
+            for position, param in enumerate(bucket.params):
+                self._where[param] = (bucket, position)
+                self._delay[param] = self.passes
+                self.requires_update.add(param)
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def _bucket_bytes(self) -> int:
+        running = runtime.current()
+        assert running is not None
+        return running.config.bucket_bytes
+
+    def remove_hooks(self) -> None:
+        """Let go of the parameters, for example before they are wrapped again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        if self._delay[param] <= 0:
+            raise too_many_passes()
+        assert param.grad is not None and not param.grad.requires_grad
+        self._delay[param] -= 1
+        if self._delay[param] == 0:
+            self._give(param)
+
+    def _give(self, param: torch.nn.Parameter) -> None:
+        """The gradient of one parameter is whole, or missing: put it into its bucket."""
+        if param in self._given:
+            return
+        self._given.add(param)
+        bucket, position = self._where[param]
+        if self._sparse.is_sparse(param):
+            self.driver.pin("sparse gradients are reduced by Horovod itself")
+            self._sparse.give(param, bucket.views[position], f"{self.driver.engine.prefix}.s{bucket.index}.{position}")
+        else:
+            bucket.adopt(position)
+        self._unready[bucket.index] -= 1
+        if self._unready[bucket.index] == 0:
+            self.driver.engine.weight = self.run.batch_weight(self.passes)
+            self.driver.give(bucket)
+
+    # ---- a step ---------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients were given that no `synchronize` has collected."""
+        return bool(self._given)
+
+    @property
+    def handles(self) -> dict[torch.nn.Parameter, Any]:
+        """Parameters whose gradients are on their way."""
+        return dict.fromkeys(self._given)
+
+    def set_passes(self, passes: int) -> None:
+        """Change the number of backward passes per step."""
+        self.passes = passes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget a step that was begun."""
+        self._delay = dict.fromkeys(self._delay, self.passes)
+        self._unready = [len(bucket.params) for bucket in self._buckets]
+        self._given.clear()
+        self._result, self._outcome = None, ""
+
+    def synchronize(self, *, manual: bool) -> None:
+        """Give what is missing and wait for the mean; on return every gradient is the mean over the step's members.
+
+        If this rank is late: its gradient is kept for a later step and `apply` will bring the parameters up to date.
+        """
+        for param in self.requires_update - self._given:
+            self._give(param)
+        result = self.driver.synchronize(manual=manual)
+        if result is not None:
+            self._sparse.collect()
+        self.reset()
+        self._result, self._outcome = result, "late" if result is None else "member"
+
+    def apply(self, *, skip: bool = False) -> Any:
+        """Apply the step that `synchronize` ended, or catch up with those that ended without this rank.
+
+        Args:
+            skip: Count the step without changing parameters (a GradScaler found infinities, on all ranks alike).
+        """
+        outcome, result = self._outcome, self._result
+        self._outcome, self._result = "", None
+        engine, value = self.driver.engine, None
+        if outcome == "member" and result is not None:
+            step = (lambda row: None) if skip else None
+            value = engine.apply_own(result, step)
+            self.driver.catch_up(was_late=False)
+        elif outcome == "late":
+            with _hooks_around(self.optimizer):
+                self.driver.catch_up(was_late=True)
+        else:  # step() inside skip_synchronize() without a synchronize(): a purely local step, as in Horovod.
+            value = engine.applier.step(None, clip=False)
+        return value
+
+    def step_with_closure(self, closure: Closure) -> Any:
+        """A step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
+
+        def reduced() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize(manual=True)
+            outcome, self._outcome = self._outcome, ""
+            assert outcome == "member", "closures run in sync only"
+            self.driver.engine.apply_own(Result(0, [], None), lambda row: None)
+            return loss
+
+        value = self.base.step(self.optimizer, reduced)
+        self.driver.catch_up(was_late=False)
+        return value
+
+    # ---- life -----------------------------------------------------------------------------------------------
+
+    def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Include parameters of a new group. Collective: all ranks add them after the same step."""
+        raise_if_relaxed(self.driver.engine)
+        self._add([param for param in params if param.requires_grad and param not in self._where])
+        self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
+
+    def restart(self, run: runtime.Runtime) -> None:
+        """Go on in a new world (elastic): nothing of the old one is kept but parameters and optimizer state."""
+        self.run = run
+        self.reset()
+        self.driver = self._attach(run)
+
+
+def raise_if_relaxed(engine: RoundEngine) -> None:
+    """Refuse what all ranks have to do after the same step.
+
+    Raises:
+        RuntimeError: A relaxed mode is in force, in which ranks are at different steps.
+    """
+    if engine.plan.relaxed:
+        raise RuntimeError(
+            f"add_param_group was called in mode {engine.plan.label}, in which ranks are at different steps; add all "
+            "groups before training, or make the optimizer with mode='sync'"
+        )
+
+
+def _trainable(groups: Sequence[dict[str, Any]]) -> list[torch.nn.Parameter]:
+    return [param for group in groups for param in group["params"] if param.requires_grad]
+
+
+@contextmanager
+def _hooks_around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Run the user's step hooks once around a catch-up, in which no step of the user's own is applied."""
+    for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
+        hook(optimizer, (), {})
+    yield
+    for hook in list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values()):
+        hook(optimizer, (), {})

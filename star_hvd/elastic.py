@@ -1,0 +1,48 @@
+"""Elastic training: Horovod's `run`, with the channel and the optimizers started anew after every reset."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from horovod.torch import elastic as _elastic
+from horovod.torch.elastic import ElasticSampler, TorchState
+
+from star_hvd import runtime
+
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+logger = logging.getLogger("star_hvd")
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for the training function of an elastic job; see `horovod.torch.elastic.run`.
+
+    If a rank is lost: the survivors' steps fail with `HorovodInternalError`, Horovod forms a new world, the state is
+    restored to its last commit, and every optimizer found in the state goes on in `sync` in the new world.
+    """
+
+    @functools.wraps(function)
+    def inside(state: Any, *args: Any, **kwargs: Any) -> Any:
+        _restart(state)
+        return function(state, *args, **kwargs)
+
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
+        state.register_reset_callbacks([runtime.on_reset])
+        return _elastic.run(inside)(state, *args, **kwargs)
+
+    return functools.wraps(function)(wrapper)
+
+
+def _restart(state: Any) -> None:
+    """Attach the optimizers of `state` to the present world, if their runtime is of an earlier one."""
+    for value in vars(state).values():
+        wrapper = getattr(value, "_star", None) if isinstance(value, torch.optim.Optimizer) else None
+        if wrapper is None:
+            continue
+        core_run = getattr(wrapper.core, "run", None)
+        if core_run is not runtime.current() or core_run is None:
+            wrapper.restart()

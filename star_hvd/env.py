@@ -1,0 +1,31 @@
+"""Every environment variable this package reads, one function each.
+
+`horovodrun` exports the environment to all ranks, so a variable set at the launcher reaches every host.
+"""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["host", "interface", "log_dir", "mode"]
+
+
+def mode() -> str | None:
+    """`STAR_MODE`: overrides the `mode` argument of `DistributedOptimizer`. Default: unset."""
+    return os.environ.get("STAR_MODE") or None
+
+
+def host() -> str | None:
+    """`STAR_HOST`: address under which this rank is reached by the others. Default: found from Horovod's settings."""
+    return os.environ.get("STAR_HOST") or None
+
+
+def interface() -> str | None:
+    """`STAR_INTERFACE`: network interface of the channel. Default: `HOROVOD_GLOO_IFACE`, set by the launcher."""
+    value = os.environ.get("STAR_INTERFACE") or os.environ.get("HOROVOD_GLOO_IFACE")
+    return value.split(",")[0] if value else None
+
+
+def log_dir() -> str | None:
+    """`STAR_LOG_DIR`: folder for one JSONL file per rank with every step. Default: unset, nothing is written."""
+    return os.environ.get("STAR_LOG_DIR") or None

@@ -1,0 +1,71 @@
+"""The few operations an executor needs from a communication library, and Horovod's version of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from star_hvd.errors import DeadlineError
+
+__all__ = ["Collective", "HorovodCollective", "wait_all"]
+
+
+class Collective(Protocol):
+    """Sum all-reduce over all ranks, matched by name and by the order of submissions under a name."""
+
+    def submit(self, name: str, tensor: torch.Tensor) -> int:
+        """Start an in-place sum of `tensor` over all ranks; returns a handle."""
+        ...
+
+    def poll(self, handle: int) -> bool:
+        """Whether the operation has ended. Only its owner may ask."""
+        ...
+
+    def finish(self, handle: int) -> None:
+        """Collect the result after `poll` was true. Raises what the operation raised."""
+        ...
+
+
+class HorovodCollective:
+    """Horovod's global set. Names carry no step number, so every step hits Horovod's response cache."""
+
+    def submit(self, name: str, tensor: torch.Tensor) -> int:
+        from horovod.torch import mpi_ops
+
+        return int(mpi_ops.allreduce_async_(tensor, name=name, op=mpi_ops.Sum))
+
+    def poll(self, handle: int) -> bool:
+        from horovod.torch import mpi_ops
+
+        return bool(mpi_ops.poll(handle))
+
+    def finish(self, handle: int) -> None:
+        from horovod.torch import mpi_ops
+
+        mpi_ops.synchronize(handle)
+
+
+# Horovod's own wait spins with sched_yield and shows 110 % CPU on waiting ranks: on a host with fewer cores than
+# ranks that slows the very rank everybody waits for. Polling with short sleeps costs half an interval of latency.
+_POLL_S = 0.0003
+
+
+def wait_all(collective: Collective, handles: Iterable[int], deadline_s: float, what: str) -> None:
+    """Wait for operations to end, sleeping between looks.
+
+    Raises:
+        DeadlineError: They did not end within `deadline_s`.
+    """
+    limit = time.monotonic() + deadline_s
+    for handle in handles:
+        while not collective.poll(handle):
+            if time.monotonic() > limit:
+                raise DeadlineError(
+                    f"{what} did not end within {deadline_s:g} s; some rank did not take part. "
+                    "See which one in the log of rank 0, or raise Config.step_deadline_s"
+                )
+            time.sleep(_POLL_S)
+        collective.finish(handle)

@@ -1,0 +1,304 @@
+"""Runs a `RoundEngine`: the training thread's waits, the helper thread, timing, and falling back into step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.buckets import Bucket
+from star_hvd.config import Config
+from star_hvd.control import messages
+from star_hvd.errors import DeadlineError, RankLostError, StarError
+from star_hvd.execute.collective import wait_all
+from star_hvd.execute.header import Header
+from star_hvd.execute.rounds import Result, RoundEngine, Snapshot
+from star_hvd.telemetry.timer import ComputeTimes, StepTimer
+
+__all__ = ["EngineDriver"]
+
+logger = logging.getLogger("star_hvd")
+
+_POLL_S = 0.0003
+_NO_TIMES = ComputeTimes(0.0, 0.0, 0.0, 0.0)
+
+
+class EngineDriver:
+    """One optimizer's engine with its helper thread; it is also the engine's listener.
+
+    Args:
+        number: Number of the optimizer, equal on all ranks.
+        config: Settings.
+        send: Sends a control message to the coordinator.
+        fetch: Gets parameters from a rank that is up to date; raises `StarError` past its deadline.
+        diagnose: Who is gone, as a sentence, asked after a collective failed.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        config: Config,
+        send: Callable[[messages.Message], None],
+        fetch: Callable[[int], Snapshot],
+        diagnose: Callable[[], str],
+    ) -> None:
+        self.number = number
+        self.timer = StepTimer()
+        self.timeline: deque[dict[str, Any]] = deque(maxlen=100_000)
+        self.mismatches = 0
+        self._config = config
+        self._send = send
+        self._fetch = fetch
+        self._diagnose = diagnose
+        self._times = _NO_TIMES
+        self._wait_s = 0.0
+        self._last_close_s = 0.0
+        self._typical_s = 0.0
+        self._began_s = time.monotonic()
+        self._mean_sqr = float("nan")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
+        self.engine: RoundEngine
+
+    def start(self, engine: RoundEngine) -> None:
+        """Take charge of an engine and start its helper."""
+        self.engine = engine
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End the helper and count gradients that never found a step as dropped."""
+        self._stop.set()
+        with self.engine.lock:
+            self.engine.lock.notify_all()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(deadline_s)
+        self.engine.drop_pending()
+
+    # ---- training thread ------------------------------------------------------------------------------------
+
+    def give(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are in its buffer, or will be once the work queued on its device is done.
+
+        On a GPU backward returns long before its kernels end. A relaxed step must not claim a gradient that does
+        not exist yet, since nobody can leave a reduction once it is enqueued; so an event stands for its readiness.
+        In `sync` Horovod waits for the device itself, on the stream, as ever.
+        """
+        if bucket.flat.is_cuda and self.engine.plan.relaxed:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self.engine.defer(bucket.index, event)
+        else:
+            self.engine.gradient_ready(bucket.index)
+
+    def stats(self) -> dict[str, float]:
+        """This rank's counters, and the steps that have ended here."""
+        with self.engine.lock:
+            values: dict[str, float] = dataclasses.asdict(self.engine.counters)
+            values["steps"] = self.engine.version
+            values["pending_weight"] = self.engine.pending_weight
+            values["mismatches"] = self.mismatches
+        return values
+
+    def synchronize(self, *, manual: bool) -> Result | None:
+        """Give the step this rank's gradient and wait for its mean; None when the gradient came too late for it."""
+        self._times = self.timer.stop()
+        began_s = time.monotonic()
+        with self._named_failures():
+            while not self.engine.flush_deferred():
+                time.sleep(_POLL_S)
+            if not self.engine.arrive(manual=manual):
+                return None
+            wait_all(
+                self.engine.collective,
+                self.engine.own_handles(),
+                self._config.step_deadline_s,
+                f"the reduction of step {self.engine.version}",
+            )
+            result = self.engine.finish_own()
+        self._wait_s = time.monotonic() - began_s
+        return result
+
+    def catch_up(self, *, was_late: bool) -> None:
+        """Bring the parameters up to date after a step, waiting for a step in flight.
+
+        Args:
+            was_late: This rank's gradient missed its step. If the rank is not slow, only out of phase with the
+                others, it waits here for the next step to end once, so that it starts together with them again.
+        """
+        with self._named_failures():
+            self._catch_up()
+            if was_late and self._out_of_phase():
+                ended = self.engine.next_round
+                self._wait_until(lambda: self.engine.next_round > ended, 1.5 * self._typical_s)
+                self._catch_up()
+        if was_late:
+            self.engine.note_joined()
+        self.timer.start()
+
+    def _catch_up(self) -> None:
+        engine = self.engine
+        target = engine.next_round
+        limit_s = time.monotonic() + self._config.step_deadline_s
+        while not engine.catch_up(target):
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"steps up to {target} did not end within {self._config.step_deadline_s:g} s on a rank at "
+                    f"step {engine.version}; see the log of rank 0 for the rank that is missing"
+                )
+            if engine.needs_fetch:
+                engine.adopt(self._fetch(self.number))
+            else:
+                self._wait_until(lambda: not engine.helper_owns(), 1.0)
+
+    def _wait_until(self, done: Callable[[], bool], limit_s: float) -> None:
+        with self.engine.lock:
+            self.engine.lock.wait_for(lambda: done() or self.engine.failure is not None, limit_s)
+
+    def _out_of_phase(self) -> bool:
+        """Whether this rank computes as fast as the others but starts in the middle of their step.
+
+        Right after a step has closed it can go at once: the grace time covers the rest. Waiting costs this rank less
+        than one step, once; not waiting would cost it every step from now on.
+        """
+        if not self._typical_s or self._times.compute_s > 1.25 * self._typical_s:
+            return False
+        since_close_s = time.monotonic() - self._last_close_s
+        return self._config.grace_fraction * self._typical_s < since_close_s < self._typical_s
+
+    # ---- agent thread ---------------------------------------------------------------------------------------
+
+    def on_message(self, message: messages.Message) -> None:
+        """A message of the coordinator about this optimizer."""
+        if isinstance(message, messages.CloseRound):
+            self._last_close_s, self._typical_s = time.monotonic(), message.typical_compute_s
+            self.engine.close(message.round)
+        elif isinstance(message, messages.PlanMessage):
+            plan = Plan.from_dict(message.plan)
+            reason = self.engine.prepare(plan)
+            if reason is not None:
+                self._send(messages.Refuse(self.number, plan.epoch, reason))
+        elif isinstance(message, messages.Abandon):
+            self.engine.abandon(message.epoch)
+
+    def pin(self, reason: str) -> None:
+        """Run exactly as Horovod from now on, because of `reason`."""
+        if self.engine.pinned is None:
+            self.engine.pin(reason)
+            prepared = self.engine.prepared
+            self._send(messages.Refuse(self.number, prepared.epoch if prepared else self.engine.plan.epoch, reason))
+
+    # ---- helper thread --------------------------------------------------------------------------------------
+
+    def _help(self) -> None:
+        engine = self.engine
+        in_flight_since_s: float | None = None
+        while not self._stop.is_set():
+            try:
+                with engine.lock:
+                    engine.lock.wait_for(lambda: self._stop.is_set() or engine.helper_has_work(), timeout=1.0)
+                if engine.helper_tick():
+                    in_flight_since_s = None
+                    continue
+                if not engine.must_poll():
+                    continue
+                in_flight_since_s = in_flight_since_s or time.monotonic()
+                if time.monotonic() - in_flight_since_s > self._config.step_deadline_s:
+                    raise DeadlineError(
+                        f"step {engine.next_round - 1}, closed without this rank, did not end within "
+                        f"{self._config.step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
+                    )
+                time.sleep(_POLL_S)
+            except BaseException as error:  # The training thread raises it: a helper has nobody to tell.
+                engine.fail(error)
+                return
+
+    # ---- listener, called under the engine's lock -------------------------------------------------------------
+
+    def on_arrive(self, round_: int, epoch: int) -> None:
+        t = self._times
+        self._send(
+            messages.Arrive(
+                self.number, round_, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s, 0.0
+            )
+        )
+
+    def on_late(self, version: int, epoch: int) -> None:
+        t = self._times
+        self._send(messages.Late(self.number, version, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s))
+
+    def on_join(self, version: int) -> None:
+        self._send(messages.Join(self.number, version))
+
+    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+        if self.engine.rank != 0:
+            return
+        fresh = [rank for rank, is_fresh in enumerate(header.fresh) if is_fresh]
+        self.timeline.append(
+            {
+                "step": round_,
+                "time_s": time.monotonic() - self._began_s,
+                "members": fresh,
+                "mode": plan.label,
+                "folds": header.folds,
+                "weight": header.weight,
+            }
+        )
+        self._send(
+            messages.RoundNote(
+                self.number,
+                round_,
+                plan.epoch,
+                fresh,
+                header.loss,
+                header.weight,
+                header.weight_sqr,
+                header.local_sqr,
+                header.local_count,
+                mean_sqr,
+                header.folds,
+            )
+        )
+
+    def on_switch(self, round_: int, plan: Plan) -> None:
+        logger.info("rank %d: step %d: switch to %s", self.engine.rank, round_, plan.label)
+
+    def on_mismatch(self, round_: int) -> None:
+        self.mismatches += 1
+        if self.mismatches == 1:
+            logger.error(
+                "parameters differ between ranks at step %d; call hvd.broadcast_parameters before training and change "
+                "parameters on all ranks alike",
+                round_,
+            )
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _named_failures(self) -> _NamedFailures:
+        return _NamedFailures(self)
+
+
+class _NamedFailures:
+    """Turns the failure of a collective into one that names the rank that is gone."""
+
+    def __init__(self, driver: EngineDriver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        from horovod.common.exceptions import HorovodInternalError
+
+        if error is None or isinstance(error, (RankLostError, StarError)):
+            return
+        if isinstance(error, HorovodInternalError):
+            named = RankLostError(f"{error}; {self._driver._diagnose()}")
+            self._driver.engine.fail(named)
+            raise named from error

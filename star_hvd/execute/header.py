@@ -1,0 +1,192 @@
+"""The tiny tensor that is reduced with every step: agreement, hyperparameters and statistics, in band.
+
+Every rank adds its own numbers and all ranks read the same sums in the same step, so whatever is decided from them is
+decided everywhere alike, without another message. Layout, float32: `_FIXED` common slots, then four slots per
+hyperparameter (the 64 bits of a float64 in four exact 16-bit pieces, filled by one rank only, the leader), then one
+slot per rank: its number of own steps plus one, positive when its gradient is fresh, negative when its helper stood in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Contribution", "Header", "HeaderCodec"]
+
+_FIELDS = (
+    "fresh",
+    "flag_count",
+    "flag_epoch",
+    "flag_epoch_sqr",
+    "manual",
+    "loss_sum",
+    "loss_count",
+    "weight",
+    "weight_sqr",
+    "local_sqr",
+    "local_count",
+    "folds",
+    "leader",
+    "sum_count",
+)
+_CHECKSUM = 6  # Three 8-bit pieces and their squares: exact in float32 up to 257 ranks.
+_FIXED = len(_FIELDS) + _CHECKSUM
+_SLOT = {name: i for i, name in enumerate(_FIELDS)}
+
+
+@dataclass(slots=True)
+class Contribution:
+    """What one rank adds to the header of one step.
+
+    Attributes:
+        fresh: Whether the rank's own gradient is in this step.
+        own_steps: Gradients the rank has computed so far.
+        flag_epoch_delta: Epoch of the prepared plan minus the active one, None when no plan is prepared.
+        manual: Whether helpers cannot replay this step (the user works between `synchronize` and `step`).
+        loss: Loss of the batch or NaN.
+        weight: Weight of the fresh gradient.
+        local_sqr: Squared norm of the local gradient, None when not sampled.
+        folds: Part of the buckets into which a late gradient was folded.
+        hyper: The leader's hyperparameters, None for everybody else.
+        checksum: 24 bits over the parameters, None when not due.
+    """
+
+    fresh: bool
+    own_steps: int
+    flag_epoch_delta: int | None = None
+    manual: bool = False
+    loss: float = math.nan
+    weight: float = 0.0
+    local_sqr: float | None = None
+    folds: float = 0.0
+    hyper: Sequence[float] | None = None
+    checksum: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The decoded sums of one step, the same on every rank."""
+
+    fresh: tuple[bool, ...]
+    own_steps: tuple[int, ...]
+    flag_count: int
+    flag_epoch: int
+    flag_epoch_sqr: int
+    manual: bool
+    loss: float
+    weight: float
+    weight_sqr: float
+    local_sqr: float
+    local_count: int
+    folds: float
+    hyper: tuple[float, ...] | None
+    checksum_ok: bool | None
+    leader: int = field(default=0)
+
+    @property
+    def fresh_count(self) -> int:
+        return sum(self.fresh)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank's fresh gradient is in the step."""
+        return all(self.fresh)
+
+    def agreed_epoch_delta(self, world_size: int) -> int | None:
+        """The prepared plan all ranks agree on: everybody raised the flag, and for the same epoch.
+
+        Equal counts and equal sums could hide different epochs; a vanishing variance cannot.
+        """
+        if self.flag_count != world_size or self.flag_epoch % world_size:
+            return None
+        delta = self.flag_epoch // world_size
+        return delta if self.flag_epoch_sqr == world_size * delta * delta else None
+
+
+class HeaderCodec:
+    """Writes contributions and reads sums for a fixed number of ranks and hyperparameters."""
+
+    def __init__(self, world_size: int, n_hyper: int) -> None:
+        self.world_size = world_size
+        self.n_hyper = n_hyper
+        self._ranks_at = _FIXED + 4 * n_hyper
+        self.size = self._ranks_at + world_size
+
+    def write(self, rank: int, item: Contribution, out: npt.NDArray[np.float32]) -> None:
+        """Fill `out`, shape (size,), with one rank's contribution."""
+        out[:] = 0.0
+        out[_SLOT["fresh"]] = item.fresh
+        if item.flag_epoch_delta is not None:
+            delta = float(item.flag_epoch_delta)
+            out[_SLOT["flag_count"]], out[_SLOT["flag_epoch"]] = 1.0, delta
+            out[_SLOT["flag_epoch_sqr"]] = delta * delta
+        out[_SLOT["manual"]] = item.manual
+        if math.isfinite(item.loss):
+            out[_SLOT["loss_sum"]], out[_SLOT["loss_count"]] = item.loss, 1.0
+        out[_SLOT["weight"]], out[_SLOT["weight_sqr"]] = item.weight, item.weight**2
+        if item.local_sqr is not None and math.isfinite(item.local_sqr):
+            out[_SLOT["local_sqr"]], out[_SLOT["local_count"]] = item.local_sqr, 1.0
+        out[_SLOT["folds"]] = item.folds
+        if item.checksum is not None:
+            out[_SLOT["sum_count"]] = 1.0
+            for i in range(3):
+                piece = float((item.checksum >> (8 * i)) & 0xFF)
+                out[len(_FIELDS) + i], out[len(_FIELDS) + 3 + i] = piece, piece * piece
+        if item.hyper is not None:
+            out[_SLOT["leader"]] = 1.0
+            out[_FIXED : self._ranks_at] = _to_pieces(item.hyper)
+        out[self._ranks_at + rank] = (item.own_steps + 1) * (1 if item.fresh else -1)
+
+    def read(self, sums: npt.NDArray[np.float32]) -> Header:
+        """Decode the reduced header, shape (size,)."""
+        slots = sums[self._ranks_at :]
+        get = {name: float(sums[i]) for name, i in _SLOT.items()}
+        count = get["loss_count"]
+        return Header(
+            fresh=tuple(bool(v > 0) for v in slots),
+            own_steps=tuple(int(abs(v)) - 1 for v in slots),
+            flag_count=round(get["flag_count"]),
+            flag_epoch=round(get["flag_epoch"]),
+            flag_epoch_sqr=round(get["flag_epoch_sqr"]),
+            manual=get["manual"] > 0,
+            loss=get["loss_sum"] / count if count else math.nan,
+            weight=get["weight"],
+            weight_sqr=get["weight_sqr"],
+            local_sqr=get["local_sqr"],
+            local_count=round(get["local_count"]),
+            folds=get["folds"],
+            hyper=_from_pieces(sums[_FIXED : self._ranks_at]) if round(get["leader"]) == 1 else None,
+            checksum_ok=_same(sums, round(get["sum_count"])),
+            leader=_leader(slots),
+        )
+
+
+def _leader(slots: npt.NDArray[np.float32]) -> int:
+    """Who leads the next step: the fresh rank with the most steps of its own, the lowest one among equals.
+
+    A rank that was slow for a while has made fewer steps, so its learning-rate schedule is behind; it must not lead.
+    """
+    return int(np.argmax(slots)) if slots.size else 0
+
+
+def _same(sums: npt.NDArray[np.float32], count: int) -> bool | None:
+    """Whether all `count` contributed checksums were equal (zero variance in every piece), None without any."""
+    if count < 1:
+        return None
+    pieces = sums[len(_FIELDS) : len(_FIELDS) + 3].astype(np.float64)
+    squares = sums[len(_FIELDS) + 3 : _FIXED].astype(np.float64)
+    return bool(np.all(squares * count == pieces * pieces))
+
+
+def _to_pieces(values: Sequence[float]) -> npt.NDArray[np.float32]:
+    bits = np.asarray(values, dtype="<f8").view("<u2")
+    return bits.astype(np.float32)
+
+
+def _from_pieces(pieces: npt.NDArray[np.float32]) -> tuple[float, ...]:
+    bits = pieces.astype("<u2")
+    return tuple(float(v) for v in bits.view("<f8"))

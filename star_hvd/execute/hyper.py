@@ -1,0 +1,91 @@
+"""Hyperparameters as a flat row of numbers, so that a step can use the leader's on every rank.
+
+Ranks that make different numbers of steps advance their learning-rate schedulers differently. The step's leader sends
+its values in band and everybody applies the step with them; a rank's own `param_groups` are put back afterwards, so
+its scheduler and the user's own view stay consistent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["HyperRow"]
+
+
+def _numbers(value: Any) -> int:
+    """How many numbers a value stands for; 0 for values that do not travel (None, strings, large tensors)."""
+    if isinstance(value, (bool, int, float)):
+        return 1
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return 1
+    if isinstance(value, (tuple, list)) and value and all(_numbers(v) == 1 for v in value):
+        return len(value)
+    return 0
+
+
+class HyperRow:
+    """The numeric entries of all parameter groups, in a fixed order.
+
+    Args:
+        groups: The optimizer's `param_groups`; entries that appear later (`initial_lr`) do not travel.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._slots = [
+            (index, key, _numbers(value))
+            for index, group in enumerate(groups)
+            for key, value in sorted(group.items())
+            if key != "params" and _numbers(value)
+        ]
+        self.size = sum(count for _, _, count in self._slots)
+
+    def read(self, groups: Sequence[dict[str, Any]]) -> list[float]:
+        """The row of this rank's current values, `size` numbers."""
+        row: list[float] = []
+        for index, key, count in self._slots:
+            value = groups[index][key]
+            parts = value if isinstance(value, (tuple, list)) else (value,)
+            row.extend(float(part) for part in parts)
+            assert len(parts) == count, f"{key} of group {index} changed its length"
+        return row
+
+    @contextmanager
+    def applied(self, groups: Sequence[dict[str, Any]], row: Sequence[float] | None) -> Iterator[None]:
+        """Use `row` inside the block and put this rank's own values back afterwards; None changes nothing."""
+        if row is None:
+            yield
+            return
+        before: list[tuple[int, str, Any]] = []
+        position = 0
+        try:
+            for index, key, count in self._slots:
+                old = groups[index][key]
+                new = _like(old, row[position : position + count])
+                position += count
+                if isinstance(old, torch.Tensor):
+                    before.append((index, key, old.clone()))
+                    old.copy_(new)
+                elif new != old:
+                    before.append((index, key, old))
+                    groups[index][key] = new
+            yield
+        finally:
+            for index, key, old in before:
+                current = groups[index][key]
+                if isinstance(current, torch.Tensor):
+                    current.copy_(old)
+                else:
+                    groups[index][key] = old
+
+
+def _like(old: Any, numbers: Sequence[float]) -> Any:
+    """`numbers` in the shape and type of `old`."""
+    if isinstance(old, torch.Tensor):
+        return torch.as_tensor(numbers[0], dtype=old.dtype, device=old.device).reshape(old.shape)
+    if isinstance(old, (tuple, list)):
+        return type(old)(_like(part, [number]) for part, number in zip(old, numbers, strict=True))
+    return type(old)(numbers[0])

@@ -1,0 +1,93 @@
+"""Gradients that missed their step, kept until the next submission of their bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.buckets import Bucket
+
+if TYPE_CHECKING:
+    from star_hvd.execute.rounds import Counters
+
+__all__ = ["LateGradients", "damping_factor"]
+
+
+def damping_factor(plan: Plan, staleness: int) -> float:
+    """Weight of a late gradient: 1 / (1 + staleness) (DynSGD, Jiang et al., SIGMOD'17), 1, or 0 past the bound."""
+    if staleness > plan.max_staleness:
+        return 0.0
+    return 1.0 / (1.0 + staleness) if plan.damping == "inverse" else 1.0
+
+
+@dataclass(slots=True)
+class _Kept:
+    flat: torch.Tensor  # w * g, then w.
+    version: int  # Oldest parameters behind it.
+
+
+class LateGradients:
+    """At most one kept gradient per bucket; a second one is added to it and counts as old as the older.
+
+    Args:
+        buckets: The optimizer's buckets.
+        counters: Where folds, drops and weights are counted.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], counters: Counters) -> None:
+        self._buckets = buckets
+        self._counters = counters
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def pending_weight(self) -> float:
+        """Weight that waits, averaged over the buckets."""
+        return sum(float(kept.flat[-1]) for kept in self._kept.values()) / max(1, len(self._buckets))
+
+    def keep(self, bucket: Bucket, weight: float, version: int) -> None:
+        """Keep the gradient that is in `bucket.flat`, computed on the parameters of step `version`."""
+        flat = bucket.flat.clone()
+        if weight != 1.0:
+            flat[:-1].mul_(weight)
+        flat[-1] = weight
+        older = self._kept.get(bucket.index)
+        if older is None:
+            self._kept[bucket.index] = _Kept(flat, version)
+        else:
+            older.flat.add_(flat)
+            older.version = min(older.version, version)
+
+    def drop_all(self) -> None:
+        """Give up everything that waits, and count it."""
+        if self._kept:
+            self._counters.dropped_weight += self.pending_weight
+            self._counters.drops += 1
+            self._kept.clear()
+
+    def fold(self, bucket: Bucket, flat: torch.Tensor, round_: int, plan: Plan) -> bool:
+        """Add what is kept for a bucket to `flat`, damped by its staleness in step `round_`.
+
+        Returns:
+            Whether something was folded; a gradient past the bound is dropped and counted instead.
+        """
+        kept = self._kept.pop(bucket.index, None)
+        if kept is None:
+            return False
+        staleness = round_ - kept.version
+        factor = damping_factor(plan, staleness)
+        weight = float(kept.flat[-1]) / len(self._buckets)
+        last = bucket.index == len(self._buckets) - 1
+        if factor == 0.0:
+            self._counters.dropped_weight += weight
+            self._counters.drops += last
+            return False
+        flat.add_(kept.flat, alpha=factor)
+        self._counters.applied_weight += weight * factor
+        self._counters.damped_weight += weight * (1.0 - factor)
+        self._counters.folds += last
+        self._counters.max_staleness = max(self._counters.max_staleness, staleness)
+        return True

@@ -1,0 +1,186 @@
+"""Applying a reduced step to parameters: to the live ones, or to a shadow copy while their rank computes on them.
+
+A rank that is behind still computes on old parameters, so nobody may change them. Its helper applies the closed steps
+to a shadow, made only then, with the same optimizer class, state and hyperparameters; the rank takes the shadow over
+at its next step. The same sequence of the same operations on the same numbers gives bit-equal replicas.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from star_hvd.buckets import Bucket
+from star_hvd.execute.hyper import HyperRow
+
+__all__ = ["Applier", "Shadow", "replayable"]
+
+# These keep everything in `param_groups` and `state`, so a copy of both is a copy of the optimizer.
+_KNOWN = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+
+
+def replayable(base: type[torch.optim.Optimizer]) -> bool:
+    """Whether helpers may replay steps of this class; a subclass may keep state elsewhere, so it is fetched."""
+    return base in _KNOWN
+
+
+class Applier:
+    """Steps the live parameters of one optimizer.
+
+    Args:
+        optimizer: The optimizer whose `param_groups` and `state` are live.
+        base: The user's optimizer class; its `step` is the update rule.
+        buckets: The optimizer's buckets, extended in place when parameters are added.
+        hyper: Layout of the hyperparameters.
+        max_grad_norm: Norm to which the averaged gradient is clipped, None for no clipping.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        base: type[torch.optim.Optimizer],
+        buckets: list[Bucket],
+        hyper: HyperRow,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.base = base
+        self.buckets = buckets
+        self.hyper = hyper
+        self.max_grad_norm = max_grad_norm
+
+    def step(self, row: Sequence[float] | None, *, clip: bool = True) -> Any:
+        """Apply the gradients that are in `param.grad` now, with the step's hyperparameters."""
+        params = [param for bucket in self.buckets for param in bucket.params]
+        if clip:
+            self.clip(params)
+        with self.hyper.applied(self.optimizer.param_groups, row):
+            return self.base.step(self.optimizer)
+
+    def step_with(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
+        """Apply the averaged gradients of a step this rank was late for. The user's step hooks do not run."""
+        for bucket, mean in zip(self.buckets, means, strict=True):
+            bucket.flat.copy_(mean)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+        with _without_hooks(self.optimizer):
+            self.step(row)
+
+    def clip(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Clip the averaged gradient, equal on all ranks, so the factor is equal too."""
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+
+    def checksum(self) -> int:
+        """24 bits over the parameters' bytes, equal on replicas that are bit-equal."""
+        total = 0
+        for bucket in self.buckets:
+            for param in bucket.params:
+                raw = param.detach().contiguous().view(-1).view(torch.uint8)
+                odd = raw.numel() % 4
+                words = raw[: raw.numel() - odd].view(torch.int32)
+                total = (total * 31 + int(words.sum(dtype=torch.int64)) + int(raw[raw.numel() - odd :].sum())) % (1 << 24)
+        return total
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    before = {name: optimizer.__dict__[name] for name in names if name in optimizer.__dict__}
+    optimizer.__dict__.update({name: collections.OrderedDict() for name in before})
+    try:
+        yield
+    finally:
+        optimizer.__dict__.update(before)
+
+
+class Shadow:
+    """A copy of the parameters and the optimizer state on which closed steps are replayed.
+
+    Args:
+        applier: The live side; it must not change while the copy is made.
+        version: Steps applied to the live parameters so far.
+    """
+
+    def __init__(self, applier: Applier, version: int) -> None:
+        self.version = version
+        self._live = applier
+        self._twin: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        for bucket in applier.buckets:
+            for param in bucket.params:
+                self._twin[param] = torch.nn.Parameter(param.detach().clone())
+        optimizer = _copy_optimizer(applier.optimizer, applier.base, self._twin)
+        self._buckets = [
+            Bucket(b.index, tuple(self._twin[p] for p in b.params), flat := b.new_flat(), tuple(b.split(flat)), flat)
+            for b in applier.buckets
+        ]
+        self._applier = Applier(optimizer, applier.base, self._buckets, applier.hyper, applier.max_grad_norm)
+
+    def apply(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
+        """Replay one step.
+
+        Args:
+            means: Averaged gradients, one flat buffer per bucket.
+            row: The step's hyperparameters, None for those this rank had when the shadow was made.
+        """
+        self._applier.step_with(means, row)
+        self.version += 1
+
+    def take_over(self) -> None:
+        """Copy the shadow's parameters into the live ones and move its optimizer state there."""
+        live = self._live.optimizer
+        with torch.no_grad():
+            for param, twin in self._twin.items():
+                param.copy_(twin)
+        for param, twin in self._twin.items():
+            if twin in self._applier.optimizer.state:
+                live.state[param] = self._applier.optimizer.state.pop(twin)
+        for mine, theirs in zip(self._live.buckets, self._buckets, strict=True):
+            mine.flat.copy_(theirs.flat)
+            for param, view in zip(mine.params, mine.views, strict=True):
+                param.grad = view
+
+
+def _copy_optimizer(
+    optimizer: torch.optim.Optimizer,
+    base: type[torch.optim.Optimizer],
+    twin: dict[torch.nn.Parameter, torch.nn.Parameter],
+) -> torch.optim.Optimizer:
+    """The same optimizer over the twins of its parameters; frozen parameters are shared."""
+    copied: torch.optim.Optimizer = object.__new__(base)
+    plain = {k: v for k, v in optimizer.__dict__.items() if not k.startswith("_star") and k != "step"}
+    copied.__dict__.update(plain)
+    copied.param_groups = [
+        {k: _own(v) for k, v in group.items() if k != "params"}
+        | {"params": [twin.get(p, p) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    copied.state = collections.defaultdict(dict)
+    for param, state in optimizer.state.items():
+        if param in twin:
+            copied.state[twin[param]] = copy.deepcopy(state)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        copied.__dict__[name] = collections.OrderedDict()
+    return copied
+
+
+def _own(value: Any) -> Any:
+    """A private copy of a tensor hyperparameter; other values are immutable."""
+    return value.clone() if isinstance(value, torch.Tensor) else value

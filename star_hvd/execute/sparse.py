@@ -1,0 +1,49 @@
+"""Sparse gradients, reduced one by one as Horovod does it; only in `sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["SparseGradients"]
+
+
+class SparseGradients:
+    """Keeps the sparse gradients of a step apart from the flat buckets.
+
+    Args:
+        as_dense: Reduce them inside the bucket and make the mean sparse again afterwards.
+    """
+
+    def __init__(self, as_dense: bool) -> None:
+        self._as_dense = as_dense
+        self._seen: set[torch.nn.Parameter] = set()
+        self._waiting: dict[torch.nn.Parameter, Callable[[], Any]] = {}
+
+    def is_sparse(self, param: torch.nn.Parameter) -> bool:
+        """Whether this parameter's gradient is sparse, now or in an earlier step (a missing one is then empty)."""
+        if param.grad is not None and param.grad.is_sparse:
+            self._seen.add(param)
+        return param in self._seen
+
+    def give(self, param: torch.nn.Parameter, view: torch.Tensor, name: str) -> None:
+        """Start the reduction of one gradient; `view` is its place in the bucket."""
+        if param.grad is None:
+            param.grad = torch.sparse_coo_tensor(size=tuple(param.shape), dtype=param.dtype, device=param.device)
+        if self._as_dense:
+            view.copy_(param.grad.to_dense())
+            self._waiting[param] = lambda: view.to_sparse()
+            return
+        from horovod.torch import mpi_ops
+
+        view.zero_()
+        self._waiting[param] = mpi_ops.sparse_allreduce_async(param.grad, name=name, op=mpi_ops.Average)
+
+    def collect(self) -> None:
+        """Put the reduced gradients into `param.grad`."""
+        waiting, self._waiting = self._waiting, {}
+        for param, finish in waiting.items():
+            reduced = finish()
+            param.grad = reduced if reduced.is_sparse else reduced.to_sparse()

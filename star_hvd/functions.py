@@ -1,0 +1,122 @@
+"""Horovod's functions for user code, aware of steps that others take meanwhile.
+
+A rank inside one of its own blocking collectives delivers no gradients; the coordinator learns of it, so that ranks
+still in their training loop are not left waiting for it in a relaxed mode.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import horovod.torch as hvd
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.functions import broadcast_optimizer_state as _broadcast_optimizer_state
+
+from star_hvd import runtime
+
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
+    "init",
+    "join",
+    "reducescatter",
+    "shutdown",
+    "synchronize",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _away(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark the caller as away for as long as `function` takes, when relaxed steps could go on without it."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        run = runtime.current()
+        if run is None or not run.drivers:
+            return function(*args, **kwargs)
+        with run.away(function.__name__):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+allreduce = _away(mpi_ops.allreduce)
+allreduce_ = _away(mpi_ops.allreduce_)
+grouped_allreduce = _away(mpi_ops.grouped_allreduce)
+grouped_allreduce_ = _away(mpi_ops.grouped_allreduce_)
+allgather = _away(mpi_ops.allgather)
+grouped_allgather = _away(mpi_ops.grouped_allgather)
+broadcast = _away(mpi_ops.broadcast)
+broadcast_ = _away(mpi_ops.broadcast_)
+alltoall = _away(mpi_ops.alltoall)
+reducescatter = _away(mpi_ops.reducescatter)
+grouped_reducescatter = _away(mpi_ops.grouped_reducescatter)
+barrier = _away(mpi_ops.barrier)
+synchronize = _away(mpi_ops.synchronize)
+broadcast_parameters = _away(hvd.broadcast_parameters)
+broadcast_object = _away(hvd.broadcast_object)
+allgather_object = _away(hvd.allgather_object)
+
+
+@_away
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
+    """Broadcast an optimizer's state from `root_rank`.
+
+    Horovod initializes a fresh state by a step on zero gradients, which still moves parameters where there is weight
+    decay (AdamW: by lr * wd); here they are put back afterwards.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    before = [(param, param.detach().clone(), param.grad) for param in params]
+    _broadcast_optimizer_state(optimizer, root_rank, model)
+    with torch.no_grad():
+        for param, value, grad in before:
+            param.copy_(value)
+            param.grad = grad
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Initialize Horovod; the channel starts with the first optimizer or loader."""
+    if runtime.current() is not None and not mpi_ops.is_initialized():
+        runtime.on_reset()
+    mpi_ops.init(*args, **kwargs)
+
+
+def shutdown() -> None:
+    """Wait until all ranks have finished, standing in for this one in their steps, then shut Horovod down."""
+    runtime.shutdown()
+    mpi_ops.shutdown()
+
+
+def join(*args: Any, **kwargs: Any) -> int:
+    """This rank has no more data: wait until all ranks have joined. Returns the last rank to join.
+
+    While it waits, its helper stands in for it with what is left over from before, then with zeros.
+    """
+    run = runtime.current()
+    if run is not None and run.drivers:
+        began_s = time.monotonic()
+        with run.away("join"):
+            run.await_all("join", run.config.step_deadline_s)
+        for driver in run.drivers.values():
+            driver.timer.add_outside(time.monotonic() - began_s)
+        run.catch_up()
+    return int(mpi_ops.join(*args, **kwargs))

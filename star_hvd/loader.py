@@ -1,0 +1,131 @@
+"""`shard`: a loader fed by a work queue, so that fast ranks take more batches and all ranks end the epoch together."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import default_collate
+
+from star_hvd import runtime
+from star_hvd.config import Config
+
+__all__ = ["ShardLoader", "shard"]
+
+logger = logging.getLogger("star_hvd")
+
+
+def shard(
+    data: Dataset[Any] | DataLoader[Any],
+    batch_size: int | None = None,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Config | None = None,
+) -> ShardLoader:
+    """Share a dataset among the ranks by a work queue: every sample once per epoch, more for faster ranks.
+
+    Collective: all ranks call it, in the same order when there are several. Each iteration over the result is one
+    epoch with its own permutation. The weight of a rank's gradient follows the size of its batch, so a short last
+    batch counts for less.
+
+    Args:
+        data: A map-style dataset, or a DataLoader whose dataset, batch size, `drop_last` and `collate_fn` are taken
+            over (its sampler and workers are not: samples are chosen by the queue).
+        batch_size: Samples per batch and rank; required for a dataset.
+        shuffle: Whether the order changes from epoch to epoch.
+        seed: Of the permutations, equal on all ranks.
+        drop_last: Leave a short last batch of the epoch out.
+        collate_fn: Makes a batch of a list of samples; torch's default where left out.
+        config: Settings, when no optimizer has been made yet.
+
+    If a rank is late: it takes fewer batches; near the end of an epoch it takes none that the others would have to
+    wait for.
+
+    Raises:
+        ValueError: No batch size, or data without length.
+    """
+    if isinstance(data, DataLoader):
+        batch_size = batch_size or data.batch_size
+        drop_last = drop_last or data.drop_last
+        collate_fn = collate_fn or data.collate_fn
+        data = data.dataset
+    if batch_size is None or isinstance(batch_size, bool) or batch_size < 1:
+        raise ValueError(f"shard batch_size is {batch_size!r}; expected a positive number")
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise ValueError(f"shard needs a map-style dataset with a length; got {type(data).__name__}")
+    return ShardLoader(
+        data, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, collate_fn=collate_fn, config=config
+    )
+
+
+class ShardLoader:
+    """The loader `shard` returns; `len()` is the number of batches of an epoch on ranks of equal speed."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        config: Config | None,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.epoch = 0
+        self.samples_taken = 0
+        self._n = len(cast(Sized, dataset))
+        self._shuffle = shuffle
+        self._seed = seed
+        self._drop_last = drop_last
+        self._collate = collate_fn or default_collate
+        self._config = config
+        self._run = runtime.ensure(config)
+        self._number = self._run.loader_number()
+        if self._run.reference_samples == 0:
+            self._run.reference_samples = float(batch_size)
+
+    def __len__(self) -> int:
+        total = self._n // self.batch_size if self._drop_last else -(-self._n // self.batch_size)
+        return -(-total // self._run.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation of the next iteration, after a restart for example. On all ranks alike."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        if runtime.current() is not self._run:  # Horovod was initialized anew (elastic).
+            self._run = runtime.ensure(self._config)
+            self._number = self._run.loader_number()
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        order = self._order(epoch)
+        # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
+        self._run.catch_up()
+        while True:
+            began_s = time.monotonic()
+            taken = self._run.take(self._number, epoch, self._n, self.batch_size, self._drop_last)
+            if taken is None:
+                break
+            start, stop = taken
+            batch = self._collate([self.dataset[int(i)] for i in order[start:stop]])
+            self.samples_taken += stop - start
+            self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - began_s)
+            yield batch
+        with self._run.away("end of epoch"):
+            self._run.await_epoch_end(self._number, epoch)
+        self._run.catch_up()
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self._n)
+        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % (1 << 63))
+        return torch.randperm(self._n, generator=generator)

@@ -1,0 +1,391 @@
+"""`DistributedOptimizer`: Horovod's signature and behaviour, with a choice of how the ranks synchronize."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+from horovod.torch.compression import Compression
+from horovod.torch.mpi_ops import Average, global_process_set
+
+from scheduler.records import Plan, parse_mode
+from star_hvd import env, runtime
+from star_hvd.config import Config
+from star_hvd.core import BucketCore
+from star_hvd.execute.native import NativeCore
+
+__all__ = ["DistributedOptimizer"]
+
+logger = logging.getLogger("star_hvd")
+
+# GradScaler hands itself over with a warning about its own future; our step decides on reduced gradients with it.
+warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[Any] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = global_process_set,
+    *,
+    mode: str | Plan = "auto",
+    config: Config | None = None,
+    max_grad_norm: float | None = None,
+) -> Any:
+    """Wrap an optimizer so that gradients are averaged over the ranks, without letting a slow rank hold them up.
+
+    The arguments up to `process_set` are those of `horovod.torch.DistributedOptimizer`. The returned object is an
+    instance of the user's optimizer class and shares its state, defaults, groups and hooks.
+
+    Args:
+        optimizer: Optimizer to use for computing gradients and applying updates.
+        named_parameters: Names of the parameters, usually `model.named_parameters()`.
+        compression: `Compression.none` or `Compression.fp16`; with another class gradients are reduced one by one.
+        backward_passes_per_step: Backward passes accumulated (summed) before a reduction.
+        op: `Average`, `Sum` or `Adasum`.
+        gradient_predivide_factor: Splits the division by the number of ranks around the sum.
+        num_groups: Deprecated name of `groups`.
+        groups: Number of groups, or lists of parameters, reduced together.
+        sparse_as_dense: Whether sparse gradients are made dense for the reduction.
+        process_set: Process set to reduce in.
+        mode: `auto` (the coordinator decides from measurements), `sync`, `partial` (one rank may be late),
+            `partial(m)` (a step waits for m ranks), or a `Plan`. The environment variable `STAR_MODE` goes first.
+        config: Tuning values, equal on all ranks; only the first optimizer's count for channel and control.
+        max_grad_norm: Clip the averaged gradient to this norm. Use this instead of clipping by hand: helpers of
+            ranks that are behind can repeat it.
+
+    If a rank is late: in a relaxed mode the step goes on without it, its gradient is folded into a later step with a
+    weight of 1 / (1 + staleness), and its `step()` brings its parameters up to date. Adasum, sparse gradients,
+    `SyncBatchNorm`, a GradScaler, LBFGS, `groups`, a process set or a compressor of the user's run exactly as in
+    Horovod, in lockstep, with one line in the log.
+
+    Raises:
+        ValueError: Parameters without names or with equal names, a bad number, an unknown mode, m outside 1..n.
+    """
+    if gradient_predivide_factor != 1.0:
+        if mpi_ops.rocm_built():
+            raise ValueError("gradient_predivide_factor not supported yet with ROCm")
+        if op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if num_groups != 0:
+        warnings.warn(
+            "Parameter `num_groups` has been replaced by `groups` and will be removed",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        if groups is None:
+            groups = num_groups
+    _check_numbers(backward_passes_per_step, groups, max_grad_norm)
+    plan = parse_mode(env.mode() or mode, int(mpi_ops.size()))
+    if op == mpi_ops.Adasum and mpi_ops.size() > 1:
+        return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
+    names = _names(optimizer, named_parameters)
+    wrapped = _wrap(optimizer)
+    wrapped._star = _Wrapper(
+        wrapped,
+        _base_of(optimizer),
+        names=names,
+        compression=compression,
+        passes=backward_passes_per_step,
+        op=op,
+        predivide=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        plan=plan,
+        config=config,
+        max_grad_norm=max_grad_norm,
+    )
+    return wrapped
+
+
+def _check_numbers(passes: int, groups: Any, max_grad_norm: float | None) -> None:
+    if passes <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
+    if groups is None:
+        return
+    if not isinstance(groups, list):
+        if not groups > 0:
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+        return
+    seen: set[int] = set()
+    for param in (p for group in groups for p in group):
+        if not isinstance(param, torch.Tensor):
+            raise ValueError("groups must consist of torch.Tensor.")
+        if id(param) in seen:
+            raise ValueError("A parameter can only appear once in groups.")
+        seen.add(id(param))
+
+
+def _names(optimizer: torch.optim.Optimizer, named: Iterable[Any] | None) -> dict[torch.nn.Parameter, str]:
+    pairs = (
+        list(named)
+        if named is not None
+        else [
+            (f"allreduce.noname.{i}.{j}", param)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, param in enumerate(group["params"])
+        ]
+    )
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+    if twice:
+        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
+    named_ids = {id(param) for _, param in pairs}
+    unnamed = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in named_ids]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
+            f"{', '.join(map(str, unnamed))}"
+        )
+    return {param: name for name, param in pairs}
+
+
+def _adasum(optimizer: torch.optim.Optimizer, named: Any, compression: Any, passes: int, op: Any, where: Any) -> Any:
+    from horovod.torch.optimizer import DistributedOptimizer as Plain
+
+    logger.warning("Adasum runs in Horovod's own optimizer, in lockstep; modes do not apply")
+    return Plain(optimizer, named, compression, passes, op, process_set=where)
+
+
+def _base_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """The user's own class, also when `optimizer` is wrapped already."""
+    cls = type(optimizer)
+    return cls.__mro__[1] if "_star_class" in cls.__dict__ else cls
+
+
+def _wrap(optimizer: torch.optim.Optimizer) -> Any:
+    """An instance of a subclass of the user's class that shares everything with the user's object.
+
+    Not built by calling `__init__` again, as Horovod does: that loses state, defaults and required arguments.
+    `__module__` has to stay Horovod's: its broadcast_optimizer_state asks for it to find out that `step` reduces.
+    """
+    previous = optimizer.__dict__.get("_star")
+    if previous is not None:
+        previous.core.remove_hooks()
+    base = _base_of(optimizer)
+    body = {name: value for name, value in vars(_Methods).items() if name not in ("__dict__", "__weakref__")}
+    body["__module__"] = "horovod.torch.optimizer"
+    body["_star_class"] = True
+    cls = type(base.__name__, (base,), body)
+    wrapped = cls.__new__(cls)
+    # A learning-rate scheduler made before wrapping has put its counting `step` into the instance; ours goes first.
+    optimizer.__dict__.pop("step", None)
+    object.__setattr__(wrapped, "__dict__", optimizer.__dict__)
+    return wrapped
+
+
+class _Wrapper:
+    """What the generated class knows: the arguments, the core in charge, and where in a step the user is."""
+
+    def __init__(self, optimizer: Any, base: type[torch.optim.Optimizer], **given: Any) -> None:
+        self.optimizer = optimizer
+        self.base = base
+        self.given = given
+        self.synchronized = False
+        self.should_synchronize = True
+        self.size = int(mpi_ops.size())
+        self.core: BucketCore | NativeCore = self._core()
+
+    def _core(self) -> BucketCore | NativeCore:
+        given, reason = self.given, self._lockstep_reason()
+        common = {
+            "passes": given["passes"],
+            "sparse_as_dense": given["sparse_as_dense"],
+            "max_grad_norm": given["max_grad_norm"],
+        }
+        if self.size == 1 or reason:
+            if reason and (given["plan"] is None or given["plan"].relaxed):
+                logger.warning("%s: runs in lockstep exactly as in Horovod; modes do not apply", reason)
+            return NativeCore(
+                self.optimizer,
+                self.base,
+                names=given["names"],
+                compression=given["compression"],
+                op=given["op"],
+                predivide=given["predivide"],
+                groups=given["groups"],
+                process_set=given["process_set"],
+                **common,
+            )
+        return BucketCore(
+            self.optimizer,
+            self.base,
+            scale_by_ranks=given["op"] == mpi_ops.Sum,
+            fp16=given["compression"] is Compression.fp16,
+            plan=given["plan"],
+            run=runtime.ensure(given["config"]),
+            **common,
+        )
+
+    def _lockstep_reason(self) -> str | None:
+        given = self.given
+        if given["groups"]:
+            return "groups fixed by the user"
+        if given["process_set"] is not global_process_set:
+            return "a process set of the user's"
+        if given["op"] not in (Average, mpi_ops.Sum):
+            return "a reduction other than Average and Sum"
+        if given["predivide"] != 1.0:
+            return "gradient_predivide_factor"
+        if given["compression"] not in (Compression.none, Compression.fp16):
+            return "a compressor of the user's"
+        return None
+
+    def restart(self) -> None:
+        """Go on after Horovod was initialized anew (elastic)."""
+        before, self.size = self.size, int(mpi_ops.size())
+        if isinstance(self.core, BucketCore) and self.size > 1:
+            self.core.restart(runtime.ensure(self.given["config"]))
+        elif before != self.size:
+            self.core.remove_hooks()
+            self.core = self._core()
+
+    def step(self, closure: Callable[[], Any] | None, grad_scaler: Any) -> Any:
+        """See `_Methods.step`."""
+        if issubclass(self.base, torch.optim.LBFGS) and closure is not None:
+            return self.core.step_with_closure(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.should_synchronize:
+            if self.synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    stacklevel=3,
+                )
+            else:
+                if grad_scaler is not None:
+                    self.pin("a GradScaler decides after the reduction whether to step")
+                self.core.synchronize(manual=False)
+        elif grad_scaler is not None:
+            self.pin("a GradScaler decides after the reduction whether to step")
+        self.synchronized = False
+        skip = grad_scaler is not None and _found_infinity(grad_scaler, self.optimizer)
+        value = self.core.apply(skip=skip)
+        return loss if closure is not None else value
+
+    def pin(self, reason: str) -> None:
+        """Stay in lockstep from now on."""
+        if isinstance(self.core, BucketCore):
+            self.core.driver.pin(reason)
+
+
+def _found_infinity(scaler: Any, optimizer: Any) -> bool:
+    """Unscale the reduced gradients, equal on all ranks, and say whether any is infinite: all ranks skip, or none."""
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"].name == "READY":
+        scaler.unscale_(optimizer)
+    return bool(sum(found.item() for found in state["found_inf_per_device"].values()))
+
+
+class _Methods:
+    """Bodies of the generated class; `self` is an instance of the user's optimizer class."""
+
+    _star: _Wrapper
+    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to our step, after the reduction.
+
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
+        """Average the gradients over the step's members and apply them.
+
+        If this rank is late: its gradient is kept for a later step, and its parameters are brought up to date with
+        the steps that ended meanwhile.
+        """
+        self._opt_called = True  # What a learning-rate scheduler checks.
+        return self._star.step(closure, grad_scaler)
+
+    step.hooked = True  # type: ignore[attr-defined]  # The base class runs the user's step hooks, once per step.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the mean over the step's members."""
+        self._star.core.synchronize(manual=True)
+        self._star.synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, `step()` does not synchronize: for a `synchronize()` done by hand before."""
+        self._star.should_synchronize = False
+        try:
+            yield
+        finally:
+            self._star.should_synchronize = True
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients; not between `backward()` and `step()` or `synchronize()`."""
+        if self._star.core.pending:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        self._star.base.zero_grad(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes are accumulated before a reduction."""
+        if passes <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self._star.core.set_passes(passes)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load the optimizer's state, on all ranks alike; a step that was begun is forgotten."""
+        self._star.core.reset()
+        self._star.synchronized, self._star.should_synchronize = False, True
+        self._star.base.load_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and reduce its gradients too. Collective: on all ranks after the same step."""
+        self._star.base.add_param_group(self, param_group)  # type: ignore[arg-type]
+        self._star.core.add_params(param_group["params"])
+
+    def stats(self) -> dict[str, float]:
+        """This rank's counters: steps, fresh, late, folds, drops, max_staleness and more; zeros in lockstep paths."""
+        core = self._star.core
+        return core.driver.stats() if isinstance(core, BucketCore) else {}
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """On rank 0 one entry per step: step, time_s, members, mode, folds, weight; elsewhere empty."""
+        core = self._star.core
+        return list(core.driver.timeline) if isinstance(core, BucketCore) else []
+
+    @property
+    def mode(self) -> str:
+        """The mode in force, `partial(3)` for example."""
+        core = self._star.core
+        return core.driver.engine.plan.label if isinstance(core, BucketCore) else "sync"
+
+    # Attributes of Horovod's optimizer that user code reads.
+    backward_passes_per_step = property(lambda self: self._star.core.passes)
+    op = property(lambda self: self._star.given["op"])
+    process_set = property(lambda self: self._star.given["process_set"])
+    gradient_predivide_factor = property(lambda self: self._star.given["predivide"])
+    sparse_as_dense = property(lambda self: self._star.given["sparse_as_dense"])
+    _handles = property(lambda self: self._star.core.handles)
+    _requires_update = property(lambda self: self._star.core.requires_update)
+    _parameter_names = property(lambda self: self._star.given["names"])
+    _compression = property(lambda self: self._star.given["compression"])
+
+    def _register_hooks(self) -> None:
+        """Kept for scripts that call it after a reset; the hooks are in place already."""
+
+

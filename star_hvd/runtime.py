@@ -1,0 +1,373 @@
+"""What a process has once: channel, agent, coordinator on rank 0, and the drivers of its optimizers."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from horovod.torch import mpi_ops
+from horovod.torch.functions import allgather_object
+
+from scheduler.records import Plan
+from star_hvd.channel.keys import Keyring, Peer, own_address
+from star_hvd.channel.tensors import TensorServer, fetch
+from star_hvd.config import Config
+from star_hvd.control import messages
+from star_hvd.control.agent import Agent
+from star_hvd.control.coordinator import Coordinator
+from star_hvd.errors import DeadlineError, StarError
+from star_hvd.execute.driver import EngineDriver
+from star_hvd.execute.rounds import RoundEngine, Snapshot
+
+__all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
+
+logger = logging.getLogger("star_hvd")
+
+_MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
+
+_current: Runtime | None = None
+_crashed = False
+
+
+def current() -> Runtime | None:
+    """The running runtime of this process, if any."""
+    return _current
+
+
+def ensure(config: Config | None = None) -> Runtime:
+    """The running runtime, started when there is none. Collective: all ranks call it at the same point.
+
+    Raises:
+        StarError: Horovod is not initialized.
+    """
+    global _current
+    if not mpi_ops.is_initialized():
+        raise StarError("Horovod is not initialized; call star_hvd.init() first")
+    if _current is None:
+        _current = Runtime(config or Config())
+        _current.start()
+    return _current
+
+
+def on_reset() -> None:
+    """Forget the runtime of a world that is gone (elastic): its sockets and threads are closed, nothing is awaited."""
+    global _current
+    if _current is not None:
+        _current.stop(drain=False)
+        _current = None
+
+
+def shutdown() -> None:
+    """Wait until all ranks have finished, helping those that have not, then stop."""
+    global _current
+    if _current is not None:
+        _current.stop(drain=not _crashed)
+        _current = None
+
+
+def _note_crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A crashing rank must not wait for the others: it ends the job as under plain Horovod."""
+    global _crashed
+    _crashed = True
+    _previous_hook(kind, error, trace)
+
+
+_previous_hook = sys.excepthook
+
+
+class Runtime:
+    """See the module's text.
+
+    Args:
+        config: Settings, equal on all ranks.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.rank = int(mpi_ops.rank())
+        self.world_size = int(mpi_ops.size())
+        self.drivers: dict[int, EngineDriver] = {}
+        self.keyring = Keyring()
+        self.coordinator: Coordinator | None = None
+        self.agent: Agent
+        self.tensors: TensorServer
+        self.batch_weights: list[float] = []
+        self.reference_samples = float(config.reference_samples)
+        self._away_depth = 0
+        self._away_lock = threading.Lock()
+        self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
+        self._sources: queue.SimpleQueue[messages.SourceReply] = queue.SimpleQueue()
+        self._bye = threading.Event()
+        self._lost: list[int] = []
+        self._next_loader = 0
+        self._meetings = 0
+        self._stopped = False
+
+    def start(self) -> None:
+        """Exchange addresses and keys over Horovod and start the threads. Collective."""
+        host = own_address(single_host=int(mpi_ops.local_size()) == self.world_size)
+        control, control_port = self.keyring.server(host) if self.rank == 0 else (None, 0)
+        router, tensor_port = self.keyring.server(host)
+        own = (self.keyring.public_key, host, control_port, tensor_port)
+        peers = [Peer(*item) for item in allgather_object(own, name="star.peers")]
+        self.keyring.admit(peers)
+        # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
+        mpi_ops.barrier()
+        if control is not None:
+            self.coordinator = Coordinator(control, self.world_size, self.config)
+            self.coordinator.start()
+        self.tensors = TensorServer(router, self._snapshot, self.config.chunk_bytes)
+        self.tensors.start()
+        identity = str(self.rank).encode()
+        self.agent = Agent(
+            self.rank,
+            lambda: self.keyring.client(0, identity, port=peers[0].control_port),
+            self._on_message,
+            self.config.heartbeat_s,
+        )
+        self.agent.start()
+        _install_exit_hooks()
+
+    def new_driver(self) -> EngineDriver:
+        """A driver for the next optimizer; optimizers must be made in the same order on all ranks."""
+        number = len(self.drivers)
+        driver = EngineDriver(number, self.config, self.agent.send, self._fetch, self.diagnose)
+        return driver
+
+    def attach(self, driver: EngineDriver, engine: RoundEngine, plan: Plan | None) -> None:
+        """Start an optimizer's engine and tell the coordinator what the user asked for."""
+        self.drivers[driver.number] = driver
+        driver.start(engine)
+        self.agent.send(messages.Register(driver.number, plan.to_dict() if plan is not None else {}))
+
+    def loader_number(self) -> int:
+        """A number for the next `shard` loader, equal on all ranks that make them in the same order."""
+        self._next_loader += 1
+        return self._next_loader - 1
+
+    # ---- the training thread is elsewhere -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def away(self, reason: str) -> Iterator[None]:
+        """The calling thread delivers no gradients inside the block; others go on without waiting for it."""
+        began_s = time.monotonic()
+        self.enter_away(reason)
+        try:
+            yield
+        finally:
+            self.leave_away(reason)
+            for driver in self.drivers.values():
+                driver.timer.add_outside(time.monotonic() - began_s)
+
+    def enter_away(self, reason: str) -> None:
+        """Begin of a time without gradients; may be nested."""
+        with self._away_lock:
+            self._away_depth += 1
+            if self._away_depth == 1:
+                self._set_away(True, reason)
+
+    def leave_away(self, reason: str) -> None:
+        """End of it."""
+        with self._away_lock:
+            self._away_depth -= 1
+            if self._away_depth == 0:
+                self._set_away(False, reason)
+
+    def _set_away(self, away: bool, reason: str) -> None:
+        for driver in self.drivers.values():
+            driver.engine.set_away(away)
+        if self.drivers:
+            self.agent.send(messages.Away(away, reason))
+
+    # ---- requests -------------------------------------------------------------------------------------------
+
+    def take(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> tuple[int, int] | None:
+        """The next range of an epoch's permutation, None when the epoch is over for this rank.
+
+        Raises:
+            DeadlineError: The coordinator did not answer.
+        """
+        self.request(loader, epoch, samples, batch, drop_last)
+        return self.granted(loader, epoch)
+
+    def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
+        """Ask for the next range; `granted` collects it."""
+        self.agent.send(messages.Take(loader, epoch, samples, batch, drop_last))
+
+    def granted(self, loader: int, epoch: int) -> tuple[int, int] | None:
+        """The answer to the oldest `request`."""
+        grant = self._await_loader(messages.Grant, loader, epoch, self.config.control_deadline_s, "a batch")
+        assert isinstance(grant, messages.Grant)
+        return None if grant.stop <= grant.start else (grant.start, grant.stop)
+
+    def await_epoch_end(self, loader: int, epoch: int) -> None:
+        """Wait until all ranks have ended an epoch, helping those that have not."""
+        deadline_s = self.config.step_deadline_s
+        self._await_loader(messages.EpochEnd, loader, epoch, deadline_s, "the end of the epoch on all ranks")
+
+    def _await_loader(
+        self, kind: type[messages.Message], loader: int, epoch: int, deadline_s: float, what: str
+    ) -> messages.Message:
+        limit_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                message = self._grants.get(timeout=0.5)
+            except queue.Empty:
+                self.raise_failure()
+                if time.monotonic() > limit_s:
+                    raise DeadlineError(
+                        f"rank {self.rank} waited {deadline_s:g} s for {what}; the coordinator on rank 0 "
+                        f"was last heard {time.monotonic() - self.agent.last_heard_s:.1f} s ago"
+                    ) from None
+                continue
+            same = getattr(message, "loader", -1) == loader and getattr(message, "epoch", -1) == epoch
+            if isinstance(message, kind) and same:
+                return message
+
+    def note_batch(self, weight: float, input_s: float) -> None:
+        """The loader hands out a batch: its weight, and how long the training thread waited for it."""
+        self.batch_weights = [*self.batch_weights[-63:], weight]
+        for driver in self.drivers.values():
+            driver.timer.add_input(input_s)
+
+    def await_all(self, what: str, deadline_s: float) -> None:
+        """Wait until all ranks are here, helping those that still train.
+
+        It is an epoch, without samples, of a work queue of its own.
+        """
+        self._meetings += 1
+        self.request(_MEETING, self._meetings, 0, 1, False)
+        assert self.granted(_MEETING, self._meetings) is None
+        self._await_loader(messages.EpochEnd, _MEETING, self._meetings, deadline_s, f"{what} on all ranks")
+
+    def raise_failure(self) -> None:
+        """Raise what stopped one of this process's engines, if anything did."""
+        for driver in self.drivers.values():
+            if driver.engine.failure is not None:
+                raise driver.engine.failure
+
+    def catch_up(self) -> None:
+        """Bring the parameters of all optimizers up to date; only outside forward and backward."""
+        for driver in self.drivers.values():
+            driver.catch_up(was_late=False)
+
+    def batch_weight(self, passes: int) -> float:
+        """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
+        recent = self.batch_weights[-passes:]
+        return sum(recent) / len(recent) if recent else 1.0
+
+    def diagnose(self) -> str:
+        """Which rank is gone, as far as signs of life tell. Waits a moment for the silence to show."""
+        time.sleep(2.5 * self.config.heartbeat_s)
+        silent_for_s = 2.0 * self.config.heartbeat_s
+        if self.coordinator is None:
+            silent_s = time.monotonic() - self.agent.last_heard_s
+            if silent_s > silent_for_s:
+                return f"rank 0 has given no sign of life for {silent_s:.1f} s"
+            return "rank 0 is alive; its log names the rank that is gone"
+        with self.coordinator.board() as board:
+            silence_s = board.silent_for_s(time.monotonic())
+        gone = [f"rank {r} ({s:.1f} s)" for r, s in enumerate(silence_s) if s > silent_for_s]
+        sentence = f"no sign of life from {', '.join(gone)}" if gone else "all ranks still give signs of life"
+        logger.error("a collective failed: %s", sentence)
+        return sentence
+
+    # ---- end ------------------------------------------------------------------------------------------------
+
+    def stop(self, *, drain: bool) -> None:
+        """Stop the threads and close the sockets.
+
+        Args:
+            drain: First wait until all ranks have finished; until then the helpers stand in for this rank.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        if drain and self.drivers and not any(d.engine.failure for d in self.drivers.values()):
+            self._drain()
+        for driver in self.drivers.values():
+            driver.stop()
+        self.agent.stop()
+        self.tensors.stop()
+        if self.coordinator is not None:
+            self.coordinator.stop()
+        self.keyring.close()
+
+    def _drain(self) -> None:
+        self.enter_away("finished")
+        self.agent.send(messages.Finished(self.rank))
+        limit_s = time.monotonic() + self.config.shutdown_deadline_s
+        while not self._bye.wait(0.2):
+            if any(d.engine.failure for d in self.drivers.values()):
+                return
+            if time.monotonic() > limit_s:
+                logger.error(
+                    "rank %d leaves although other ranks still train: they took longer than %g s after its end",
+                    self.rank,
+                    self.config.shutdown_deadline_s,
+                )
+                return
+            if time.monotonic() - self.agent.last_heard_s > self.config.lost_after_s:
+                return
+        if self._lost:
+            logger.error("ranks %s were lost", self._lost)
+
+    # ---- agent thread ---------------------------------------------------------------------------------------
+
+    def _on_message(self, message: messages.Message) -> None:
+        if isinstance(message, (messages.CloseRound, messages.PlanMessage, messages.Abandon)):
+            driver = self.drivers.get(message.engine)
+            if driver is not None:
+                driver.on_message(message)
+        elif isinstance(message, (messages.Grant, messages.EpochEnd)):
+            self._grants.put(message)
+        elif isinstance(message, messages.SourceReply):
+            self._sources.put(message)
+        elif isinstance(message, messages.Bye):
+            self._lost = message.lost
+            self._bye.set()
+
+    # ---- fetch ----------------------------------------------------------------------------------------------
+
+    def _snapshot(self, engine: int) -> Snapshot | None:
+        driver = self.drivers.get(engine)
+        return driver.engine.snapshot() if driver is not None else None
+
+    def _fetch(self, engine: int) -> Snapshot:
+        limit_s = time.monotonic() + self.config.control_deadline_s
+        while time.monotonic() < limit_s:
+            self.raise_failure()
+            self.agent.send(messages.Source(engine))
+            with contextlib.suppress(queue.Empty):
+                reply = self._sources.get(timeout=5.0)
+                if reply.rank >= 0 and reply.engine == engine:
+                    left_s = max(0.1, limit_s - time.monotonic())
+                    snapshot = fetch(self.keyring, self.rank, reply.rank, engine, left_s)
+                    if snapshot is not None:
+                        return snapshot
+            time.sleep(0.002)
+        raise DeadlineError(
+            f"rank {self.rank} is behind and found no rank to fetch parameters from within "
+            f"{self.config.control_deadline_s:g} s"
+        )
+
+
+_hooks_installed = False
+
+
+def _install_exit_hooks() -> None:
+    """Finish before Horovod's own exit handler does, which would end the other ranks' steps."""
+    global _hooks_installed, _previous_hook
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+    _previous_hook = sys.excepthook
+    sys.excepthook = _note_crash
+    atexit.register(shutdown)

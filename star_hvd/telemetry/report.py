@@ -1,0 +1,142 @@
+"""`hvd.report()`: who is slow, since when and why, what the job does about it, and what that costs."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from star_hvd import runtime
+from star_hvd.control.engine_board import EngineBoard
+
+__all__ = ["RankLine", "Report", "record_loss", "report"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLine:
+    """One rank in a report; times are medians over its recent reports, NaN where unknown.
+
+    Attributes:
+        rank: The rank.
+        compute_s: Own work per gradient, before the collective.
+        offset_s: Arrival behind the first rank of the same step.
+        input_share: Part of `compute_s` spent waiting for data.
+        starved_share: Part of `compute_s` spent runnable without a processor.
+        late_share: Part of the gradients that missed their step.
+        slowdown: Compute time over the reference, for a slow rank; 1 for the others.
+        cause: Of a slow rank, else empty.
+    """
+
+    rank: int
+    compute_s: float
+    offset_s: float
+    input_share: float
+    starved_share: float
+    late_share: float
+    slowdown: float = 1.0
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the coordinator knows about one optimizer; `str()` gives a table."""
+
+    mode: str
+    reason: str
+    step: int
+    closed_early: int
+    noise_scale: float
+    loss: float
+    ranks: tuple[RankLine, ...]
+    stragglers: tuple[str, ...]
+    plans: tuple[dict[str, Any], ...]
+    dropped_messages: int
+    denied_connections: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        table = Table(title=f"step {self.step}: {self.mode} ({self.reason})", title_justify="left")
+        for name in ("rank", "compute ms", "behind ms", "input", "starved", "late", "slow"):
+            table.add_column(name, justify="right")
+        for line in self.ranks:
+            table.add_row(
+                str(line.rank),
+                _ms(line.compute_s),
+                _ms(line.offset_s),
+                f"{line.input_share:.0%}",
+                f"{line.starved_share:.0%}",
+                f"{line.late_share:.0%}",
+                f"{line.slowdown:.1f}x {line.cause}" if line.cause else "",
+            )
+        out = io.StringIO()
+        Console(file=out, width=100, force_terminal=False).print(table)
+        return "\n".join([out.getvalue().rstrip(), *(self.stragglers or ("no rank is slow",))])
+
+
+def _ms(value_s: float) -> str:
+    return "?" if math.isnan(value_s) else f"{1e3 * value_s:.1f}"
+
+
+def record_loss(loss: float | torch.Tensor) -> None:
+    """Tell the loss of this rank's current batch; its mean over the ranks travels with the next step."""
+    run = runtime.current()
+    if run is not None:
+        value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        for driver in run.drivers.values():
+            driver.engine.loss = value
+
+
+def report(optimizer: int = 0) -> Report | None:
+    """What rank 0 knows about an optimizer, in the order in which they were made; None on other ranks.
+
+    Raises:
+        ValueError: There is no such optimizer.
+    """
+    run = runtime.current()
+    if run is None or run.coordinator is None:
+        return None
+    with run.coordinator.board() as board:
+        engine = board.engines.get(optimizer)
+        if engine is None:
+            raise ValueError(f"there is no optimizer {optimizer}; there are {sorted(board.engines)}")
+        return _build(engine, run.coordinator.malformed, run.keyring.denied)
+
+
+def _build(engine: EngineBoard, malformed: int, denied: int) -> Report:
+    offsets_s = engine.arrival_offsets_s()
+    slow = {item.rank: item for item in engine.stragglers}
+    lines = tuple(
+        RankLine(
+            rank=stats.rank,
+            compute_s=statistics.median(stats.compute_s) if stats.compute_s else math.nan,
+            offset_s=offsets_s[stats.rank],
+            input_share=stats.input_share,
+            starved_share=stats.starved_share,
+            late_share=stats.late_share,
+            slowdown=slow[stats.rank].slowdown if stats.rank in slow else 1.0,
+            cause=slow[stats.rank].cause if stats.rank in slow else "",
+        )
+        for stats in engine.window().ranks
+    )
+    return Report(
+        mode=engine.active.label,
+        reason=engine.active.reason,
+        step=engine.steps,
+        closed_early=engine.closed,
+        noise_scale=engine.noise.value,
+        loss=engine.loss,
+        ranks=lines,
+        stragglers=tuple(item.sentence for item in engine.stragglers),
+        plans=tuple({"step": step, "mode": plan.label, "reason": plan.reason} for step, plan in engine.plans),
+        dropped_messages=malformed,
+        denied_connections=denied,
+    )

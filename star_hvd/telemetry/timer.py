@@ -1,0 +1,91 @@
+"""Times one rank's own work between two steps, before any collective can hide it.
+
+A blocking all-reduce makes wall time equal on all ranks, and a waiting rank may even look busier than the slow one. So
+the clock stops the moment the rank's own gradient is whole, and time inside the user's own collectives is taken out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+__all__ = ["ComputeTimes", "StepTimer"]
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeTimes:
+    """One rank's work for one gradient, in seconds; see `scheduler.records.StepReport`."""
+
+    compute_s: float
+    input_s: float
+    cpu_s: float
+    runqueue_s: float
+
+
+class _RunQueue:
+    """Time the calling thread spent runnable but not running (Linux schedstat, second field, in ns)."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        with contextlib.suppress(OSError):
+            self._fd = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+
+    def read_s(self) -> float:
+        if self._fd is None:
+            return 0.0
+        try:
+            return int(os.pread(self._fd, 64, 0).split()[1]) * 1e-9
+        except (OSError, ValueError, IndexError):
+            return 0.0
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class StepTimer:
+    """Used by the training thread only."""
+
+    def __init__(self) -> None:
+        self._queue: _RunQueue | None = None
+        self._thread = 0
+        self._outside_s = 0.0
+        self._input_s = 0.0
+        self._began_s = time.monotonic()
+        self._began_cpu_s = 0.0
+        self._began_queue_s = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """The previous step has ended; the rank's own work begins."""
+        if self._thread != threading.get_ident():
+            if self._queue is not None:
+                self._queue.close()
+            self._queue, self._thread = _RunQueue(), threading.get_ident()
+        assert self._queue is not None
+        self._outside_s = self._input_s = 0.0
+        self._began_s, self._began_cpu_s = time.monotonic(), time.thread_time()
+        self._began_queue_s = self._queue.read_s()
+
+    def add_outside(self, seconds: float) -> None:
+        """Take out time spent in the user's own collectives or waiting for an epoch to end."""
+        self._outside_s += seconds
+
+    def add_input(self, seconds: float) -> None:
+        """Count time spent waiting for data; it stays part of the compute time."""
+        self._input_s += seconds
+
+    def stop(self) -> ComputeTimes:
+        """The rank's own gradient is whole."""
+        assert self._queue is not None
+        same = self._thread == threading.get_ident()
+        return ComputeTimes(
+            compute_s=max(0.0, time.monotonic() - self._began_s - self._outside_s),
+            input_s=self._input_s,
+            cpu_s=max(0.0, time.thread_time() - self._began_cpu_s) if same else 0.0,
+            runqueue_s=max(0.0, self._queue.read_s() - self._began_queue_s) if same else 0.0,
+        )
