@@ -7,10 +7,12 @@ simulator and a test decide alike. It works in three movements, each on the last
   `persistence` steps; or in as many scattered ones, and they cost at least `frequent_gain` of the time. m
   leaves out as many ranks as are slow at the same time.
 * lower m: more ranks overlap than m leaves out, and waiting for fewer is predicted to gain `relax_gain`.
-* raise m, up to `sync`: over all of the last `quiet` steps a larger m would have cost at most `return_loss`.
+* raise m: fewer ranks than m leaves out were slow at once over the last `2 * quiet` steps; up to `sync`, as
+  soon as waiting for everybody would have cost at most `return_loss` over the last `quiet` ones.
 
-Lowering asks for a gain of 10 % and raising for a loss of at most 5 %, both over the same steps, so the two
-never contradict each other and the rule cannot flap on one window's evidence.
+Lowering to m asks for overlaps that raising above m excludes, and relaxing for a gain of 10 % where returning
+asks for a loss of at most 5 % and three steps without anybody slow: no window satisfies both, so the rule
+cannot flap on the same evidence.
 """
 
 from __future__ import annotations
@@ -47,6 +49,10 @@ class _Timeline:
     steps: npt.NDArray[np.int64]
     times_s: _Times
     slow: npt.NDArray[np.bool_]
+
+    def tail(self, rows: int) -> _Timeline:
+        """The last `rows` steps of it."""
+        return _Timeline(steps=self.steps[-rows:], times_s=self.times_s[-rows:], slow=self.slow[-rows:])
 
 
 class RulePolicy:
@@ -148,7 +154,7 @@ class RulePolicy:
         """From `sync`: relax when steps keep being slow and the ranks that make them so can be left out."""
         last = [reports[-1][0] for reports in readings.reports if reports]
         # Up to the step that all have reported: later ones look fast until their slowest rank reports.
-        seen = self._timeline(readings, min(last), projected=False)
+        seen = self._timeline(readings, min(last), projected=False, rows=self.quiet)
         slow = np.asarray(seen.slow.any(axis=1))
         run = _ending_run(slow)
         if int(slow.sum()) < self.persistence:
@@ -156,7 +162,7 @@ class RulePolicy:
         scope, least = slice(None), self.frequent_gain
         if run >= self.persistence:
             scope, least = slice(len(slow) - run, None), self.relax_gain
-        projected = self._timeline(readings, min(last), projected=True)
+        projected = self._timeline(readings, min(last), projected=True, rows=self.quiet)
         quorum = self.world_size - self._simultaneous(projected.slow)
         strict = _order_mean_s(seen.times_s[scope], self.world_size, readings.reference_s)
         relaxed = _order_mean_s(seen.times_s[scope], quorum, readings.reference_s)
@@ -169,7 +175,8 @@ class RulePolicy:
         """From `partial`: wait for fewer ranks when too many are slow at once, for more when that is free."""
         last = sorted((reports[-1][0] for reports in readings.reports if reports), reverse=True)
         now = last[min(active.quorum, len(last)) - 1]  # the latest step that a quorum has reported
-        line = self._timeline(readings, now, projected=True)
+        past = self._timeline(readings, now, projected=True, rows=self.window_steps)
+        line = past.tail(self.quiet)
         # Jitter is no reason to stay relaxed: whatever is not slow counts as usual.
         times = np.where(line.slow, line.times_s, readings.reference_s)
         costs = [
@@ -180,19 +187,20 @@ class RulePolicy:
         if fewer < active.quorum and _worth(present, costs[fewer - 1], self.relax_gain):
             gain = f"is expected to take {costs[fewer - 1] / present:.2f} of {active.label}'s step time"
             return self._plan(active, fewer, f"{self._who(readings, line, slice(None))}: {{label}} {gain}")
-        if np.isnan(line.times_s).any():
-            return None  # the window does not reach back far enough to call it quiet
-        busy = int(line.slow[-self.persistence :].sum(axis=1).max())
-        more = self.world_size - int(line.slow.sum(axis=1).max())
-        if busy == 0 and costs[-1] <= (1.0 + self.return_loss) * present:
+        # Rows without reports are no evidence of quiet.
+        more = active.quorum
+        if not np.isnan(past.times_s).any():
+            more = self.world_size - int(past.slow.sum(axis=1).max())
+        quiet = not np.isnan(line.times_s).any() and not line.slow[-self.persistence :].any()
+        if quiet and costs[-1] <= (1.0 + self.return_loss) * present:
             more = self.world_size
         if more <= active.quorum:
             return None
-        calm = f"waiting for {more} of {self.world_size} ranks cost nothing in the last {self.quiet} steps"
+        calm = f"waiting for {more} of {self.world_size} ranks would have cost nothing of late"
         return self._plan(active, more, f"{calm}: back to {{label}}")
 
-    def _timeline(self, readings: Readings, now: int, *, projected: bool) -> _Timeline:
-        """Times in force at the last `quiet` steps up to `now`.
+    def _timeline(self, readings: Readings, now: int, *, projected: bool, rows: int) -> _Timeline:
+        """Times in force at the last `rows` steps up to `now`.
 
         Args:
             readings: The window's reports.
@@ -201,15 +209,16 @@ class RulePolicy:
                 `partial` that is what happens; in `sync`, where a slow batch is one slow step, it tells how
                 many ranks will be busy at the same time once nobody waits: a rank that began a slow batch in
                 one period of a rotating straggler is still on it in the next one.
+            rows: Number of steps.
         """
-        first = now - self.quiet + 1
-        times = np.full((self.quiet, self.world_size), np.nan)
-        slow = np.zeros((self.quiet, self.world_size), dtype=np.bool_)
+        first = now - rows + 1
+        times = np.full((rows, self.world_size), np.nan)
+        slow = np.zeros((rows, self.world_size), dtype=np.bool_)
         for rank, reports in enumerate(readings.reports):
             for begin, end, time_s, is_slow in self._spans(readings, reports, now, projected):
-                rows = slice(max(begin - first, 0), max(end - first, 0))
-                times[rows, rank] = time_s
-                slow[rows, rank] = is_slow
+                where = slice(max(begin - first, 0), max(end - first, 0))
+                times[where, rank] = time_s
+                slow[where, rank] = is_slow
         return _Timeline(steps=np.arange(first, now + 1), times_s=times, slow=slow)
 
     def _spans(
@@ -229,7 +238,7 @@ class RulePolicy:
                 free = end
             spans.append((step, end, time_s, is_slow))
         if projected:
-            due = max(free, reports[-1][0] + 1) if reports else now + 1 - self.quiet
+            due = max(free, reports[-1][0] + 1) if reports else now + 1 - self.window_steps
             if now - due >= self.silence:
                 spans.append((due, now + 1, (now - due + 1) * readings.reference_s, True))
         return spans
@@ -237,10 +246,8 @@ class RulePolicy:
     def _simultaneous(self, slow: npt.NDArray[np.bool_]) -> int:
         """How many ranks at once m must leave out, 1 to n - 1.
 
-        The largest count that is reached in at least the part `overlap` of the slow steps, and in
-        `persistence` of
-        them: a high quantile over the slow steps only, so that a straggler counts fully from its first steps
-            on.
+        The largest count that is reached in at least the part `overlap` of the slow steps, and in `persistence`
+        of them: a high quantile over the slow steps only, so that a straggler counts from its first steps on.
         """
         counts = slow.sum(axis=1)
         support = max(self.persistence, math.ceil(self.overlap * int((counts > 0).sum())))

@@ -122,14 +122,15 @@ class WorkQueue:
 
         Returns:
             (start, stop), or `None` when the epoch is over for this rank: nothing is left, or others finish
-            the rest before this rank could finish one more batch. It may ask again, for example after
-            `give_back`.
+            the rest before this rank could finish one more batch. It should then finish what it holds and call
+            `done`. It may ask again until `finished`, for what `give_back` brought back or nobody fetched.
         """
         taker = self._taker(rank)
         while len(taker.held) > self._prefetch:
-            taker.held.popleft()
-        if not taker.ended and taker.took_s <= now_s:
-            taker.intervals_s.append(now_s - taker.took_s)
+            start, stop = taker.held.popleft()
+            if taker.took_s < now_s:
+                # Only a take that confirms a batch ends one: filling the prefetch at the start says nothing.
+                taker.intervals_s.append((now_s - taker.took_s) * self.batch_size / (stop - start))
         size = self._share(rank, now_s)
         if size == 0:
             taker.ended = True
@@ -224,5 +225,5 @@ class WorkQueue:
             if now_s - taker.took_s > _OVERDUE * batch_s:
                 continue
             free = max(now_s, taker.took_s + len(taker.held) * batch_s)
-            batches += max(0, math.floor((end_s - free) / batch_s + 1e-9)) if batch_s > 0.0 else needed
+            batches += max(0, math.floor((end_s - free) / batch_s + 1e-9))
         return batches >= needed
