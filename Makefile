@@ -45,7 +45,9 @@ test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: setup
-	@$(BIN)/python -m benchmarks
+	@mkdir -p benchmarks/out
+	$(BIN)/python -m benchmarks.overhead --json benchmarks/out/overhead.json
+	$(BIN)/python -m benchmarks.tta --json benchmarks/out/tta.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis benchmarks/out
