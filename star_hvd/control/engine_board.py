@@ -58,6 +58,7 @@ class EngineBoard:
         self._registered: dict[int, Plan | None] = {}
         self._policy: RulePolicy | None = None
         self._pending: tuple[Plan, float] | None = None
+        self._published: dict[int, Plan] = {}
         self._next_epoch = 1
         self._wait_s: list[deque[tuple[int, float]]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
         self._decide_at_s = 0.0
@@ -121,6 +122,7 @@ class EngineBoard:
         plan = plan.replace(epoch=self._next_epoch)
         self._next_epoch += 1
         self._pending = (plan, now_s + self._config.plan_deadline_s)
+        self._published[plan.epoch] = plan
         self._send(PlanMessage(self.engine, plan.to_dict()))
 
     # ---- time -----------------------------------------------------------------------------------------------
@@ -185,10 +187,13 @@ class EngineBoard:
         )
 
     def _note_epoch(self, epoch: int, round_: int) -> None:
-        """A rank acts on the pending plan, so all ranks agreed on it in band."""
-        if self._pending is None or self._pending[0].epoch != epoch:
+        """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""
+        if epoch <= self.active.epoch or epoch not in self._published:
             return
-        self.active, self._pending = self._pending[0], None
+        self.active = self._published[epoch]
+        self._published = {e: plan for e, plan in self._published.items() if e > epoch}
+        if self._pending is not None and self._pending[0].epoch <= epoch:
+            self._pending = None
         self.rule.plan = self.active
         self.plans.append((round_, self.active))
         logger.warning("step %d: %s: %s", round_, self.active.label, self.active.reason or "asked for")

@@ -84,6 +84,7 @@ class _Round:
     owner: str = ""
     header: torch.Tensor | None = None
     header_handle: int | None = None
+    flagged: Plan | None = None
     folded: int = 0
     waiting: collections.deque[int] = field(default_factory=collections.deque)
 
@@ -489,6 +490,7 @@ class RoundEngine:
         # Two own steps first: what forbids relaxed modes (a GradScaler, sparse gradients) shows itself in the first.
         if self.prepared is not None and (self.own_steps > 1 or not self.prepared.relaxed):
             item.flag_epoch_delta = self.prepared.epoch - self.plan.epoch
+            self._current.flagged = self.prepared
         if self._leader == self.rank:
             item.hyper = (
                 self.applier.hyper.read(self.applier.optimizer.param_groups)
@@ -538,16 +540,19 @@ class RoundEngine:
         if header.checksum_ok is False:
             self.listener.on_mismatch(number)
         self.listener.on_round(number, header, self.plan, mean_sqr)
-        self._maybe_switch(number, header)
+        self._maybe_switch(number, header, round_.flagged)
         return row
 
-    def _maybe_switch(self, number: int, header: Header) -> None:
+    def _maybe_switch(self, number: int, header: Header, flagged: Plan | None) -> None:
         delta = header.agreed_epoch_delta(self.world_size)
         if delta is None:
             return
-        # All ranks raised the flag for this plan, so it is prepared here whatever has been said since.
-        assert self.prepared is not None and self.prepared.epoch - self.plan.epoch == delta
-        self.plan, self.prepared = self.prepared, None
+        # Everybody raised the flag for this plan in this very step, so everybody takes it up now, even if it has
+        # been abandoned or followed by a newer one while the step was in flight.
+        assert flagged is not None and flagged.epoch - self.plan.epoch == delta
+        self.plan = flagged
+        if self.prepared is not None and self.prepared.epoch <= flagged.epoch:
+            self.prepared = None
         self._checksum_round = number + 1
         self.listener.on_switch(number + 1, self.plan)
 

@@ -1,0 +1,303 @@
+"""A whole job in one thread: engines of all ranks, an all-reduce, a coordinator, and a scheduler that picks at random.
+
+Every actor (training program, helper, network, coordinator) does one small thing when it is picked, so a seed fixes
+an interleaving exactly. Gradients are one-hot: gradient number i of a rank has a one in a place of its own, so what
+the reductions summed tells for every single gradient how often and with which weight it was applied.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from scheduler.closing import ClosingRule
+from scheduler.records import Plan
+from star_hvd.buckets import pack
+from star_hvd.execute.header import Header
+from star_hvd.execute.hyper import HyperRow
+from star_hvd.execute.replay import Applier
+from star_hvd.execute.rounds import RoundEngine
+
+Event = tuple[str, int, tuple[Any, ...]]
+
+
+class Network:
+    """In-place sum all-reduce whose operations end one by one, when the scheduler says so."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.queues: dict[str, list[deque[tuple[int, torch.Tensor]]]] = {}
+        self.ended: set[int] = set()
+        self.sums: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._next = 0
+
+    def submit(self, rank: int, name: str, tensor: torch.Tensor) -> int:
+        self._next += 1
+        queues = self.queues.setdefault(name, [deque() for _ in range(self.world_size)])
+        assert not queues[rank], f"rank {rank} submitted {name} twice: Horovod refuses a name that is in flight"
+        queues[rank].append((self._next, tensor))
+        return self._next
+
+    def ready(self) -> list[str]:
+        return [name for name, queues in self.queues.items() if all(queues)]
+
+    def end(self, name: str) -> None:
+        items = [queue.popleft() for queue in self.queues[name]]
+        total = torch.stack([tensor for _, tensor in items]).sum(0)
+        self.sums[name].append(total.clone())
+        for handle, tensor in items:
+            tensor.copy_(total)
+            self.ended.add(handle)
+
+
+class Port:
+    """One rank's view of the network."""
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self._network, self._rank = network, rank
+
+    def submit(self, name: str, tensor: torch.Tensor) -> int:
+        return self._network.submit(self._rank, name, tensor)
+
+    def poll(self, handle: int) -> bool:
+        return handle in self._network.ended
+
+    def finish(self, handle: int) -> None:
+        self._network.ended.remove(handle)  # KeyError: collected twice, or before its end.
+
+
+class Ears:
+    """Listener of one rank: passes events on to the coordinator and remembers headers."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.headers: list[tuple[int, Header]] = []
+        self.switches: list[tuple[int, str]] = []
+        self.mismatches: list[int] = []
+
+    def on_arrive(self, round_: int, epoch: int) -> None:
+        self.world.inbox.append(("arrive", self.rank, (round_, epoch)))
+
+    def on_late(self, version: int, epoch: int) -> None:
+        self.world.inbox.append(("late", self.rank, (version, epoch)))
+
+    def on_join(self, version: int) -> None:
+        self.world.inbox.append(("join", self.rank, (version,)))
+
+    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+        self.headers.append((round_, header))
+
+    def on_switch(self, round_: int, plan: Plan) -> None:
+        self.switches.append((round_, plan.label))
+
+    def on_mismatch(self, round_: int) -> None:
+        self.mismatches.append(round_)
+
+
+class World:
+    """See the module's text.
+
+    Args:
+        seed: Fixes model, speeds and interleaving.
+        world_size: Number of ranks.
+        steps: Gradients each rank computes, drawn per rank between half of it and all of it when `uneven`.
+        plans: Plans the coordinator publishes, one after the other, at random times.
+        manual_share: Part of the steps in which a rank works between `synchronize` and `step`.
+        abandon_share: Chance per coordinator turn that a published plan is abandoned.
+        max_staleness: See `Plan`.
+        uneven: Whether ranks make different numbers of steps.
+        optimizer: `sgd` (momentum) or `adam`.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        world_size: int = 3,
+        steps: int = 10,
+        plans: list[Plan] | None = None,
+        manual_share: float = 0.0,
+        abandon_share: float = 0.0,
+        max_staleness: int = 16,
+        uneven: bool = True,
+        optimizer: str = "sgd",
+    ) -> None:
+        self.random = random.Random(seed)
+        self.world_size, self.max_steps = world_size, steps
+        self.network = Network(world_size)
+        self.inbox: deque[Event] = deque()
+        self.mail: list[deque[Event]] = [deque() for _ in range(world_size)]
+        self.first = Plan.sync(world_size, max_staleness=max_staleness)
+        self.rule = ClosingRule(self.first, quorum_deadline_s=400.0)
+        self.now_s = 0.0
+        self.plans = deque(plans or [])
+        self.published: Plan | None = None
+        self.known: dict[int, Plan] = {}
+        self.manual_share = manual_share
+        self.abandon_share = abandon_share
+        self.ears = [Ears(self, rank) for rank in range(world_size)]
+        self.engines = [self._engine(rank, seed, optimizer) for rank in range(world_size)]
+        low = steps // 2 if uneven else steps
+        self.lengths = [self.random.randint(max(1, low), steps) for _ in range(world_size)]
+        self.speed = [self.random.choice([1.0, 1.0, 0.3, 0.1]) for _ in range(world_size)]
+        self.given: dict[tuple[int, int, int], int] = {}
+        self.programs: list[Iterator[None] | None] = [self._train(rank) for rank in range(world_size)]
+
+    def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
+        torch.manual_seed(seed)
+        size = self.world_size * self.max_steps
+        params = [torch.nn.Parameter(torch.randn(size)) for _ in range(3)]
+        base: type[torch.optim.Optimizer] = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
+        keywords: dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
+        opt = base(params, lr=0.1, **keywords)
+        applier = Applier(opt, base, pack(params, 4 * size), HyperRow(opt.param_groups))
+        return RoundEngine(
+            rank=rank,
+            plan=self.first,
+            applier=applier,
+            collective=Port(self.network, rank),
+            listener=self.ears[rank],
+            replay_queue=4,
+            noise_interval_steps=2,
+        )
+
+    # ---- actors ---------------------------------------------------------------------------------------------
+
+    def _train(self, rank: int) -> Iterator[None]:
+        """The training thread of one rank; every `yield` is a place where others may go on."""
+        engine = self.engines[rank]
+        for number in range(self.lengths[rank]):
+            manual = self.random.random() < self.manual_share
+            for bucket in self.random.sample(engine.applier.buckets, len(engine.applier.buckets)):
+                yield
+                bucket.flat.zero_()
+                place = rank * self.max_steps + number
+                bucket.flat[place] = 1.0
+                self.given[(bucket.index, rank, number)] = engine.version
+                engine.gradient_ready(bucket.index)
+                for param, view in zip(bucket.params, bucket.views, strict=True):
+                    param.grad = view
+            yield
+            member = engine.arrive(manual=manual)
+            if member:
+                handles = engine.own_handles()
+                while not all(engine.collective.poll(handle) for handle in handles):
+                    yield
+                for handle in handles:
+                    engine.collective.finish(handle)
+                result = engine.finish_own()
+                yield
+                engine.apply_own(result)
+                yield
+            yield from self._catch_up(engine)
+            if not member:
+                engine.note_joined()
+            # A learning-rate schedule of the rank's own steps, so that ranks disagree unless the leader's is used.
+            engine.applier.optimizer.param_groups[0]["lr"] = 0.1 / (2 + number)
+        engine.set_away(True)
+        self.inbox.append(("leave", rank, ()))
+
+    def _catch_up(self, engine: RoundEngine) -> Iterator[None]:
+        target = engine.next_round
+        while not engine.catch_up(target):
+            yield
+            if engine.needs_fetch:
+                others = [e for e in self.engines if e is not engine]
+                snapshot = self.random.choice(others).snapshot()
+                if snapshot is not None and engine.version <= snapshot.version <= engine.next_round:
+                    engine.adopt(snapshot)
+
+    def _coordinate(self) -> None:
+        if self.inbox:
+            kind, rank, values = self.inbox.popleft()
+            if kind == "arrive":
+                self._note_epoch(values[1])
+                self.rule.arrive(rank, values[0], 10.0 / self.speed[rank], self.now_s)
+            elif kind == "late":
+                self.rule.late(rank, 10.0 / self.speed[rank])
+            elif kind == "join":
+                self.rule.join(rank, values[0], self.now_s)
+            else:
+                self.rule.leave(rank)
+        order, _ = self.rule.evaluate(self.now_s)
+        if order is not None:
+            for mail in self.mail:
+                mail.append(("close", order.round, ()))
+        if self.published is None and self.plans and self.random.random() < 0.3:
+            self.published = self.plans.popleft()
+            for mail in self.mail:
+                mail.append(("plan", 0, (self.published,)))
+            self.known[self.published.epoch] = self.published
+        elif self.published is not None and self.random.random() < self.abandon_share:
+            for mail in self.mail:
+                mail.append(("abandon", self.published.epoch, ()))
+            self.published = None
+
+    def _note_epoch(self, epoch: int) -> None:
+        if epoch > self.rule.plan.epoch:
+            self.rule.plan = self.known[epoch]
+            if self.published is not None and self.published.epoch <= epoch:
+                self.published = None
+
+    def _deliver(self, rank: int) -> None:
+        if self.mail[rank]:
+            kind, number, values = self.mail[rank].popleft()
+            if kind == "close":
+                self.engines[rank].close(number)
+            elif kind == "abandon":
+                self.engines[rank].abandon(number)
+            else:
+                assert self.engines[rank].prepare(values[0]) is None
+
+    def _advance(self, rank: int) -> None:
+        program = self.programs[rank]
+        if program is not None and next(program, "end") == "end":
+            self.programs[rank] = None
+
+    # ---- running --------------------------------------------------------------------------------------------
+
+    def run(self, max_ticks: int = 60_000) -> None:
+        """Pick actors at random until all programs have ended and nothing is left to do.
+
+        Raises:
+            AssertionError: It did not come to an end: somebody waits for ever.
+        """
+        for _ in range(max_ticks):
+            self.now_s += 1.0
+            self._tick()
+            if not any(self.programs) and self._quiet():
+                self._settle()
+                return
+        state = [(e.version, e.next_round, p is None) for e, p in zip(self.engines, self.programs, strict=True)]
+        raise AssertionError(f"no end: (version, next round, finished) of the ranks is {state}")
+
+    def _tick(self) -> None:
+        rank = self.random.randrange(self.world_size)
+        pick = self.random.random()
+        if pick < 0.45:
+            if self.random.random() < self.speed[rank]:
+                self._advance(rank)
+        elif pick < 0.65:
+            self.engines[rank].helper_tick()
+        elif pick < 0.8:
+            names = self.network.ready()
+            if names:
+                self.network.end(self.random.choice(names))
+        elif pick < 0.92:
+            self._coordinate()
+        else:
+            self._deliver(rank)
+
+    def _quiet(self) -> bool:
+        """Whether no message, operation or helper has anything left to do."""
+        idle = not self.inbox and not any(self.mail) and not self.network.ready()
+        return idle and not any(engine.helper_has_work() for engine in self.engines)
+
+    def _settle(self) -> None:
+        for engine in self.engines:
+            for _ in self._catch_up(engine):
+                pass

@@ -1,0 +1,138 @@
+"""Random interleavings of late, early, half-finished and finishing ranks: invariants 2 and 3 of the design."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scheduler.records import Plan
+from tests.support.world import World
+
+SEEDS_PER_CASE = 400
+
+
+def check(world: World) -> None:
+    """Everything that must hold once a world has come to rest."""
+    first = world.engines[0]
+    for engine, ears in zip(world.engines, world.ears, strict=True):
+        assert engine.version == engine.next_round == first.version
+        assert engine.plan == first.plan
+        assert ears.mismatches == []
+        assert ears.switches == world.ears[0].switches
+        for mine, theirs in zip(engine.applier.buckets, first.applier.buckets, strict=True):
+            for a, b in zip(mine.params, theirs.params, strict=True):
+                assert torch.equal(a, b), "replicas differ"
+                check_state(engine.applier.optimizer.state[a], first.applier.optimizer.state[b])
+        assert [r for r, _ in ears.headers] == list(range(first.version)), "a header was seen twice or not at all"
+    check_gradients(world)
+
+
+def check_state(mine: dict[str, object], theirs: dict[str, object]) -> None:
+    assert mine.keys() == theirs.keys()
+    for key, value in mine.items():
+        other = theirs[key]
+        same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+        assert same, f"optimizer state {key} differs"
+
+
+def check_gradients(world: World) -> None:
+    """Every gradient was applied exactly once, whole or damped, or counted as dropped, or still waits."""
+    for engine in world.engines:
+        c = engine.counters
+        total = c.applied_weight + c.damped_weight + c.dropped_weight + engine.pending_weight
+        assert c.produced_weight == pytest.approx(total)
+    reduced = 0.0
+    for name, sums in world.network.sums.items():
+        if not name.startswith("star.b"):
+            continue
+        reduced += sum(float(total[-1]) for total in sums)
+        stacked = torch.stack([total[:-1] for total in sums])
+        assert int((stacked > 0).sum(0).max()) <= 1, "a gradient is in two steps"
+        bucket = int(name.removeprefix("star.b"))
+        for (index, rank, number), version in world.given.items():
+            if index != bucket:
+                continue
+            column = stacked[:, rank * world.max_steps + number]
+            if column.max() > 0:
+                step = int(column.argmax())
+                allowed = {1.0, 1.0 / (1 + step - version)} | {1.0 / (1 + step - v) for v in range(version)}
+                assert any(abs(float(column.max()) - value) < 1e-6 for value in allowed)
+    applied = sum(engine.counters.applied_weight for engine in world.engines)
+    assert reduced / len(world.engines[0].applier.buckets) == pytest.approx(applied)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_partial(world_size: int) -> None:
+    folds = late = 0
+    for seed in range(SEEDS_PER_CASE):
+        quorum = 1 + seed % max(1, world_size - 1)
+        plan = Plan.partial(world_size, quorum, epoch=1)
+        world = World(seed, world_size=world_size, plans=[plan], optimizer="adam" if seed % 5 == 0 else "sgd")
+        world.run()
+        check(world)
+        folds += sum(engine.counters.folds for engine in world.engines)
+        late += sum(engine.counters.late for engine in world.engines)
+    assert folds > SEEDS_PER_CASE / 2 and late > SEEDS_PER_CASE / 2, "the schedules do not reach the late paths"
+
+
+def test_switching_back_and_forth() -> None:
+    switches = 0
+    for seed in range(SEEDS_PER_CASE):
+        plans = [
+            Plan.partial(3, 2, epoch=1),
+            Plan.sync(3, epoch=2),
+            Plan.partial(3, 1, epoch=3),
+            Plan.partial(3, 2, epoch=4),
+            Plan.sync(3, epoch=5),
+        ]
+        world = World(seed, steps=8, plans=plans, uneven=False, abandon_share=0.02 if seed % 2 else 0.0)
+        world.run()
+        check(world)
+        switches += len(world.ears[0].switches)
+    assert switches > SEEDS_PER_CASE
+
+
+def test_fetching_instead_of_replaying() -> None:
+    fetched = 0
+    for seed in range(SEEDS_PER_CASE):
+        world = World(seed, plans=[Plan.partial(3, 2, epoch=1)], manual_share=0.5)
+        world.run()
+        check(world)
+        fetched += sum(engine.counters.fetched for engine in world.engines)
+    assert fetched > SEEDS_PER_CASE / 10
+
+
+def test_stale_gradients_are_dropped_and_counted() -> None:
+    drops = 0
+    for seed in range(SEEDS_PER_CASE // 2):
+        world = World(seed, plans=[Plan.partial(3, 2, epoch=1, max_staleness=0)], steps=6)
+        world.run()
+        check(world)
+        drops += sum(engine.counters.drops for engine in world.engines)
+    assert drops > 20
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    world_size=st.integers(1, 5),
+    steps=st.integers(1, 7),
+    quorums=st.lists(st.integers(1, 5), max_size=4),
+    manual=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
+)
+def test_anything(seed: int, world_size: int, steps: int, quorums: list[int], manual: float) -> None:
+    plans = [Plan.partial(world_size, min(m, world_size), epoch=i + 1) for i, m in enumerate(quorums)]
+    world = World(seed, world_size=world_size, steps=steps, plans=plans, manual_share=manual)
+    world.run()
+    check(world)
+
+
+def test_sync_never_leaves_a_rank_that_is_not_away() -> None:
+    for seed in range(100):
+        world = World(seed, uneven=False, steps=4)
+        world.run()
+        check(world)
+        assert all(engine.counters.late == engine.counters.folds == 0 for engine in world.engines)
+        assert world.engines[0].version == 4
