@@ -23,7 +23,7 @@ class ReplicaMismatchError(StarError):
     """Parameters differ between ranks where they must be equal."""
 
 
-class RankLostError(HorovodInternalError):
+class RankLostError(HorovodInternalError):  # type: ignore[misc]  # Horovod is untyped.
     """A collective failed because a rank is gone; the message names it.
 
     It is a `HorovodInternalError`, so `hvd.elastic.run` recovers from it exactly as from Horovod's own.

@@ -186,7 +186,7 @@ def _wrap(optimizer: torch.optim.Optimizer) -> Any:
     body["__module__"] = "horovod.torch.optimizer"
     body["_star_class"] = True
     cls = type(base.__name__, (base,), body)
-    wrapped = cls.__new__(cls)
+    wrapped: Any = object.__new__(cls)
     # A learning-rate scheduler made before wrapping has put its counting `step` into the instance; ours goes first.
     optimizer.__dict__.pop("step", None)
     object.__setattr__(wrapped, "__dict__", optimizer.__dict__)

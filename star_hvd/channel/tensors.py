@@ -56,7 +56,10 @@ def pack_snapshot(snapshot: Snapshot) -> tuple[bytes, bytes]:
         raise ChannelError(f"{where} is a {type(value).__name__}; only tensors and numbers can be fetched")
 
     params = [describe(p, f"parameter {i}") for i, p in enumerate(snapshot.params)]
-    state = [{k: describe(v, f"state {k!r} of parameter {i}") for k, v in s.items()} for i, s in enumerate(snapshot.state)]
+    state = [
+        {k: describe(v, f"state {k!r} of parameter {i}") for k, v in entry.items()}
+        for i, entry in enumerate(snapshot.state)
+    ]
     return bytes(msgpack.packb([snapshot.version, params, state])), b"".join(blobs)
 
 
@@ -171,7 +174,7 @@ def fetch(keyring: Keyring, own_rank: int, source: int, engine: int, deadline_s:
         manifest, body, received, total = b"", bytearray(), 0, 1
         while received < total:
             left_ms = 1e3 * (limit_s - time.monotonic())
-            if left_ms <= 0 or not socket.poll(left_ms):
+            if left_ms <= 0 or not socket.poll(max(1, round(left_ms))):
                 raise DeadlineError(f"fetching parameters from rank {source} took longer than {deadline_s:g} s")
             frames = socket.recv_multipart()
             number, total, offset, size, payload = _parse(frames, received)

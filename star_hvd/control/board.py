@@ -167,10 +167,10 @@ class Board:
                 if loader == message.loader:
                     self._epochs[key].queue.forecast(other, pace_s)
         epoch = self._epochs[key]
-        pace_s = self._own_pace_s(rank)
-        if pace_s is not None:
-            self._pace_s[(message.loader, rank)] = pace_s
-            epoch.queue.forecast(rank, pace_s)
+        own_s = self._own_pace_s(rank)
+        if own_s is not None:
+            self._pace_s[(message.loader, rank)] = own_s
+            epoch.queue.forecast(rank, own_s)
         granted = epoch.queue.take(rank, now_s) if rank not in epoch.ended else None
         start, stop = granted if granted is not None else (0, 0)
         self.outbox.append((rank, Grant(message.loader, message.epoch, start, stop)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ class Coordinator:
                 if now_s >= next_beat_s:
                     next_beat_s = now_s + self._config.heartbeat_s
                     self._beat()
-                if poller.poll(max(0.0, 1e3 * (wake_s - time.monotonic()))):
+                if poller.poll(max(0, math.ceil(1e3 * (wake_s - time.monotonic())))):
                     with self._lock:
                         while self._receive():
                             pass

@@ -91,7 +91,7 @@ class EngineDriver:
         In `sync` Horovod waits for the device itself, on the stream, as ever.
         """
         if bucket.flat.is_cuda and self.engine.plan.relaxed:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record()
             self.engine.defer(bucket.index, event)
         else:

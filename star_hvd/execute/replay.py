@@ -94,9 +94,9 @@ class Applier:
         for bucket in self.buckets:
             for param in bucket.params:
                 raw = param.detach().contiguous().view(-1).view(torch.uint8)
-                odd = raw.numel() % 4
-                words = raw[: raw.numel() - odd].view(torch.int32)
-                total = (total * 31 + int(words.sum(dtype=torch.int64)) + int(raw[raw.numel() - odd :].sum())) % (1 << 24)
+                whole = raw.numel() - raw.numel() % 4
+                words = int(raw[:whole].view(torch.int32).sum(dtype=torch.int64)) + int(raw[whole:].sum())
+                total = (total * 31 + words) % (1 << 24)
         return total
 
 
@@ -173,9 +173,9 @@ def _copy_optimizer(
         for group in optimizer.param_groups
     ]
     copied.state = collections.defaultdict(dict)
-    for param, state in optimizer.state.items():
-        if param in twin:
-            copied.state[twin[param]] = copy.deepcopy(state)
+    for param, own in twin.items():
+        if param in optimizer.state:
+            copied.state[own] = copy.deepcopy(optimizer.state[param])
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         copied.__dict__[name] = collections.OrderedDict()
     return copied

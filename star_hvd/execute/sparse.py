@@ -31,7 +31,7 @@ class SparseGradients:
     def give(self, param: torch.nn.Parameter, view: torch.Tensor, name: str) -> None:
         """Start the reduction of one gradient; `view` is its place in the bucket."""
         if param.grad is None:
-            param.grad = torch.sparse_coo_tensor(size=tuple(param.shape), dtype=param.dtype, device=param.device)
+            param.grad = torch.zeros_like(param).to_sparse()
         if self._as_dense:
             view.copy_(param.grad.to_dense())
             self._waiting[param] = lambda: view.to_sparse()

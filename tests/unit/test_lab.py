@@ -166,6 +166,7 @@ class TestMeasures:
         assert summary["ratio"] == pytest.approx(0.4)
         assert summary["bound_s"] == pytest.approx(9.0 * 4 / 3.25)
         assert summary["bound_ratio"] == pytest.approx(12.0 / (9.0 * 4 / 3.25))
+        assert summary["own_bound_ratio"] == pytest.approx(12.0 / (8.0 * 4 / 3.25))
         assert summary["final_accuracy"]["star"] == pytest.approx(0.95)
         assert (summary["folds"], summary["drops"], summary["max_staleness"]) == (10, 0, 4)
         assert len(summary["variants"]["star"]["seeds"]) == 2
@@ -220,7 +221,7 @@ def _spec(**changes: Any) -> RunSpec:
 
 
 def _records() -> list[RunRecord]:
-    reached_s = {"straggler_free": 9.0, "plain": 30.0, "drop": 13.0, "star": 12.0}
+    reached_s = {"straggler_free": 9.0, "plain": 30.0, "drop": 13.0, "star": 12.0, "star_free": 8.0}
     return [
         RunRecord(
             variant=variant,
