@@ -121,9 +121,9 @@ class WorkQueue:
             now_s: The time.
 
         Returns:
-            (start, stop), or `None` when the epoch is over for this rank: nothing is left, or others finish
-            the rest before this rank could finish one more batch. It should then finish what it holds and call
-            `done`. It may ask again until `finished`, for what `give_back` brought back or nobody fetched.
+            (start, stop), or `None` when the epoch is over for this rank: nothing is left, or others finish it
+            before this rank could finish one more batch. It should then finish what it holds and call `done`.
+            It may ask again until `finished`, for what came back or nobody fetched.
         """
         taker = self._taker(rank)
         while len(taker.held) > self._prefetch:

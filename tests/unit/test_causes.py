@@ -171,10 +171,7 @@ def test_names_exactly_the_slow_ranks_at_any_scale(
     slow = sorted(data.draw(st.sets(st.integers(0, n - 1), max_size=n // 2)))
     rng = random.Random(seed)
     rows = [
-        [
-            scale * (slowdown if rank in slow else 1.0) * (1.0 + rng.uniform(-jitter, jitter))
-            for _ in range(12)
-        ]
+        [scale * (slowdown if rank in slow else 1.0) * (1.0 + rng.uniform(-jitter, jitter)) for _ in range(12)]
         for rank in range(n)
     ]
     found = find_stragglers(window(rows))
