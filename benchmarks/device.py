@@ -8,9 +8,7 @@ import torch
 
 __all__ = ["BurnDevice", "Device", "SleepDevice"]
 
-BURN_SIZE = (
-    96  # a product of two 96 x 96 matrices takes about 0.05 ms: fine steps, outside the interpreter lock
-)
+BURN_SIZE = 96  # a product of two 96 x 96 matrices takes about 0.05 ms: fine steps, outside the interpreter lock
 
 
 class Device:

@@ -38,9 +38,7 @@ def horovodrun_command(ranks: int, module: str, *arguments: str) -> list[str]:
     """
     program = Path(sys.executable).parent / "horovodrun"
     if not program.is_file():
-        raise JobFailed(
-            f"{program} does not exist: Horovod is not installed for {sys.executable}; run `make setup`"
-        )
+        raise JobFailed(f"{program} does not exist: Horovod is not installed for {sys.executable}; run `make setup`")
     return [str(program), "-np", str(ranks), "--gloo", sys.executable, "-m", module, *arguments]
 
 
@@ -129,9 +127,7 @@ def _pump(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> Non
     lines.put(None)
 
 
-def _take_line(
-    line: str, tail: collections.deque[str], on_progress: Callable[[dict[str, Any]], None]
-) -> None:
+def _take_line(line: str, tail: collections.deque[str], on_progress: Callable[[dict[str, Any]], None]) -> None:
     _, mark, text = line.partition(PROGRESS_MARK)
     if not mark:
         tail.append(line)

@@ -104,6 +104,7 @@ def summarize(spec: RunSpec, target: float, records: Sequence[RunRecord]) -> dic
         "drop_ratio": _ratio(medians["drop"], medians["plain"]),
         "bound_s": bound,
         "bound_ratio": _ratio(medians["star"], bound),
+        "own_bound_ratio": _own_bound_ratio(medians, scenario),
         "final_accuracy": {name: values["final_accuracy"] for name, values in variants.items()},
         "folds": star.get("folds"),
         "drops": star.get("drops"),
@@ -128,10 +129,16 @@ def _variant(name: str, target: float, records: Sequence[RunRecord]) -> dict[str
         "folds": sum(run.folds for run in runs),
         "drops": sum(run.drops for run in runs),
         "max_staleness": max(run.max_staleness for run in runs),
-        "seeds": [
-            {"time_to_accuracy_s": time_s, **run.to_dict()} for time_s, run in zip(reached, runs, strict=True)
-        ],
+        "seeds": [{"time_to_accuracy_s": time_s, **run.to_dict()} for time_s, run in zip(reached, runs, strict=True)],
     }
+
+
+def _own_bound_ratio(medians: dict[str, float | None], scenario: Scenario) -> float | None:
+    """Against star_hvd's own time without a straggler: what is lost to the straggler alone."""
+    free_s = medians["star_free"]
+    if free_s is None:
+        return None
+    return _ratio(medians["star"], bound_s(free_s, scenario.capacity(), scenario.ranks))
 
 
 def _train_bound_ratio(variants: dict[str, Any], scenario: Scenario) -> float | None:

@@ -28,18 +28,14 @@ ALLOWANCE_S = 180.0
 SLOWEST_STEP_S = 0.3  # on a loaded machine; only the deadline depends on it
 
 
-def summarize_blocks(
-    blocks_s: dict[str, list[list[float]]], stats: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def summarize_blocks(blocks_s: dict[str, list[list[float]]], stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians, their ratio and its spread over the pairs of blocks.
 
     Args:
         blocks_s: Step times in seconds per side (`plain`, `star`), one list per block.
         stats: Counters of every rank.
     """
-    medians = {
-        name: statistics.median(t for block in blocks for t in block) for name, blocks in blocks_s.items()
-    }
+    medians = {name: statistics.median(t for block in blocks for t in block) for name, blocks in blocks_s.items()}
     pairs = [
         statistics.median(star) / statistics.median(plain)
         for plain, star in zip(blocks_s["plain"], blocks_s["star"], strict=True)
@@ -62,9 +58,7 @@ def summarize_blocks(
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the job and work out its figures."""
     run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
-    options = [
-        f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("blocks", "steps", "device-ms")
-    ]
+    options = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("blocks", "steps", "device-ms")]
     options += [f"--dataset={args.dataset}", f"--mode={args.mode}"]
     command = horovodrun_command(args.ranks, "benchmarks.overhead_worker", str(run_dir), *options)
     deadline_s = ALLOWANCE_S + 2 * args.blocks * args.steps * (SLOWEST_STEP_S + args.device_ms / 1000.0)
@@ -85,9 +79,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _table(summary: dict[str, Any]) -> Table:
     low, high = summary["block_ratio_quartiles"]
-    result = Table(
-        title=f"nobody slow, {summary['ranks']} ranks, mode {summary['mode']}", title_justify="left"
-    )
+    result = Table(title=f"nobody slow, {summary['ranks']} ranks, mode {summary['mode']}", title_justify="left")
     for name in ("plain Horovod", "star_hvd", "ratio", "quartiles over blocks", "folds"):
         result.add_column(name, justify="right", no_wrap=True)
     result.add_row(

@@ -7,6 +7,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,35 @@ from matplotlib.patches import Patch
 
 from benchmarks.report import straggler_phrase
 
-__all__ = ["main", "member_strip", "plot"]
+__all__ = ["Strip", "main", "member_strip", "plot"]
 
 STYLE = {
     "straggler_free": ("#8a8a8a", "Horovod, nobody slow"),
     "plain": ("#d1495b", "Horovod"),
     "drop": ("#edae49", "backup workers (drop)"),
+    "star_free": ("#7fb2f5", "star_hvd, nobody slow"),
     "star": ("#1f6feb", "star_hvd"),
 }
-FRESH_COLOR, MISSING_COLOR = "#1f6feb", "#f4d6a0"
+FRESH_COLOR, MISSING_COLOR, FOLD_COLOR = "#1f6feb", "#f4d6a0", "#c77700"
 SMOOTHED = 3
 DPI = 150
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strip:
+    """What the lower part of the plot shows.
+
+    Attributes:
+        edges_s: Boundaries of the steps since the start of training, shape (n_steps + 1,).
+        members: 1 where a rank's fresh gradient is in the step, shape (n_ranks, n_steps).
+        fold_times_s: Ends of the steps in which late gradients were folded.
+        modes: Mode of each step, shape (n_steps,).
+    """
+
+    edges_s: list[float]
+    members: list[list[int]]
+    fold_times_s: list[float]
+    modes: list[str]
 
 
 def plot(summary: dict[str, Any], path: Path, variants: Sequence[str] = tuple(STYLE)) -> None:
@@ -41,14 +60,14 @@ def plot(summary: dict[str, Any], path: Path, variants: Sequence[str] = tuple(ST
         2 if strip else 1,
         1,
         figsize=(8.0, 5.6 if strip else 4.0),
-        height_ratios=[3.2, 1.0] if strip else [1.0],
+        height_ratios=[2.8, 1.0] if strip else [1.0],
         sharex=True,
         squeeze=False,
         layout="constrained",
     )
     _draw_curves(axes[0][0], summary, shown)
     if strip:
-        _draw_strip(axes[1][0], *strip)
+        _draw_strip(axes[1][0], strip)
     axes[-1][0].set_xlabel("training time (s)")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)
@@ -60,52 +79,51 @@ def _first_star(summary: dict[str, Any]) -> dict[str, Any] | None:
     return star["seeds"][0] if star else None
 
 
-def member_strip(run: dict[str, Any] | None, ranks: int) -> tuple[list[float], list[list[int]]] | None:
-    """Step boundaries and, per rank, whether its fresh gradient was in the step that ends there.
+def member_strip(run: dict[str, Any] | None, ranks: int) -> Strip | None:
+    """When each step ended, whose fresh gradient was in it, and where late gradients were folded in.
 
     Args:
         run: A seed's entry of the star variant, with `timeline`, `times_s` and `steps`.
         ranks: Number of ranks.
 
     Returns:
-        Boundaries in seconds since the start of training, shape (n_steps + 1,), and membership of shape
-        (n_ranks, n_steps); None without a timeline.
+        None without a timeline.
     """
     if run is None or not run["timeline"]:
         return None
     timeline = sorted(run["timeline"], key=lambda entry: entry["step"])
     # The optimizer's clock started elsewhere: steps that both know give the difference.
-    ends_s = {entry["step"]: entry["time_s"] for entry in timeline}
+    # Its entries are numbered from 0, the step counter tells how many steps were made.
+    ends_s = {entry["step"] + 1: entry["time_s"] for entry in timeline}
     offsets = [
-        time_s - ends_s[step]
-        for time_s, step in zip(run["times_s"], run["steps"], strict=True)
-        if step in ends_s
+        time_s - ends_s[step] for time_s, step in zip(run["times_s"], run["steps"], strict=True) if step in ends_s
     ]
     offset_s = statistics.median(offsets) if offsets else -timeline[0]["time_s"]
     edges = [max(0.0, entry["time_s"] + offset_s) for entry in timeline]
     members = [[int(rank in entry["members"]) for entry in timeline] for rank in range(ranks)]
-    return [0.0, *edges], members
+    return Strip(
+        edges_s=[0.0, *edges],
+        members=members,
+        fold_times_s=[end_s for end_s, entry in zip(edges, timeline, strict=True) if entry.get("folds", 0) > 0],
+        modes=[str(entry["mode"]) for entry in timeline],
+    )
 
 
 def _draw_curves(axes: Axes, summary: dict[str, Any], shown: Sequence[str]) -> None:
     target = summary["target_accuracy"]
     axes.axhline(100 * target, color="0.4", linewidth=0.8, linestyle=(0, (4, 3)))
-    for name in shown:
+    for level, name in enumerate(shown):
         color, label = STYLE[name]
         values = summary["variants"][name]
         for index, run in enumerate(values["seeds"]):
             middle = [100 * value for value in _running_median(run["accuracies"])]
-            axes.plot(
-                run["times_s"], middle, color=color, linewidth=1.8, alpha=0.9, label=None if index else label
-            )
+            axes.plot(run["times_s"], middle, color=color, linewidth=1.8, alpha=0.9, label=None if index else label)
         if values["median_s"] is not None:
-            _mark_time(axes, values["median_s"], 100 * target, color)
+            _mark_time(axes, values["median_s"], 100 * target, color, level)
     axes.set_ylim(bottom=_floor(target), top=100)
     axes.set_xlim(left=0)
     axes.set_ylabel("held-out accuracy (%)")
-    axes.set_title(
-        f"{straggler_phrase(summary)} ({summary['ranks']} ranks, {summary['dataset']})", loc="left"
-    )
+    axes.set_title(f"{straggler_phrase(summary)} ({summary['ranks']} ranks, {summary['dataset']})", loc="left")
     axes.legend(loc="center right", frameon=False)
     axes.grid(axis="y", color="0.92")
     axes.spines[["top", "right"]].set_visible(False)
@@ -115,15 +133,15 @@ def _floor(target: float) -> float:
     return max(0.0, 100 * target - 45)
 
 
-def _mark_time(axes: Axes, time_s: float, percent: float, color: str) -> None:
-    """A point where the target is reached, and its time at the bottom."""
+def _mark_time(axes: Axes, time_s: float, percent: float, color: str, level: int) -> None:
+    """A point where the target is reached, and its time near the bottom, a line higher for each level."""
     axes.plot([time_s], [percent], "o", color=color, markersize=7, zorder=5)
     floor = _floor(percent / 100)
     axes.plot([time_s, time_s], [floor, percent], color=color, linewidth=1.0, linestyle=":")
     axes.annotate(
         f"{time_s:.1f} s",
         (time_s, floor),
-        xytext=(4, 5),
+        xytext=(4, 5 + 13 * level),
         textcoords="offset points",
         color=color,
         fontweight="bold",
@@ -134,31 +152,31 @@ def _running_median(values: Sequence[float]) -> list[float]:
     return [statistics.median(values[max(0, end - SMOOTHED) : end]) for end in range(1, len(values) + 1)]
 
 
-def _draw_strip(axes: Axes, edges: list[float], members: list[list[int]]) -> None:
-    rows = [index - 0.4 for index in range(len(members))]
-    for row, values in zip(rows, members, strict=True):
-        axes.pcolormesh(
-            edges,
-            [row, row + 0.8],
-            [values],
-            cmap=ListedColormap([MISSING_COLOR, FRESH_COLOR]),
-            vmin=0,
-            vmax=1,
-            linewidth=0,
-            rasterized=True,
-        )
-    axes.set_yticks(range(len(members)), [f"rank {rank}" for rank in range(len(members))])
-    axes.set_ylim(len(members) - 0.4, -0.6)
+def _draw_strip(axes: Axes, strip: Strip) -> None:
+    ranks = len(strip.members)
+    colors = ListedColormap([MISSING_COLOR, FRESH_COLOR])
+    for rank, values in enumerate(strip.members):
+        axes.pcolormesh(strip.edges_s, [rank - 0.4, rank + 0.4], [values], cmap=colors, vmin=0, vmax=1, rasterized=True)
+    axes.vlines(strip.fold_times_s, ranks - 0.4, ranks + 0.4, color=FOLD_COLOR, linewidth=1.0)
+    axes.set_yticks(range(ranks + 1), [*(f"rank {rank}" for rank in range(ranks)), "folded"])
+    axes.set_ylim(ranks + 0.6, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.set_title("star_hvd: whose fresh gradient is in each step", loc="left", fontsize=10)
+    axes.set_title(f"star_hvd, {_first_switch(strip.modes)}", loc="left", fontsize=10)
     handles = [
         Patch(color=FRESH_COLOR, label="fresh"),
-        Patch(color=MISSING_COLOR, label="not waited for, folded in later"),
+        Patch(color=MISSING_COLOR, label="not waited for"),
+        Patch(color=FOLD_COLOR, label="late gradient folded in"),
     ]
-    axes.legend(
-        handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, frameon=False, fontsize=9
-    )
+    where = (1.01, 0.98)
+    axes.legend(handles=handles, loc="lower right", bbox_to_anchor=where, ncols=3, frameon=False, fontsize=9)
     axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _first_switch(modes: Sequence[str]) -> str:
+    for step, mode in enumerate(modes):
+        if mode != modes[0]:
+            return f"{mode} from step {step}"
+    return f"{modes[0]} throughout"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

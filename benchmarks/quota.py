@@ -74,9 +74,7 @@ def _version_1(mount: Path, own: str, writable: Callable[[Path], bool]) -> CpuGr
     if not path.is_dir():
         path = mount
     if not writable(path):
-        raise QuotaError(
-            f"{path} cannot be written: run as root, or in a container with writable control groups"
-        )
+        raise QuotaError(f"{path} cannot be written: run as root, or in a container with writable control groups")
     return CpuGroup(version=1, path=path, home=path)
 
 

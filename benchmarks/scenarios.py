@@ -80,9 +80,7 @@ def make_scenario(
         raise ScenarioError(f"scenario is {name!r}; expected one of {', '.join(SCENARIOS)}")
     least_ranks = 3 if name == "two-slow" else 1 if name == "none" else 2
     if ranks < least_ranks:
-        raise ScenarioError(
-            f"scenario {name} with {ranks} ranks; it needs at least {least_ranks}: raise --ranks"
-        )
+        raise ScenarioError(f"scenario {name} with {ranks} ranks; it needs at least {least_ranks}: raise --ranks")
     if slowdown is not None and not 1.0 <= slowdown <= 1000.0:
         raise ScenarioError(f"slowdown is {slowdown}; expected 1 to 1000")
     if name == "trace":
@@ -110,9 +108,7 @@ def _from_trace(ranks: int, trace: Sequence[Sequence[float]] | None) -> Scenario
         )
     columns = len(trace[0])
     if columns < ranks:
-        raise ScenarioError(
-            f"the trace has {columns} ranks, the job {ranks}: use --ranks {columns} or another trace"
-        )
+        raise ScenarioError(f"the trace has {columns} ranks, the job {ranks}: use --ranks {columns} or another trace")
     return Scenario(name="trace", rows=tuple(tuple(float(v) for v in row[:ranks]) for row in trace))
 
 

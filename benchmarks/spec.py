@@ -10,10 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ALL_VARIANTS", "PLAIN_VARIANTS", "RunRecord", "RunSpec", "write_json"]
+__all__ = [
+    "ALL_VARIANTS",
+    "FREE_VARIANTS",
+    "PLAIN_VARIANTS",
+    "RunRecord",
+    "RunSpec",
+    "write_json",
+]
 
 PLAIN_VARIANTS = ("straggler_free", "plain")
-ALL_VARIANTS = (*PLAIN_VARIANTS, "drop", "star")
+FREE_VARIANTS = ("straggler_free", "star_free")
+ALL_VARIANTS = (*PLAIN_VARIANTS, "drop", "star", "star_free")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

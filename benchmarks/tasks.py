@@ -59,7 +59,7 @@ class TaskDefaults:
 DATASETS: dict[str, TaskDefaults] = {
     "digits": TaskDefaults(
         batch_samples=16,
-        learning_rate=0.07,
+        learning_rate=0.05,
         momentum=0.9,
         epochs=8,
         target_accuracy=0.93,
@@ -142,9 +142,7 @@ def _digits() -> tuple[torch.Tensor, ...]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise TaskError(
-            "the digits data set needs scikit-learn; install it: pip install scikit-learn"
-        ) from None
+        raise TaskError("the digits data set needs scikit-learn; install it: pip install scikit-learn") from None
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(SPLIT_SEED).permutation(len(images))
     x = torch.from_numpy((images[order] / 16.0).astype(np.float32))
@@ -171,9 +169,7 @@ def _read_idx(path: Path) -> np.ndarray:
         )
     data = gzip.decompress(path.read_bytes())
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != IDX_DATA_TYPE_UINT8:
-        raise TaskError(
-            f"{path} is not an IDX file of bytes: starts with {data[:4]!r}; reinstall the package"
-        )
+        raise TaskError(f"{path} is not an IDX file of bytes: starts with {data[:4]!r}; reinstall the package")
     n_dims = data[3]
     shape = tuple(int(size) for size in np.frombuffer(data, dtype=">u4", count=n_dims, offset=4))
     body = np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * n_dims)

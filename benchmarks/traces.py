@@ -39,9 +39,7 @@ def read_trace(path: Path) -> list[list[float]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(
-            f"cannot read the trace {path}: {error}; python -m benchmarks.traces writes one"
-        ) from None
+        raise TraceError(f"cannot read the trace {path}: {error}; python -m benchmarks.traces writes one") from None
     if path.suffix.lower() == ".json":
         rows, first_line = _json_rows(path, text), 0
     else:
@@ -58,9 +56,7 @@ def _json_rows(path: Path, text: str) -> list[list[object]]:
         raise TraceError(f"the trace {path} is not JSON: {error}") from None
     rows = document.get("slowdown") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) and row for row in rows):
-        raise TraceError(
-            f'the trace {path} lacks {{"slowdown": [[...], ...]}}: one list of factors per global step'
-        )
+        raise TraceError(f'the trace {path} lacks {{"slowdown": [[...], ...]}}: one list of factors per global step')
     return rows
 
 
@@ -139,9 +135,7 @@ def synthetic_trace(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a synthetic trace."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.traces", description="Write a synthetic trace."
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.traces", description="Write a synthetic trace.")
     parser.add_argument("out", type=Path, help="file to write, .csv or .json")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=400)

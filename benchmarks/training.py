@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from benchmarks.device import BurnDevice, Device, SleepDevice
 from benchmarks.quota import CpuQuota
 from benchmarks.scenarios import Scenario
-from benchmarks.spec import PLAIN_VARIANTS, RunRecord, RunSpec
+from benchmarks.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
 from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, make_network
 
 __all__ = ["Job", "Setting", "Snapshots", "train"]
@@ -105,13 +105,9 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
     plain = variant in PLAIN_VARIANTS
-    job = (
-        _plain_job(setting, model, optimizer, seed)
-        if plain
-        else _star_job(setting, model, optimizer, seed, variant)
-    )
+    job = _plain_job(setting, model, optimizer, seed) if plain else _star_job(setting, model, optimizer, seed, variant)
     snapshots = Snapshots(model, spec.eval_every_steps, setting.rank == 0)
-    scenario = setting.slow.without_stragglers() if variant == "straggler_free" else setting.slow
+    scenario = setting.slow.without_stragglers() if variant in FREE_VARIANTS else setting.slow
     record = RunRecord(variant=variant, seed=seed)
     with _limits(setting, scenario):
         hvd.barrier()
@@ -119,6 +115,11 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
         _loop(setting, model, job, scenario, snapshots, record, start_s)
         record.train_s = time.perf_counter() - start_s
     _collect(setting, record, job, plain)
+    if not plain:
+        from star_hvd import runtime
+
+        # A process normally has one optimizer; here each starts with nothing known and nothing running.
+        runtime.shutdown()
     snapshots.take(record.global_steps, record.train_s)
     return record, snapshots
 
@@ -139,21 +140,15 @@ def _plain_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimi
     return Job(optimizer=wrapped, batches=batches, global_step=lambda own_batches: own_batches)
 
 
-def _star_job(
-    setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, variant: str
-) -> Job:
+def _star_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, variant: str) -> Job:
     hvd, spec = setting.hvd, setting.spec
-    drops = variant == "drop"
-    wrapped = hvd.DistributedOptimizer(
-        optimizer,
-        named_parameters=model.named_parameters(),
-        mode=f"partial({spec.quorum})" if drops else spec.mode,
-        config=hvd.Config(max_staleness=0) if drops else hvd.Config(),
-    )
+    mode, config = spec.mode, hvd.Config()
+    if variant == "drop":
+        mode = hvd.Plan.partial(spec.ranks, spec.quorum, max_staleness=0, reason="backup workers")
+        config = hvd.Config(max_staleness=0)
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), mode=mode, config=config)
     loader = hvd.shard(setting.train, batch_size=spec.batch_samples, seed=seed)
-    return Job(
-        optimizer=wrapped, batches=lambda _: loader, global_step=lambda _: int(wrapped.stats()["steps"])
-    )
+    return Job(optimizer=wrapped, batches=lambda _: loader, global_step=lambda _: int(wrapped.stats()["steps"]))
 
 
 def _limits(setting: Setting, scenario: Scenario) -> contextlib.AbstractContextManager[object]:

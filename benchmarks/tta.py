@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.measures import accuracies, summarize
 from benchmarks.quota import QuotaError, find_cpu_group
-from benchmarks.report import progress_view, sentence, table
+from benchmarks.report import bound_sentence, progress_view, sentence, table
 from benchmarks.scenarios import SCENARIOS, Scenario, ScenarioError, make_scenario
 from benchmarks.spec import ALL_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec, write_json
 from benchmarks.tasks import DATASETS, TaskError, defaults_for, load_task
@@ -30,9 +30,7 @@ from benchmarks.traces import TraceError, read_trace
 __all__ = ["build_spec", "main", "make_parser", "measure", "versions"]
 
 DEVICE_MS = 30.0
-QUOTA_DEVICE_MS = (
-    10.0  # CPU time, all ranks on the cores of one machine: less of it, or nothing else has room
-)
+QUOTA_DEVICE_MS = 10.0  # CPU time, all ranks on the cores of one machine: less of it, or nothing else has room
 OVERHEAD_ALLOWANCE_S = 0.15  # per step, for a loaded machine; only the deadline depends on it
 SETUP_ALLOWANCE_S = 180.0
 EXIT_FAILED, EXIT_USAGE, EXIT_SKIPPED = 1, 2, 77  # 77: what test harnesses take for "skipped"
@@ -45,26 +43,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--json", type=Path, help="write all figures and curves to this file")
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
-    parser.add_argument(
-        "--seeds", type=int, default=3, help="how many; every variant is trained once per seed"
-    )
+    parser.add_argument("--seeds", type=int, default=3, help="how many; every variant is trained once per seed")
     parser.add_argument("--epochs", type=int, help="default: as fits the data set")
-    parser.add_argument(
-        "--target", type=float, help="accuracy to reach, 0 to 1; default: as fits the data set"
-    )
+    parser.add_argument("--target", type=float, help="accuracy to reach, 0 to 1; default: as fits the data set")
     parser.add_argument("--device-ms", type=float, help="emulated device time per step at normal speed")
     parser.add_argument("--train-samples", type=int, help="training samples used")
     parser.add_argument("--slowdown", type=float, help="factor instead of the scenario's own")
     parser.add_argument("--trace", type=Path, help="slowdowns for scenario trace, .csv or .json")
     parser.add_argument("--mode", default="auto", help="mode of star_hvd: auto, sync, partial, partial(m)")
     parser.add_argument("--variants", default=",".join(ALL_VARIANTS), help="comma-separated subset")
-    parser.add_argument(
-        "--quota-period-ms", type=float, default=100.0, help="scenario quota: accounting period"
-    )
+    parser.add_argument("--quota-period-ms", type=float, default=100.0, help="scenario quota: accounting period")
     parser.add_argument("--deadline-s", type=float, help="end the job after this; default: from the sizes")
-    parser.add_argument(
-        "--stall-s", type=float, default=180.0, help="end the job after this long without output"
-    )
+    parser.add_argument("--stall-s", type=float, default=180.0, help="end the job after this long without output")
     parser.add_argument("--keep", action="store_true", help="keep the run's folder: log, records, snapshots")
     return parser
 
@@ -84,9 +74,7 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
     variants = tuple(name.strip() for name in args.variants.split(","))
     unknown = sorted(set(variants) - set(ALL_VARIANTS))
     if unknown or len(set(variants)) != len(variants):
-        raise ValueError(
-            f"--variants is {args.variants!r}; expected some of {','.join(ALL_VARIANTS)}, each once"
-        )
+        raise ValueError(f"--variants is {args.variants!r}; expected some of {','.join(ALL_VARIANTS)}, each once")
     if not set(variants) <= set(PLAIN_VARIANTS) and importlib.util.find_spec("star_hvd.optimizer") is None:
         raise ValueError("star_hvd cannot be imported; install it, or use --variants straggler_free,plain")
     quota = args.scenario == "quota"
@@ -160,9 +148,7 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
 def _deadline_s(spec: RunSpec) -> float:
     """Three times what the whole job should need if every step were as slow as the slowest."""
     steps = spec.epochs * -(-spec.train_samples // (spec.batch_samples * spec.ranks))
-    slowest_s = (
-        spec.device_s * max(map(max, spec.rows)) * (4 if spec.quota_cores else 1) + OVERHEAD_ALLOWANCE_S
-    )
+    slowest_s = spec.device_s * max(map(max, spec.rows)) * (4 if spec.quota_cores else 1) + OVERHEAD_ALLOWANCE_S
     return SETUP_ALLOWANCE_S + 3.0 * steps * slowest_s * len(spec.variants) * len(spec.seeds)
 
 
@@ -200,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         write_json(args.json, summary)
     console.print(table(summary))
-    console.print(sentence(summary), highlight=False)
+    for text in filter(None, (sentence(summary), bound_sentence(summary))):
+        console.print(text, highlight=False)
     return 0
 
 
