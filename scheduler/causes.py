@@ -160,6 +160,10 @@ class Readings:
             return False
         return time_s > self._threshold * max(self.reference_s, self._floor_s(step))
 
+    def any_slow(self, after: int) -> bool:
+        """Whether any report of a step later than `after` is slow."""
+        return any(self.is_slow(step, time_s) for reports in self.reports for step, time_s in reports if step > after)
+
     def slow_run(self, rank: int) -> list[tuple[int, float]]:
         """The unbroken run of slow reports that ends with the rank's latest one, oldest first."""
         run: list[tuple[int, float]] = []
@@ -244,9 +248,7 @@ def _describe(window: Window, readings: Readings, rank: int, run: Sequence[tuple
         f"last {len(run)} reports slow, {slow * 1e3:.1f} ms against {reference * 1e3:.1f} ms; of the excess "
         f"{_percent(explained['input'])} is waiting for data, {_percent(explained['starved'])} for a CPU"
     )
-    return Straggler(
-        rank=stats.rank, slowdown=slow / reference, since_step=run[0][0], cause=cause, evidence=evidence
-    )
+    return Straggler(rank=stats.rank, slowdown=slow / reference, since_step=run[0][0], cause=cause, evidence=evidence)
 
 
 def _per_report_s(share: float, reports: Sequence[tuple[int, float]]) -> float:

@@ -101,9 +101,7 @@ class NoiseScale:
         return average / (1.0 - self._decay**self.updates)
 
 
-def equivalent_batches(
-    samples: Sequence[float], weights: Sequence[float] | None = None
-) -> tuple[float, float]:
+def equivalent_batches(samples: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float]:
     """The small and the big batch of a weighted mean of gradients, for `NoiseScale.update`.
 
     Let g_i be means over b_i samples with weights w_i, W = sum w_i, and g = sum w_i g_i / W. By independence

@@ -140,9 +140,7 @@ class RulePolicy:
         """
         for what, size in (("window", window.world_size), ("plan", active.world_size)):
             if size != self.world_size:
-                raise ValueError(
-                    f"the {what} is for {size} ranks; expected {self.world_size}, as in this job"
-                )
+                raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
         readings = Readings(window, threshold=self.threshold)
         if self.world_size < 2 or math.isnan(readings.reference_s):
             return None
@@ -154,6 +152,8 @@ class RulePolicy:
         """From `sync`: relax when steps keep being slow and the ranks that make them so can be left out."""
         last = [reports[-1][0] for reports in readings.reports if reports]
         # Up to the step that all have reported: later ones look fast until their slowest rank reports.
+        if not readings.any_slow(min(last) - self.quiet):
+            return None  # the usual case, and the cheap one
         seen = self._timeline(readings, min(last), projected=False, rows=self.quiet)
         slow = np.asarray(seen.slow.any(axis=1))
         run = _ending_run(slow)
@@ -173,15 +173,13 @@ class RulePolicy:
 
     def _adjust(self, readings: Readings, active: Plan) -> Plan | None:
         """From `partial`: wait for fewer ranks when too many are slow at once, for more when that is free."""
-        last = sorted((reports[-1][0] for reports in readings.reports if reports), reverse=True)
-        now = last[min(active.quorum, len(last)) - 1]  # the latest step that a quorum has reported
+        # Closed steps and the open one. A rank yet to report on the latter is judged by its previous batch.
+        now = max(reports[-1][0] for reports in readings.reports if reports)
         past = self._timeline(readings, now, projected=True, rows=self.window_steps)
         line = past.tail(self.quiet)
         # Jitter is no reason to stay relaxed: whatever is not slow counts as usual.
         times = np.where(line.slow, line.times_s, readings.reference_s)
-        costs = [
-            _order_mean_s(times, quorum, readings.reference_s) for quorum in range(1, self.world_size + 1)
-        ]
+        costs = [_order_mean_s(times, quorum, readings.reference_s) for quorum in range(1, self.world_size + 1)]
         present = costs[active.quorum - 1]
         fewer = self.world_size - self._simultaneous(line.slow)
         if fewer < active.quorum and _worth(present, costs[fewer - 1], self.relax_gain):

@@ -55,9 +55,7 @@ class Epoch:
             elif now < dies_s[rank]:
                 self._ask(now, rank, batch_s[rank], events, poll_s)
 
-    def _ask(
-        self, now: float, rank: int, batch_s: float, events: list[tuple[float, int, int]], poll_s: float
-    ) -> None:
+    def _ask(self, now: float, rank: int, batch_s: float, events: list[tuple[float, int, int]], poll_s: float) -> None:
         got = self.queue.take(rank, now)
         if got is None:
             if self.queue.remaining:
