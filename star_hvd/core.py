@@ -16,8 +16,9 @@ from star_hvd.execute.collective import HorovodCollective
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.hyper import HyperRow
 from star_hvd.execute.replay import Applier, replayable
-from star_hvd.execute.rounds import Result, RoundEngine
+from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.sparse import SparseGradients
+from star_hvd.execute.state import Result
 
 __all__ = ["BucketCore", "too_many_passes"]
 

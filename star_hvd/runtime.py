@@ -24,7 +24,8 @@ from star_hvd.control.agent import Agent
 from star_hvd.control.coordinator import Coordinator
 from star_hvd.errors import DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
-from star_hvd.execute.rounds import RoundEngine, Snapshot
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.state import Snapshot
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
@@ -338,7 +339,7 @@ class Runtime:
 
     def _snapshot(self, engine: int) -> Snapshot | None:
         driver = self.drivers.get(engine)
-        return driver.engine.snapshot() if driver is not None else None
+        return driver.engine.replica.snapshot() if driver is not None else None
 
     def _fetch(self, engine: int) -> Snapshot:
         limit_s = time.monotonic() + self.config.control_deadline_s

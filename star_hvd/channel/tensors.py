@@ -21,7 +21,7 @@ import zmq
 
 from star_hvd.channel.keys import Keyring
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.execute.rounds import Snapshot
+from star_hvd.execute.state import Snapshot
 
 __all__ = ["TensorServer", "fetch", "pack_snapshot", "unpack_snapshot"]
 

@@ -19,7 +19,8 @@ from star_hvd.control import messages
 from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.execute.collective import wait_all
 from star_hvd.execute.header import Header
-from star_hvd.execute.rounds import Result, RoundEngine, Snapshot
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.state import Result, Snapshot
 from star_hvd.telemetry.timer import ComputeTimes, StepTimer
 
 __all__ = ["EngineDriver"]
@@ -153,7 +154,9 @@ class EngineDriver:
                     f"step {engine.version}; see the log of rank 0 for the rank that is missing"
                 )
             if engine.needs_fetch:
-                engine.adopt(self._fetch(self.number))
+                snapshot = self._fetch(self.number)
+                if snapshot.version >= engine.version:  # Else its source was still inside the step; ask again.
+                    engine.adopt(snapshot)
             else:
                 self._wait_until(lambda: not engine.helper_owns(), 1.0)
 
@@ -189,9 +192,9 @@ class EngineDriver:
 
     def pin(self, reason: str) -> None:
         """Run exactly as Horovod from now on, because of `reason`."""
-        if self.engine.pinned is None:
+        if self.engine.agreement.pinned is None:
             self.engine.pin(reason)
-            prepared = self.engine.prepared
+            prepared = self.engine.agreement.prepared
             self._send(messages.Refuse(self.number, prepared.epoch if prepared else self.engine.plan.epoch, reason))
 
     # ---- helper thread --------------------------------------------------------------------------------------

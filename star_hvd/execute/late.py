@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from scheduler.records import Plan
 from star_hvd.buckets import Bucket
-
-if TYPE_CHECKING:
-    from star_hvd.execute.rounds import Counters
+from star_hvd.execute.state import Counters
 
 __all__ = ["LateGradients", "damping_factor"]
 

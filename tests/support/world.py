@@ -207,7 +207,7 @@ class World:
             yield
             if engine.needs_fetch:
                 others = [e for e in self.engines if e is not engine]
-                snapshot = self.random.choice(others).snapshot()
+                snapshot = self.random.choice(others).replica.snapshot()
                 if snapshot is not None and engine.version <= snapshot.version <= engine.next_round:
                     engine.adopt(snapshot)
 

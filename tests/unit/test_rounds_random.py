@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scheduler.records import Plan
 from tests.support.world import World
 
-SEEDS_PER_CASE = 400
+SEEDS_PER_CASE = 250
 
 
 def check(world: World) -> None:

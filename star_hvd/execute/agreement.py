@@ -1,0 +1,112 @@
+"""What the ranks agree on in band: the plan in force, the leader, its hyperparameters, equal replicas.
+
+Every rank reads the same header in the same step, so each decision here falls on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from scheduler.records import Plan
+from star_hvd.execute.header import Contribution, Header, HeaderCodec
+from star_hvd.execute.replay import Applier
+from star_hvd.execute.state import Listener, Round
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """Not thread-safe: the engine calls it under its lock.
+
+    Args:
+        rank: This rank.
+        plan: The first plan.
+        applier: Where hyperparameters and checksums are read.
+        listener: Is told of steps, switches and mismatches.
+    """
+
+    def __init__(self, rank: int, plan: Plan, applier: Applier, listener: Listener) -> None:
+        self.rank = rank
+        self.plan = plan
+        self.prepared: Plan | None = None
+        self.pinned: str | None = None
+        self.codec = HeaderCodec(plan.world_size, applier.hyper.size)
+        self._applier = applier
+        self._listener = listener
+        self._leader = 0
+        self._row: tuple[float, ...] | None = None
+        self._mixed = False
+        self._checksum_round: int | None = None
+
+    def prepare(self, plan: Plan) -> str | None:
+        """Get ready for a plan and raise its flag in the next headers. A reason why not, or None."""
+        if plan.world_size != self.plan.world_size:
+            return f"the plan is for {plan.world_size} ranks, this job has {self.plan.world_size}"
+        if plan.epoch <= self.plan.epoch:
+            return f"the plan's epoch {plan.epoch} is not newer than {self.plan.epoch}"
+        if plan.relaxed and self.pinned:
+            return self.pinned
+        self.prepared = plan
+        return None
+
+    def abandon(self, epoch: int) -> None:
+        """Lower the flag of a plan that some rank could not prepare."""
+        if self.prepared is not None and self.prepared.epoch == epoch:
+            self.prepared = None
+
+    def pin(self, reason: str) -> None:
+        """Refuse relaxed plans from now on."""
+        self.pinned = reason
+        if self.prepared is not None and self.prepared.relaxed:
+            self.prepared = None
+
+    def layout_changed(self) -> None:
+        """The hyperparameters have a new layout, on all ranks in the same step."""
+        self.codec = HeaderCodec(self.plan.world_size, self._applier.hyper.size)
+        self._row = None
+
+    def contribution(self, round_: Round, own_steps: int, *, fresh: bool) -> Contribution:
+        """This rank's part of the header: flag, leadership, folds and, of a fresh rank, the checksum when due."""
+        item = Contribution(fresh=fresh, own_steps=own_steps)
+        # Two own steps first: what forbids relaxed modes (a GradScaler, sparse gradients) shows itself in the first.
+        if self.prepared is not None and (own_steps > 1 or not self.prepared.relaxed):
+            item.flag_epoch_delta = self.prepared.epoch - self.plan.epoch
+            round_.flagged = self.prepared
+        if self._leader == self.rank:
+            # A leader that is late after all repeats what was agreed last; its own values may have moved on.
+            own = self._applier.hyper.read(self._applier.optimizer.param_groups)
+            item.hyper = own if fresh or self._row is None else self._row
+        item.folds = round_.folded / max(1, len(round_.flats))
+        if fresh and self._checksum_round == round_.number:
+            item.checksum = self._applier.checksum()
+        return item
+
+    def read(self, round_: Round, header: Header, mean_sqr: float) -> tuple[float, ...] | None:
+        """Act on a reduced header, in the order of the steps.
+
+        Returns:
+            The hyperparameters to apply the step with: the leader's as soon as ranks have ever contributed
+            differently, else None, each rank's own as in Horovod.
+        """
+        if header.hyper is not None:
+            self._row = header.hyper
+        self._leader = header.leader
+        self._mixed = self._mixed or self.plan.relaxed or not header.complete
+        row = self._row if self._mixed else None
+        if header.checksum_ok is False:
+            self._listener.on_mismatch(round_.number)
+        self._listener.on_round(round_.number, header, self.plan, mean_sqr)
+        self._maybe_switch(round_, header)
+        return row
+
+    def _maybe_switch(self, round_: Round, header: Header) -> None:
+        delta = header.agreed_epoch_delta(self.plan.world_size)
+        if delta is None:
+            return
+        # Everybody raised the flag for this plan in this very step, so everybody takes it up now, even if it has
+        # been abandoned or followed by a newer one while the step was in flight.
+        flagged = round_.flagged
+        assert flagged is not None and flagged.epoch - self.plan.epoch == delta
+        self.plan = flagged
+        if self.prepared is not None and self.prepared.epoch <= flagged.epoch:
+            self.prepared = None
+        self._checksum_round = round_.number + 1
+        self._listener.on_switch(round_.number + 1, self.plan)

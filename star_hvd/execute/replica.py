@@ -1,0 +1,155 @@
+"""This rank's parameters and the steps that ended without it: queue, shadow, fetch.
+
+Only the training thread changes the live parameters, and only while it is inside `step()`. A step that the helper
+completed goes into a queue. While the training thread computes, the helper replays the queue onto a shadow; inside
+`step()` the training thread takes the shadow over and applies the rest of the queue itself. `apply_lock` keeps the
+two from doing it at once; the engine's lock guards the fields and is never held while parameters are worked on.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+
+import torch
+
+from star_hvd.errors import StarError
+from star_hvd.execute.replay import Applier, Shadow
+from star_hvd.execute.state import Counters, Result, Snapshot
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """See the module's text.
+
+    Args:
+        applier: Steps the live parameters.
+        lock: The engine's.
+        counters: Where replays and fetches are counted.
+    """
+
+    def __init__(self, applier: Applier, lock: threading.Condition, counters: Counters) -> None:
+        self.applier = applier
+        self.lock = lock
+        self.apply_lock = threading.RLock()
+        self.version = 0
+        self.computing = True
+        self.needs_fetch = False
+        self.queue: collections.deque[Result] = collections.deque()
+        self._counters = counters
+        self._shadow: Shadow | None = None
+
+    # ---- under the engine's lock ------------------------------------------------------------------------------
+
+    def push(self, result: Result) -> None:
+        """A step has ended without this rank's training thread."""
+        if self.needs_fetch:
+            return
+        # A bucket's own buffer becomes the training thread's again; the queue keeps a copy of what is in it.
+        means = [m.clone() if m is b.flat else m for m, b in zip(result.means, self.applier.buckets, strict=True)]
+        self.queue.append(Result(result.round, means, result.row))
+
+    def cannot_replay(self) -> None:
+        """A step has ended that only its members can carry out: the parameters have to be fetched."""
+        self.needs_fetch = True
+        self.queue.clear()
+        self._shadow = None
+
+    def may_replay(self) -> bool:
+        """Whether the helper has a step to replay."""
+        return bool(self.queue) and self.computing
+
+    # ---- training thread --------------------------------------------------------------------------------------
+
+    def bring_up(self) -> None:
+        """Take the shadow over and apply the queue."""
+        with self.apply_lock:
+            self._take_shadow_over()
+            while self._apply_next():
+                pass
+
+    def _take_shadow_over(self) -> None:
+        with self.lock:
+            shadow, self._shadow = self._shadow, None
+            if self.needs_fetch or shadow is None:
+                return
+        shadow.take_over()
+        with self.lock:
+            self.version = shadow.version
+
+    def _apply_next(self) -> bool:
+        with self.lock:
+            if not self.queue or self.needs_fetch:
+                return False
+            result = self.queue.popleft()
+            assert result.round == self.version, "a step is missing before it is applied"
+        self.applier.step_with(result.means, result.row)
+        with self.lock:
+            self.version += 1
+            self._counters.replayed += 1
+            self.lock.notify_all()
+        return True
+
+    def adopt(self, snapshot: Snapshot, ended: int) -> None:
+        """Take parameters and optimizer state fetched from another rank.
+
+        Args:
+            snapshot: What was fetched.
+            ended: Steps that have ended on this rank.
+
+        Raises:
+            StarError: The snapshot is older than what is here.
+        """
+        with self.apply_lock, self.lock:
+            if snapshot.version < self.version:
+                raise StarError(f"fetched parameters are of step {snapshot.version}; expected {self.version} or later")
+            params = [param for bucket in self.applier.buckets for param in bucket.params]
+            with torch.no_grad():
+                for param, value in zip(params, snapshot.params, strict=True):
+                    param.copy_(value)
+            for param, state in zip(params, snapshot.state, strict=True):
+                if state:
+                    self.applier.optimizer.state[param] = dict(state)
+            self.version = snapshot.version
+            self._counters.fetched += 1
+            # Steps that ended here after the snapshot was taken are still missing; the next step fetches again.
+            self.needs_fetch = snapshot.version < ended
+
+    # ---- helper and server threads ------------------------------------------------------------------------------
+
+    def replay_one(self) -> bool:
+        """Replay the oldest step of the queue onto the shadow. Whether there was one."""
+        with self.apply_lock:
+            with self.lock:
+                if not self.may_replay():
+                    return False
+                result, version = self.queue[0], self.version
+                shadow = self._shadow
+            if shadow is None:
+                shadow = Shadow(self.applier, version)
+            assert shadow.version == result.round, "a step is missing before a replay"
+            shadow.apply(result.means, result.row)
+            with self.lock:
+                # A step that cannot be replayed may have ended meanwhile, and made all this void.
+                if self.queue and self.queue[0] is result:
+                    self.queue.popleft()
+                    self._shadow = shadow
+                    self._counters.replayed += 1
+                self.lock.notify_all()
+            return True
+
+    def snapshot(self) -> Snapshot | None:
+        """A copy of the live parameters and optimizer state, None while this rank is itself behind."""
+        with self.apply_lock:
+            with self.lock:
+                if self.needs_fetch or self._shadow is not None or self.queue:
+                    return None
+                version = self.version
+            optimizer = self.applier.optimizer
+            params = [param for bucket in self.applier.buckets for param in bucket.params]
+            state: list[dict[str, object]] = [
+                {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
+                for p in params
+            ]
+            return Snapshot(version, [p.detach().clone() for p in params], state)
