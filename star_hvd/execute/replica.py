@@ -43,15 +43,20 @@ class Replica:
     # ---- under the engine's lock ------------------------------------------------------------------------------
 
     def push(self, result: Result) -> None:
-        """A step has ended without this rank's training thread."""
-        if self.needs_fetch:
+        """A step has ended without this rank's training thread.
+
+        Fetched parameters may contain it already: their source saw its end before this rank did.
+        """
+        if self.needs_fetch or result.round < self.version:
             return
         # A bucket's own buffer becomes the training thread's again; the queue keeps a copy of what is in it.
         means = [m.clone() if m is b.flat else m for m, b in zip(result.means, self.applier.buckets, strict=True)]
         self.queue.append(Result(result.round, means, result.row))
 
-    def cannot_replay(self) -> None:
+    def cannot_replay(self, round_: int) -> None:
         """A step has ended that only its members can carry out: the parameters have to be fetched."""
+        if round_ < self.version:
+            return
         self.needs_fetch = True
         self.queue.clear()
         self._shadow = None

@@ -403,7 +403,7 @@ class RoundEngine:
         if header.local_count == self.world_size:
             mean_sqr = sum(float(torch.linalg.vector_norm(m[:-1], dtype=torch.float32)) ** 2 for m in means)
         if header.manual and round_.owner == "helper":
-            self.replica.cannot_replay()
+            self.replica.cannot_replay(round_.number)
         return Result(round_.number, means, self.agreement.read(round_, header, mean_sqr))
 
     def _mean(self, bucket: Bucket, round_: Round) -> torch.Tensor:
