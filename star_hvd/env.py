@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["host", "interface", "log_dir", "mode"]
+__all__ = ["host", "interface", "mode"]
 
 
 def mode() -> str | None:
@@ -24,8 +24,3 @@ def interface() -> str | None:
     """`STAR_INTERFACE`: network interface of the channel. Default: `HOROVOD_GLOO_IFACE`, set by the launcher."""
     value = os.environ.get("STAR_INTERFACE") or os.environ.get("HOROVOD_GLOO_IFACE")
     return value.split(",")[0] if value else None
-
-
-def log_dir() -> str | None:
-    """`STAR_LOG_DIR`: folder for one JSONL file per rank with every step. Default: unset, nothing is written."""
-    return os.environ.get("STAR_LOG_DIR") or None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from scheduler.causes import Straggler, find_stragglers
 from scheduler.closing import Close, ClosingRule
-from scheduler.noise import NoiseScale, batches_from_sums
+from scheduler.noise import NoiseScale
 from scheduler.policy import RulePolicy
 from scheduler.records import Plan, RankStats, StepReport, Window
 from star_hvd.config import Config
@@ -102,10 +102,10 @@ class EngineBoard:
         self.steps = max(self.steps, message.round + 1)
         if not math.isnan(message.loss):
             self.loss = message.loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * message.loss
-        whole = message.local_count == self.world_size and message.folds == 0
-        if whole and message.weight_sqr <= message.weight**2:
-            small, big = batches_from_sums(message.weight, message.weight_sqr, message.weight / self.world_size)
-            self.noise.update(message.local_sqr / message.local_count, message.mean_sqr, small, big)
+        if message.local_count == self.world_size and message.folds == 0 and message.weight > 0:
+            # Weights are batch sizes over a reference, so both batches and the noise scale are in that unit.
+            mean_weight = message.weight / self.world_size
+            self.noise.update(message.local_sqr / message.weight, message.mean_sqr, mean_weight, message.weight)
 
     def refuse(self, rank: int, message: Refuse, now_s: float) -> None:
         """A rank cannot carry out a plan: give it up, and return to `sync` when it is in force already."""

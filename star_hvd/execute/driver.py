@@ -18,6 +18,7 @@ from star_hvd.config import Config
 from star_hvd.control import messages
 from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.execute.collective import wait_all
+from star_hvd.execute.device import helper_stream
 from star_hvd.execute.header import Header
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Result, Snapshot
@@ -200,6 +201,10 @@ class EngineDriver:
     # ---- helper thread --------------------------------------------------------------------------------------
 
     def _help(self) -> None:
+        with helper_stream(self.engine.applier.buckets):
+            self._help_until_stopped()
+
+    def _help_until_stopped(self) -> None:
         engine = self.engine
         in_flight_since_s: float | None = None
         while not self._stop.is_set():

@@ -49,7 +49,7 @@ class Contribution:
         manual: Whether helpers cannot replay this step (the user works between `synchronize` and `step`).
         loss: Loss of the batch or NaN.
         weight: Weight of the fresh gradient.
-        local_sqr: Squared norm of the local gradient, None when not sampled.
+        local_sqr: Weight times squared norm of the local gradient, None when not sampled.
         folds: Part of the buckets into which a late gradient was folded.
         hyper: The leader's hyperparameters, None for everybody else.
         checksum: 24 bits over the parameters, None when not due.

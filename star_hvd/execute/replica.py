@@ -14,6 +14,7 @@ import threading
 import torch
 
 from star_hvd.errors import StarError
+from star_hvd.execute.device import fence
 from star_hvd.execute.replay import Applier, Shadow
 from star_hvd.execute.state import Counters, Result, Snapshot
 
@@ -80,6 +81,7 @@ class Replica:
             if self.needs_fetch or shadow is None:
                 return
         shadow.take_over()
+        fence(self.applier.buckets)
         with self.lock:
             self.version = shadow.version
 
@@ -90,6 +92,7 @@ class Replica:
             result = self.queue.popleft()
             assert result.round == self.version, "a step is missing before it is applied"
         self.applier.step_with(result.means, result.row)
+        fence(self.applier.buckets)
         with self.lock:
             self.version += 1
             self._counters.replayed += 1
@@ -135,6 +138,7 @@ class Replica:
                 shadow = Shadow(self.applier, version)
             assert shadow.version == result.round, "a step is missing before a replay"
             shadow.apply(result.means, result.row)
+            fence(self.applier.buckets)
             with self.lock:
                 # A step that cannot be replayed may have ended meanwhile, and made all this void.
                 if self.queue and self.queue[0] is result:
@@ -157,4 +161,6 @@ class Replica:
                 {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
                 for p in params
             ]
-            return Snapshot(version, [p.detach().clone() for p in params], state)
+            values = [param.detach().clone() for param in params]
+            fence(self.applier.buckets)
+            return Snapshot(version, values, state)

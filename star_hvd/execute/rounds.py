@@ -28,6 +28,7 @@ from star_hvd.buckets import Bucket
 from star_hvd.errors import StarError
 from star_hvd.execute.agreement import Agreement
 from star_hvd.execute.collective import Collective
+from star_hvd.execute.device import fence
 from star_hvd.execute.hyper import HyperRow
 from star_hvd.execute.late import LateGradients
 from star_hvd.execute.replay import Applier
@@ -128,6 +129,7 @@ class RoundEngine:
             self.counters.produced_weight += self.weight / len(self.applier.buckets)
             if self._lost(index):
                 self._late.keep(bucket, self.weight, self.version)
+                fence([bucket])  # The helper folds it.
             else:
                 self._submit_fresh(bucket)
 
@@ -199,6 +201,8 @@ class RoundEngine:
         """
         with self.replica.apply_lock:
             value = (step or self.applier.step)(result.row)
+            if self.plan.relaxed:
+                fence(self.applier.buckets)  # From here on the helper may copy the parameters.
             with self.lock:
                 self.replica.version += 1
                 self.lock.notify_all()
@@ -383,7 +387,7 @@ class RoundEngine:
         item = self.agreement.contribution(round_, self.own_steps, fresh=fresh)
         if fresh:
             item.manual, item.weight, item.loss = manual, self.weight, self.loss
-            item.local_sqr = self._local_sqr if self._samples_norm(round_.number) else None
+            item.local_sqr = self.weight * self._local_sqr if self._samples_norm(round_.number) else None
             self.loss = math.nan
         codec = self.agreement.codec
         round_.owner, round_.header = owner, torch.zeros(codec.size, dtype=torch.float32)
