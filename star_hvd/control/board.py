@@ -167,6 +167,8 @@ class Board:
                 if loader == message.loader:
                     self._epochs[key].queue.forecast(other, pace_s)
         epoch = self._epochs[key]
+        for engine in self.engines.values():
+            engine.has_queue = engine.has_queue or message.samples > 0
         own_s = self._own_pace_s(rank)
         if own_s is not None:
             self._pace_s[(message.loader, rank)] = own_s

@@ -53,6 +53,8 @@ class EngineBoard:
         self.loss = math.nan
         self.steps = 0
         self.closed = 0
+        self.has_queue = False
+        self._warned_of_uneven_loops = False
         self._config = config
         self._send = send
         self._registered: dict[int, Plan | None] = {}
@@ -206,6 +208,13 @@ class EngineBoard:
 
     def _close(self, order: Close) -> None:
         self.closed += 1
+        if order.excused and not self.has_queue and not self._warned_of_uneven_loops:
+            self._warned_of_uneven_loops = True
+            logger.warning(
+                "ranks %s are outside their training loop while others still train; without star_hvd.shard every rank "
+                "makes as many steps as the slow ones, and the fast ranks end up waiting: feed them by star_hvd.shard",
+                list(order.excused),
+            )
         self._send(CloseRound(self.engine, order.round, order.typical_compute_s))
         if order.reason == "deadline":
             logger.warning(

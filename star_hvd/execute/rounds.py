@@ -297,7 +297,9 @@ class RoundEngine:
             self.lock.notify_all()
 
     def set_away(self, away: bool) -> None:
-        """Whether the training thread is outside its training loop and delivers no gradient for now."""
+        """Whether the training thread, which calls this, leaves its training loop and delivers no gradient for now."""
+        if away:
+            fence(self.applier.buckets)  # From here on the helper may copy the parameters.
         with self.lock:
             self.away = away
             self.lock.notify_all()
