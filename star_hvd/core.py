@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
 from star_hvd import runtime
 from star_hvd.buckets import Bucket, pack
+from star_hvd.config import Config
+from star_hvd.errors import StarError
 from star_hvd.execute.collective import HorovodCollective
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.hyper import HyperRow
@@ -25,6 +29,8 @@ __all__ = ["BucketCore", "too_many_passes"]
 logger = logging.getLogger("star_hvd")
 
 Closure = Callable[[], Any]
+
+_DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
 
 
 def too_many_passes() -> AssertionError:
@@ -46,7 +52,10 @@ class BucketCore:
         fp16: Whether gradients travel as float16.
         sparse_as_dense: Whether sparse gradients are made dense for the reduction.
         plan: What the user asked for, None for `auto`.
-        run: The running runtime.
+        run: The running runtime. None in an elastic job, where a new worker must not call collectives before
+            `hvd.elastic.run`; the optimizer is attached there.
+        config: Settings for the time until then.
+        names: Name of every parameter.
         max_grad_norm: Norm to which the averaged gradient is clipped.
     """
 
@@ -60,7 +69,9 @@ class BucketCore:
         fp16: bool,
         sparse_as_dense: bool,
         plan: Plan | None,
-        run: runtime.Runtime,
+        run: runtime.Runtime | None,
+        config: Config,
+        names: dict[torch.nn.Parameter, str],
         max_grad_norm: float | None,
     ) -> None:
         self.optimizer = optimizer
@@ -80,9 +91,35 @@ class BucketCore:
         self._result: Result | None = None
         self._outcome = ""
         self._buckets: list[Bucket] = []
-        self._add(_trainable(optimizer.param_groups))
-        self.run = run
-        self.driver = self._attach(run)
+        self._names = names
+        self._config = config if run is None else run.config
+        self._attached: tuple[runtime.Runtime, EngineDriver] | None = None
+        params = _trainable(optimizer.param_groups)
+        self._add(params if run is None else same_on_all_ranks(params, names))
+        if run is not None:
+            self._attached = run, self._attach(run)
+
+    @property
+    def run(self) -> runtime.Runtime:
+        """The runtime this optimizer is attached to.
+
+        Raises:
+            StarError: None yet: an elastic job that trains outside `hvd.elastic.run`.
+        """
+        if self._attached is None:
+            raise StarError(_DETACHED)
+        return self._attached[0]
+
+    @property
+    def driver(self) -> EngineDriver:
+        """The driver of this optimizer's engine; raises as `run` does."""
+        if self._attached is None:
+            raise StarError(_DETACHED)
+        return self._attached[1]
+
+    def attached_to(self, run: runtime.Runtime | None) -> bool:
+        """Whether this optimizer works in `run`."""
+        return self._attached is not None and self._attached[0] is run
 
     def _attach(self, run: runtime.Runtime) -> EngineDriver:
         hyper = HyperRow(self.optimizer.param_groups)
@@ -113,7 +150,7 @@ class BucketCore:
     # ---- hooks ----------------------------------------------------------------------------------------------
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
-        buckets = pack(params, self._bucket_bytes(), fp16=self._fp16, first_index=len(self._buckets))
+        buckets = pack(params, self._config.bucket_bytes, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)
         for bucket in buckets:
             self._unready.append(len(bucket.params))
@@ -122,11 +159,6 @@ class BucketCore:
                 self._delay[param] = self.passes
                 self.requires_update.add(param)
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
-
-    def _bucket_bytes(self) -> int:
-        running = runtime.current()
-        assert running is not None
-        return running.config.bucket_bytes
 
     def remove_hooks(self) -> None:
         """Let go of the parameters, for example before they are wrapped again."""
@@ -241,9 +273,41 @@ class BucketCore:
 
     def restart(self, run: runtime.Runtime) -> None:
         """Go on in a new world (elastic): nothing of the old one is kept but parameters and optimizer state."""
-        self.run = run
         self.reset()
-        self.driver = self._attach(run)
+        same_on_all_ranks([param for bucket in self._buckets for param in bucket.params], self._names, ordered=True)
+        self._attached = run, self._attach(run)
+
+
+def same_on_all_ranks(
+    params: Sequence[torch.nn.Parameter], names: dict[torch.nn.Parameter, str], *, ordered: bool = False
+) -> list[torch.nn.Parameter]:
+    """The parameters in rank 0's order: buckets are matched by position, where Horovod matches by name.
+
+    Collective.
+
+    Args:
+        params: This rank's parameters.
+        names: Their names.
+        ordered: Whether the order has to be the same already.
+
+    Raises:
+        ValueError: Ranks have different parameters; raised on all ranks.
+    """
+    mine = [f"{names.get(p, '?')} {tuple(p.shape)} {p.dtype}" for p in params]
+    own = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (mine, sorted(mine))]
+    digests = allgather_object(own, name="star.parameters")
+    differing = [rank for rank, digest in enumerate(digests) if digest[1] != digests[0][1]]
+    out_of_order = any(digest[0] != digests[0][0] for digest in digests)
+    if differing or (ordered and out_of_order):
+        raise ValueError(
+            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, types or order); "
+            "build the same model and the same optimizer on all ranks"
+        )
+    if not out_of_order:
+        return list(params)
+    first = broadcast_object(mine, root_rank=0, name="star.parameter_order")
+    place = {line: i for i, line in enumerate(first)}
+    return [param for _, param in sorted(zip(mine, params, strict=True), key=lambda pair: place[pair[0]])]
 
 
 def raise_if_relaxed(engine: RoundEngine) -> None:

@@ -38,11 +38,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restart(state: Any) -> None:
-    """Attach the optimizers of `state` to the present world, if their runtime is of an earlier one."""
+    """Attach the optimizers of `state` to the present world, unless they are already."""
     for value in vars(state).values():
         wrapper = getattr(value, "_star", None) if isinstance(value, torch.optim.Optimizer) else None
-        if wrapper is None:
-            continue
-        core_run = getattr(wrapper.core, "run", None)
-        if core_run is not runtime.current() or core_run is None:
+        if wrapper is not None:
             wrapper.restart()

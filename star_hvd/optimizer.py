@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -212,7 +213,7 @@ class _Wrapper:
             "sparse_as_dense": given["sparse_as_dense"],
             "max_grad_norm": given["max_grad_norm"],
         }
-        if self.size == 1 or reason:
+        if (self.size == 1 and not _is_elastic()) or reason:
             if reason and (given["plan"] is None or given["plan"].relaxed):
                 logger.warning("%s: runs in lockstep exactly as in Horovod; modes do not apply", reason)
             return NativeCore(
@@ -232,7 +233,9 @@ class _Wrapper:
             scale_by_ranks=given["op"] == mpi_ops.Sum,
             fp16=given["compression"] is Compression.fp16,
             plan=given["plan"],
-            run=runtime.ensure(given["config"]),
+            run=None if _is_elastic() else runtime.ensure(given["config"]),
+            config=given["config"] or Config(),
+            names=given["names"],
             **common,
         )
 
@@ -252,12 +255,13 @@ class _Wrapper:
 
     def restart(self) -> None:
         """Go on after Horovod was initialized anew (elastic)."""
-        before, self.size = self.size, int(mpi_ops.size())
-        if isinstance(self.core, BucketCore) and self.size > 1:
-            self.core.restart(runtime.ensure(self.given["config"]))
-        elif before != self.size:
+        run = runtime.ensure(self.given["config"])
+        if isinstance(self.core, BucketCore) and not self.core.attached_to(run):
+            self.core.restart(run)
+        elif isinstance(self.core, NativeCore) and self.size != run.world_size:
             self.core.remove_hooks()
             self.core = self._core()
+        self.size = run.world_size
 
     def step(self, closure: Callable[[], Any] | None, grad_scaler: Any) -> Any:
         """See `_Methods.step`."""
@@ -290,6 +294,11 @@ class _Wrapper:
         """Stay in lockstep from now on."""
         if isinstance(self.core, BucketCore):
             self.core.driver.pin(reason)
+
+
+def _is_elastic() -> bool:
+    """Whether this job was started by elastic `horovodrun`; its world may change size."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def _found_infinity(scaler: Any, optimizer: Any) -> bool:

@@ -87,7 +87,7 @@ class Board:
             case Arrive():
                 self._engine(message.engine).arrive(rank, message, now_s)
             case Late():
-                self._engine(message.engine).late(rank, message)
+                self._engine(message.engine).late(rank, message, now_s)
             case Join():
                 self._engine(message.engine).rule.join(rank, message.version, now_s)
             case RoundNote():
@@ -189,8 +189,7 @@ class Board:
         return None
 
     def _maybe_end(self, key: tuple[int, int], epoch: _Epoch) -> None:
-        gone = self.finished | self.lost
-        if not epoch.announced and epoch.ended | gone == set(range(self.world_size)):
+        if not epoch.announced and epoch.ended | self.finished == set(range(self.world_size)):
             epoch.announced = True
             self._broadcast(EpochEnd(*key))
 
@@ -204,10 +203,8 @@ class Board:
             if rank in self.lost or rank in self.finished or now_s - seen_s < self._config.lost_after_s:
                 continue
             self.lost.add(rank)
+            # It may be frozen and come back, so its samples stay its own; a dead one ends the job, or resets it.
             logger.error("rank %d has given no sign of life for %.1f s", rank, now_s - seen_s)
-            for key, epoch in self._epochs.items():
-                epoch.queue.give_back(rank)
-                self._maybe_end(key, epoch)
             self._maybe_bye()
 
     def _maybe_bye(self) -> None:

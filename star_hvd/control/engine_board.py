@@ -62,7 +62,9 @@ class EngineBoard:
         self._pending: tuple[Plan, float] | None = None
         self._published: dict[int, Plan] = {}
         self._next_epoch = 1
-        self._wait_s: list[deque[tuple[int, float]]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
+        self._wait_s: list[deque[float]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
+        self._offset_s: list[deque[float]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
+        self._first_s: dict[int, float] = {}
         self._decide_at_s = 0.0
         self._reported_at_s: dict[int, float] = {}
         self._waiting_since_s: float | None = None
@@ -88,13 +90,15 @@ class EngineBoard:
         """A fresh gradient."""
         self._note_epoch(message.epoch, message.round)
         self._note_report(rank, message.round, message, late=False)
-        self._wait_s[rank].append((message.round - 1, message.previous_wait_s))
+        self._wait_s[rank].append(message.previous_wait_s)
+        self._note_offset(rank, message.round, now_s)
         if self.rule.round < message.round or not self.rule.ready:
             self._waiting_since_s = now_s
         self.rule.arrive(rank, message.round, message.compute_s, now_s)
 
-    def late(self, rank: int, message: Late) -> None:
+    def late(self, rank: int, message: Late, now_s: float) -> None:
         """A gradient that missed its step."""
+        self._note_offset(rank, message.version, now_s)
         self._note_report(rank, message.version, message, late=True)
         self.rule.late(rank, message.compute_s)
 
@@ -154,19 +158,15 @@ class EngineBoard:
         )
 
     def arrival_offsets_s(self) -> list[float]:
-        """Median arrival of every rank behind the first one, from the waits inside common steps; NaN if unknown.
+        """Median arrival of every rank behind the first one of its step, on the coordinator's clock; NaN if unknown.
 
-        Waiting ends at the same moment everywhere, so the longest wait minus one's own is the time one came later:
-        no common clock is needed.
+        A gradient that missed its step counts with the time at which it came after all.
         """
-        waits = [dict(items) for items in self._wait_s]
-        common = set.intersection(*(set(w) for w in waits)) if waits else set()
-        offsets: list[list[float]] = [[] for _ in waits]
-        for step in common:
-            longest = max(w[step] for w in waits)
-            for rank, own in enumerate(waits):
-                offsets[rank].append(longest - own[step])
-        return [statistics.median(values) if values else math.nan for values in offsets]
+        return [statistics.median(items) if items else math.nan for items in self._offset_s]
+
+    def waits_s(self) -> list[float]:
+        """Median time of every rank inside the collective; the rank with the least is the slowest. NaN if unknown."""
+        return [statistics.median(items) if items else math.nan for items in self._wait_s]
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
@@ -174,6 +174,12 @@ class EngineBoard:
         return Plan.sync(
             self.world_size, damping=self.active.damping, max_staleness=self.active.max_staleness, reason=reason
         )
+
+    def _note_offset(self, rank: int, step: int, now_s: float) -> None:
+        if step not in self._first_s:
+            self._first_s[step] = now_s
+            self._first_s.pop(step - 4 * _HISTORY, None)
+        self._offset_s[rank].append(now_s - self._first_s[step])
 
     def _note_report(self, rank: int, step: int, message: Arrive | Late, *, late: bool) -> None:
         self.history[rank].append(

@@ -25,6 +25,7 @@ class RankLine:
     Attributes:
         rank: The rank.
         compute_s: Own work per gradient, before the collective.
+        wait_s: Time inside the collective; the slowest rank has the least.
         offset_s: Arrival behind the first rank of the same step.
         input_share: Part of `compute_s` spent waiting for data.
         starved_share: Part of `compute_s` spent runnable without a processor.
@@ -35,6 +36,7 @@ class RankLine:
 
     rank: int
     compute_s: float
+    wait_s: float
     offset_s: float
     input_share: float
     starved_share: float
@@ -65,12 +67,13 @@ class Report:
 
     def __str__(self) -> str:
         table = Table(title=f"step {self.step}: {self.mode} ({self.reason})", title_justify="left")
-        for name in ("rank", "compute ms", "behind ms", "input", "starved", "late", "slow"):
+        for name in ("rank", "compute ms", "wait ms", "behind ms", "input", "starved", "late", "slow"):
             table.add_column(name, justify="right")
         for line in self.ranks:
             table.add_row(
                 str(line.rank),
                 _ms(line.compute_s),
+                _ms(line.wait_s),
                 _ms(line.offset_s),
                 f"{line.input_share:.0%}",
                 f"{line.starved_share:.0%}",
@@ -112,12 +115,13 @@ def report(optimizer: int = 0) -> Report | None:
 
 
 def _build(engine: EngineBoard, malformed: int, denied: int) -> Report:
-    offsets_s = engine.arrival_offsets_s()
+    offsets_s, waits_s = engine.arrival_offsets_s(), engine.waits_s()
     slow = {item.rank: item for item in engine.stragglers}
     lines = tuple(
         RankLine(
             rank=stats.rank,
             compute_s=statistics.median(stats.compute_s) if stats.compute_s else math.nan,
+            wait_s=waits_s[stats.rank],
             offset_s=offsets_s[stats.rank],
             input_share=stats.input_share,
             starved_share=stats.starved_share,
