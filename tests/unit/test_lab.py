@@ -18,6 +18,7 @@ import pytest
 from benchmarks.launch import JobFailed, run_job
 from benchmarks.measures import REQUIRED_KEYS, median_or_none, summarize, time_to_accuracy_s
 from benchmarks.overhead import summarize_blocks
+from benchmarks.plot import member_strip, plot
 from benchmarks.quota import CpuGroup, CpuQuota, QuotaError, find_cpu_group, own_group
 from benchmarks.report import sentence, straggler_phrase
 from benchmarks.scenarios import SCENARIOS, ScenarioError, bound_s, make_scenario
@@ -237,6 +238,31 @@ def _records() -> list[RunRecord]:
         for variant, time_s in reached_s.items()
         for seed in (0, 1)
     ]
+
+
+class TestPlot:
+    """What the lower part of the plot is drawn from."""
+
+    def test_strip_is_on_the_clock_of_the_curve(self) -> None:
+        timeline = [
+            {"step": 0, "time_s": 100.5, "members": [0, 1], "mode": "sync", "folds": 0.0},
+            {"step": 1, "time_s": 101.0, "members": [0], "mode": "partial(1)", "folds": 0.0},
+            {"step": 2, "time_s": 101.5, "members": [0], "mode": "partial(1)", "folds": 1.0},
+        ]
+        strip = member_strip({"timeline": timeline, "times_s": [1.0, 1.5], "steps": [2, 3]}, ranks=2)
+        assert strip is not None
+        assert strip.edges_s == pytest.approx([0.0, 0.5, 1.0, 1.5])
+        assert strip.members == [[1, 1, 1], [1, 0, 0]]
+        assert strip.fold_times_s == pytest.approx([1.5])
+        assert strip.modes == ["sync", "partial(1)", "partial(1)"]
+
+    def test_no_strip_without_a_timeline(self) -> None:
+        assert member_strip(None, ranks=2) is None
+        assert member_strip({"timeline": [], "times_s": [], "steps": []}, ranks=2) is None
+
+    def test_image_is_written(self, tmp_path: Path) -> None:
+        plot(summarize(_spec(), 0.9, _records()), tmp_path / "new" / "image.png")
+        assert (tmp_path / "new" / "image.png").stat().st_size > 0
 
 
 class TestFiles:
