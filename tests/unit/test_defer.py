@@ -1,0 +1,90 @@
+"""Readiness by device events: a gradient counts once its device has produced it, not once its kernels are queued."""
+
+from __future__ import annotations
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.execute.rounds import RoundEngine
+from tests.support.world import World
+
+
+class Event:
+    """Stands for a CUDA event: happens when the test says so."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+def relaxed_world() -> World:
+    """Two ranks in partial(1) at step 0, nothing submitted."""
+    world = World(0, world_size=2, steps=2)
+    for engine in world.engines:
+        engine.agreement.plan = Plan.partial(2, 1, epoch=1)
+    return world
+
+
+def fill(engine: RoundEngine, value: float) -> None:
+    for bucket in engine.applier.buckets:
+        bucket.flat.fill_(value)
+
+
+def end_all(world: World) -> None:
+    while names := world.network.ready():
+        world.network.end(names[0])
+
+
+def test_a_deferred_bucket_is_submitted_when_its_event_has_happened() -> None:
+    engine = relaxed_world().engines[0]
+    fill(engine, 1.0)
+    events = [Event() for _ in engine.applier.buckets]
+    for bucket, event in zip(engine.applier.buckets, events, strict=True):
+        engine.defer(bucket.index, event)
+    assert not engine.flush_deferred() and engine.counters.produced_weight == 0.0
+    assert engine.must_poll(), "the helper has to look at the device: nobody announces an event"
+    for event in events:
+        event.happened = True
+    assert engine.flush_deferred()
+    assert engine.arrive() and engine.counters.fresh == 1
+
+
+def test_a_slow_device_loses_its_step_although_its_kernels_were_queued_in_time() -> None:
+    world = relaxed_world()
+    fast, slow = world.engines
+    for engine in (fast, slow):
+        fill(engine, 1.0)
+    for bucket in slow.applier.buckets:
+        slow.defer(bucket.index, Event())
+    for bucket in fast.applier.buckets:
+        fast.gradient_ready(bucket.index)
+    assert fast.arrive()
+    slow.close(0)
+    slow.helper_tick()
+    end_all(world)
+    for handle in fast.own_handles():
+        assert fast.collective.poll(handle), "the step waits for the slow device"
+        fast.collective.finish(handle)
+    fast.apply_own(fast.finish_own())
+    # The device's work is late now: it is kept without waiting for it, ordered on its own stream.
+    assert slow.flush_deferred() and not slow.arrive()
+    assert slow.counters.late == 1 and slow.pending_weight == 1.0
+    slow.helper_tick()
+    assert slow.catch_up(slow.next_round)
+    for mine, theirs in zip(fast.applier.buckets, slow.applier.buckets, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True))
+
+
+def test_the_helper_submits_a_deferred_bucket_by_itself() -> None:
+    engine = relaxed_world().engines[0]
+    fill(engine, 1.0)
+    event = Event()
+    engine.defer(0, event)
+    assert engine.helper_has_work()
+    engine.helper_tick()
+    assert engine.counters.produced_weight == 0.0
+    event.happened = True
+    engine.helper_tick()
+    assert engine.counters.applied_weight > 0.0
