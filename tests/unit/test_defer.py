@@ -30,6 +30,8 @@ def relaxed_world() -> World:
 def fill(engine: RoundEngine, value: float) -> None:
     for bucket in engine.applier.buckets:
         bucket.flat.fill_(value)
+        for param, view in zip(bucket.params, bucket.views, strict=True):
+            param.grad = view
 
 
 def end_all(world: World) -> None:
