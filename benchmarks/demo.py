@@ -48,8 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print()
     console.print(table(summary))
     console.print(sentence(summary))
-    console.print(f"The plot is {args.out / 'demo.png'}, all figures are in {args.out / 'demo.json'}.")
+    console.print(f"Plot:    {_shown(args.out / 'demo.png')}", soft_wrap=True)
+    console.print(f"Figures: {_shown(args.out / 'demo.json')}", soft_wrap=True)
     return 0
+
+
+def _shown(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 if __name__ == "__main__":

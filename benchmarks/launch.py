@@ -21,7 +21,7 @@ from benchmarks.worker import PROGRESS_MARK
 __all__ = ["JobFailed", "horovodrun_command", "run_job"]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-KEPT_LOG_LINES = 25
+KEPT_LOG_LINES = 40
 TERMINATE_GRACE_S = 5.0
 POLL_S = 0.2
 
