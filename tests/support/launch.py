@@ -1,0 +1,167 @@
+"""Starts one job under `horovodrun` for a test, waits for it with a deadline, and collects what its ranks found out.
+
+A rank reports with `write_result({...})`; it may do so again and again, the last report counts. A rank that died
+before its first report has the empty report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["JobResult", "run_job", "write_result"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder into which the ranks write.
+SHOWN_LINES = 60
+TERMINATE_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobResult:
+    """What is left of a job.
+
+    Attributes:
+        returncode: Exit status of `horovodrun`.
+        output: What all processes printed, standard output and error together.
+        results: The last report of every rank, in the order of the ranks; empty where there is none.
+        elapsed_s: From start to end.
+    """
+
+    returncode: int
+    output: str
+    results: list[dict[str, Any]]
+    elapsed_s: float
+
+    @property
+    def tail(self) -> str:
+        """The last lines of the output."""
+        return "\n".join(self.output.splitlines()[-SHOWN_LINES:])
+
+    def check(self) -> JobResult:
+        """This result, if the job ended well.
+
+        Raises:
+            AssertionError: The job ended with an error; the message holds the last lines of its output.
+        """
+        assert self.returncode == 0, f"the job ended with exit status {self.returncode}:\n{self.tail}"
+        return self
+
+
+def run_job(
+    module_or_script: str,
+    *args: str,
+    ranks: int,
+    env: Mapping[str, str] | None = None,
+    timeout_s: float,
+    horovodrun_args: Sequence[str] = (),
+) -> JobResult:
+    """Run a Python module, or a script whose name ends in `.py`, on `ranks` ranks of this machine.
+
+    Args:
+        module_or_script: What every rank runs.
+        args: Its arguments.
+        ranks: Number of ranks (`-np`).
+        env: Added to the environment. `STAR_*` variables of the caller are not handed on, so that a test means the
+            same wherever it runs.
+        timeout_s: The job must end within this.
+        horovodrun_args: Further options of `horovodrun`, `("--stall-check-warning-time-seconds", "5")` for example.
+
+    Raises:
+        AssertionError: Horovod is not installed, or the job missed its deadline; the message holds the last lines of
+            its output. Nothing of the job is left running.
+    """
+    program = Path(sys.executable).parent / "horovodrun"
+    assert program.is_file(), f"{program} does not exist: Horovod is not installed for {sys.executable}"
+    what = [module_or_script] if module_or_script.endswith(".py") else ["-m", module_or_script]
+    command = [str(program), "-np", str(ranks), "--gloo", *horovodrun_args, sys.executable, *what, *args]
+    with tempfile.TemporaryDirectory(prefix="star-job-") as folder:
+        log, began_s = Path(folder) / "output.txt", time.monotonic()
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env=_environment(folder, env or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            in_time = _wait(process, timeout_s)
+        results = [_read(Path(folder) / f"rank{rank}.json") for rank in range(ranks)]
+        output = log.read_text(encoding="utf-8", errors="replace")
+    result = JobResult(process.returncode, output, results, time.monotonic() - began_s)
+    assert in_time, f"{' '.join(command)} did not end within {timeout_s:g} s:\n{result.tail}"
+    return result
+
+
+def write_result(result: Mapping[str, Any]) -> None:
+    """Called by a rank: leave a report, in place of an earlier one. Does nothing outside `run_job`."""
+    folder = os.environ.get(RESULTS)
+    if folder is None:
+        return
+    path = Path(folder) / f"rank{os.environ.get('HOROVOD_RANK', '0')}.json"
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(json.dumps(result), encoding="utf-8")
+    draft.replace(path)  # A rank may be killed at any moment: a report is whole or absent.
+
+
+def _environment(folder: str, added: Mapping[str, str]) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("STAR_", "HOROVOD_"))}
+    environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    environment.update({RESULTS: folder}, **added)
+    return environment
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Whether the job ended in time; if it did not, it is ended here, as it is when the wait is interrupted."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        _end(process)
+    return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process group that was started here, and the ranks: `horovodrun` gives each a group of its own."""
+    if process.poll() is not None:
+        return
+    try:
+        started = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        started = []
+    _signal_group(process, signal.SIGTERM)
+    try:
+        process.wait(TERMINATE_GRACE_S)
+    except subprocess.TimeoutExpired:
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+    _, stubborn = psutil.wait_procs(started, timeout=TERMINATE_GRACE_S)
+    for each in stubborn:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(stubborn, timeout=TERMINATE_GRACE_S)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
