@@ -7,6 +7,8 @@ simulator and a test decide alike. It works in three movements, each on the last
   `persistence` steps; or in as many scattered ones, and they cost at least `frequent_gain` of the time. m
   leaves out as many ranks as are slow at the same time.
 * lower m: more ranks overlap than m leaves out, and waiting for fewer is predicted to gain `relax_gain`.
+  m never falls below half of the ranks (the majority of eager-SGD, Li et al. 2020): when more than half are
+  slow, they are the usual case and the others merely fast, and a step of few gradients is mostly noise.
 * raise m: fewer ranks than m leaves out were slow at once over the last `2 * quiet` steps; up to `sync`, as
   soon as waiting for everybody would have cost at most `return_loss` over the last `quiet` ones.
 
@@ -242,14 +244,15 @@ class RulePolicy:
         return spans
 
     def _simultaneous(self, slow: npt.NDArray[np.bool_]) -> int:
-        """How many ranks at once m must leave out, 1 to n - 1.
+        """How many ranks at once m must leave out, from 1 to half of them: a step keeps at least a majority.
 
         The largest count that is reached in at least the part `overlap` of the slow steps, and in `persistence`
         of them: a high quantile over the slow steps only, so that a straggler counts from its first steps on.
         """
         counts = slow.sum(axis=1)
         support = max(self.persistence, math.ceil(self.overlap * int((counts > 0).sum())))
-        reached = [c for c in range(1, self.world_size) if int((counts >= c).sum()) >= support]
+        most = max(1, self.world_size - max(1, self.world_size // 2))
+        reached = [c for c in range(1, most + 1) if int((counts >= c).sum()) >= support]
         return max(reached, default=1)
 
     def _who(self, readings: Readings, line: _Timeline, scope: slice) -> str:

@@ -165,7 +165,8 @@ def test_straggler_in_turn_every_step_makes_the_job_relax() -> None:
     job = auto(4, lambda r, k: 4.0 if r == k % 4 else 1.0, 200)
     assert job.changes[0][0] == 3
     assert "sync" not in job.labels[5:]
-    assert job.relative < 1.8
+    # With m down to 1 it would be 1.8, but a step of one gradient out of four is mostly noise.
+    assert job.relative < 2.7 and "partial(1)" not in job.labels
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 16])
