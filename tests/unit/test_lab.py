@@ -318,21 +318,21 @@ class TestQuota:
 
     def _version_2(self, tmp_path: Path, subtree_control: str) -> Path:
         root = tmp_path / "fs"
-        (root / "work" / "job").mkdir(parents=True)
+        (root / "slice" / "job").mkdir(parents=True)
         (root / "cgroup.controllers").write_text("cpu memory")
-        for path in (root, root / "work"):
+        for path in (root, root / "slice"):
             (path / "cgroup.subtree_control").write_text(subtree_control)
         return root
 
     def test_version_2(self, tmp_path: Path) -> None:
         root = self._version_2(tmp_path, "cpu memory\n")
-        group = find_cpu_group(root, self._proc(tmp_path, "0::/work/job\n"))
-        assert group == CpuGroup(version=2, path=root / "work", home=root / "work" / "job")
+        group = find_cpu_group(root, self._proc(tmp_path, "0::/slice/job\n"))
+        assert group == CpuGroup(version=2, path=root / "slice", home=root / "slice" / "job")
 
     def test_version_2_without_the_cpu_controller(self, tmp_path: Path) -> None:
         root = self._version_2(tmp_path, "memory cpuset\n")
         with pytest.raises(QuotaError, match="cpu controller"):
-            find_cpu_group(root, self._proc(tmp_path, "0::/work/job\n"))
+            find_cpu_group(root, self._proc(tmp_path, "0::/slice/job\n"))
 
     def test_nothing_there(self, tmp_path: Path) -> None:
         with pytest.raises(QuotaError, match="no control groups"):
