@@ -5,10 +5,13 @@ a clock. The same object runs in the job, in the simulator and under hypothesis.
 
 The rule. A relaxed step closes when a quorum of m fresh gradients is there and nobody is worth waiting for. A missing
 rank is worth waiting for, until the grace time after the quorum, when it works on this very step (a rank that is
-behind cannot deliver for it) and its own recent compute time says that it will arrive in that time. So a rank known
-to be slow costs nothing, a rank that was on time until now gets the whole grace, and equal ranks never lose a step
-to jitter. Grace: max(fraction of the usual compute time, median + c * MAD of recent arrival offsets), the form asked
-for in hivemind #676, capped at one usual compute time.
+behind cannot deliver for it), is not known to be slow, and should arrive in that time by its own recent compute time.
+So a slow rank costs nothing, a rank that was on time until now gets the whole grace, and equal ranks never lose a
+step to jitter. Slow is measured against the lower median over the ranks, one of the fast ones even when half of them
+are slow: with two of four ranks at 2x, waiting for both would cost every step its whole gain.
+
+Grace: max(fraction of the usual compute time, median + c * MAD of recent arrival offsets), the form asked for in
+hivemind #676, capped at one usual compute time.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from scheduler.records import Plan
 __all__ = ["Close", "ClosingRule"]
 
 _RECENT = 5  # Own compute times that predict the next one: short, so that a recovered rank is waited for again.
+_SLOW = 1.3  # Times the reference; as in `causes.THRESHOLD`.
 _OFFSETS = 64  # Arrival offsets behind the grace time.
 
 
@@ -33,7 +37,7 @@ class Close:
         round: The step to close.
         excused: Ranks that are away (finished, or inside the user's own collective).
         missing: Ranks whose gradient is not waited for, the excused ones included.
-        typical_compute_s: Median compute time of the ranks that are there.
+        typical_compute_s: Usual compute time of a rank that is not slow.
         reason: `quorum`, `away` or `deadline`.
     """
 
@@ -51,11 +55,14 @@ class _Rank:
     away: bool = False
     compute_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
+    def usual_s(self) -> float | None:
+        """Median of the recent compute times, None where nothing is known."""
+        return statistics.median(self.compute_s) if self.compute_s else None
+
     def expected_s(self) -> float | None:
         """Time at which the rank should arrive, None where nothing is known."""
-        if self.started_s is None or not self.compute_s:
-            return None
-        return self.started_s + statistics.median(self.compute_s)
+        usual_s = self.usual_s()
+        return None if self.started_s is None or usual_s is None else self.started_s + usual_s
 
 
 class ClosingRule:
@@ -148,9 +155,13 @@ class ClosingRule:
         return min(grace, max(typical, 1e-3))
 
     def typical_compute_s(self) -> float:
-        """Median over the ready ranks of their usual compute time, 0 where nothing is known."""
-        own = [statistics.median(state.compute_s) for r in self._ready if (state := self._ranks[r]).compute_s]
-        return statistics.median(own) if own else 0.0
+        """Lower median over the ranks of their usual compute time, 0 where nothing is known."""
+        usual = [own for state in self._ranks if (own := state.usual_s()) is not None]
+        return statistics.median_low(usual) if usual else 0.0
+
+    def _is_slow(self, rank: int) -> bool:
+        usual_s = self._ranks[rank].usual_s()
+        return usual_s is not None and usual_s > _SLOW * self.typical_compute_s()
 
     def evaluate(self, now_s: float) -> tuple[Close | None, float | None]:
         """The order to close now, if any, and else the time at which to ask again without a new event.
@@ -177,7 +188,7 @@ class ClosingRule:
 
     def _worth_waiting(self, rank: int, limit_s: float) -> bool:
         state = self._ranks[rank]
-        if rank in self._ready or state.away or state.version < self.round:
+        if rank in self._ready or state.away or state.version < self.round or self._is_slow(rank):
             return False
         expected = state.expected_s()
         return expected is None or expected <= limit_s
@@ -202,8 +213,11 @@ class ClosingRule:
         )
 
     def _note_offsets(self) -> None:
+        if not self.plan.relaxed:  # In lockstep arrivals are told in batches: their times say nothing.
+            return
         first = min(self._ready.values())
-        self._offsets.extend(when - first for when in self._ready.values() if when > first)
+        fast = (when for rank, when in self._ready.items() if not self._is_slow(rank))
+        self._offsets.extend(when - first for when in fast if when > first)
 
     def _advance(self, round_: int, started_s: float) -> None:
         """Open `round_`. Whoever was ready for the step just before started on this one when it completed."""

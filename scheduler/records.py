@@ -117,12 +117,13 @@ class Plan:
         return cls(**values)
 
 
-def parse_mode(mode: str | Plan, world_size: int) -> Plan | None:
+def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
     """Turn what the user wrote into a plan; `None` stands for `auto`.
 
     Args:
         mode: `auto`, `sync`, `partial` (one rank may be late), `partial(m)`, or a `Plan`.
         world_size: Number of ranks in this job.
+        fields: Further fields of a plan made from a name, `damping` for example; a `Plan` has its own.
 
     Raises:
         PlanError: Unknown mode, m outside 1..n, or a plan made for another world size.
@@ -140,16 +141,16 @@ def parse_mode(mode: str | Plan, world_size: int) -> Plan | None:
     if text == "auto":
         return None
     if text == "sync":
-        return Plan.sync(world_size, reason="asked for by the user")
+        return Plan.sync(world_size, reason="asked for by the user", **fields)
     if text == "partial":
-        return Plan.partial(world_size, max(1, world_size - 1), reason="asked for by the user")
+        return Plan.partial(world_size, max(1, world_size - 1), reason="asked for by the user", **fields)
     if text.startswith("partial(") and text.endswith(")"):
         inside = text[len("partial(") : -1]
         try:
             quorum = int(inside)
         except ValueError:
             raise PlanError(f"mode is {mode!r}; expected a whole number m in 'partial(m)'") from None
-        return Plan.partial(world_size, quorum, reason="asked for by the user")
+        return Plan.partial(world_size, quorum, reason="asked for by the user", **fields)
     raise PlanError(f"mode is {mode!r}; expected 'auto', 'sync', 'partial', 'partial(m)' or a Plan")
 
 

@@ -57,6 +57,7 @@ class Bucket:
         flat: Shape (numel + 1,): the gradients, then the weight.
         views: One view of `flat` per parameter, in the parameter's shape.
         wire: The tensor that is reduced; `flat` itself unless the type has to change on the wire.
+        tail: Elements behind `flat` in the same memory that are reduced with it, for the step's header.
     """
 
     index: int
@@ -64,6 +65,18 @@ class Bucket:
     flat: torch.Tensor
     views: tuple[torch.Tensor, ...]
     wire: torch.Tensor
+    tail: int = 0
+
+    @property
+    def can_carry(self) -> bool:
+        """Whether a header can travel behind the weight: it needs float32 in host memory."""
+        return self.flat.dtype == torch.float32 and self.wire is self.flat and not self.flat.is_cuda
+
+    def carry(self, tail: int) -> None:
+        """Make room for `tail` elements behind the weight; the contents of the buffer are lost."""
+        self.tail = tail
+        self.flat = self.wire = self.new_flat()
+        self.views = tuple(_views(self.flat, self.params))
 
     @property
     def numel(self) -> int:
@@ -71,11 +84,14 @@ class Bucket:
         return self.flat.numel() - 1
 
     def new_flat(self) -> torch.Tensor:
-        """Another zeroed buffer of the same shape, for a proxy contribution or a kept gradient."""
-        return torch.zeros_like(self.flat)
+        """Another zeroed buffer of the same shape, for a proxy contribution; with the tail behind it."""
+        size = self.flat.numel()
+        return torch.zeros(size + self.tail, dtype=self.flat.dtype, device=self.flat.device)[:size]
 
     def to_wire(self, flat: torch.Tensor) -> torch.Tensor:
-        """What is reduced for `flat`: the buffer itself, or a copy in the wire's type."""
+        """What is reduced for `flat`: the buffer itself, with its tail, or a copy in the wire's type."""
+        if self.tail:
+            return flat.as_strided((flat.numel() + self.tail,), (1,))
         if self.wire.dtype == flat.dtype:
             return flat
         target = self.wire if flat is self.flat else torch.empty_like(self.wire)
@@ -83,7 +99,7 @@ class Bucket:
 
     def from_wire(self, wire: torch.Tensor, flat: torch.Tensor) -> None:
         """Bring the reduced values back into `flat`."""
-        if wire is not flat:
+        if wire.dtype != flat.dtype:
             flat.copy_(wire)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -329,6 +329,9 @@ class Runtime:
                 driver.on_message(message)
         elif isinstance(message, (messages.Grant, messages.EpochEnd)):
             self._grants.put(message)
+        elif isinstance(message, messages.Hurry):
+            for driver in self.drivers.values():
+                driver.hurry = message.now
         elif isinstance(message, messages.SourceReply):
             self._sources.put(message)
         elif isinstance(message, messages.Bye):

@@ -29,6 +29,7 @@ class Agent:
         connect: Makes the DEALER; called in the agent's thread, which owns the socket.
         handler: Gets every message of the coordinator. It must return at once.
         heartbeat_s: Interval of the signs of life.
+        batch_s: Longest time a message that is not urgent waits for others.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Agent:
         connect: Callable[[], zmq.Socket[Any]],
         handler: Callable[[Message], None],
         heartbeat_s: float,
+        batch_s: float = 0.1,
     ) -> None:
         self.rank = rank
         self.malformed = 0
@@ -44,6 +46,7 @@ class Agent:
         self._connect = connect
         self._handler = handler
         self._heartbeat_s = heartbeat_s
+        self._batch_s = batch_s
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -55,9 +58,17 @@ class Agent:
         """Start the thread."""
         self._thread.start()
 
-    def send(self, message: Message) -> None:
-        """Send a message, from any thread, without waiting."""
+    def send(self, message: Message, *, urgent: bool = True) -> None:
+        """Send a message, from any thread, without waiting.
+
+        Args:
+            message: The message.
+            urgent: Send it at once. Else it goes with the next urgent one, or after `batch_s`: waking this thread in
+                the middle of every step costs the training thread the interpreter, and the host a core.
+        """
         self._outbox.put(message)
+        if not urgent:
+            return
         with contextlib.suppress(OSError):  # A full pipe means the thread is awake already.
             self._wake_write.send(b"x")
 
@@ -88,7 +99,8 @@ class Agent:
                 if now_s >= next_beat_s:
                     dealer.send(encode(Heartbeat(self.rank)))
                     next_beat_s = now_s + self._heartbeat_s
-                events = dict(poller.poll(max(1, round(1e3 * (next_beat_s - now_s)))))
+                wait_s = min(next_beat_s - now_s, self._batch_s)
+                events = dict(poller.poll(max(1, round(1e3 * wait_s))))
                 if self._wake_read.fileno() in events:
                     with contextlib.suppress(OSError):
                         self._wake_read.recv(4096)

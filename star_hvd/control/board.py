@@ -18,6 +18,7 @@ from star_hvd.control.messages import (
     Grant,
     Heartbeat,
     Hello,
+    Hurry,
     Join,
     Late,
     Message,
@@ -35,6 +36,7 @@ __all__ = ["ALL", "Board"]
 logger = logging.getLogger("star_hvd")
 
 ALL = -1  # Destination: every rank.
+_HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
 @dataclass(slots=True)
@@ -64,6 +66,8 @@ class Board:
         self._pace_s: dict[tuple[int, int], float] = {}
         self._last_seen_s = [now_s] * world_size
         self._said_bye = False
+        self._away: set[int] = set()
+        self._hurrying_until_s: float | None = None
 
     def handle(self, rank: int, message: Message, now_s: float) -> None:
         """Act on one message of `rank`.
@@ -110,6 +114,9 @@ class Board:
     def tick(self, now_s: float) -> float:
         """Act on what is due; the time at which to be called again at the latest."""
         self._look_for_lost(now_s)
+        if self._hurrying_until_s is not None and not self._away and now_s >= self._hurrying_until_s:
+            self._hurrying_until_s = None
+            self._broadcast(Hurry(False))
         wake_s = now_s + self._config.heartbeat_s
         for engine in self.engines.values():
             wake_s = min(wake_s, engine.tick(now_s))
@@ -149,6 +156,10 @@ class Board:
             raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
 
     def _set_away(self, rank: int, away: bool, now_s: float) -> None:
+        (self._away.add if away else self._away.discard)(rank)
+        if away and self._hurrying_until_s is None:
+            self._broadcast(Hurry(True))
+        self._hurrying_until_s = now_s + _HURRY_S
         for engine in self.engines.values():
             if away:
                 engine.rule.leave(rank)

@@ -66,6 +66,7 @@ class EngineBoard:
         self._wait_s: list[deque[float]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
         self._offset_s: list[deque[float]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
         self._first_s: dict[int, float] = {}
+        self._step_waits_s: dict[int, dict[int, float]] = {}
         self._decide_at_s = 0.0
         self._reported_at_s: dict[int, float] = {}
         self._waiting_since_s: float | None = None
@@ -92,7 +93,10 @@ class EngineBoard:
         self._note_epoch(message.epoch, message.round)
         self._note_report(rank, message.round, message, late=False)
         self._wait_s[rank].append(message.previous_wait_s)
-        self._note_offset(rank, message.round, now_s)
+        if self.active.relaxed:
+            self._note_offset(rank, message.round, now_s)
+        else:
+            self._note_wait(rank, message.round - 1, message.previous_wait_s)
         if self.rule.round < message.round or not self.rule.ready:
             self._waiting_since_s = now_s
         self.rule.arrive(rank, message.round, message.compute_s, now_s)
@@ -166,7 +170,7 @@ class EngineBoard:
         )
 
     def arrival_offsets_s(self) -> list[float]:
-        """Median arrival of every rank behind the first one of its step, on the coordinator's clock; NaN if unknown.
+        """Median arrival of every rank behind the first one of its step; NaN if unknown.
 
         A gradient that missed its step counts with the time at which it came after all.
         """
@@ -182,6 +186,17 @@ class EngineBoard:
         return Plan.sync(
             self.world_size, damping=self.active.damping, max_staleness=self.active.max_staleness, reason=reason
         )
+
+    def _note_wait(self, rank: int, step: int, wait_s: float) -> None:
+        """In lockstep waiting ends at the same moment everywhere, so the longest wait minus one's own is the time one
+        came later: no clock is compared."""
+        waits = self._step_waits_s.setdefault(step, {})
+        waits[rank] = wait_s
+        if len(waits) == self.world_size:
+            del self._step_waits_s[step]
+            for other, other_s in waits.items():
+                self._offset_s[other].append(max(waits.values()) - other_s)
+        self._step_waits_s.pop(step - _HISTORY, None)
 
     def _note_offset(self, rank: int, step: int, now_s: float) -> None:
         if step not in self._first_s:

@@ -23,6 +23,7 @@ __all__ = [
     "Grant",
     "Heartbeat",
     "Hello",
+    "Hurry",
     "Join",
     "Late",
     "Message",
@@ -100,7 +101,6 @@ class Arrive(Message):
     cpu_s: float
     runqueue_s: float
     previous_wait_s: float
-    loss: float
 
 
 @_message
@@ -210,6 +210,15 @@ class EpochEnd(Message):
     kind: ClassVar[str] = "epoch_end"
     loader: int
     epoch: int
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Hurry(Message):
+    """Whether arrivals are to be told at once: somebody is away, so steps in `sync` may have to be closed too."""
+
+    kind: ClassVar[str] = "hurry"
+    now: bool
 
 
 @_message

@@ -33,7 +33,7 @@ class Agreement:
         self._listener = listener
         self._leader = 0
         self._row: tuple[float, ...] | None = None
-        self._mixed = False
+        self.mixed = False  # Whether ranks have ever contributed differently, so that they may be at different steps.
         self._checksum_round: int | None = None
 
     def prepare(self, plan: Plan) -> str | None:
@@ -89,8 +89,8 @@ class Agreement:
         if header.hyper is not None:
             self._row = header.hyper
         self._leader = header.leader
-        self._mixed = self._mixed or self.plan.relaxed or not header.complete
-        row = self._row if self._mixed else None
+        self.mixed = self.mixed or self.plan.relaxed or not header.complete
+        row = self._row if self.mixed else None
         if header.checksum_ok is False:
             self._listener.on_mismatch(round_.number)
         self._listener.on_round(round_.number, header, self.plan, mean_sqr)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,12 +24,18 @@ from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Result, Snapshot
 from star_hvd.telemetry.timer import ComputeTimes, StepTimer
 
-__all__ = ["EngineDriver"]
+__all__ = ["EngineDriver", "Send"]
 
 logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.0003
 _NO_TIMES = ComputeTimes(0.0, 0.0, 0.0, 0.0)
+
+
+class Send(Protocol):
+    """Sends a control message; one that is not urgent may wait for others."""
+
+    def __call__(self, message: messages.Message, *, urgent: bool = True) -> None: ...
 
 
 class EngineDriver:
@@ -47,7 +53,7 @@ class EngineDriver:
         self,
         number: int,
         config: Config,
-        send: Callable[[messages.Message], None],
+        send: Send,
         fetch: Callable[[int], Snapshot],
         diagnose: Callable[[], str],
     ) -> None:
@@ -55,6 +61,7 @@ class EngineDriver:
         self.timer = StepTimer()
         self.timeline: deque[dict[str, Any]] = deque(maxlen=100_000)
         self.mismatches = 0
+        self.hurry = False
         self._config = config
         self._send = send
         self._fetch = fetch
@@ -79,6 +86,7 @@ class EngineDriver:
         self._stop.set()
         with self.engine.lock:
             self.engine.lock.notify_all()
+            self.engine.helper_wake.notify_all()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(deadline_s)
         self.engine.drop_pending()
@@ -210,7 +218,7 @@ class EngineDriver:
         while not self._stop.is_set():
             try:
                 with engine.lock:
-                    engine.lock.wait_for(lambda: self._stop.is_set() or engine.helper_has_work(), timeout=1.0)
+                    engine.helper_wake.wait_for(lambda: self._stop.is_set() or engine.helper_has_work(), timeout=1.0)
                 if engine.helper_tick():
                     in_flight_since_s = None
                     continue
@@ -232,10 +240,12 @@ class EngineDriver:
     def on_arrive(self, round_: int, epoch: int) -> None:
         t = self._times
         self._send(
-            messages.Arrive(
-                self.number, round_, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s, 0.0
-            )
+            messages.Arrive(self.number, round_, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
+            urgent=self._urgent(),
         )
+
+    def _urgent(self) -> bool:
+        return self.engine.plan.relaxed or self.hurry
 
     def on_late(self, version: int, epoch: int) -> None:
         t = self._times
@@ -271,7 +281,8 @@ class EngineDriver:
                 header.local_count,
                 mean_sqr,
                 header.folds,
-            )
+            ),
+            urgent=self._urgent(),
         )
 
     def on_switch(self, round_: int, plan: Plan) -> None:

@@ -68,9 +68,10 @@ class Applier:
 
     def step(self, row: Sequence[float] | None, *, clip: bool = True) -> Any:
         """Apply the gradients that are in `param.grad` now, with the step's hyperparameters."""
-        params = [param for bucket in self.buckets for param in bucket.params]
-        if clip:
-            self.clip(params)
+        if clip and self.max_grad_norm is not None:
+            # The averaged gradient is equal on all ranks, so the factor is equal too.
+            params = [param for bucket in self.buckets for param in bucket.params]
+            torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
         with self.hyper.applied(self.optimizer.param_groups, row):
             return self.base.step(self.optimizer)
 
@@ -82,11 +83,6 @@ class Applier:
                 param.grad = view
         with _without_hooks(self.optimizer):
             self.step(row)
-
-    def clip(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Clip the averaged gradient, equal on all ranks, so the factor is equal too."""
-        if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
 
     def checksum(self) -> int:
         """24 bits over the parameters' bytes, equal on replicas that are bit-equal."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -28,9 +29,12 @@ class Replica:
         applier: Steps the live parameters.
         lock: The engine's.
         counters: Where replays and fetches are counted.
+        changed: Wakes who may be waiting for a change; called under the lock.
     """
 
-    def __init__(self, applier: Applier, lock: threading.Condition, counters: Counters) -> None:
+    def __init__(
+        self, applier: Applier, lock: threading.Condition, counters: Counters, changed: Callable[[], None]
+    ) -> None:
         self.applier = applier
         self.lock = lock
         self.apply_lock = threading.RLock()
@@ -39,6 +43,7 @@ class Replica:
         self.needs_fetch = False
         self.queue: collections.deque[Result] = collections.deque()
         self._counters = counters
+        self._changed = changed
         self._shadow: Shadow | None = None
 
     # ---- under the engine's lock ------------------------------------------------------------------------------
@@ -96,7 +101,7 @@ class Replica:
         with self.lock:
             self.version += 1
             self._counters.replayed += 1
-            self.lock.notify_all()
+            self._changed()
         return True
 
     def adopt(self, snapshot: Snapshot, ended: int) -> None:
@@ -145,7 +150,7 @@ class Replica:
                     self.queue.popleft()
                     self._shadow = shadow
                     self._counters.replayed += 1
-                self.lock.notify_all()
+                self._changed()
             return True
 
     def snapshot(self) -> Snapshot | None:

@@ -62,9 +62,9 @@ class Round:
         number: The step.
         flats: Per bucket the flat buffer that was submitted, None while nobody has.
         wires: Per bucket the tensor that travels, `flats[i]` itself unless its type changes.
-        handles: Per bucket the handle of the reduction.
+        handles: Per bucket the handle of the reduction; the carrier's is the header's.
         owner: `trainer` or `helper` once the header is claimed; the owner completes the step.
-        header: The header's tensor.
+        header: The header's tensor, a part of the carrier's where there is one.
         header_handle: Its handle.
         flagged: The plan whose flag this rank raised in the header.
         folded: Buckets into which a late gradient was folded.
@@ -88,8 +88,8 @@ class Round:
         return cls(number, [None] * n_buckets, [None] * n_buckets, [None] * n_buckets)
 
     def claimed(self, index: int) -> bool:
-        """Whether a bucket has been submitted."""
-        return self.handles[index] is not None
+        """Whether a bucket has been given to this step."""
+        return self.flats[index] is not None
 
     def all_handles(self) -> list[int]:
         """Handles of all buckets and the header, after the header was claimed."""

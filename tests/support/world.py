@@ -150,11 +150,13 @@ class World:
     def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
         torch.manual_seed(seed)
         size = self.world_size * self.max_steps
-        params = [torch.nn.Parameter(torch.randn(size)) for _ in range(3)]
+        # Without float32 in the last bucket the header travels as a tensor of its own.
+        dtype = torch.float64 if seed % 4 == 0 else torch.float32
+        params = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for _ in range(3)]
         base: type[torch.optim.Optimizer] = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
         keywords: dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
         opt = base(params, lr=0.1, **keywords)
-        applier = Applier(opt, base, pack(params, 4 * size), HyperRow(opt.param_groups))
+        applier = Applier(opt, base, pack(params, params[0].element_size() * size), HyperRow(opt.param_groups))
         return RoundEngine(
             rank=rank,
             plan=self.first,
