@@ -1,7 +1,9 @@
 """Horovod's functions for user code, aware of steps that others take meanwhile.
 
-A rank inside one of its own blocking collectives delivers no gradients; the coordinator learns of it, so that ranks
-still in their training loop are not left waiting for it in a relaxed mode.
+A rank inside one of its own blocking collectives delivers no gradients; once a relaxed mode has been in force, the
+coordinator learns of it, so that ranks still in their training loop are not left waiting for it. Before that all ranks
+are at the same place of their programs, as under Horovod, and a rank that leaves a broadcast a little after the others
+must not lose its first gradient for it.
 """
 
 from __future__ import annotations
@@ -46,15 +48,22 @@ R = TypeVar("R")
 
 
 def _away(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark the caller as away for as long as `function` takes, when relaxed steps could go on without it."""
+    """Mark the caller as away for as long as `function` takes, when ranks may be at different steps."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         run = runtime.current()
         if run is None or not run.drivers:
             return function(*args, **kwargs)
-        with run.away(function.__name__):
+        if any(driver.engine.agreement.mixed for driver in run.drivers.values()):
+            with run.away(function.__name__):
+                return function(*args, **kwargs)
+        began_s = time.monotonic()
+        try:
             return function(*args, **kwargs)
+        finally:
+            for driver in run.drivers.values():
+                driver.timer.add_outside(time.monotonic() - began_s)
 
     return wrapper
 
