@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
@@ -24,13 +26,21 @@ from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.sparse import SparseGradients
 from star_hvd.execute.state import Result
 
-__all__ = ["BucketCore", "too_many_passes"]
+__all__ = ["BucketCore", "mean_loss", "too_many_passes"]
 
 logger = logging.getLogger("star_hvd")
 
 Closure = Callable[[], Any]
 
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
+
+
+def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_set) -> Any:
+    """The mean of a closure's loss over the ranks: an optimizer that decides on it has to decide alike on all."""
+    if loss is None:
+        return None
+    own = torch.as_tensor(float(loss), dtype=torch.float64)
+    return mpi_ops.allreduce(own, name=name, op=mpi_ops.Average, process_set=process_set)
 
 
 def too_many_passes() -> AssertionError:
@@ -82,7 +92,7 @@ class BucketCore:
         self._scale_by_ranks = scale_by_ranks
         self._plan = plan
         self._max_grad_norm = max_grad_norm
-        self._sparse = SparseGradients(sparse_as_dense)
+        self._sparse = SparseGradients(sparse_as_dense, summed=scale_by_ranks)
         self._delay: dict[torch.nn.Parameter, int] = {}
         self._where: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
         self._unready: list[int] = []
@@ -178,6 +188,7 @@ class BucketCore:
         """The gradient of one parameter is whole, or missing: put it into its bucket."""
         if param in self._given:
             return
+        self._settle()
         self._given.add(param)
         bucket, position = self._where[param]
         if self._sparse.is_sparse(param):
@@ -194,38 +205,56 @@ class BucketCore:
 
     @property
     def pending(self) -> bool:
-        """Whether gradients were given that no `synchronize` has collected."""
-        return bool(self._given)
+        """Whether backward has produced gradients that no `synchronize` has collected."""
+        return bool(self.handles)
 
     @property
     def handles(self) -> dict[torch.nn.Parameter, Any]:
-        """Parameters whose gradients are on their way."""
-        return dict.fromkeys(self._given)
+        """Parameters whose gradients are on their way, or are accumulated for a later pass to send."""
+        return {p: None for p, passes in self._delay.items() if passes < self.passes or p in self._given}
 
     def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes per step."""
+        """Change the number of backward passes per step; gradients on their way stay in the step."""
         self.passes = passes
-        self.reset()
+        self._delay = dict.fromkeys(self._delay, passes)
 
-    def reset(self) -> None:
-        """Forget a step that was begun."""
+    def forget(self) -> None:
+        """Give up a step that was begun, on all ranks alike: what is on its way is reduced and not applied."""
+        if self._given and self._attached is not None and self.driver.engine.failure is None:
+            try:
+                self.synchronize(manual=True)
+            except HorovodInternalError:
+                logger.info("a step that was begun went down with its world")  # Elastic: restored to its commit.
+        self._settle()
+        self._reset()
+
+    def _reset(self) -> None:
         self._delay = dict.fromkeys(self._delay, self.passes)
         self._unready = [len(bucket.params) for bucket in self._buckets]
         self._given.clear()
-        self._result, self._outcome = None, ""
+
+    def _settle(self) -> None:
+        """Count a step that was synchronized and never applied: the next gradient belongs to the next step."""
+        outcome, result = self._outcome, self._result
+        self._outcome, self._result = "", None
+        if outcome == "member" and result is not None and self.driver.engine.failure is None:
+            self.driver.engine.apply_own(result, lambda row: None)
 
     def synchronize(self, *, manual: bool) -> None:
         """Give what is missing and wait for the mean; on return every gradient is the mean over the step's members.
 
         If this rank is late: its gradient is kept for a later step and `apply` will bring the parameters up to date.
         """
+        self._settle()
         for param in self.requires_update - self._given:
             self._give(param)
         result = self.driver.synchronize(manual=manual)
         if result is not None:
             self._sparse.collect()
-        self.reset()
+        self._reset()
         self._result, self._outcome = result, "late" if result is None else "member"
+        if manual:
+            self.driver.timer.start()  # No step() may follow; the wait is not this rank's own work.
 
     def apply(self, *, skip: bool = False) -> Any:
         """Apply the step that `synchronize` ended, or catch up with those that ended without this rank.
@@ -254,10 +283,9 @@ class BucketCore:
             with torch.enable_grad():
                 loss = closure()
             self.synchronize(manual=True)
-            outcome, self._outcome = self._outcome, ""
-            assert outcome == "member", "closures run in sync only"
-            self.driver.engine.apply_own(Result(0, [], None), lambda row: None)
-            return loss
+            assert self._outcome == "member", "closures run in sync only"
+            self._settle()
+            return mean_loss(loss, f"{self.driver.engine.prefix}.loss")
 
         value = self.base.step(self.optimizer, reduced)
         self.driver.catch_up(was_late=False)
@@ -273,7 +301,8 @@ class BucketCore:
 
     def restart(self, run: runtime.Runtime) -> None:
         """Go on in a new world (elastic): nothing of the old one is kept but parameters and optimizer state."""
-        self.reset()
+        self._reset()
+        self._result, self._outcome = None, ""
         same_on_all_ranks([param for bucket in self._buckets for param in bucket.params], self._names, ordered=True)
         self._attached = run, self._attach(run)
 

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -186,12 +187,29 @@ def _wrap(optimizer: torch.optim.Optimizer) -> Any:
     body = {name: value for name, value in vars(_Methods).items() if name not in ("__dict__", "__weakref__")}
     body["__module__"] = "horovod.torch.optimizer"
     body["_star_class"] = True
+    body["step"] = _Step()
     cls = type(base.__name__, (base,), body)
     wrapped: Any = object.__new__(cls)
-    # A learning-rate scheduler made before wrapping has put its counting `step` into the instance; ours goes first.
-    optimizer.__dict__.pop("step", None)
     object.__setattr__(wrapped, "__dict__", optimizer.__dict__)
     return wrapped
+
+
+class _Step:
+    """`step` of the generated class: goes before an entry `step` of the `__dict__` shared with the user's object.
+
+    A learning-rate scheduler made before wrapping put its counting `step` there and looks for it later.
+    """
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        if optimizer is None:
+            return _Methods.step
+        return optimizer.__dict__.get("_star_step", MethodType(_Methods.step, optimizer))
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        optimizer.__dict__["_star_step"] = value
+
+    def __delete__(self, optimizer: Any) -> None:
+        optimizer.__dict__.pop("_star_step", None)
 
 
 class _Wrapper:
@@ -271,6 +289,8 @@ class _Wrapper:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if grad_scaler is not None:
+            self.pin("a GradScaler decides after the reduction whether to step")
         if self.should_synchronize:
             if self.synchronized:
                 warnings.warn(
@@ -279,12 +299,8 @@ class _Wrapper:
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
                     stacklevel=3,
                 )
-            else:
-                if grad_scaler is not None:
-                    self.pin("a GradScaler decides after the reduction whether to step")
-                self.core.synchronize(manual=False)
-        elif grad_scaler is not None:
-            self.pin("a GradScaler decides after the reduction whether to step")
+            # Again, as Horovod does: no rank knows whether another has new gradients since its synchronize().
+            self.core.synchronize(manual=False)
         self.synchronized = False
         skip = grad_scaler is not None and _found_infinity(grad_scaler, self.optimizer)
         value = self.core.apply(skip=skip)
@@ -313,6 +329,9 @@ class _Methods:
     """Bodies of the generated class; `self` is an instance of the user's optimizer class."""
 
     _star: _Wrapper
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("this class is made by star_hvd.DistributedOptimizer; call that with an optimizer to wrap")
+
     _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to our step, after the reduction.
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
@@ -358,7 +377,7 @@ class _Methods:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's state, on all ranks alike; a step that was begun is forgotten."""
-        self._star.core.reset()
+        self._star.core.forget()
         self._star.synchronized, self._star.should_synchronize = False, True
         self._star.base.load_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
 

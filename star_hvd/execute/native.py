@@ -80,7 +80,8 @@ class NativeCore:
         )
         params = sorted(params, key=lambda p: order.index(self.names[p]))
         if isinstance(groups, list):
-            wanted = [tuple(p for p in group if p.requires_grad) for group in groups]
+            own = set(params)  # Groups may name parameters of another optimizer.
+            wanted = [tuple(p for p in group if p in own) for group in groups]
             inside = {p for group in wanted for p in group}
             formed = [*wanted, *((p,) for p in params if p not in inside)]
         else:
@@ -106,16 +107,16 @@ class NativeCore:
 
     @property
     def pending(self) -> bool:
-        """Whether gradients were given that no `synchronize` has collected."""
-        return bool(self.handles)
+        """Whether backward has produced gradients that no `synchronize` has collected."""
+        return bool(self.handles) or any(passes < self.passes for passes in self._delay.values())
 
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes per step."""
         self.passes = passes
         self._delay = dict.fromkeys(self._delay, passes)
 
-    def reset(self) -> None:
-        """Forget a step that was begun."""
+    def forget(self) -> None:
+        """Give up a step that was begun."""
         self.handles.clear()
         self._delay = dict.fromkeys(self._delay, self.passes)
         self._count = dict.fromkeys(self._count, 0)
@@ -186,7 +187,7 @@ class NativeCore:
             else:
                 output = handle() if callable(handle) else mpi_ops.synchronize(handle)
                 self._put(key, self._compression.decompress(output, context))
-        self.reset()
+        self.forget()
 
     def _put(self, param: torch.nn.Parameter, reduced: torch.Tensor) -> None:
         assert param.grad is not None
@@ -205,11 +206,13 @@ class NativeCore:
 
     def step_with_closure(self, closure: Any) -> Any:
         """A step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
+        from star_hvd.core import mean_loss
 
         def reduced() -> Any:
             with torch.enable_grad():
                 loss = closure()
             self.synchronize(manual=True)
-            return loss
+            everywhere = self._process_set.included() and mpi_ops.size() > 1
+            return mean_loss(loss, "star.loss", self._process_set) if everywhere else loss
 
         return self.base.step(self.optimizer, reduced)

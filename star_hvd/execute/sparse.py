@@ -15,10 +15,12 @@ class SparseGradients:
 
     Args:
         as_dense: Reduce them inside the bucket and make the mean sparse again afterwards.
+        summed: Whether `op=Sum` was asked for; inside the bucket the engine sees to that.
     """
 
-    def __init__(self, as_dense: bool) -> None:
+    def __init__(self, as_dense: bool, *, summed: bool = False) -> None:
         self._as_dense = as_dense
+        self._summed = summed
         self._seen: set[torch.nn.Parameter] = set()
         self._waiting: dict[torch.nn.Parameter, Callable[[], Any]] = {}
 
@@ -39,7 +41,8 @@ class SparseGradients:
         from horovod.torch import mpi_ops
 
         view.zero_()
-        self._waiting[param] = mpi_ops.sparse_allreduce_async(param.grad, name=name, op=mpi_ops.Average)
+        op = mpi_ops.Sum if self._summed else mpi_ops.Average
+        self._waiting[param] = mpi_ops.sparse_allreduce_async(param.grad, name=name, op=op)
 
     def collect(self) -> None:
         """Put the reduced gradients into `param.grad`."""
