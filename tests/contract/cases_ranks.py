@@ -1,0 +1,278 @@
+"""What depends on which ranks there are: process sets, Adasum, SyncBatchNorm, the report, the other collectives."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+import star_hvd
+from tests.contract.harness import (
+    Api,
+    Context,
+    Plain,
+    all_equal,
+    assert_same,
+    batch,
+    case,
+    differentiate,
+    logged,
+    mlp,
+    raises,
+    reference,
+    train,
+    values_of,
+)
+
+
+@case()
+def process_set(ctx: Context) -> None:
+    """Members average among themselves; the others train alone."""
+    for options in ({}, {"op": horovod.Sum}, {"groups": 2}):
+        # Groups are agreed on inside the set, from global rank 0, which is a member.
+        ctx.compare(lambda api, o=options: train(api, Plain.simple, process_set=ctx.subset, **o))
+
+
+@case()
+def process_set_leaves_non_members_alone(ctx: Context) -> None:
+    values = train(ctx.star, Plain.simple, process_set=ctx.subset)
+    alone = mlp()
+    plain = Plain.simple(alone.parameters())
+    for step in range(5):
+        plain.zero_grad()
+        differentiate(alone, step)
+        plain.step()
+    if ctx.subset.included() and ctx.subset.size() > 1:
+        assert not torch.equal(values["0.weight"], alone[0].weight)
+    else:
+        assert_same(values, values_of(alone, plain), exact=True)
+
+
+@case()
+def parameters_in_another_order_on_one_rank(ctx: Context) -> None:
+    """Horovod matches gradients by name, so the order in which a rank lists them does not matter."""
+
+    def run(api: Api) -> Any:
+        model = mlp()
+        named = list(model.named_parameters())
+        if ctx.rank == 1:
+            named.reverse()
+        optimizer = api.wrap(Plain.sgd([param for _, param in named]), named)
+        for step in range(4):
+            optimizer.zero_grad()
+            differentiate(model, step)
+            optimizer.step()
+        return values_of(model)
+
+    ctx.compare(run)
+
+
+@case(modes=("sync",))
+def different_models_are_refused_on_all_ranks(ctx: Context) -> None:
+    model = torch.nn.Linear(4, 3 if ctx.rank == 1 else 2)
+    with raises(ValueError, "have other parameters than rank 0"):
+        ctx.star.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+
+
+@case(modes=("sync",))
+def adasum_is_horovods_own(ctx: Context) -> None:
+    """Horovod's second class, unchanged. Gloo alone cannot carry it out, so nothing is trained here."""
+    from horovod.torch import optimizer as theirs
+
+    with logged() as log:
+        optimizer = ctx.relaxed().wrap(Plain.simple(mlp().parameters()), op=horovod.Adasum)
+    assert "Adasum" in log.getvalue()
+    assert type(optimizer).synchronize is vars(theirs._DistributedAdasumOptimizer)["synchronize"]
+    assert optimizer.synchronize() is None
+    with raises(AssertionError, "not supported when using Adasum"), optimizer.skip_synchronize():
+        pass
+    for api in (ctx.horovod, ctx.star):
+        with raises(NotImplementedError, "process set"):
+            api.wrap(Plain.simple(mlp().parameters()), op=horovod.Adasum, process_set=ctx.subset)
+
+
+@case(modes=("sync",))
+def sync_batch_norm_stays_in_sync(ctx: Context) -> None:
+    """Horovod's layer works on a GPU only; what keeps the job in `sync` comes before."""
+    model, layer = mlp(), star_hvd.SyncBatchNorm(6)
+    assert isinstance(layer, horovod.SyncBatchNorm)
+    optimizer = ctx.relaxed().wrap(Plain.simple(model.parameters()), model.named_parameters())
+    for step in range(8):
+        optimizer.zero_grad()
+        with raises(ValueError, "to be on GPU"):
+            layer(batch(ctx.rank, step)[0])
+        differentiate(model, step)
+        optimizer.step()
+    assert optimizer.mode == "sync", optimizer.mode
+
+
+@case(ranks=(4,), modes=("sync",))
+def a_delay_in_backward_is_named(ctx: Context) -> None:
+    """One rank sleeps 200 ms inside backward; in `sync` every rank's step takes as long, so only own work tells."""
+    slow, steps = 2, 16
+    model = mlp()
+    if ctx.rank == slow:
+        model[2].weight.register_hook(lambda grad: time.sleep(0.2))
+    optimizer = ctx.star.wrap(Plain.simple(model.parameters()), model.named_parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        differentiate(model, step)
+        optimizer.step()
+    time.sleep(0.3)  # The coordinator looks every 0.1 s.
+    number = optimizer._star.core.driver.number
+    report = star_hvd.report(number)
+    if ctx.rank != 0:
+        assert report is None
+        return
+    assert report is not None and report.mode == "sync" and report.step >= steps - 1
+    assert len(report.stragglers) == 1 and f"rank {slow}" in report.stragglers[0], report.stragglers
+    line = report.ranks[slow]
+    assert line.slowdown > 2 and line.cause and 0.18 < line.compute_s < 0.4, line
+    for other in report.ranks:
+        if other.rank != slow:
+            assert other.slowdown == 1.0 and not other.cause
+            assert other.compute_s < 0.1 and other.wait_s > 0.1, other
+    assert f"rank {slow}" in str(report)
+    with raises(ValueError, "there is no optimizer"):
+        star_hvd.report(10_000)
+
+
+@case(ranks=(4,), modes=("sync",))
+def nobody_slow_nobody_named(ctx: Context) -> None:
+    model = mlp()
+    optimizer = ctx.star.wrap(Plain.simple(model.parameters()), model.named_parameters())
+    for step in range(16):
+        optimizer.zero_grad()
+        differentiate(model, step)
+        time.sleep(0.02)
+        optimizer.step()
+    report = star_hvd.report(optimizer._star.core.driver.number)
+    assert report is None or report.stragglers == (), report.stragglers
+
+
+@case(modes=("sync",))
+def the_other_collectives(ctx: Context) -> None:
+    """Wrapped so that the coordinator knows where a rank is; the results are Horovod's."""
+    own = torch.arange(4.0) + 10 * ctx.rank
+
+    def run(api: Api) -> Any:
+        hvd = api.module
+        values = {
+            "allreduce": hvd.allreduce(own, name="c.allreduce"),
+            "sum": hvd.allreduce(own, name="c.sum", op=hvd.Sum),
+            "max": hvd.allreduce(own, name="c.max", op=hvd.Max),
+            "fp16": hvd.allreduce(own, name="c.fp16", compression=hvd.Compression.fp16),
+            "in_place": hvd.allreduce_(own.clone(), name="c.in_place"),
+            "async": hvd.synchronize(hvd.allreduce_async(own, name="c.async")),
+            "allgather": hvd.allgather(own.unsqueeze(0), name="c.allgather"),
+            "broadcast": hvd.broadcast(own, 1, name="c.broadcast"),
+            "broadcast_": hvd.broadcast_(own.clone(), 1, name="c.broadcast_"),
+            "alltoall": hvd.alltoall(own[: ctx.size], name="c.alltoall"),
+            "reducescatter": hvd.reducescatter(torch.ones(ctx.size, 2) * ctx.rank, name="c.reducescatter"),
+            "grouped": hvd.grouped_allreduce([own, own * 2], name="c.grouped")[1],
+            "grouped_allgather": hvd.grouped_allgather([own, own * 2], name="c.ggather")[1],
+            "set": hvd.allreduce(own, name="c.set", process_set=ctx.subset) if ctx.subset.included() else own,
+        }
+        hvd.barrier()
+        return values
+
+    ctx.compare(run)
+    assert star_hvd.broadcast_object({"a": ctx.rank}, root_rank=1, name="c.object") == {"a": 1}
+    assert star_hvd.allgather_object(ctx.rank, name="c.objects") == list(range(ctx.size))
+
+
+def _slow_to_unpack() -> str:
+    if int(horovod.rank()) == 1:
+        time.sleep(0.1)
+    return "unpacked"
+
+
+class SlowToUnpack:
+    """Keeps rank 1 inside the broadcast after the others have left it."""
+
+    def __reduce__(self) -> Any:
+        return _slow_to_unpack, ()
+
+
+@case()
+def the_first_step_after_a_broadcast_is_whole(ctx: Context) -> None:
+    """Ranks leave a collective at different moments; in lockstep nobody goes on without the last one."""
+    model = mlp()
+    optimizer = ctx.star.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+    for step in range(5):
+        star_hvd.broadcast_object(SlowToUnpack(), root_rank=0, name="c.slow")
+        optimizer.zero_grad()
+        differentiate(model, step)
+        optimizer.step()
+    assert_same(values_of(model, optimizer), reference(Plain.sgd, ranks=ctx.size), exact=ctx.size == 2)
+    assert optimizer.stats()["fresh"] == 5 and optimizer.stats()["late"] == 0, optimizer.stats()
+
+
+@case(modes=("sync",))
+def broadcast_parameters_takes_lists_and_dicts(ctx: Context) -> None:
+    for form in (lambda m: m.state_dict(), lambda m: list(m.named_parameters())):
+        model = mlp(seed=ctx.rank)
+        star_hvd.broadcast_parameters(form(model), root_rank=1)
+        assert_same(values_of(model), values_of(mlp(seed=1)), exact=True)
+
+
+@case(last=True)
+def uneven_numbers_of_batches_end_with_join(ctx: Context) -> None:
+    """Rank 0 has fewer batches: it joins, the others go on; afterwards all are equal."""
+    model = mlp()
+    optimizer = ctx.star.wrap(Plain.simple(model.parameters()), model.named_parameters())
+    for step in range(3 if ctx.rank == 0 else 5):
+        optimizer.zero_grad()
+        differentiate(model, step)
+        optimizer.step()
+    last = star_hvd.join()
+    assert 0 <= last < ctx.size
+    assert all_equal({name: p for name, p in model.named_parameters()})
+
+
+@case(modes=("sync",), last=True)
+def shard_gives_every_sample_once(ctx: Context) -> None:
+    inputs, targets = batch(0, 0, 76)
+    data = torch.utils.data.TensorDataset(inputs, targets, torch.arange(76))
+    loader = star_hvd.shard(data, 8, seed=3)
+    model = mlp()
+    optimizer = ctx.star.wrap(Plain.simple(model.parameters()), model.named_parameters())
+    from star_hvd import runtime
+
+    run = runtime.current()
+    assert run is not None
+    try:
+        for _ in range(2):
+            seen: list[int] = []
+            for x, y, index in loader:
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                seen.extend(index.tolist())
+            everybody = horovod.allgather_object(seen, name="c.seen")
+            assert sorted(i for part in everybody for i in part) == list(range(76))
+            assert all_equal({name: p for name, p in model.named_parameters()})
+    finally:
+        run.batch_weights = []
+
+
+@case(ranks=(1,), modes=("sync",))
+def one_rank_alone(ctx: Context) -> None:
+    """Without anybody to wait for, the wrapper is the plain optimizer."""
+    for options in ({}, {"groups": 2}, {"op": horovod.Adasum}):
+        ctx.compare(lambda api, o=options: train(api, Plain.sgd, **o))
+    for mode in ("auto", "partial", "partial(1)"):
+        train(Api(star_hvd, {"mode": mode}), Plain.sgd)
+    model = mlp()
+    optimizer = ctx.star.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+    optimizer.zero_grad(set_to_none=True)
+    differentiate(model, 0)
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step(lambda: differentiate(model, 1))
+    assert star_hvd.report() is None
+    assert star_hvd.broadcast_object(3, 0, name="one") == 3

@@ -1,0 +1,79 @@
+"""What every rank of a contract job runs: all cases of its world size, one after another.
+
+Outcomes are written after every case, so that a case that hangs or ends the job is known by name.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import time
+import traceback
+from typing import Any
+
+import torch
+
+import star_hvd
+from tests.contract import cases_api, cases_ranks, cases_state, cases_step, cases_values
+from tests.contract.harness import CASES, Api, Context
+from tests.support.launch import write_result
+
+import horovod.torch as horovod  # isort: skip
+
+__all__ = ["case_ids"]
+
+MODULES = (cases_values, cases_api, cases_step, cases_state, cases_ranks)
+CASE_LIMIT_S = 40.0
+
+
+def case_ids(ranks: int) -> list[str]:
+    """Names of the cases for a world size, `name[mode]`, in the order in which they run."""
+    items = sorted((item for item in CASES.values() if ranks in item.ranks), key=lambda item: item.last)
+    return [f"{item.name}[{mode}]" for item in items for mode in item.modes]
+
+
+def _context(mode: str, subset: Any) -> Context:
+    size = int(horovod.size())
+    label = mode if mode == "sync" else f"partial({size})"
+    return Context(int(horovod.rank()), size, Api(horovod, {}), Api(star_hvd, {"mode": label}), subset)
+
+
+def _run_case(case_id: str, subset: Any) -> str:
+    """Empty, or the traceback."""
+    name, mode = case_id.rstrip("]").split("[")
+    try:
+        CASES[name].function(_context(mode, subset))
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def main(wanted: list[str]) -> None:
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    # Two ranks know a set with one of them, four a set with two.
+    ranks_of_subset = list(range(max(1, _size_from_launcher() // 2)))
+    subset = horovod.ProcessSet(ranks_of_subset)
+    star_hvd.init(process_sets=[subset] if _size_from_launcher() > 1 else None)
+    outcomes: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    for case_id in wanted or case_ids(int(horovod.size())):
+        write_result({"outcomes": outcomes, "running": case_id, "seconds": seconds})
+        faulthandler.dump_traceback_later(CASE_LIMIT_S, exit=True)
+        began_s = time.monotonic()
+        outcomes[case_id] = _run_case(case_id, subset)
+        seconds[case_id] = round(time.monotonic() - began_s, 3)
+        write_result({"outcomes": outcomes, "running": "", "seconds": seconds})
+        horovod.barrier()
+    faulthandler.cancel_dump_traceback_later()
+    star_hvd.shutdown()
+
+
+def _size_from_launcher() -> int:
+    import os
+
+    return int(os.environ.get("HOROVOD_SIZE", "1"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
