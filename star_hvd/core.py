@@ -64,7 +64,7 @@ class BucketCore:
         plan: What the user asked for, None for `auto`.
         run: The running runtime. None in an elastic job, where a new worker must not call collectives before
             `hvd.elastic.run`; the optimizer is attached there.
-        config: Settings for the time until then.
+        config: Settings of this optimizer; those of channel and control are the runtime's.
         names: Name of every parameter.
         max_grad_norm: Norm to which the averaged gradient is clipped.
     """
@@ -102,7 +102,7 @@ class BucketCore:
         self._outcome = ""
         self._buckets: list[Bucket] = []
         self._names = names
-        self._config = config if run is None else run.config
+        self._config = config
         self._attached: tuple[runtime.Runtime, EngineDriver] | None = None
         params = _trainable(optimizer.param_groups)
         self._add(params if run is None else same_on_all_ranks(params, names))
@@ -135,24 +135,28 @@ class BucketCore:
         hyper = HyperRow(self.optimizer.param_groups)
         applier = Applier(self.optimizer, self.base, self._buckets, hyper, self._max_grad_norm)
         driver = run.new_driver()
+        initial = Plan.sync(
+            run.world_size,
+            damping=self._config.damping,
+            max_staleness=self._config.max_staleness,
+            reason="every job starts in sync",
+        )
         engine = RoundEngine(
             rank=run.rank,
-            plan=Plan.sync(
-                run.world_size, damping=run.config.damping, max_staleness=run.config.max_staleness
-            ),
+            plan=initial,
             applier=applier,
             collective=HorovodCollective(),
             listener=driver,
             prefix=f"star.{driver.number}",
             scale_by_ranks=self._scale_by_ranks,
             can_replay=replayable(self.base),
-            replay_queue=run.config.replay_queue,
-            noise_interval_steps=run.config.noise_interval_steps,
+            replay_queue=self._config.replay_queue,
+            noise_interval_steps=self._config.noise_interval_steps,
         )
         plan = self._plan
         if plan is not None and plan.world_size != run.world_size:  # The world changed size (elastic).
             plan = None
-        run.attach(driver, engine, plan)
+        run.attach(driver, engine, initial, plan)
         if issubclass(self.base, torch.optim.LBFGS):
             driver.pin("LBFGS evaluates its closure several times per step")
         return driver

@@ -64,7 +64,8 @@ def DistributedOptimizer(
         process_set: Process set to reduce in.
         mode: `auto` (the coordinator decides from measurements), `sync`, `partial` (one rank may be late),
             `partial(m)` (a step waits for m ranks), or a `Plan`. The environment variable `STAR_MODE` goes first.
-        config: Tuning values, equal on all ranks; only the first optimizer's count for channel and control.
+        config: Tuning values, equal on all ranks. Those of channel and control are taken from the first optimizer or
+            loader of the job.
         max_grad_norm: Clip the averaged gradient to this norm. Use this instead of clipping by hand: helpers of
             ranks that are behind can repeat it.
 
@@ -90,7 +91,10 @@ def DistributedOptimizer(
         if groups is None:
             groups = num_groups
     _check_numbers(backward_passes_per_step, groups, max_grad_norm)
-    plan = parse_mode(env.mode() or mode, int(mpi_ops.size()))
+    settings = config or Config()
+    plan = parse_mode(
+        env.mode() or mode, int(mpi_ops.size()), damping=settings.damping, max_staleness=settings.max_staleness
+    )
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
     names = _names(optimizer, named_parameters)
@@ -385,6 +389,16 @@ class _Methods:
         """Add a group and reduce its gradients too. Collective: on all ranks after the same step."""
         self._star.base.add_param_group(self, param_group)  # type: ignore[arg-type]
         self._star.core.add_params(param_group["params"])
+
+    def close(self) -> None:
+        """Use this optimizer no more: its hooks and its helper end, and its late gradients count as dropped.
+
+        Collective: waits until all ranks are here. Needed only where a job makes one optimizer after another.
+        """
+        core = self._star.core
+        core.remove_hooks()
+        if isinstance(core, BucketCore) and core.attached_to(runtime.current()):
+            core.run.detach(core.driver)
 
     def stats(self) -> dict[str, float]:
         """This rank's counters: steps, fresh, late, folds, drops, max_staleness and more; zeros in lockstep paths."""

@@ -108,6 +108,7 @@ class Runtime:
         self._bye = threading.Event()
         self._lost: list[int] = []
         self._next_loader = 0
+        self._next_engine = 0
         self._meetings = 0
         self._stopped = False
 
@@ -138,15 +139,24 @@ class Runtime:
 
     def new_driver(self) -> EngineDriver:
         """A driver for the next optimizer; optimizers must be made in the same order on all ranks."""
-        number = len(self.drivers)
-        driver = EngineDriver(number, self.config, self.agent.send, self._fetch, self.diagnose)
-        return driver
+        self._next_engine += 1
+        return EngineDriver(self._next_engine - 1, self.config, self.agent.send, self._fetch, self.diagnose)
 
-    def attach(self, driver: EngineDriver, engine: RoundEngine, plan: Plan | None) -> None:
-        """Start an optimizer's engine and tell the coordinator what the user asked for."""
+    def attach(self, driver: EngineDriver, engine: RoundEngine, initial: Plan, plan: Plan | None) -> None:
+        """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
         self.drivers[driver.number] = driver
         driver.start(engine)
-        self.agent.send(messages.Register(driver.number, plan.to_dict() if plan is not None else {}))
+        wanted = plan.to_dict() if plan is not None else {}
+        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted))
+
+    def detach(self, driver: EngineDriver) -> None:
+        """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
+        with self.away("close"):
+            self.await_all("the end of an optimizer", self.config.step_deadline_s)
+        driver.catch_up(was_late=False)
+        self.drivers.pop(driver.number, None)
+        driver.stop()
+        self.agent.send(messages.Unregister(driver.number))
 
     def loader_number(self) -> int:
         """A number for the next `shard` loader, equal on all ranks that make them in the same order."""

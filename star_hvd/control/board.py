@@ -28,6 +28,7 @@ from star_hvd.control.messages import (
     Source,
     SourceReply,
     Take,
+    Unregister,
 )
 from star_hvd.errors import ChannelError
 
@@ -66,6 +67,7 @@ class Board:
         self._pace_s: dict[tuple[int, int], float] = {}
         self._last_seen_s = [now_s] * world_size
         self._said_bye = False
+        self._closed: set[int] = set()
         self._away: set[int] = set()
         self._hurrying_until_s: float | None = None
 
@@ -79,6 +81,8 @@ class Board:
             raise ChannelError(f"a message came from rank {rank}; this job has ranks 0..{self.world_size - 1}")
         self._check(message)
         self._last_seen_s[rank] = now_s
+        if getattr(message, "engine", -1) in self._closed:
+            return  # What other ranks said of an optimizer while its end was on its way.
         if rank in self.lost:
             self.lost.discard(rank)
             logger.warning("rank %d is heard again", rank)
@@ -87,7 +91,10 @@ class Board:
                 pass
             case Register():
                 plan = Plan.from_dict(message.plan) if message.plan else None
-                self._engine(message.engine).register(rank, plan, now_s)
+                self._engine(message.engine).register(rank, Plan.from_dict(message.initial), plan, now_s)
+            case Unregister():
+                self.engines.pop(message.engine, None)
+                self._closed.add(message.engine)
             case Arrive():
                 self._engine(message.engine).arrive(rank, message, now_s)
             case Late():
@@ -140,11 +147,11 @@ class Board:
         """Reject what a sane rank cannot have said, before anything changes."""
         if isinstance(message, Register):
             try:
-                plan = Plan.from_dict(message.plan) if message.plan else None
+                plans = [Plan.from_dict(values) for values in (message.initial, message.plan or message.initial)]
             except (PlanError, TypeError) as error:
                 raise ChannelError(f"a plan was refused: {error}") from error
-            if plan is not None and plan.world_size != self.world_size:
-                raise ChannelError(f"a plan is for {plan.world_size} ranks; this job has {self.world_size}")
+            if any(plan.world_size != self.world_size for plan in plans):
+                raise ChannelError(f"a plan is for {plans[-1].world_size} ranks; this job has {self.world_size}")
         engine = getattr(message, "engine", 0)
         if not 0 <= engine < 1024:
             raise ChannelError(f"optimizer number {engine} is outside 0..1023")

@@ -37,9 +37,7 @@ class EngineBoard:
     def __init__(self, engine: int, world_size: int, config: Config, send: Callable[[Message], None]) -> None:
         self.engine = engine
         self.world_size = world_size
-        self.active = Plan.sync(
-            world_size, damping=config.damping, max_staleness=config.max_staleness, reason="every job starts in sync"
-        )
+        self.active = Plan.sync(world_size)
         self.rule = ClosingRule(
             self.active,
             grace_fraction=config.grace_fraction,
@@ -74,9 +72,12 @@ class EngineBoard:
 
     # ---- events ---------------------------------------------------------------------------------------------
 
-    def register(self, rank: int, plan: Plan | None, now_s: float) -> None:
-        """A rank has made this optimizer and asks for `plan`, None for `auto`."""
+    def register(self, rank: int, initial: Plan, plan: Plan | None, now_s: float) -> None:
+        """A rank has made this optimizer, which starts with `initial`, and asks for `plan`, None for `auto`."""
         self._registered[rank] = plan
+        if rank == 0:
+            self.active = self.rule.plan = initial
+            self.plans = [(0, initial)]
         if len(self._registered) < self.world_size:
             return
         wanted = self._registered[0]

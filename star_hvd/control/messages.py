@@ -34,6 +34,7 @@ __all__ = [
     "Source",
     "SourceReply",
     "Take",
+    "Unregister",
     "decode",
     "encode",
 ]
@@ -80,11 +81,21 @@ class Heartbeat(Message):
 @_message
 @dataclass(frozen=True, slots=True)
 class Register(Message):
-    """A rank has made an optimizer. `plan` is what the user asked for, empty for `auto`."""
+    """A rank has made an optimizer. `initial` is its first plan, `plan` what the user asked for, empty for `auto`."""
 
     kind: ClassVar[str] = "register"
     engine: int
+    initial: dict[str, Any]
     plan: dict[str, Any]
+
+
+@_message
+@dataclass(frozen=True, slots=True)
+class Unregister(Message):
+    """An optimizer is not used any more, on all ranks."""
+
+    kind: ClassVar[str] = "unregister"
+    engine: int
 
 
 @_message

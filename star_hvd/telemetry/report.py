@@ -98,8 +98,11 @@ def record_loss(loss: float | torch.Tensor) -> None:
             driver.engine.loss = value
 
 
-def report(optimizer: int = 0) -> Report | None:
-    """What rank 0 knows about an optimizer, in the order in which they were made; None on other ranks.
+def report(optimizer: int | None = None) -> Report | None:
+    """What rank 0 knows about an optimizer; None on other ranks, and where nothing is known yet.
+
+    Args:
+        optimizer: Its number in the order in which they were made; the latest one where left out.
 
     Raises:
         ValueError: There is no such optimizer.
@@ -108,7 +111,9 @@ def report(optimizer: int = 0) -> Report | None:
     if run is None or run.coordinator is None:
         return None
     with run.coordinator.board() as board:
-        engine = board.engines.get(optimizer)
+        if optimizer is None and not board.engines:
+            return None
+        engine = board.engines.get(max(board.engines) if optimizer is None else optimizer)
         if engine is None:
             raise ValueError(f"there is no optimizer {optimizer}; there are {sorted(board.engines)}")
         return _build(engine, run.coordinator.malformed, run.keyring.denied)
