@@ -6,6 +6,8 @@ ranks synchronize; `shard` feeds fast ranks more data; `report` says which rank 
 
 from __future__ import annotations
 
+import star_hvd.requirements  # noqa: F401  # isort: skip  # First: its error says what to do.
+
 from horovod.torch import (
     Adasum,
     Average,
