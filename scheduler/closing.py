@@ -26,6 +26,7 @@ __all__ = ["Close", "ClosingRule"]
 
 _RECENT = 5  # Own compute times that predict the next one: short, so that a recovered rank is waited for again.
 _SLOW = 1.3  # Times the reference; as in `causes.THRESHOLD`.
+_COMING_BACK_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens.
 _OFFSETS = 64  # Arrival offsets behind the grace time.
 
 
@@ -35,7 +36,7 @@ class Close:
 
     Attributes:
         round: The step to close.
-        excused: Ranks that are away (finished, or inside the user's own collective).
+        excused: Missing ranks that are away (finished, or inside the user's own collective).
         missing: Ranks whose gradient is not waited for, the excused ones included.
         typical_compute_s: Usual compute time of a rank that is not slow.
         reason: `quorum`, `away` or `deadline`.
@@ -53,6 +54,7 @@ class _Rank:
     version: int = 0  # The step whose gradient the rank computes now.
     started_s: float | None = None
     away: bool = False
+    out_of_data: bool = True
     compute_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def usual_s(self) -> float | None:
@@ -130,14 +132,27 @@ class ClosingRule:
         state.version = max(state.version, version)
         state.started_s = now_s
 
-    def leave(self, rank: int) -> None:
-        """A rank stops delivering gradients until it comes back (finished, or inside the user's collective)."""
+    def leave(self, rank: int, *, out_of_data: bool = True) -> None:
+        """A rank stops delivering gradients until it comes back.
+
+        Args:
+            rank: The rank.
+            out_of_data: It has no batch any more. Else it is inside a collective of the user's, which ranks leave a
+                little after one another: in lockstep a step waits another usual compute time for it to come back.
+        """
         self._ranks[rank].away = True
+        self._ranks[rank].out_of_data = out_of_data
 
     def back(self, rank: int, now_s: float) -> None:
         """A rank that was away works again; it counts as slow until it arrives or joins."""
         self._ranks[rank].away = False
         self._ranks[rank].started_s = now_s
+
+    def align(self, now_s: float) -> None:
+        """All ranks have met and have every step that ended (the end of an epoch): they start on the next together."""
+        following = self.round + (1 if self._ready else 0)
+        for state in self._ranks:
+            state.version, state.started_s, state.away = max(state.version, following), now_s, False
 
     def up_to_date(self) -> tuple[int, ...]:
         """Ranks that have, or are about to have, the newest parameters and are in their training loop."""
@@ -180,7 +195,7 @@ class ClosingRule:
         if len(arrivals) < needed:
             return self._without_quorum(arrivals[0], now_s)
         if not self.plan.relaxed:
-            return self._close("away"), None
+            return self._without_the_away(arrivals[-1], now_s)
         limit_s = arrivals[needed - 1] + self.grace_s()
         if now_s < limit_s and any(self._worth_waiting(rank, limit_s) for rank in active):
             return None, limit_s
@@ -192,6 +207,14 @@ class ClosingRule:
             return False
         expected = state.expected_s()
         return expected is None or expected <= limit_s
+
+    def _without_the_away(self, last_s: float, now_s: float) -> tuple[Close | None, float | None]:
+        """In lockstep, when all others are there."""
+        coming_back = any(state.away and not state.out_of_data for state in self._ranks)
+        limit_s = last_s + max(self.typical_compute_s(), _COMING_BACK_S)
+        if coming_back and now_s < limit_s:
+            return None, limit_s
+        return self._close("away"), None
 
     def _without_quorum(self, first_s: float, now_s: float) -> tuple[Close | None, float | None]:
         if not self.plan.relaxed:
@@ -206,7 +229,7 @@ class ClosingRule:
         self._note_offsets()
         return Close(
             round=self.round,
-            excused=self.away,
+            excused=tuple(rank for rank in self.missing if self._ranks[rank].away),
             missing=self.missing,
             typical_compute_s=self.typical_compute_s(),
             reason=reason,

@@ -56,7 +56,7 @@ def _away(function: Callable[P, R]) -> Callable[P, R]:
         if run is None or not run.drivers:
             return function(*args, **kwargs)
         if any(driver.engine.agreement.mixed for driver in run.drivers.values()):
-            with run.away(function.__name__):
+            with run.away(function.__name__, out_of_data=False):
                 return function(*args, **kwargs)
         began_s = time.monotonic()
         try:

@@ -166,10 +166,15 @@ class Runtime:
     # ---- the training thread is elsewhere -----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def away(self, reason: str) -> Iterator[None]:
-        """The calling thread delivers no gradients inside the block; others go on without waiting for it."""
+    def away(self, reason: str, *, out_of_data: bool = True) -> Iterator[None]:
+        """The calling thread delivers no gradients inside the block; others go on without waiting for it.
+
+        Args:
+            reason: For the log.
+            out_of_data: There is nothing to train on for now. False inside a collective of the user's.
+        """
         began_s = time.monotonic()
-        self.enter_away(reason)
+        self.enter_away(reason, out_of_data=out_of_data)
         try:
             yield
         finally:
@@ -177,25 +182,25 @@ class Runtime:
             for driver in self.drivers.values():
                 driver.timer.add_outside(time.monotonic() - began_s)
 
-    def enter_away(self, reason: str) -> None:
+    def enter_away(self, reason: str, *, out_of_data: bool = True) -> None:
         """Begin of a time without gradients; may be nested."""
         with self._away_lock:
             self._away_depth += 1
             if self._away_depth == 1:
-                self._set_away(True, reason)
+                self._set_away(True, out_of_data, reason)
 
     def leave_away(self, reason: str) -> None:
         """End of it."""
         with self._away_lock:
             self._away_depth -= 1
             if self._away_depth == 0:
-                self._set_away(False, reason)
+                self._set_away(False, False, reason)
 
-    def _set_away(self, away: bool, reason: str) -> None:
+    def _set_away(self, away: bool, out_of_data: bool, reason: str) -> None:
         for driver in self.drivers.values():
             driver.engine.set_away(away)
         if self.drivers:
-            self.agent.send(messages.Away(away, reason))
+            self.agent.send(messages.Away(away, out_of_data, reason))
 
     # ---- requests -------------------------------------------------------------------------------------------
 

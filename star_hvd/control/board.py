@@ -37,6 +37,22 @@ __all__ = ["ALL", "Board"]
 logger = logging.getLogger("star_hvd")
 
 ALL = -1  # Destination: every rank.
+_FROM_RANKS = (
+    Arrive,
+    Away,
+    Finished,
+    Heartbeat,
+    Hello,
+    Join,
+    Late,
+    Refuse,
+    Register,
+    RoundNote,
+    Source,
+    Take,
+    Unregister,
+)
+_MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -106,7 +122,7 @@ class Board:
             case Refuse():
                 self._engine(message.engine).refuse(rank, message, now_s)
             case Away():
-                self._set_away(rank, message.away, now_s)
+                self._set_away(rank, message.away, now_s, out_of_data=message.out_of_data)
             case Take():
                 self._take(rank, message, now_s)
             case Source():
@@ -114,9 +130,9 @@ class Board:
             case Finished():
                 self.finished.add(rank)
                 self._set_away(rank, True, now_s)
+                for key, epoch in self._epochs.items():  # It may have left its loop in the middle of one.
+                    self._maybe_end(key, epoch, now_s)
                 self._maybe_bye()
-            case _:
-                raise ChannelError(f"a {message.kind} message came from rank {rank}; only the coordinator sends those")
 
     def tick(self, now_s: float) -> float:
         """Act on what is due; the time at which to be called again at the latest."""
@@ -152,24 +168,31 @@ class Board:
                 raise ChannelError(f"a plan was refused: {error}") from error
             if any(plan.world_size != self.world_size for plan in plans):
                 raise ChannelError(f"a plan is for {plans[-1].world_size} ranks; this job has {self.world_size}")
+        if not isinstance(message, _FROM_RANKS):
+            raise ChannelError(f"a {message.kind} message came from a rank; only the coordinator sends those")
         engine = getattr(message, "engine", 0)
         if not 0 <= engine < 1024:
             raise ChannelError(f"optimizer number {engine} is outside 0..1023")
-        for name in ("compute_s", "input_s", "cpu_s", "runqueue_s"):
+        for name in ("compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s"):
             value = getattr(message, name, 0.0)
             if not 0.0 <= value < 1e9:
                 raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
-        if isinstance(message, Take) and (message.samples < 0 or message.batch < 1 or message.epoch < 0):
+        if isinstance(message, (Arrive, Late, Join, RoundNote)):
+            step = message.round if isinstance(message, (Arrive, RoundNote)) else message.version
+            now_at = self.engines[engine].rule.round if engine in self.engines else 0
+            if not 0 <= step <= now_at + _MAX_AHEAD:
+                raise ChannelError(f"a {message.kind} message is of step {step}; this job is at step {now_at}")
+        if isinstance(message, Take) and min(message.loader, message.epoch, message.samples, message.batch - 1) < 0:
             raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
 
-    def _set_away(self, rank: int, away: bool, now_s: float) -> None:
+    def _set_away(self, rank: int, away: bool, now_s: float, *, out_of_data: bool = True) -> None:
         (self._away.add if away else self._away.discard)(rank)
         if away and self._hurrying_until_s is None:
             self._broadcast(Hurry(True))
         self._hurrying_until_s = now_s + _HURRY_S
         for engine in self.engines.values():
             if away:
-                engine.rule.leave(rank)
+                engine.rule.leave(rank, out_of_data=out_of_data)
             else:
                 engine.rule.back(rank, now_s)
 
@@ -196,7 +219,7 @@ class Board:
         self.outbox.append((rank, Grant(message.loader, message.epoch, start, stop)))
         if granted is None:
             epoch.ended.add(rank)
-            self._maybe_end(key, epoch)
+            self._maybe_end(key, epoch, now_s)
 
     def _own_pace_s(self, rank: int) -> float | None:
         """Recent time per batch of a rank, from the first optimizer it feeds."""
@@ -206,10 +229,16 @@ class Board:
                 return sorted(recent)[len(recent) // 2]
         return None
 
-    def _maybe_end(self, key: tuple[int, int], epoch: _Epoch) -> None:
+    def _maybe_end(self, key: tuple[int, int], epoch: _Epoch, now_s: float) -> None:
         if not epoch.announced and epoch.ended | self.finished == set(range(self.world_size)):
             epoch.announced = True
             self._broadcast(EpochEnd(*key))
+            # They leave one after another; whoever leaves last must not lose its first gradient for it.
+            self._away = set(self.finished)
+            for engine in self.engines.values():
+                engine.rule.align(now_s)
+                for rank in self.finished:
+                    engine.rule.leave(rank)
 
     def _source(self, rank: int, message: Source) -> None:
         engine = self._engine(message.engine)
