@@ -1,0 +1,318 @@
+"""The coordinator's state, driven by scripted jobs without sockets, clocks or threads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.records import Plan
+from star_hvd.config import Config
+from star_hvd.control import messages as m
+from star_hvd.control.board import ALL, Board
+from star_hvd.errors import ChannelError
+
+CONFIG = Config(lost_after_s=10.0, plan_deadline_s=60.0)
+
+
+class Job:
+    """A board, a clock, and what the board has sent."""
+
+    def __init__(self, world_size: int = 3, config: Config = CONFIG) -> None:
+        self.world_size = world_size
+        self.now_s = 100.0
+        self.board = Board(world_size, config, self.now_s)
+
+    def say(self, rank: int, message: m.Message) -> list[m.Message]:
+        self.board.handle(rank, message, self.now_s)
+        return self.sent()
+
+    def pass_time(self, seconds: float, alive: tuple[int, ...] | None = None) -> list[m.Message]:
+        """Let time pass in small steps in which ranks give signs of life."""
+        end_s, heard = self.now_s + seconds, []
+        while self.now_s < end_s - 1e-9:
+            self.now_s = min(end_s, self.now_s + 0.5)
+            for rank in range(self.world_size) if alive is None else alive:
+                self.board.handle(rank, m.Heartbeat(rank), self.now_s)
+            assert self.board.tick(self.now_s) > self.now_s
+            heard += self.sent()
+        return heard
+
+    def sent(self) -> list[m.Message]:
+        outbox, self.board.outbox = self.board.outbox, []
+        self.destinations = [destination for destination, _ in outbox]
+        return [message for _, message in outbox]
+
+    def register(self, plan: Plan | None, engine: int = 0) -> list[m.Message]:
+        first = Plan.sync(self.world_size).to_dict()
+        wanted = plan.to_dict() if plan is not None else {}
+        return [x for r in range(self.world_size) for x in self.say(r, m.Register(engine, first, wanted))]
+
+    def arrive(self, rank: int, step: int, epoch: int = 0, compute_s: float = 0.1) -> None:
+        self.say(rank, m.Arrive(0, step, epoch, compute_s, 0.0, 0.05, 0.0, 0.01))
+
+    def tick(self) -> list[m.Message]:
+        self.board.tick(self.now_s)
+        return self.sent()
+
+    @property
+    def engine(self) -> Any:
+        return self.board.engines[0]
+
+
+def only(heard: list[m.Message], kind: type[m.Message]) -> list[Any]:
+    return [message for message in heard if isinstance(message, kind)]
+
+
+def relaxed_job(world_size: int = 3) -> Job:
+    job = Job(world_size)
+    job.register(Plan.partial(world_size, world_size - 1))
+    for rank in range(world_size):
+        job.arrive(rank, 5, epoch=1)
+    assert job.engine.active.relaxed
+    return job
+
+
+def test_a_plan_is_published_once_all_ranks_have_registered() -> None:
+    job = Job()
+    plan = Plan.partial(3, 2, max_staleness=4)
+    first = Plan.sync(3).to_dict()
+    for rank in (1, 2):
+        assert job.say(rank, m.Register(0, first, plan.to_dict())) == []
+    (published,) = job.say(0, m.Register(0, first, plan.to_dict()))
+    assert isinstance(published, m.PlanMessage) and job.destinations == [ALL]
+    assert Plan.from_dict(published.plan) == plan.replace(epoch=1)
+    assert not job.engine.active.relaxed, "it is in force only when a rank acts on it"
+    job.arrive(2, 3, epoch=1)
+    assert job.engine.active == plan.replace(epoch=1) and job.engine.rule.plan == job.engine.active
+
+
+def test_sync_and_auto_publish_nothing_at_first() -> None:
+    assert Job().register(Plan.sync(3)) == []
+    assert Job().register(None) == []
+
+
+def test_ranks_that_ask_for_different_modes_get_that_of_rank_0() -> None:
+    job = Job(2)
+    first = Plan.sync(2).to_dict()
+    job.say(1, m.Register(0, first, Plan.sync(2).to_dict()))
+    (published,) = job.say(0, m.Register(0, first, Plan.partial(2, 1).to_dict()))
+    assert isinstance(published, m.PlanMessage) and published.plan["mode"] == "partial"
+
+
+def test_a_refused_plan_is_abandoned() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    heard = job.say(2, m.Refuse(0, 1, "cannot"))
+    assert heard == [m.Abandon(0, 1, "cannot")]
+    assert job.engine.refused == "cannot" and not job.engine.active.relaxed
+    assert job.pass_time(5.0) == []
+
+
+def test_a_plan_not_taken_up_in_time_is_abandoned() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    assert only(job.pass_time(59.0), m.Abandon) == []
+    (abandon,) = only(job.pass_time(2.0), m.Abandon)
+    assert "60 s" in abandon.reason
+
+
+def test_a_plan_taken_up_while_it_was_being_abandoned_is_in_force() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    job.say(2, m.Refuse(0, 1, "cannot"))
+    job.arrive(0, 4, epoch=1)
+    assert job.engine.active.relaxed and job.engine.rule.plan.relaxed
+
+
+def test_a_rank_pinned_while_relaxed_brings_everybody_back_to_sync() -> None:
+    job = relaxed_job()
+    (published,) = only(job.say(1, m.Refuse(0, 1, "a GradScaler")), m.PlanMessage)
+    assert published.plan["mode"] == "sync" and published.plan["epoch"] == 2
+    assert "rank 1: a GradScaler" in published.plan["reason"]
+    assert only(job.say(2, m.Refuse(0, 1, "a GradScaler")), m.PlanMessage) == [], "one return is enough"
+    job.arrive(0, 9, epoch=2)
+    assert not job.engine.active.relaxed
+    assert only(job.say(2, m.Refuse(0, 2, "again")), m.PlanMessage) == []
+
+
+def test_a_step_is_closed_and_ordered_once() -> None:
+    job = relaxed_job()
+    job.tick()
+    for rank in (0, 1):
+        job.arrive(rank, 6, epoch=1)
+    orders = only(job.tick(), m.CloseRound)
+    orders += only(job.pass_time(3.0), m.CloseRound)
+    assert [order.round for order in orders] == [6]
+    assert orders[0].typical_compute_s == pytest.approx(0.1)
+
+
+def test_an_epoch_ends_when_all_ranks_have_asked_in_vain() -> None:
+    job = Job()
+    take = m.Take(0, 0, 10, 4, False)
+    grants = [job.say(rank, take)[0] for rank in (0, 1, 2)]
+    assert [(g.start, g.stop) for g in grants] == [(0, 4), (4, 8), (8, 10)]  # type: ignore[attr-defined]
+    assert job.destinations == [2], "only the rank that asked is answered"
+    for rank in (0, 1):
+        (grant,) = job.say(rank, take)
+        assert grant == m.Grant(0, 0, 0, 0)
+    heard = job.say(2, take)
+    assert heard == [m.Grant(0, 0, 0, 0), m.EpochEnd(0, 0)]
+    assert job.say(2, take) == [m.Grant(0, 0, 0, 0)], "announced once"
+
+
+def test_an_epoch_ends_for_the_others_when_a_rank_finishes_in_the_middle_of_it() -> None:
+    """A rank may break out of its loop and end its program while others wait for the end of the epoch."""
+    job = Job()
+    take = m.Take(0, 0, 2, 1, False)
+    job.say(0, take), job.say(1, take), job.say(0, take), job.say(1, take)
+    assert only(job.pass_time(5.0), m.EpochEnd) == []
+    assert only(job.say(2, m.Finished(2)), m.EpochEnd) == [m.EpochEnd(0, 0)]
+
+
+def test_everybody_leaves_once_all_have_finished() -> None:
+    job = Job()
+    assert only(job.say(0, m.Finished(0)), m.Bye) == []
+    assert only(job.say(1, m.Finished(1)), m.Bye) == []
+    assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye([])]
+    assert only(job.pass_time(30.0), m.Bye) == []
+
+
+def test_a_silent_rank_is_named_and_does_not_keep_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.say(0, m.Finished(0)), job.say(1, m.Finished(1))
+    assert only(job.pass_time(9.5, alive=(0, 1)), m.Bye) == []
+    assert only(job.pass_time(1.0, alive=(0, 1)), m.Bye) == [m.Bye([2])]
+    assert "rank 2 has given no sign of life for 10." in caplog.text
+    job.say(2, m.Heartbeat(2))
+    assert "rank 2 is heard again" in caplog.text and not job.board.lost
+
+
+def test_the_source_of_a_fetch_is_up_to_date_and_alive() -> None:
+    job = relaxed_job()
+    assert job.say(2, m.Source(0)) == [m.SourceReply(0, 0)] and job.destinations == [2]
+    for rank in (0, 1):
+        job.arrive(rank, 9, epoch=1)
+    assert job.say(0, m.Source(0)) == [m.SourceReply(0, 1)], "not the one that asks, not the one behind"
+    job.say(1, m.Away(True, True, "evaluation"))
+    assert m.SourceReply(0, -1) in job.say(0, m.Source(0))
+    job.pass_time(11.0, alive=(1, 2))
+    job.say(1, m.Away(False, True, "evaluation"))
+    assert m.SourceReply(0, 1) in job.say(2, m.Source(0)), "rank 0 is silent, rank 1 back"
+
+
+def test_arrivals_are_hurried_while_somebody_is_away() -> None:
+    job = relaxed_job()
+    assert m.Hurry(True) in job.say(1, m.Away(True, True, "x"))
+    assert m.Hurry(True) not in job.say(2, m.Away(True, True, "x"))
+    job.say(1, m.Away(False, True, "x"))
+    assert m.Hurry(False) not in job.pass_time(3.0)
+    job.say(2, m.Away(False, True, "x"))
+    assert m.Hurry(False) in job.pass_time(2.0)
+
+
+def test_what_is_said_of_a_closed_optimizer_is_ignored() -> None:
+    job = relaxed_job()
+    job.say(0, m.Unregister(0))
+    job.arrive(1, 7)
+    assert job.board.engines == {}
+
+
+PLAN = Plan.sync(3).to_dict()
+BAD = [
+    m.Register(0, {"mode": "turbo", "world_size": 3, "quorum": 3}, {}),
+    m.Register(0, PLAN, {"mode": "sync"}),
+    m.Register(0, PLAN, Plan.sync(4).to_dict()),
+    m.Register(0, Plan.sync(4).to_dict(), {}),
+    m.Register(-1, PLAN, {}),
+    m.Register(5000, PLAN, {}),
+    m.Arrive(0, 7, 0, -1.0, 0.0, 0.0, 0.0, 0.0),
+    m.Arrive(0, 7, 0, math.nan, 0.0, 0.0, 0.0, 0.0),
+    m.Arrive(0, 7, 0, math.inf, 0.0, 0.0, 0.0, 0.0),
+    m.Arrive(0, 7, 0, 1.0, 0.0, 0.0, 0.0, math.nan),
+    m.Arrive(0, -7, 0, 1.0, 0.0, 0.0, 0.0, 0.0),
+    m.Arrive(0, 1 << 50, 0, 1.0, 0.0, 0.0, 0.0, 0.0),
+    m.Join(0, 1 << 50),
+    m.Late(0, 7, 0, 1.0, 1e10, 0.0, 0.0),
+    m.Late(2000, 7, 0, 1.0, 1.0, 0.0, 0.0),
+    m.RoundNote(0, 1 << 50, 0, [0], 0.0, 1.0, 1.0, 0.0, 0, 0.0, 0.0),
+    m.Take(0, 0, -1, 4, False),
+    m.Take(0, 0, 4, 0, False),
+    m.Take(0, -1, 4, 1, False),
+    m.PlanMessage(0, PLAN),
+    m.CloseRound(0, 3, 0.1),
+    m.Grant(0, 0, 0, 1),
+    m.Bye([]),
+    m.Abandon(0, 1, ""),
+    m.EpochEnd(0, 0),
+    m.SourceReply(0, 1),
+    m.Hurry(True),
+]
+
+
+def state_of(board: Board) -> Any:
+    engines = {
+        number: (e.active, e.plans[:], e.refused, e.rule.round, e.rule.ready, [list(h) for h in e.history], e.steps)
+        for number, e in board.engines.items()
+    }
+    silence_s = board.silent_for_s(1000.0)
+    return engines, set(board.finished), set(board.lost), dict(board._epochs), silence_s, list(board.outbox)
+
+
+@pytest.mark.parametrize("message", BAD, ids=lambda x: x.kind)
+def test_bad_input_changes_nothing(message: m.Message) -> None:
+    job = relaxed_job()
+    job.say(0, m.Take(0, 0, 10, 4, False))
+    before = state_of(job.board)
+    job.now_s += 1.0
+    with pytest.raises(ChannelError):
+        job.say(1, message)
+    assert state_of(job.board) == before
+
+
+@pytest.mark.parametrize("rank", [-1, 3, 1 << 40])
+def test_a_rank_that_does_not_exist(rank: int) -> None:
+    with pytest.raises(ChannelError, match=r"ranks 0\.\.2"):
+        Job().say(rank, m.Hello(0))
+
+
+COUNT = st.integers(-2, 40) | st.sampled_from([1 << 52, -(1 << 52)])
+TIME_S = st.floats(0.0, 2.0) | st.sampled_from([math.nan, math.inf, -1.0])
+LOOP = st.integers(0, 2)
+ANY = st.one_of(
+    st.builds(m.Register, LOOP, st.sampled_from([PLAN, {}]), st.sampled_from([{}, Plan.partial(3, 2).to_dict()])),
+    st.builds(m.Unregister, st.just(2)),
+    st.builds(m.Arrive, LOOP, COUNT, st.integers(-1, 4), TIME_S, TIME_S, TIME_S, TIME_S, TIME_S),
+    st.builds(m.Late, LOOP, COUNT, st.integers(-1, 4), TIME_S, TIME_S, TIME_S, TIME_S),
+    st.builds(m.Join, LOOP, COUNT),
+    st.builds(m.Away, st.booleans(), st.booleans(), st.just("x")),
+    st.builds(m.Refuse, LOOP, st.integers(-1, 4), st.just("x")),
+    st.builds(m.Take, LOOP, st.integers(-1, 3), st.integers(-1, 9), st.integers(0, 3), st.booleans()),
+    st.builds(m.Source, LOOP),
+    st.builds(m.Finished, st.integers(-1, 3)),
+    st.builds(
+        m.RoundNote, LOOP, COUNT, st.integers(-1, 4), st.just([0]), st.floats(), st.floats(), st.floats(),
+        st.floats(), st.integers(0, 3), st.floats(), st.floats(),
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(-1, 3), ANY, st.floats(0.0, 3.0)), max_size=60), st.booleans())
+def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]], auto: bool) -> None:
+    """Ranks may say anything in any order: it is acted on or refused, and the board goes on."""
+    job = Job()
+    job.register(None if auto else Plan.partial(3, 2))
+    for rank, message, pause_s in said:
+        job.now_s += pause_s
+        try:
+            job.board.handle(rank, message, job.now_s)
+        except ChannelError:
+            continue
+        finally:
+            assert job.board.tick(job.now_s) > job.now_s
+        for sent in job.sent():
+            assert m.decode(m.encode(sent)) == sent

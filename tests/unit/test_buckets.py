@@ -1,0 +1,103 @@
+"""Buckets: every parameter exactly once, gradients that are views, types that travel."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from star_hvd.buckets import pack, partition
+
+
+@given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 150))
+def test_every_index_exactly_once(sizes: list[int], capacity: int) -> None:
+    runs = partition(sizes, capacity)
+    assert [i for run in runs for i in run] == list(range(len(sizes)))
+    for run in runs:
+        assert run and (len(run) == 1 or sum(sizes[i] for i in run) <= capacity)
+    for before, after in pairwise(runs):
+        assert sum(sizes[i] for i in before) + sizes[after[0]] > capacity, "a bucket was begun too early"
+
+
+def test_the_sizes_that_torchft_loses() -> None:
+    assert partition([6, 6], 10) == [[0], [1]]
+    assert partition([6, 6, 6], 10) == [[0], [1], [2]]
+    assert partition([20, 1, 1], 10) == [[0], [1, 2]]
+    assert partition([], 10) == []
+
+
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_capacity_that_is_not_positive(capacity: int) -> None:
+    with pytest.raises(ValueError, match="expected at least 1"):
+        partition([1], capacity)
+
+
+SHAPES = st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(SHAPES, st.integers(1, 100), st.lists(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])))
+def test_pack(shapes: list[list[int]], capacity: int, dtypes: list[torch.dtype]) -> None:
+    dtypes = dtypes or [torch.float32]
+    params = [torch.nn.Parameter(torch.zeros(s, dtype=dtypes[i % len(dtypes)])) for i, s in enumerate(shapes)]
+    buckets = pack(params, capacity, first_index=3)
+    assert [b.index for b in buckets] == list(range(3, 3 + len(buckets)))
+    packed = [p for b in buckets for p in b.params]
+    assert len(packed) == len(params) and {id(p) for p in packed} == {id(p) for p in params}
+    for bucket in buckets:
+        assert {p.dtype for p in bucket.params} == {bucket.flat.dtype}
+        assert bucket.wire.dtype != torch.bfloat16, "Horovod rejects it"
+        bucket.flat[:-1] = 7
+        bucket.flat[-1] = 1
+        assert all(bool((view == 7).all()) for view in bucket.views)
+        assert bucket.numel == sum(p.numel() for p in bucket.params)
+
+
+def test_reverse_order() -> None:
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (1, 2, 3)]
+    (bucket,) = pack(params, 1000)
+    assert [p.numel() for p in bucket.params] == [3, 2, 1]
+
+
+def test_adopt() -> None:
+    param = torch.nn.Parameter(torch.zeros(2, 3))
+    (bucket,) = pack([param], 1000)
+    bucket.flat.fill_(9)
+    bucket.adopt(0)
+    assert param.grad is bucket.views[0] and float(param.grad.abs().sum()) == 0, "no gradient counts as zero"
+    param.grad = torch.arange(6.0).view(3, 2).t()  # Not contiguous.
+    expected = param.grad.clone()
+    bucket.adopt(0)
+    assert param.grad is bucket.views[0] and torch.equal(param.grad, expected)
+    assert torch.equal(bucket.flat[:-1].view(2, 3), expected)
+
+
+@pytest.mark.parametrize(("dtype", "fp16"), [(torch.bfloat16, False), (torch.float32, True), (torch.float64, True)])
+def test_types_that_change_on_the_wire(dtype: torch.dtype, fp16: bool) -> None:
+    param = torch.nn.Parameter(torch.zeros(4, dtype=dtype))
+    (bucket,) = pack([param], 1000, fp16=fp16)
+    assert not bucket.can_carry
+    bucket.flat.copy_(torch.tensor([1.0, 2.0, -3.0, 0.5, 1.0]))
+    wire = bucket.to_wire(bucket.flat)
+    assert wire is bucket.wire and wire.dtype == (torch.float16 if fp16 else torch.float32)
+    wire.mul_(2)
+    bucket.from_wire(wire, bucket.flat)
+    assert bucket.flat.tolist() == [2.0, 4.0, -6.0, 1.0, 2.0]
+    proxy = bucket.to_wire(bucket.new_flat())
+    assert proxy is not bucket.wire, "a stand-in must not touch the training thread's buffer"
+
+
+def test_a_header_behind_the_weight() -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    (bucket,) = pack([param], 1000)
+    assert bucket.can_carry
+    bucket.carry(5)
+    for flat in (bucket.flat, bucket.new_flat()):
+        assert flat.numel() == 4
+        wire = bucket.to_wire(flat)
+        assert wire.numel() == 9 and wire.data_ptr() == flat.data_ptr()
+    bucket.adopt(0)
+    assert param.grad is bucket.views[0] and param.grad.data_ptr() == bucket.flat.data_ptr()

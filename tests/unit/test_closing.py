@@ -1,0 +1,233 @@
+"""When a step may close: quorum, grace, ranks that are slow or away, and reports in any order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.closing import Close, ClosingRule
+from scheduler.records import Plan
+
+COMPUTE_S = 0.1
+
+
+def rule(world_size: int, quorum: int | None = None, **options: float) -> ClosingRule:
+    plan = Plan.sync(world_size) if quorum is None else Plan.partial(world_size, quorum)
+    return ClosingRule(plan, **options)
+
+
+def drive(subject: ClosingRule, arrivals: list[tuple[float, int, int, float]]) -> list[tuple[float, Close]]:
+    """Feed (time, rank, step, compute time) in order of time, asking again whenever the rule wants to be asked."""
+    orders: list[tuple[float, Close]] = []
+    again_s: float | None = None
+
+    def ask(now_s: float) -> float | None:
+        order, wake_s = subject.evaluate(now_s)
+        if order is not None:
+            orders.append((now_s, order))
+            assert wake_s is None
+        assert wake_s is None or wake_s > now_s, "the next look lies in the past"
+        return wake_s
+
+    for now_s, rank, step, compute_s in sorted(arrivals):
+        while again_s is not None and again_s <= now_s:
+            again_s = ask(again_s)
+        subject.arrive(rank, step, compute_s, now_s)
+        again_s = ask(now_s)
+    while again_s is not None:
+        again_s = ask(again_s)
+    return orders
+
+
+def steps_of_equal_ranks(
+    world_size: int, steps: int, jitter_s: float, seed: int, compute_s: float = COMPUTE_S
+) -> list[tuple[float, int, int, float]]:
+    """Ranks that start together when the last of the step before has arrived, each late by at most `jitter_s`."""
+    source, start_s, arrivals = random.Random(seed), 0.0, []
+    for step in range(steps):
+        times = [compute_s + jitter_s * source.random() for _ in range(world_size)]
+        arrivals += [(start_s + t, rank, step, t) for rank, t in enumerate(times)]
+        start_s += max(times)
+    return arrivals
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 6), st.integers(0, 1000), st.floats(0.0, 0.24))
+def test_equal_ranks_with_jitter_below_the_grace_are_never_left_out(
+    world_size: int, quorum: int, seed: int, jitter: float
+) -> None:
+    subject = rule(world_size, min(quorum, world_size))
+    arrivals = steps_of_equal_ranks(world_size, 30, jitter * COMPUTE_S, seed)
+    assert drive(subject, arrivals) == []
+
+
+def test_a_rank_just_past_the_grace_is_left_out_and_before_it_is_not() -> None:
+    for behind_s, left_out in ((0.2499 * COMPUTE_S, False), (0.2501 * COMPUTE_S, True)):
+        subject = rule(3, 2)
+        drive(subject, steps_of_equal_ranks(3, 5, 0.0, 0))
+        start_s = 5 * COMPUTE_S
+        times = [COMPUTE_S, COMPUTE_S, COMPUTE_S + behind_s]
+        orders = drive(subject, [(start_s + t, rank, 5, t) for rank, t in enumerate(times)])
+        assert bool(orders) is left_out
+        if left_out:
+            assert orders[0][1].missing == (2,) and orders[0][1].reason == "quorum"
+            assert orders[0][0] == pytest.approx(start_s + 1.25 * COMPUTE_S)
+
+
+def test_a_rank_known_to_be_slow_costs_no_grace() -> None:
+    subject = rule(3, 2)
+    for step in range(6):
+        subject.late(2, 4 * COMPUTE_S)
+        now_s = (step + 1) * COMPUTE_S
+        for rank in (0, 1):
+            subject.arrive(rank, step, COMPUTE_S, now_s + 0.001 * rank)
+        order, again_s = subject.evaluate(now_s + 0.001)
+        assert order is not None and again_s is None
+        assert order.missing == (2,) and order.round == step
+
+
+def test_a_rank_that_is_behind_is_not_waited_for() -> None:
+    """It cannot deliver for a step whose parameters it does not have, however fast it is."""
+    subject = rule(3, 2)
+    drive(subject, steps_of_equal_ranks(3, 3, 0.0, 0))
+    for step in (3, 4):
+        now_s = (step + 1) * COMPUTE_S
+        for rank in (0, 1):
+            subject.arrive(rank, step, COMPUTE_S, now_s)
+        order, again_s = subject.evaluate(now_s)
+        assert (order is None) is (step == 3), "it has a grace in the step it works on, none in the next"
+        if again_s is not None:
+            assert subject.evaluate(again_s)[0] is not None
+    subject.join(2, 5, 5 * COMPUTE_S)
+    assert 2 in subject.up_to_date()
+
+
+def test_a_recovered_rank_is_waited_for_again() -> None:
+    subject = rule(2, 1)
+    for _ in range(5):
+        subject.late(1, 4 * COMPUTE_S)
+    subject.arrive(0, 0, COMPUTE_S, 0.1)
+    assert subject.evaluate(0.1)[0] is not None
+    for _ in range(5):
+        subject.late(1, COMPUTE_S)
+    subject.join(1, 1, 0.1)
+    subject.arrive(0, 1, COMPUTE_S, 0.2)
+    order, again_s = subject.evaluate(0.2)
+    assert order is None and again_s is not None and again_s > 0.2
+
+
+def test_sync_closes_only_for_ranks_that_are_away() -> None:
+    subject = rule(3)
+    subject.arrive(0, 0, COMPUTE_S, 1.0)
+    subject.arrive(1, 0, COMPUTE_S, 1.0)
+    assert subject.evaluate(1e6) == (None, None)
+    subject.leave(2)
+    order, _ = subject.evaluate(2.0)
+    assert order is not None
+    assert (order.reason, order.excused, order.missing) == ("away", (2,), (2,))
+    subject.arrive(0, 1, COMPUTE_S, 3.0)
+    subject.back(2, 3.5)
+    subject.arrive(1, 1, COMPUTE_S, 4.0)
+    assert subject.evaluate(1e6) == (None, None), "a rank that is back is waited for in lockstep"
+
+
+def test_a_rank_that_leaves_after_it_delivered_is_not_excused_from_that_step() -> None:
+    subject = rule(3, 2)
+    for rank in (0, 1):
+        subject.arrive(rank, 0, COMPUTE_S, 1.0)
+    subject.leave(0)
+    subject.leave(2)
+    order, _ = subject.evaluate(10.0)
+    assert order is not None
+    assert order.missing == (2,) and order.excused == (2,), "excused are ranks that are missing"
+
+
+def test_away_ranks_lower_the_quorum_and_everybody_away_closes_nothing() -> None:
+    subject = rule(4, 3)
+    for rank in (1, 2, 3):
+        subject.leave(rank)
+    assert subject.evaluate(1.0) == (None, None)
+    subject.arrive(0, 0, COMPUTE_S, 2.0)
+    order, _ = subject.evaluate(2.0)
+    assert order is not None and order.excused == (1, 2, 3)
+
+
+def test_without_a_quorum_a_relaxed_step_closes_at_the_deadline() -> None:
+    subject = rule(4, 3, quorum_deadline_s=5.0)
+    subject.arrive(1, 0, COMPUTE_S, 10.0)
+    assert subject.evaluate(14.999) == (None, 15.0)
+    order, _ = subject.evaluate(15.0)
+    assert order is not None and order.reason == "deadline" and order.missing == (0, 2, 3)
+
+
+def test_reports_that_are_late_or_twice_change_nothing_but_the_speed() -> None:
+    subject = rule(3, 2)
+    for rank in (0, 1):
+        subject.arrive(rank, 7, COMPUTE_S, 1.0)
+        subject.arrive(rank, 7, COMPUTE_S, 1.0)
+    assert subject.ready == (0, 1)
+    subject.arrive(2, 3, 0.4, 1.0)
+    assert subject.round == 7 and subject.ready == (0, 1)
+    order, again_s = subject.evaluate(1.0)
+    if order is None:
+        assert again_s is not None
+        order, _ = subject.evaluate(again_s)
+    assert order is not None and order.round == 7
+    subject.arrive(2, 7, 0.4, 1.2)
+    assert subject.evaluate(2.0) == (None, None), "no second order for a step"
+
+
+Event = tuple[str, int, int, float]
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "arrive", "arrive", "late", "join", "leave", "back", "tick"]),
+        st.integers(0, 4),
+        st.integers(-1, 2),
+        st.floats(0.0, 0.5),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 5), EVENTS)
+def test_any_sequence_of_reports(world_size: int, quorum: int, events: list[Event]) -> None:
+    """No order twice for a step, none without a quorum but at the deadline, no look in the past."""
+    plan = Plan.partial(world_size, min(quorum, world_size))
+    subject = ClosingRule(plan, quorum_deadline_s=0.7)
+    now_s, closed, first_s = 0.0, -1, {}
+    for kind, which, ahead, pause_s in events:
+        now_s += pause_s
+        rank = which % world_size
+        if kind == "arrive":
+            step = max(0, subject.round + ahead)
+            first_s.setdefault(step, now_s)
+            subject.arrive(rank, step, pause_s, now_s)
+        elif kind == "late":
+            subject.late(rank, pause_s)
+        elif kind == "join":
+            subject.join(rank, max(0, subject.round + ahead), now_s)
+        elif kind == "leave":
+            subject.leave(rank)
+        elif kind == "back":
+            subject.back(rank, now_s)
+        ready, away = set(subject.ready), set(subject.away)
+        order, again_s = subject.evaluate(now_s)
+        assert again_s is None or (order is None and again_s > now_s)
+        if order is None:
+            continue
+        assert order.round > closed, "a step was closed twice"
+        closed = order.round
+        assert set(order.missing) == set(range(world_size)) - ready and ready
+        assert set(order.excused) == away - ready
+        active = world_size - len(away - ready)
+        if order.reason == "deadline":
+            assert now_s - first_s[order.round] >= 0.7 - 1e-9
+        else:
+            assert len(ready) >= min(plan.quorum, active)
+            if order.reason == "away":
+                assert not plan.relaxed and away - ready
+        assert subject.evaluate(now_s + 100.0) == (None, None)

@@ -1,0 +1,99 @@
+"""The header survives a sum in float32 bit for bit, and agreement is never found where there is none."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from star_hvd.execute.header import Contribution, Header, HeaderCodec
+
+
+def reduced(items: list[Contribution], n_hyper: int = 0) -> Header:
+    codec = HeaderCodec(len(items), n_hyper)
+    total = np.zeros(codec.size, dtype=np.float32)
+    for rank, item in enumerate(items):
+        own = np.full(codec.size, np.nan, dtype=np.float32)  # What was there before must not matter.
+        codec.write(rank, item, own)
+        total += own
+    return codec.read(total)
+
+
+def bits(values: object) -> list[bytes]:
+    return [struct.pack("<d", v) for v in values]  # type: ignore[attr-defined]
+
+
+SPECIAL = [0.0, -0.0, 5e-324, -2.2250738585072009e-308, 2.2e-308, 1e308, -1e-300, 0.1, math.inf, -math.inf, math.nan]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats() | st.sampled_from(SPECIAL), min_size=1, max_size=12),
+    st.integers(1, 64),
+    st.data(),
+)
+def test_hyperparameters_survive_bit_for_bit(row: list[float], world_size: int, data: st.DataObject) -> None:
+    leader = data.draw(st.integers(0, world_size - 1))
+    items = [Contribution(True, 3, hyper=row if rank == leader else None) for rank in range(world_size)]
+    got = reduced(items, len(row)).hyper
+    assert got is not None and bits(got) == bits(row)
+
+
+def test_no_leader_or_two_leaders_give_no_hyperparameters() -> None:
+    assert reduced([Contribution(True, 1), Contribution(True, 1)], 1).hyper is None
+    assert reduced([Contribution(True, 1, hyper=[1.0]), Contribution(True, 1, hyper=[1.0])], 1).hyper is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(2, 64), st.integers(0, (1 << 24) - 1), st.data())
+def test_checksums(world_size: int, checksum: int, data: st.DataObject) -> None:
+    fresh = data.draw(st.lists(st.booleans(), min_size=world_size, max_size=world_size).filter(any))
+    items = [Contribution(f, 1, checksum=checksum if f else None) for f in fresh]
+    assert reduced(items).checksum_ok is True
+    odd = data.draw(st.sampled_from([r for r, f in enumerate(fresh) if f]))
+    items[odd].checksum = checksum ^ data.draw(st.integers(1, (1 << 24) - 1))
+    assert reduced(items).checksum_ok is (sum(fresh) == 1)
+
+
+def test_no_checksums() -> None:
+    assert reduced([Contribution(True, 1)] * 3).checksum_ok is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 64), st.data())
+def test_epochs_agree_only_when_all_are_equal(world_size: int, data: st.DataObject) -> None:
+    centre = data.draw(st.integers(1, 400))
+    epoch = st.none() | st.integers(max(1, centre - 2), centre + 2) | st.just(centre)
+    epochs = data.draw(st.lists(epoch, min_size=world_size, max_size=world_size) | st.just([centre] * world_size))
+    header = reduced([Contribution(True, 2, flag_epoch_delta=e) for e in epochs])
+    expected = epochs[0] if len(set(epochs)) == 1 else None
+    assert header.agreed_epoch_delta(world_size) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 100_000)), min_size=1, max_size=64))
+def test_ranks(state: list[tuple[bool, int]]) -> None:
+    header = reduced([Contribution(fresh, own) for fresh, own in state])
+    assert header.fresh == tuple(f for f, _ in state)
+    assert header.own_steps == tuple(n for _, n in state)
+    assert header.fresh_count == sum(header.fresh) and header.complete is all(header.fresh)
+    if any(header.fresh):
+        most = max(n for f, n in state if f)
+        assert header.leader == next(r for r, (f, n) in enumerate(state) if f and n == most)
+
+
+def test_means_and_what_is_not_finite() -> None:
+    items = [
+        Contribution(True, 1, loss=1.0, weight=1.0, local_sqr=2.0, folds=0.5, manual=True),
+        Contribution(True, 1, loss=math.nan, weight=0.5, local_sqr=math.inf),
+        Contribution(True, 1, loss=3.0, weight=1.0),
+    ]
+    header = reduced(items)
+    assert header.loss == 2.0 and header.weight == 2.5 and header.weight_sqr == 2.25
+    assert (header.local_sqr, header.local_count, header.folds, header.manual) == (2.0, 1, 0.5, True)
+    assert math.isnan(reduced([Contribution(True, 1)]).loss)
+    assert reduced([Contribution(True, 1)]).local_sqr == pytest.approx(0.0)

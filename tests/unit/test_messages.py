@@ -1,0 +1,135 @@
+"""Control messages: round trips, and nothing but `ChannelError` for whatever else arrives."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from star_hvd.control import messages
+from star_hvd.control.messages import MAX_BYTES, Heartbeat, Hello, Message, Register, RoundNote, decode, encode
+from star_hvd.errors import ChannelError
+
+KINDS = [cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Message) and cls.kind]
+INTS = st.integers(-(1 << 53) + 1, (1 << 53) - 1)
+SCALARS = st.none() | st.booleans() | INTS | st.floats(allow_nan=False) | st.text(max_size=8)
+VALUES = {
+    "int": INTS,
+    "float": st.floats(),
+    "bool": st.booleans(),
+    "str": st.text(max_size=30),
+    "list[int]": st.lists(st.integers(0, 1 << 30), max_size=8),
+    "dict[str, Any]": st.dictionaries(st.text(max_size=8), SCALARS, max_size=6),
+}
+ANY = st.sampled_from(KINDS).flatmap(
+    lambda cls: st.tuples(*(VALUES[str(item.type)] for item in dataclasses.fields(cls))).map(lambda v: cls(*v))
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
+
+
+@settings(max_examples=300, deadline=None)
+@given(ANY)
+def test_round_trip(message: Message) -> None:
+    again = decode(encode(message))
+    assert type(again) is type(message)
+    for item in dataclasses.fields(message):
+        assert same(getattr(again, item.name), getattr(message, item.name))
+
+
+def test_every_kind_is_known() -> None:
+    assert len(KINDS) >= 19 and len({cls.kind for cls in KINDS}) == len(KINDS)
+    assert all(cls.__name__ in messages.__all__ for cls in KINDS)
+
+
+def refused_or_read(data: bytes) -> None:
+    try:
+        assert isinstance(decode(data), Message)
+    except ChannelError as error:
+        assert len(str(error)) < 500, "an error must not carry what was received into the log"
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes(data: bytes) -> None:
+    refused_or_read(data)
+
+
+@settings(max_examples=500, deadline=None)
+@given(ANY, st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=4), st.integers(-3, 3))
+def test_mutated_messages(message: Message, changes: list[tuple[int, int]], grow: int) -> None:
+    data = bytearray(encode(message))
+    for place, value in changes:
+        data[place % len(data)] = value
+    refused_or_read(bytes(data[:grow] if grow < 0 else data + b"\x00" * grow))
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats()
+    | st.text(max_size=4)
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3) | st.binary(max_size=3), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([cls.kind for cls in KINDS]) | JUNK, st.lists(JUNK, max_size=12), st.sampled_from([0, 1, 2]))
+def test_junk_in_the_right_frame(kind: Any, fields: list[Any], version: int) -> None:
+    refused_or_read(msgpack.packb([version, kind, *fields]))
+
+
+def test_size_limit() -> None:
+    with pytest.raises(ChannelError, match=f"expected at most {MAX_BYTES}"):
+        decode(b"\xc0" * (MAX_BYTES + 1))
+    refused_or_read(msgpack.packb([1, "hello", "x" * (MAX_BYTES - 20)]))
+    refused_or_read(msgpack.packb([1, "x" * (MAX_BYTES - 20)]))
+    refused_or_read(b"\x91" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([2, "hello", 0], "protocol version 1"),
+        (["hello", 0], "protocol version 1"),
+        ([1, "hullo", 0], "unknown kind 'hullo'"),
+        ([1, 7, 0], "unknown kind 7"),
+        ([1, "hello"], "has 0 fields; expected 1"),
+        ([1, "hello", 0, 0], "has 2 fields; expected 1"),
+        ([1, "hello", 1.0], "field rank of a hello message is 1.0; expected int"),
+        ([1, "hello", True], "field rank of a hello message is True; expected int"),
+        ([1, "hello", 1 << 60], "expected int"),
+        ([1, "bye", [1, "2"]], "expected list"),
+    ],
+)
+def test_errors_say_what_came(parts: list[Any], message: str) -> None:
+    with pytest.raises(ChannelError, match=message):
+        decode(msgpack.packb(parts))
+
+
+def test_whole_numbers_are_floats_too() -> None:
+    note = decode(msgpack.packb([1, "round", 0, 5, 1, [0, 1], 2, 1, 1, 0, 1, 0, 0]))
+    assert isinstance(note, RoundNote) and isinstance(note.loss, float) and note.loss == 2.0
+
+
+def test_numbers_of_a_diverged_step_are_told() -> None:
+    """Infinite norms are news of the training, not damage of the channel."""
+    note = RoundNote(0, 1, 0, [0, 1], math.nan, 2.0, 2.0, math.inf, 2, math.inf, 0.0)
+    assert decode(encode(note)) is not None
+
+
+def test_equality_and_defaults() -> None:
+    assert decode(encode(Hello(3))) == Hello(3)
+    assert decode(encode(Heartbeat(0))) == Heartbeat(0, -1)
+    plan = {"mode": "sync", "world_size": 2, "quorum": 2}
+    assert decode(encode(Register(0, plan, {}))) == Register(0, plan, {})
