@@ -1,11 +1,14 @@
 """Addresses and CURVE keys of all ranks, made at start and exchanged over Horovod.
 
-Whoever knows no key of this job gets no further than ZeroMQ's handshake; such attempts are counted.
+Whoever knows no key of this job gets no further than ZeroMQ's handshake; such attempts are counted, with the wrong key,
+without any, or not speaking ZeroMQ's protocol at all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,7 @@ import psutil
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from star_hvd import env
 from star_hvd.errors import ChannelError
@@ -59,13 +63,52 @@ class _Known:
 
     def __init__(self) -> None:
         self.keys: set[bytes] = set()
-        self.denied = 0
 
     def callback(self, domain: str, key: bytes) -> bool:
-        if key in self.keys:
-            return True
-        self.denied += 1
-        return False
+        return key in self.keys
+
+
+class _Door:
+    """Thread that counts who came to the servers of a ring and who was let in.
+
+    The authenticator alone would not do: it never hears of a connection without a key.
+    """
+
+    _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+
+    def __init__(self) -> None:
+        self._count = dict.fromkeys((zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED), 0)
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def denied(self) -> int:
+        """Connections that ended without having been let in; one in the middle of its handshake may count early."""
+        accepted, succeeded, disconnected = self._count.values()
+        return max(0, min(accepted - succeeded, disconnected))
+
+    def watch(self, router: zmq.Socket[Any]) -> None:
+        """Count what happens at a server from now on, before it is bound."""
+        monitor = router.get_monitor_socket(self._EVENTS)
+        thread = threading.Thread(target=self._run, args=(monitor,), name="star-door", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def stop(self, deadline_s: float = 2.0) -> None:
+        """End the threads and wait for them."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(deadline_s)
+
+    def _run(self, monitor: zmq.Socket[Any]) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # The context ends before this thread notices.
+            while not self._stop.is_set():
+                if monitor.poll(250):
+                    event = zmq.Event(recv_monitor_message(monitor)["event"])
+                    if event == zmq.EVENT_MONITOR_STOPPED:
+                        break
+                    self._count[event] += 1
+            monitor.close(linger=0)
 
 
 class Keyring:
@@ -76,14 +119,15 @@ class Keyring:
         self.public_key, self._secret_key = zmq.curve_keypair()
         self.peers: list[Peer] = []
         self._known = _Known()
+        self._door = _Door()
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._known)
 
     @property
     def denied(self) -> int:
-        """Connections refused because their key is not of this job."""
-        return self._known.denied
+        """Connections turned away because they are not of this job."""
+        return self._door.denied
 
     def admit(self, peers: list[Peer]) -> None:
         """Accept these ranks, in order of rank, from now on."""
@@ -99,15 +143,17 @@ class Keyring:
         router.setsockopt(zmq.MAXMSGSIZE, 64 * 1024 * 1024)
         router.setsockopt(zmq.SNDHWM, 0)
         router.setsockopt(zmq.RCVHWM, 0)
+        self._door.watch(router)
         port = router.bind_to_random_port(f"tcp://{host}")
         return router, int(port)
 
     def client(self, rank: int, identity: bytes, *, port: int) -> zmq.Socket[Any]:
-        """A DEALER connected to a server of `rank`."""
+        """A DEALER connected to a server of `rank`; with an empty `identity` the server gives it one."""
         peer = self.peers[rank]
         dealer: zmq.Socket[Any] = self.context.socket(zmq.DEALER)
         dealer.linger = 1000
-        dealer.setsockopt(zmq.IDENTITY, identity)
+        if identity:
+            dealer.setsockopt(zmq.IDENTITY, identity)
         dealer.setsockopt(zmq.MAXMSGSIZE, 64 * 1024 * 1024)
         dealer.setsockopt(zmq.SNDHWM, 0)
         dealer.setsockopt(zmq.RCVHWM, 0)
@@ -118,5 +164,6 @@ class Keyring:
 
     def close(self) -> None:
         """Stop the authenticator and drop all sockets of this ring. Sockets must be closed by their threads."""
+        self._door.stop()
         self._authenticator.stop()
         self.context.destroy(linger=500)

@@ -1,0 +1,116 @@
+"""Who may talk on the channel: ranks of this job, and nobody else, however they knock."""
+
+from __future__ import annotations
+
+import socket
+import time
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from star_hvd.channel.keys import Keyring, Peer, own_address
+from star_hvd.errors import ChannelError
+
+
+@pytest.fixture
+def ring() -> Any:
+    ring = Keyring()
+    router, port = ring.server("127.0.0.1")
+    friend = Keyring()
+    peers = [Peer(ring.public_key, "127.0.0.1", port, 0), Peer(friend.public_key, "127.0.0.1", 0, 0)]
+    ring.admit(peers)
+    friend.admit(peers)
+    yield ring, router, port, friend
+    router.close(linger=0)
+    friend.close()
+    ring.close()
+
+
+def test_a_rank_of_the_job_is_heard_under_its_identity(ring: Any) -> None:
+    _, router, port, friend = ring
+    dealer = friend.client(0, b"1", port=port)
+    dealer.send(b"hello")
+    assert router.poll(10_000) and router.recv_multipart() == [b"1", b"hello"]
+    router.send_multipart([b"1", b"and you"])
+    assert dealer.poll(10_000) and dealer.recv() == b"and you"
+    dealer.close(linger=0)
+
+
+def test_a_foreign_key_is_denied_and_counted(ring: Any) -> None:
+    own, router, port, friend = ring
+    stranger = Keyring()
+    stranger.admit(friend.peers)  # It knows the server's public key, and no key the server knows.
+    dealer = stranger.client(0, b"1", port=port)
+    dealer.send(b"hello")
+    assert not router.poll(700), "a stranger was heard"
+    assert not dealer.poll(0) and own.denied >= 1
+    dealer.close(linger=0)
+    stranger.close()
+    test_a_rank_of_the_job_is_heard_under_its_identity(ring)
+
+
+def test_the_wrong_key_of_the_server_gets_nothing(ring: Any) -> None:
+    _, router, port, friend = ring
+    friend.peers = [Peer(zmq.curve_keypair()[0], "127.0.0.1", port, 0)]
+    dealer = friend.client(0, b"1", port=port)
+    dealer.send(b"hello")
+    assert not router.poll(500)
+    dealer.close(linger=0)
+
+
+def test_a_client_without_any_key_gets_nothing_and_is_counted(ring: Any) -> None:
+    own, router, port, _ = ring
+    plain: Any = own.context.socket(zmq.DEALER)
+    plain.connect(f"tcp://127.0.0.1:{port}")
+    plain.send(b"hello")
+    assert not router.poll(700) and not plain.poll(0)
+    plain.close(linger=0)
+    assert denied_within(own, 5.0), "the attempt was not counted"
+
+
+@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40, b"\xff" + bytes(63), b""])
+def test_junk_on_the_port_is_dropped_and_the_ranks_still_talk(ring: Any, junk: bytes) -> None:
+    _, router, port, _ = ring
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0) as raw:
+            try:
+                raw.sendall(junk)
+            except OSError:
+                pass
+    assert not router.poll(200)
+    test_a_rank_of_the_job_is_heard_under_its_identity(ring)
+
+
+def denied_within(own: Keyring, limit_s: float) -> bool:
+    end_s = time.monotonic() + limit_s
+    while own.denied == 0 and time.monotonic() < end_s:
+        time.sleep(0.02)
+    return own.denied > 0
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STAR_HOST", "STAR_INTERFACE", "HOROVOD_GLOO_IFACE"):
+        monkeypatch.delenv(name, raising=False)
+    assert own_address(single_host=True) == "127.0.0.1"
+    monkeypatch.setenv("STAR_INTERFACE", "lo")
+    assert "lo" not in psutil.net_if_addrs() or own_address(single_host=False) == "127.0.0.1"
+    monkeypatch.setenv("STAR_INTERFACE", "nosuch0")
+    with pytest.raises(ChannelError, match="'nosuch0' has no IPv4 address; set STAR_INTERFACE to one of"):
+        own_address(single_host=False)
+    monkeypatch.setenv("STAR_HOST", "10.1.2.3")
+    assert own_address(single_host=True) == "10.1.2.3"
+
+
+def test_closing_does_not_hang() -> None:
+    ring = Keyring()
+    router, port = ring.server("127.0.0.1")
+    ring.admit([Peer(ring.public_key, "127.0.0.1", port, 0)])
+    dealer = ring.client(0, b"0", port=port)
+    dealer.send(b"never read")
+    router.close(linger=0)
+    dealer.close(linger=0)
+    began_s = time.monotonic()
+    ring.close()
+    assert time.monotonic() - began_s < 10.0
