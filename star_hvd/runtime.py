@@ -368,7 +368,7 @@ class Runtime:
                 reply = self._sources.get(timeout=5.0)
                 if reply.rank >= 0 and reply.engine == engine:
                     left_s = max(0.1, limit_s - time.monotonic())
-                    snapshot = fetch(self.keyring, self.rank, reply.rank, engine, left_s)
+                    snapshot = fetch(self.keyring, reply.rank, engine, left_s)
                     if snapshot is not None:
                         return snapshot
             time.sleep(0.002)

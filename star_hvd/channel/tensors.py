@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import struct
 import threading
 import time
@@ -15,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
-import numpy as np
 import torch
 import zmq
 
@@ -71,13 +71,20 @@ def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
     """
     position = 0
 
-    def restore(item: Any) -> Any:
+    def restore_value(item: Any) -> Any:
+        kind, value = item
+        if kind != "v" or not (value is None or isinstance(value, (bool, int, float, str))):
+            raise ValueError("a value that is neither a number nor a string")
+        return value
+
+    def restore(item: Any) -> torch.Tensor:
         nonlocal position
-        if item[0] == "v":
-            return item[1]
-        dtype, shape = _DTYPES[item[1]], tuple(int(n) for n in item[2])
-        size = int(np.prod(shape, dtype=np.int64)) * torch.empty(0, dtype=dtype).element_size()
-        if min(shape, default=0) < 0 or position + size > len(body):
+        kind, name, shape = item
+        if kind != "t" or any(type(n) is not int or n < 0 for n in shape):
+            raise ValueError("not a tensor")
+        dtype = _DTYPES[name]
+        size = math.prod(shape) * dtype.itemsize
+        if position + size > len(body):
             raise ChannelError(f"a fetched tensor of shape {shape} goes beyond the {len(body)} bytes that came")
         part = bytearray(body[position : position + size])
         position += size
@@ -86,10 +93,17 @@ def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
     try:
         version, params, state = msgpack.unpackb(manifest, strict_map_key=True)
         tensors = [restore(item) for item in params]
-        states = [{str(k): restore(v) for k, v in entry.items()} for entry in state]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, msgpack.UnpackException) as error:
+        states = [
+            {str(k): restore_value(v) if v[0] == "v" else restore(v) for k, v in entry.items()}
+            for _, entry in zip(tensors, state, strict=True)
+        ]
+    except ChannelError:
+        raise
+    except Exception as error:  # Whatever damage makes msgpack or torch raise.
         raise ChannelError(f"a fetched manifest cannot be read: {type(error).__name__}: {error}") from error
-    if position != len(body) or not isinstance(version, int):
+    if type(version) is not int or version < 0:
+        raise ChannelError(f"a fetched manifest is of step {version!r}")
+    if position != len(body):
         raise ChannelError(f"a fetched body has {len(body)} bytes; its manifest describes {position}")
     return Snapshot(version, tensors, states)
 
@@ -160,41 +174,45 @@ class TensorServer:
         self._router.send_multipart([peer, header, payload])
 
 
-def fetch(keyring: Keyring, own_rank: int, source: int, engine: int, deadline_s: float) -> Snapshot | None:
+def fetch(keyring: Keyring, source: int, engine: int, deadline_s: float) -> Snapshot | None:
     """Get the parameters of an optimizer from rank `source`; None when that rank is behind itself.
 
     Raises:
         DeadlineError: The reply was not complete within `deadline_s`.
         ChannelError: The reply cannot be read.
     """
-    socket = keyring.client(source, str(own_rank).encode(), port=keyring.peers[source].tensor_port)
+    # Without an identity of its own: the server would ignore a second connection under the same one.
+    socket = keyring.client(source, b"", port=keyring.peers[source].tensor_port)
     limit_s = time.monotonic() + deadline_s
     try:
         socket.send(struct.pack("<I", engine))
-        manifest, body, received, total = b"", bytearray(), 0, 1
+        manifest, body, received, total, size = b"", bytearray(), 0, 1, 0
         while received < total:
             left_ms = 1e3 * (limit_s - time.monotonic())
             if left_ms <= 0 or not socket.poll(max(1, round(left_ms))):
                 raise DeadlineError(f"fetching parameters from rank {source} took longer than {deadline_s:g} s")
             frames = socket.recv_multipart()
-            number, total, offset, size, payload = _parse(frames, received)
-            if number == 0:
-                manifest, body = payload, bytearray(size)
-            elif offset + len(payload) > len(body):
-                raise ChannelError(f"chunk {number} from rank {source} goes beyond the announced {len(body)} bytes")
+            *announced, offset, payload = _parse(frames, received)
+            if received == 0:
+                manifest, (total, size) = payload, announced
+            elif announced != [total, size] or offset != len(body) or offset + len(payload) > size:
+                raise ChannelError(f"chunk {received} from rank {source} does not follow the {len(body)} bytes before")
             else:
-                body[offset : offset + len(payload)] = payload
+                body += payload
             received += 1
+        if len(body) != size:
+            raise ChannelError(f"rank {source} sent {len(body)} bytes; it had announced {size}")
         return unpack_snapshot(manifest, bytes(body)) if manifest else None
     finally:
         with contextlib.suppress(zmq.ZMQError):
             socket.close(linger=0)
 
 
-def _parse(frames: list[bytes], expected: int) -> tuple[int, int, int, int, bytes]:
+def _parse(frames: list[bytes], expected: int) -> tuple[int, int, int, bytes]:
+    """Chunks in all, size of the body, offset of this chunk in it, and the chunk."""
     if len(frames) != 2 or len(frames[0]) != _HEADER.size:
         raise ChannelError("a tensor message has the wrong frames; expected a header and a payload")
     magic, protocol, number, total, offset, size = _HEADER.unpack(frames[0])
     if magic != _MAGIC or protocol != _PROTOCOL or number != expected or number >= total or size > _MAX_BODY_BYTES:
         raise ChannelError(f"a tensor message is number {number} of {total}, protocol {protocol}; expected {expected}")
-    return number, total, offset, size, frames[1]
+    return total, size, offset, frames[1]

@@ -1,0 +1,249 @@
+"""Parameters over the channel: round trips, damage, chunks, and deadlines, with real sockets on loopback."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from star_hvd.channel.keys import Keyring, Peer
+from star_hvd.channel.tensors import _HEADER, TensorServer, fetch, pack_snapshot, unpack_snapshot
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.execute.state import Snapshot
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return a.numel() == 0 or bool(torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)))
+    return bool(a == b) and type(a) is type(b)
+
+
+def same(a: Snapshot, b: Snapshot) -> bool:
+    states = zip(a.state, b.state, strict=True)
+    return (
+        a.version == b.version
+        and all(equal(x, y) for x, y in zip(a.params, b.params, strict=True))
+        and all(x.keys() == y.keys() and all(equal(x[k], y[k]) for k in x) for x, y in states)
+    )
+
+
+def example(version: int = 7, numel: int = 1000) -> Snapshot:
+    params = [torch.randn(numel), torch.randn(3, 4).t(), torch.tensor(1.5), torch.empty(0, 3)]
+    params += [torch.randn(5).to(torch.bfloat16), torch.tensor([float("nan"), float("inf")])]
+    state: list[dict[str, object]] = [{"step": torch.tensor(3.0), "exp_avg": torch.randn(numel)}, {"momentum": None}]
+    state += [{"n": 3, "x": 0.1, "on": True, "name": "a"}, {}, {}, {"count": torch.tensor(2**40)}]
+    return Snapshot(version, params, state)
+
+
+def test_round_trip() -> None:
+    snapshot = example()
+    assert same(unpack_snapshot(*pack_snapshot(snapshot)), snapshot)
+
+
+TENSORS = st.builds(
+    lambda shape, dtype, seed: (
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(100).to(dtype).transpose(0, -1)
+        if shape
+        else torch.tensor(seed).to(dtype)
+    ),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.sampled_from(DTYPES),
+    st.integers(0, 1000),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(TENSORS, max_size=4), st.integers(0, 1 << 40))
+def test_any_tensors(tensors: list[torch.Tensor], version: int) -> None:
+    snapshot = Snapshot(version, tensors, [{"s": t} for t in tensors])
+    assert same(unpack_snapshot(*pack_snapshot(snapshot)), snapshot)
+
+
+@pytest.mark.parametrize("value", [[1], {"a": 1}, object(), torch.ones(2, dtype=torch.complex64)])
+def test_what_cannot_travel(value: Any) -> None:
+    with pytest.raises(ChannelError, match="state 'x' of parameter 0"):
+        pack_snapshot(Snapshot(0, [torch.ones(1)], [{"x": value}]))
+
+
+DIMENSION = st.integers(-3, 5) | st.sampled_from([1 << 31, 1 << 32, 1 << 62, (1 << 64) - 1, -(1 << 63), 0.5, "x", None])
+ITEM = st.one_of(
+    st.tuples(
+        st.just("t"), st.sampled_from([*map(str, DTYPES), "torch.bool", "x", 3]), st.lists(DIMENSION, max_size=3)
+    ),
+    st.tuples(st.just("v"), st.none() | st.integers(0, 9) | st.lists(st.integers(0, 3), max_size=2)),
+    st.sampled_from([None, [], "t", "v", ["t"], ["v"], ["?", 1], {"t": 1}, 5, ["t", "torch.float32", 3]]),
+)
+STATES = st.lists(st.dictionaries(st.text(max_size=2), ITEM, max_size=2) | st.none(), max_size=3)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.integers(-1, 9) | st.none() | st.text(max_size=2),
+    st.lists(ITEM, max_size=3) | st.none(),
+    STATES,
+    st.binary(max_size=64),
+)
+def test_damaged_manifests(version: Any, params: Any, states: Any, body: bytes) -> None:
+    read_or_refused(msgpack.packb([version, params, states]), body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=100), st.binary(max_size=100))
+def test_arbitrary_bytes(manifest: bytes, body: bytes) -> None:
+    read_or_refused(manifest, body)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4), st.integers(-9, 9))
+def test_mutated_snapshots(changes: list[tuple[int, int]], grow: int) -> None:
+    manifest, body = pack_snapshot(example(numel=4))
+    damaged = bytearray(manifest)
+    for place, value in changes:
+        damaged[place % len(damaged)] = value
+    read_or_refused(bytes(damaged), body[:grow] if grow < 0 else body + bytes(grow))
+
+
+def read_or_refused(manifest: bytes, body: bytes) -> None:
+    try:
+        snapshot = unpack_snapshot(manifest, body)
+    except ChannelError:
+        return
+    assert all(isinstance(p, torch.Tensor) for p in snapshot.params)
+    assert len(snapshot.params) == len(snapshot.state) and snapshot.version >= 0
+    for entry in snapshot.state:
+        assert all(v is None or isinstance(v, (torch.Tensor, bool, int, float, str)) for v in entry.values())
+
+
+@contextmanager
+def two_rings() -> Iterator[tuple[Keyring, Keyring, Any, list[Peer]]]:
+    """Rank 0 with a bound socket, and rank 1; both admit each other."""
+    server, client = Keyring(), Keyring()
+    router, port = server.server("127.0.0.1")
+    peers = [Peer(server.public_key, "127.0.0.1", 0, port), Peer(client.public_key, "127.0.0.1", 0, 0)]
+    server.admit(peers)
+    client.admit(peers)
+    try:
+        yield server, client, router, peers
+    finally:
+        server.close()
+        client.close()
+
+
+def test_fetching_in_chunks() -> None:
+    snapshot = example(numel=100_000)
+    with two_rings() as (_, client, router, _):
+        server = TensorServer(router, lambda engine: snapshot if engine == 2 else None, 4096)
+        server.start()
+        try:
+            got = fetch(client, 0, 2, 20.0)
+            assert got is not None and same(got, snapshot)
+            assert fetch(client, 0, 3, 20.0) is None, "it is behind itself"
+            for _ in range(30):  # One after the other, without a pause: the server must not mix up the connections.
+                got = fetch(client, 0, 2, 5.0)
+                assert got is not None and got.version == 7
+            assert server.served == 32
+        finally:
+            server.stop()
+
+
+def test_fetches_of_two_threads() -> None:
+    snapshot = example(numel=50_000)
+    with two_rings() as (_, client, router, _):
+        server = TensorServer(router, lambda engine: snapshot, 4096)
+        server.start()
+        got: list[Snapshot | None] = []
+        threads = [threading.Thread(target=lambda: got.append(fetch(client, 0, 0, 10.0))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        server.stop()
+        assert len(got) == 4 and all(g is not None and same(g, snapshot) for g in got)
+
+
+def test_a_server_that_cannot_pack_says_so_at_once() -> None:
+    with two_rings() as (_, client, router, _):
+        server = TensorServer(router, lambda engine: Snapshot(0, [], [{"x": object()}]), 4096)
+        server.start()
+        assert fetch(client, 0, 0, 20.0) is None
+        server.stop()
+
+
+def test_malformed_requests_are_counted_and_the_next_one_is_served() -> None:
+    with two_rings() as (_, client, router, peers):
+        server = TensorServer(router, lambda engine: example(), 4096)
+        server.start()
+        socket = client.client(0, b"junk", port=peers[0].tensor_port)
+        for frames in ([b""], [b"abc"], [b"a", b"b"], [bytes(4), b"x"]):
+            socket.send_multipart(frames)
+        limit_s = time.monotonic() + 20.0
+        while server.malformed < 4 and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        assert server.malformed == 4
+        assert fetch(client, 0, 0, 20.0) is not None
+        socket.close(linger=0)
+        server.stop()
+
+
+def test_a_silent_server_costs_no_more_than_the_deadline() -> None:
+    with two_rings() as (_, client, router, _):
+        began_s = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"rank 0 took longer than 0\.5 s"):
+            fetch(client, 0, 0, 0.5)
+        assert 0.4 < time.monotonic() - began_s < 5.0
+        router.close(linger=0)
+
+
+def header(number: int, total: int, offset: int, size: int, magic: bytes = b"STAR", protocol: int = 1) -> bytes:
+    return _HEADER.pack(magic, protocol, number, total, offset, size)
+
+
+MANIFEST, BODY = pack_snapshot(Snapshot(1, [torch.ones(4)], [{}]))
+REPLIES = {
+    "one frame": [[b"x"]],
+    "short header": [[b"x", MANIFEST]],
+    "magic": [[header(0, 1, 0, 16, magic=b"RATS"), MANIFEST]],
+    "protocol": [[header(0, 1, 0, 16, protocol=9), MANIFEST]],
+    "wrong number": [[header(1, 2, 0, 16), BODY]],
+    "twice": [[header(0, 2, 0, 16), MANIFEST], [header(0, 2, 0, 16), MANIFEST]],
+    "no chunks": [[header(0, 1, 0, 16), MANIFEST]],
+    "too few bytes": [[header(0, 2, 0, 16), MANIFEST], [header(1, 2, 0, 16), BODY[:8]]],
+    "a gap": [[header(0, 2, 0, 16), MANIFEST], [header(1, 2, 8, 16), BODY[:8]]],
+    "beyond the end": [[header(0, 2, 0, 16), MANIFEST], [header(1, 2, 8, 16), BODY]],
+    "size changes": [[header(0, 2, 0, 16), MANIFEST], [header(1, 2, 0, 99), BODY]],
+    "absurd size": [[header(0, 2, 0, 1 << 41), MANIFEST], [header(1, 2, 0, 1 << 41), BODY]],
+    "absurd total": [[header(0, 1 << 31, 0, 16), MANIFEST], [header(1, 2, 0, 16), BODY]],
+    "manifest": [[header(0, 2, 0, 16), b"\xc1"], [header(1, 2, 0, 16), BODY]],
+}
+
+
+@pytest.mark.parametrize("replies", REPLIES.values(), ids=REPLIES.keys())
+def test_damaged_replies(replies: list[list[bytes]]) -> None:
+    with two_rings() as (_, client, router, _):
+
+        def answer() -> None:
+            if router.poll(10_000):
+                peer, request = router.recv_multipart()
+                assert struct.unpack("<I", request) == (0,)
+                for frames in replies:
+                    router.send_multipart([peer, *frames])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ChannelError):
+            fetch(client, 0, 0, 10.0)
+        thread.join()
+        router.close(linger=0)
