@@ -143,11 +143,11 @@ class HeaderCodec:
 
     def read(self, sums: npt.NDArray[np.float32]) -> Header:
         """Decode the reduced header, shape (size,)."""
-        slots = sums[self._ranks_at :]
-        get = {name: float(sums[i]) for name, i in _SLOT.items()}
+        slots = sums[self._ranks_at :].tolist()
+        get = dict(zip(_FIELDS, sums[: len(_FIELDS)].tolist(), strict=True))
         count = get["loss_count"]
         return Header(
-            fresh=tuple(bool(v > 0) for v in slots),
+            fresh=tuple(v > 0 for v in slots),
             own_steps=tuple(int(abs(v)) - 1 for v in slots),
             flag_count=round(get["flag_count"]),
             flag_epoch=round(get["flag_epoch"]),
@@ -165,12 +165,12 @@ class HeaderCodec:
         )
 
 
-def _leader(slots: npt.NDArray[np.float32]) -> int:
+def _leader(slots: Sequence[float]) -> int:
     """Who leads the next step: the fresh rank with the most steps of its own, the lowest one among equals.
 
     A rank that was slow for a while has made fewer steps, so its learning-rate schedule is behind; it must not lead.
     """
-    return int(np.argmax(slots)) if slots.size else 0
+    return max(range(len(slots)), key=slots.__getitem__) if slots else 0
 
 
 def _same(sums: npt.NDArray[np.float32], count: int) -> bool | None:
