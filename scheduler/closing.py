@@ -155,9 +155,8 @@ class ClosingRule:
             state.version, state.started_s, state.away = max(state.version, following), now_s, False
 
     def up_to_date(self) -> tuple[int, ...]:
-        """Ranks that have, or are about to have, the newest parameters and are in their training loop."""
-        newest = [r for r, state in enumerate(self._ranks) if not state.away and state.version >= self.round]
-        return tuple(newest)
+        """Ranks that have, or are about to have, the newest parameters, as far as their reports tell."""
+        return tuple(rank for rank, state in enumerate(self._ranks) if state.version >= self.round)
 
     def grace_s(self) -> float:
         """How long after the quorum a step waits for ranks that should be on time."""

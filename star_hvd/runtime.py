@@ -154,6 +154,8 @@ class Runtime:
         with self.away("close"):
             self.await_all("the end of an optimizer", self.config.step_deadline_s)
         driver.catch_up(was_late=False)
+        with self.away("close"):  # Until the last one has caught up: it may have to fetch from here.
+            self.await_all("the last steps of an optimizer", self.config.step_deadline_s)
         self.drivers.pop(driver.number, None)
         driver.stop()
         self.agent.send(messages.Unregister(driver.number))
