@@ -231,3 +231,152 @@ def test_any_sequence_of_reports(world_size: int, quorum: int, events: list[Even
             if order.reason == "away":
                 assert not plan.relaxed and away - ready
         assert subject.evaluate(now_s + 100.0) == (None, None)
+
+
+class Fleet:
+    """Ranks with compute times of their own under one rule: whoever misses a step joins the newest one when it is
+    done. `closes` holds per step when it ended and when each rank's gradient for it was there."""
+
+    def __init__(self, subject: ClosingRule, compute_s: list[float], jitter: float, seed: int) -> None:
+        self.rule, self.compute_s, self.jitter = subject, compute_s, jitter
+        self.random = random.Random(seed)
+        self.step = 0  # The step that is open now.
+        self.version = [0] * len(compute_s)
+        self.duration_s = [0.0] * len(compute_s)
+        self.done_s = [0.0] * len(compute_s)
+        self.arrived_s: dict[int, float] = {}
+        self.closes: list[tuple[float, dict[int, float]]] = []
+        for rank in range(len(compute_s)):
+            self._begin(rank, 0.0)
+
+    def run(self, steps: int) -> None:
+        """Until this many steps more have ended."""
+        until, again_s = len(self.closes) + steps, None
+        while len(self.closes) < until:
+            rank = min(range(len(self.done_s)), key=self.done_s.__getitem__)
+            now_s = self.done_s[rank] if again_s is None else min(self.done_s[rank], again_s)
+            if now_s == self.done_s[rank]:
+                self._done(rank, now_s)
+            order, again_s = self.rule.evaluate(now_s)
+            assert again_s is None or again_s > now_s
+            if order is not None:
+                assert order.round == self.step and len(self.arrived_s) >= self.rule.plan.quorum
+            if order is not None or len(self.arrived_s) == len(self.compute_s):
+                self._end(now_s)
+
+    def _begin(self, rank: int, now_s: float) -> None:
+        self.duration_s[rank] = self.compute_s[rank] * (1 + self.jitter * self.random.random())
+        self.done_s[rank] = now_s + self.duration_s[rank]
+
+    def _done(self, rank: int, now_s: float) -> None:
+        if self.version[rank] == self.step:
+            self.arrived_s[rank] = now_s
+            self.done_s[rank] = float("inf")
+            self.rule.arrive(rank, self.step, self.duration_s[rank], now_s)
+            return
+        self.rule.late(rank, self.duration_s[rank])
+        self.version[rank] = self.step
+        self.rule.join(rank, self.step, now_s)
+        self._begin(rank, now_s)
+
+    def _end(self, now_s: float) -> None:
+        self.closes.append((now_s, self.arrived_s))
+        self.step += 1
+        for rank in self.arrived_s:
+            self.version[rank] = self.step
+            self._begin(rank, now_s)
+        self.arrived_s = {}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    members=st.permutations([1.0, 1.0, 2.0, 2.0]),
+    jitter=st.floats(0.0, 0.1),
+    seed=st.integers(0, 1000),
+    sync_steps=st.integers(0, 8),
+)
+def test_two_of_four_ranks_at_half_the_speed_are_never_waited_for(
+    members: list[float], jitter: float, seed: int, sync_steps: int
+) -> None:
+    """With or without a past in lockstep, in which the slow ones delivered to every step."""
+    subject = rule(4)
+    fleet = Fleet(subject, [COMPUTE_S * factor for factor in members], jitter, seed)
+    fleet.run(sync_steps)
+    assert all(len(there) == 4 for _, there in fleet.closes), "lockstep leaves nobody out"
+    subject.plan = Plan.partial(4, 2, epoch=1)
+    learned = 0 if sync_steps else 1  # Before the first late report nothing is known of them: they have the grace.
+    fleet.run(40)
+    fast = [rank for rank, factor in enumerate(members) if factor == 1.0]
+    for ended_s, there in fleet.closes[sync_steps + learned :]:
+        assert set(fast) <= set(there), "a fast rank was left out"
+        assert ended_s == max(there[rank] for rank in fast), "the step ends when the second fast one is there"
+    assert fleet.closes[-1][0] - fleet.closes[sync_steps][0] <= 39 * COMPUTE_S * (1 + jitter) + COMPUTE_S
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 6), st.floats(0.0, 0.2), st.integers(0, 1000))
+def test_equal_ranks_stay_together_through_many_steps(n: int, quorum: int, jitter: float, seed: int) -> None:
+    fleet = Fleet(rule(n, min(quorum, n)), [COMPUTE_S] * n, jitter, seed)
+    fleet.run(60)
+    assert all(len(there) == n for _, there in fleet.closes)
+
+
+def test_lockstep_waits_a_little_for_a_rank_that_comes_back_from_a_collective() -> None:
+    subject = rule(3)
+    subject.leave(2, out_of_data=False)
+    for rank in (0, 1):
+        subject.arrive(rank, 0, COMPUTE_S, 1.0)
+    order, again_s = subject.evaluate(1.0)
+    assert order is None and again_s == pytest.approx(1.0 + COMPUTE_S)
+    assert subject.evaluate(1.0 + 0.99 * COMPUTE_S)[0] is None
+    order, _ = subject.evaluate(again_s)
+    assert order is not None and (order.reason, order.excused) == ("away", (2,))
+
+
+def test_lockstep_does_not_wait_for_a_rank_without_data() -> None:
+    subject = rule(3)
+    subject.leave(2, out_of_data=True)
+    subject.arrive(0, 0, COMPUTE_S, 1.0)
+    assert subject.evaluate(1.0) == (None, None), "rank 1 is neither there nor away"
+    subject.arrive(1, 0, COMPUTE_S, 1.0)
+    assert subject.evaluate(1.0)[0] is not None
+
+
+def test_a_rank_whose_return_is_awaited_and_that_delivers_completes_the_step() -> None:
+    subject = rule(2)
+    subject.leave(1, out_of_data=False)
+    subject.arrive(0, 0, COMPUTE_S, 1.0)
+    assert subject.evaluate(1.0)[0] is None
+    subject.arrive(1, 0, COMPUTE_S, 1.01)
+    assert subject.away == () and subject.evaluate(1.01) == (None, None)
+    assert subject.evaluate(1e6) == (None, None)
+
+
+@pytest.mark.parametrize("quorum", [None, 2])
+def test_after_an_epoch_all_ranks_start_on_the_next_step_together(quorum: int | None) -> None:
+    """A rank left out of the last step has caught up by then: in the first step of the next epoch it has the grace."""
+    subject = rule(3, quorum)
+    drive(subject, steps_of_equal_ranks(3, 4, 0.0, 0))
+    now_s = 5 * COMPUTE_S
+    subject.leave(2)
+    for rank in (0, 1):
+        subject.arrive(rank, 4, COMPUTE_S, now_s)
+    assert subject.evaluate(now_s)[0] is not None
+    subject.align(now_s + 1.0)
+    assert subject.away == () and subject.up_to_date() == (0, 1, 2)
+    now_s += 1.0 + COMPUTE_S
+    for rank in (0, 1):
+        subject.arrive(rank, 5, COMPUTE_S, now_s)
+    order, again_s = subject.evaluate(now_s)
+    assert order is None and (again_s is None) is (quorum is None)
+    subject.arrive(2, 5, COMPUTE_S, now_s + 0.1 * COMPUTE_S)
+    assert subject.evaluate(1e6) == (None, None)
+
+
+def test_the_grace_covers_the_offsets_seen_and_ends_at_a_usual_compute_time() -> None:
+    subject = rule(2, 1)
+    assert drive(subject, steps_of_equal_ranks(2, 60, 0.24 * COMPUTE_S, 3)) == []
+    assert 0.26 * COMPUTE_S < subject.grace_s() <= subject.typical_compute_s(), "more than its least value"
+    wide = rule(2, 1, grace_fraction=50.0)
+    drive(wide, steps_of_equal_ranks(2, 3, 0.0, 0))
+    assert wide.grace_s() == pytest.approx(COMPUTE_S)
