@@ -374,9 +374,15 @@ def test_after_an_epoch_all_ranks_start_on_the_next_step_together(quorum: int | 
 
 
 def test_the_grace_covers_the_offsets_seen_and_ends_at_a_usual_compute_time() -> None:
-    subject = rule(2, 1)
-    assert drive(subject, steps_of_equal_ranks(2, 60, 0.24 * COMPUTE_S, 3)) == []
-    assert 0.26 * COMPUTE_S < subject.grace_s() <= subject.typical_compute_s(), "more than its least value"
+    subject = rule(3, 1)
+    offsets_s = (0.0, 0.005, 0.024)
+    steps = [
+        (0.2 * step + COMPUTE_S + o, rank, step, COMPUTE_S) for step in range(9) for rank, o in enumerate(offsets_s)
+    ]
+    assert drive(subject, steps) == []
+    middle_s, deviation_s = (0.005 + 0.024) / 2, (0.024 - 0.005) / 2
+    assert subject.grace_s() == pytest.approx(middle_s + 4 * deviation_s)
+    assert subject.grace_s() > 0.25 * COMPUTE_S, "the least value alone would not cover them"
     wide = rule(2, 1, grace_fraction=50.0)
     drive(wide, steps_of_equal_ranks(2, 3, 0.0, 0))
     assert wide.grace_s() == pytest.approx(COMPUTE_S)
