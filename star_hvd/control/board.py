@@ -83,7 +83,7 @@ class Board:
         self._pace_s: dict[tuple[int, int], float] = {}
         self._last_seen_s = [now_s] * world_size
         self._said_bye = False
-        self._asked = 0
+        self._asked = [0] * world_size
         self._closed: set[int] = set()
         self._away: set[int] = set()
         self._hurrying_until_s: float | None = None
@@ -244,10 +244,9 @@ class Board:
     def _source(self, rank: int, message: Source) -> None:
         engine = self._engine(message.engine)
         others = [r for r in engine.rule.up_to_date() if r != rank and r not in self.lost]
-        # Whoever waits for this rank, at the end of an epoch for example, still serves its parameters.
-        candidates = [r for r in others if r not in engine.rule.away] or others
-        self._asked += 1  # Another one every time: one that is behind after all must not be named again and again.
-        source = candidates[self._asked % len(candidates)] if candidates else -1
+        # In turns: one may be behind after all. Whoever is away, at the end of an epoch for example, serves as well.
+        source = others[self._asked[rank] % len(others)] if others else -1
+        self._asked[rank] += 1
         self.outbox.append((rank, SourceReply(message.engine, source)))
 
     def _look_for_lost(self, now_s: float) -> None:
