@@ -47,6 +47,7 @@ class EngineBoard:
         self.history: list[deque[StepReport]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
+        self._refused_by = -1
         self.noise = NoiseScale()
         self.stragglers: tuple[Straggler, ...] = ()
         self.loss = math.nan
@@ -124,10 +125,11 @@ class EngineBoard:
         if self.refused is None:
             logger.warning("optimizer %d stays in sync: rank %d: %s", self.engine, rank, message.reason)
         self.refused = message.reason
-        if self._pending is not None and self._pending[0].epoch == message.epoch:
+        self._refused_by = rank
+        # A rank that finds out by itself has dropped the plan on its way and names the one in force.
+        if self._pending is not None and (self._pending[0].relaxed or self._pending[0].epoch == message.epoch):
             self._abandon(message.reason)
-        if self.active.relaxed and self._pending is None:
-            self.publish(self._sync(f"rank {rank}: {message.reason}"), now_s)
+        self._maybe_return_to_sync(now_s)
 
     def publish(self, plan: Plan, now_s: float) -> None:
         """Send a plan to all ranks; they take it up together once all are ready."""
@@ -149,6 +151,7 @@ class EngineBoard:
             wake_s = min(wake_s, again_s)
         if self._pending is not None and now_s > self._pending[1]:
             self._abandon(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s")
+        self._maybe_return_to_sync(now_s)
         if now_s >= self._decide_at_s:
             self._decide_at_s = now_s + self._config.decide_interval_s
             self._decide(now_s)
@@ -187,6 +190,11 @@ class EngineBoard:
         return Plan.sync(
             self.world_size, damping=self.active.damping, max_staleness=self.active.max_staleness, reason=reason
         )
+
+    def _maybe_return_to_sync(self, now_s: float) -> None:
+        """After a refusal, also when all ranks took the refused plan up just before they heard of it."""
+        if self.refused is not None and self.active.relaxed and self._pending is None:
+            self.publish(self._sync(f"rank {self._refused_by}: {self.refused}"), now_s)
 
     def _note_wait(self, rank: int, step: int, wait_s: float) -> None:
         """In lockstep waiting ends at the same moment everywhere, so the longest wait minus one's own is the time one
