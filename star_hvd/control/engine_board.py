@@ -246,6 +246,7 @@ class EngineBoard:
 
     def _close(self, order: Close) -> None:
         self.closed += 1
+        self._waiting_since_s = None
         if order.excused and not self.has_queue and not self._warned_of_uneven_loops:
             self._warned_of_uneven_loops = True
             logger.warning(
