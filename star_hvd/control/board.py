@@ -190,7 +190,8 @@ class Board:
         (self._away.add if away else self._away.discard)(rank)
         if away and self._hurrying_until_s is None:
             self._broadcast(Hurry(True))
-        self._hurrying_until_s = now_s + _HURRY_S
+        if away or self._hurrying_until_s is not None:  # A rank may say that it is back after an epoch's end said so.
+            self._hurrying_until_s = now_s + _HURRY_S
         for engine in self.engines.values():
             if away:
                 engine.rule.leave(rank, out_of_data=out_of_data)
