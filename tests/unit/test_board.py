@@ -322,3 +322,188 @@ def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]
             assert job.board.tick(job.now_s) > job.now_s
         for sent in job.sent():
             assert m.decode(m.encode(sent)) == sent
+
+
+def test_a_rank_pinned_while_another_relaxed_plan_is_on_its_way_brings_everybody_back_to_sync() -> None:
+    """It says the epoch of the plan in force: it has dropped the one on its way already."""
+    job = relaxed_job()
+    job.engine.publish(Plan.partial(3, 1), job.now_s)
+    (on_its_way,) = only(job.sent(), m.PlanMessage)
+    heard = job.say(1, m.Refuse(0, 1, "a GradScaler")) + job.tick()
+    assert [x.epoch for x in only(heard, m.Abandon)] == [on_its_way.plan["epoch"]], "it must not wait for the deadline"
+    (published,) = only(heard, m.PlanMessage)
+    assert published.plan["mode"] == "sync" and "a GradScaler" in published.plan["reason"]
+    assert only(job.pass_time(5.0), m.PlanMessage) == [], "one return is enough"
+
+
+def test_a_rank_pinned_before_the_first_plan_was_taken_up_ends_it_at_once() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    heard = job.say(2, m.Refuse(0, 0, "a GradScaler"))
+    assert heard == [m.Abandon(0, 1, "a GradScaler")]
+    assert job.pass_time(70.0) == []
+
+
+def test_a_refused_plan_that_was_taken_up_all_the_same_is_left_again() -> None:
+    """All ranks had raised their flags for it when one of them found out that it cannot."""
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    job.say(2, m.Refuse(0, 1, "a GradScaler"))
+    for rank in range(3):
+        job.arrive(rank, 4, epoch=1)
+    assert job.engine.active.relaxed
+    (published,) = only(job.pass_time(1.0), m.PlanMessage)
+    assert published.plan["mode"] == "sync" and published.plan["epoch"] == 2
+    assert only(job.pass_time(30.0), m.PlanMessage) == []
+    for rank in range(3):
+        job.arrive(rank, 5, epoch=2)
+    assert not job.engine.active.relaxed and only(job.pass_time(70.0), m.PlanMessage) == []
+
+
+def test_a_return_to_sync_that_was_not_taken_up_in_time_is_tried_again() -> None:
+    job = relaxed_job()
+    job.say(1, m.Refuse(0, 1, "a GradScaler"))
+    heard = job.pass_time(62.0)
+    assert len(only(heard, m.Abandon)) == len(only(heard, m.PlanMessage)) == 1
+    assert only(heard, m.PlanMessage)[0].plan["mode"] == "sync"
+
+
+def test_arrivals_are_hurried_also_after_a_rank_came_back_late() -> None:
+    """The end of an epoch takes all ranks back; what they say of it afterwards must not swallow the next order."""
+    job = relaxed_job()
+    job.say(1, m.Away(False, True, "x"))
+    assert m.Hurry(True) in job.say(2, m.Away(True, True, "x"))
+    assert job.say(0, m.Away(True, True, "x")) == []
+    assert m.Hurry(False) not in job.pass_time(3.0)
+
+
+def test_nobody_is_told_twice_that_arrivals_need_not_hurry() -> None:
+    job = relaxed_job()
+    job.say(1, m.Away(True, True, "x"))
+    job.say(1, m.Away(False, True, "x"))
+    assert only(job.pass_time(3.0), m.Hurry) == [m.Hurry(False)]
+    job.say(1, m.Away(False, True, "x"))
+    assert only(job.pass_time(3.0), m.Hurry) == []
+
+
+def test_a_step_that_waits_long_is_logged_with_the_ranks_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(3, Config(stall_warning_s=10.0, lost_after_s=1e6))
+    job.register(None)
+    job.arrive(0, 7), job.arrive(2, 7)
+    job.pass_time(9.5)
+    assert caplog.text == ""
+    job.pass_time(1.0)
+    assert "step 7 has been waiting for ranks [1] for 10 s" in caplog.text
+    job.pass_time(5.0)
+    assert caplog.text.count("has been waiting") == 1, "not more often than it is long"
+    job.arrive(1, 7)
+    job.pass_time(30.0)
+    assert caplog.text.count("has been waiting") == 1
+
+
+def test_a_step_that_was_closed_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The ranks may compute the next gradient for minutes; that is no stall."""
+    job = relaxed_job()
+    job.tick()
+    caplog.clear()
+    for rank in (0, 1):
+        job.arrive(rank, 6, epoch=1)
+    assert len(only(job.pass_time(30.0), m.CloseRound)) == 1
+    assert "waiting" not in caplog.text
+    job.arrive(0, 7, epoch=1)
+    assert len(only(job.pass_time(30.0), m.CloseRound)) == 0
+    assert "step 7 has been waiting for ranks [1, 2]" in caplog.text
+
+
+def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    job = relaxed_job()
+    job.tick()
+    job.arrive(1, 6, epoch=1)
+    (order,) = only(job.pass_time(61.0), m.CloseRound)
+    assert order.round == 6
+    assert "step 6 closes without ranks [0, 2]: its quorum did not come together within 60 s" in caplog.text
+
+
+def test_a_slow_rank_is_named_and_not_named_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(3, Config(report_interval_s=30.0, lost_after_s=1e6))
+    job.register(Plan.sync(3))
+    for step in range(40):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
+        job.now_s += 0.4
+        job.tick()
+    lines = [record.getMessage() for record in caplog.records if "slower" in record.getMessage()]
+    assert len(lines) == 1 and lines[0].startswith("rank 2 computes 4.0x slower than the median since step ")
+    assert [straggler.rank for straggler in job.engine.stragglers] == [2]
+    job.pass_time(31.0)
+    assert len([record for record in caplog.records if "slower" in record.getMessage()]) == 2
+
+
+def test_equal_ranks_are_never_called_slow(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    for step in range(40):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.1 + 0.005 * ((step + rank) % 3))
+        job.now_s += 0.1
+        job.tick()
+    assert "slower" not in caplog.text and job.engine.stragglers == ()
+
+
+def test_auto_relaxes_for_a_slow_rank_and_never_after_a_refusal() -> None:
+    published: dict[bool, list[Any]] = {}
+    for refused in (False, True):
+        job = Job(4)
+        job.register(None)
+        if refused:
+            job.say(3, m.Refuse(0, 0, "sparse gradients"))
+        heard: list[m.Message] = []
+        for step in range(120):
+            for rank in range(4):
+                job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
+            job.now_s += 0.4
+            heard += job.tick()
+        published[refused] = only(heard, m.PlanMessage)
+    assert published[False] and published[False][0].plan["quorum"] < 4
+    assert published[True] == []
+
+
+def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    job.say(2, m.Finished(2))
+    for step in range(3):
+        job.arrive(0, step), job.arrive(1, step)
+        assert [order.round for order in only(job.tick(), m.CloseRound)] == [step]
+    assert caplog.text.count("ranks [2] are outside their training loop") == 1
+    fed = Job()
+    fed.register(Plan.sync(3))
+    fed.say(0, m.Take(0, 0, 10, 4, False))
+    fed.say(2, m.Finished(2))
+    caplog.clear()
+    fed.arrive(0, 0), fed.arrive(1, 0)
+    assert only(fed.tick(), m.CloseRound) and "outside" not in caplog.text
+
+
+def test_a_finished_rank_stays_away_after_an_epoch_that_ends_without_it() -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    job.say(2, m.Finished(2))
+    for rank in (0, 1):
+        job.say(rank, m.Away(True, True, "end of data"))
+        job.say(rank, m.Take(0, 0, 0, 4, False))
+    for rank in (0, 1):
+        job.say(rank, m.Away(False, True, "end of data"))
+        job.arrive(rank, 0)
+    assert [order.round for order in only(job.tick(), m.CloseRound)] == [0], "rank 2 will never deliver again"
+
+
+def test_optimizers_have_steps_and_plans_of_their_own() -> None:
+    job = relaxed_job()
+    job.register(Plan.sync(3), engine=1)
+    for rank in (0, 1):
+        job.say(rank, m.Arrive(1, 9, 0, 0.1, 0.0, 0.0, 0.0, 0.0))
+    assert [order.engine for order in only(job.pass_time(2.0), m.CloseRound)] == []
+    assert job.board.engines[1].rule.round == 9 and not job.board.engines[1].active.relaxed
+    job.say(0, m.Unregister(1))
+    assert set(job.board.engines) == {0}
