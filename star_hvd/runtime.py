@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
@@ -81,6 +81,17 @@ def _note_crash(kind: type[BaseException], error: BaseException, trace: Any) -> 
 
 
 _previous_hook = sys.excepthook
+
+
+def _note_exit(status: Any = None) -> NoReturn:
+    """`sys.exit` with an error counts as a crash too; nothing else tells it from a program that has finished."""
+    global _crashed
+    if status not in (None, 0) and threading.current_thread() is threading.main_thread():
+        _crashed = True
+    _previous_exit(status)
+
+
+_previous_exit = sys.exit
 
 
 class Runtime:
@@ -385,10 +396,12 @@ _hooks_installed = False
 
 def _install_exit_hooks() -> None:
     """Finish before Horovod's own exit handler does, which would end the other ranks' steps."""
-    global _hooks_installed, _previous_hook
+    global _hooks_installed, _previous_hook, _previous_exit
     if _hooks_installed:
         return
     _hooks_installed = True
     _previous_hook = sys.excepthook
     sys.excepthook = _note_crash
+    _previous_exit = sys.exit
+    sys.exit = _note_exit
     atexit.register(shutdown)
