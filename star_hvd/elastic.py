@@ -9,13 +9,30 @@ from typing import Any
 
 import torch
 from horovod.torch import elastic as _elastic
-from horovod.torch.elastic import ElasticSampler, TorchState
+from horovod.torch.elastic import ElasticSampler
 
 from star_hvd import runtime
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 logger = logging.getLogger("star_hvd")
+
+
+class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyped.
+    """State of an elastic job; see `horovod.torch.elastic.TorchState`.
+
+    If a rank is late: a commit broadcasts, so ranks meet there; whoever waits in it delivers no gradients, and the
+    others do not wait for them.
+    """
+
+    def check_host_updates(self) -> None:
+        """Ask whether hosts were added or removed; all ranks meet here."""
+        running = runtime.current()
+        if running is None or not running.drivers:
+            super().check_host_updates()
+            return
+        with running.away("commit", out_of_data=False):
+            super().check_host_updates()
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
