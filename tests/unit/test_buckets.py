@@ -101,3 +101,78 @@ def test_a_header_behind_the_weight() -> None:
         assert wire.numel() == 9 and wire.data_ptr() == flat.data_ptr()
     bucket.adopt(0)
     assert param.grad is bucket.views[0] and param.grad.data_ptr() == bucket.flat.data_ptr()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 20))
+def test_the_header_and_the_gradients_share_memory_and_nothing_else(sizes: list[int], tail: int) -> None:
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+    (bucket,) = pack(params, 1 << 20)
+    bucket.carry(tail)
+    numel = sum(sizes)
+    for flat, views in ((bucket.flat, bucket.views), ((other := bucket.new_flat()), bucket.split(other))):
+        wire = bucket.to_wire(flat)
+        assert not wire.any(), "a new buffer is zero, its tail too"
+        wire.copy_(torch.arange(float(numel + 1 + tail)) + 1)
+        assert flat.tolist() == [float(i) + 1 for i in range(numel + 1)]
+        offset = 0
+        for view, param in zip(views, bucket.params, strict=True):
+            assert view.shape == param.shape
+            assert view.tolist() == [float(i) + 1 for i in range(offset, offset + param.numel())]
+            offset += param.numel()
+        for view in views:
+            view.fill_(-1.0)
+        assert wire[numel:].tolist() == [float(numel + 1 + i) for i in range(tail + 1)], "weight and header are kept"
+        bucket.from_wire(wire, flat)
+        assert flat[:-1].tolist() == [-1.0] * numel
+    assert other.data_ptr() != bucket.flat.data_ptr()
+
+
+def test_gradients_move_over_when_a_bucket_makes_room_for_a_header() -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    (bucket,) = pack([param], 1000)
+    bucket.adopt(0)
+    assert param.grad is not None
+    param.grad.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    before = param.grad
+    bucket.carry(4)
+    bucket.adopt(0)
+    assert param.grad is bucket.views[0] and param.grad is not before
+    assert bucket.to_wire(bucket.flat).tolist() == [1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_type_comes_back_from_the_wire(dtype: torch.dtype, fp16: bool) -> None:
+    shapes = [(3,), (2, 2), (), (0,)]
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    (bucket,) = pack(params, 1 << 20, fp16=fp16)
+    values = {(): 0.5, (3,): [1.0, -2.0, 1024.0], (2, 2): [[0.25, 0.0], [-0.125, 8.0]], (0,): []}
+    for position, param in enumerate(bucket.params):
+        param.grad = torch.tensor(values[tuple(param.shape)], dtype=dtype)
+        bucket.adopt(position)
+    wire = bucket.to_wire(bucket.flat)
+    assert wire.dtype != torch.bfloat16 and wire.dtype.itemsize <= max(4, dtype.itemsize)
+    wire.mul_(2)
+    bucket.from_wire(wire, bucket.flat)
+    for param in params:
+        assert param.grad is not None and param.grad.dtype == dtype
+        expected = torch.tensor(values[tuple(param.shape)], dtype=dtype) * 2
+        assert torch.equal(param.grad, expected)
+
+
+def test_parameters_of_several_types_are_never_in_one_bucket() -> None:
+    dtypes = [torch.float32, torch.float64, torch.float32, torch.float16, torch.float64]
+    params = [torch.nn.Parameter(torch.full((2,), float(i), dtype=d)) for i, d in enumerate(dtypes)]
+    buckets = pack(params, 1 << 20)
+    assert [[float(p.detach()[0]) for p in b.params] for b in buckets] == [[4.0, 1.0], [3.0], [2.0, 0.0]]
+    assert [b.can_carry for b in buckets] == [False, False, True], "the header needs float32"
+
+
+def test_the_gradient_of_a_transposed_parameter_keeps_its_values() -> None:
+    param = torch.nn.Parameter(torch.zeros(3, 2).t())
+    (bucket,) = pack([param], 1000)
+    param.grad = torch.arange(6.0).view(3, 2).t()
+    bucket.adopt(0)
+    assert param.grad.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+    assert bucket.flat[:-1].view(2, 3).tolist() == param.grad.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.records import Plan, PlanError, parse_mode
+from star_hvd.config import Config
 
 
 @pytest.mark.parametrize(
@@ -79,3 +81,72 @@ def test_unknown_modes(mode: Any) -> None:
 def test_a_plan_for_another_world() -> None:
     with pytest.raises(PlanError, match="the plan is for 3 ranks but this job has 4"):
         parse_mode(Plan.sync(3), 4)
+
+
+def test_a_plan_made_for_this_world_is_taken_as_it_is() -> None:
+    plan = Plan.partial(4, 2, damping="none")
+    assert parse_mode(plan, 4, max_staleness=3) is plan, "a plan keeps its own fields"
+
+
+@given(st.text(max_size=12))
+def test_any_text_as_a_mode(text: str) -> None:
+    try:
+        plan = parse_mode(text, 3)
+    except PlanError as error:
+        assert "expected" in str(error)
+    else:
+        assert plan is None or plan.world_size == 3
+
+
+SETTINGS = [item.name for item in dataclasses.fields(Config) if item.name != "damping"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_is_no_sane_number_is_refused_by_name(name: str) -> None:
+    for value in (True, "1", None, [1], float("nan"), float("inf"), -1):
+        with pytest.raises(ValueError, match=f"config {name} is ") as caught:
+            Config(**{name: value})
+        assert repr(value) in str(caught.value) and "expected a" in str(caught.value)
+    default = getattr(Config(), name)
+    assert getattr(Config(**{name: default}), name) == default
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "below"),
+    [
+        ("bucket_bytes", 1024, 1023),
+        ("chunk_bytes", 1024, 0),
+        ("replay_queue", 1, 0),
+        ("noise_interval_steps", 1, 0),
+        ("quorum_deadline_s", 0.01, 0.0),
+        ("step_deadline_s", 0.1, 0.0),
+        ("heartbeat_s", 0.01, 0.0),
+        ("lost_after_s", 0.1, 0.0),
+        ("decide_interval_s", 0.01, 0.0),
+        ("max_staleness", 0, -1),
+        ("grace_fraction", 0.0, -0.1),
+    ],
+)
+def test_the_least_values_of_settings(name: str, least: float, below: float) -> None:
+    assert getattr(Config(**{name: least}), name) == least  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"config {name} is {below}; expected a finite number of at least"):
+        Config(**{name: below})  # type: ignore[arg-type]
+
+
+def test_settings_without_numbers() -> None:
+    assert Config(damping="none").damping == "none"
+    with pytest.raises(ValueError, match="config damping is 'half'; expected 'inverse' or 'none'"):
+        Config(damping="half")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().damping = "none"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Config(1)  # type: ignore[misc]
+
+
+def test_plans_do_not_change() -> None:
+    plan = Plan.sync(2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.quorum = 1  # type: ignore[misc]
+    assert plan.replace(reason="x") == Plan.sync(2, reason="x") != plan
+    assert (Plan.sync(3).relaxed, Plan.partial(3, 3).relaxed, Plan.partial(3, 2).relaxed) == (False, False, True)
+    assert (Plan.sync(3).label, Plan.partial(3, 3).label) == ("sync", "partial(3)")
