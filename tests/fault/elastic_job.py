@@ -1,0 +1,64 @@
+"""An elastic training in which one rank is killed: `python -m tests.fault.elastic_job LIBRARY MODE`.
+
+LIBRARY is `star_hvd`, or `horovod.torch` for a comparison by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from tests.support.launch import write_result
+
+STEPS, COMMIT_EVERY, STRIKES_AT, VICTIM = 40, 5, 13, 3
+
+
+def main(library: str, mode: str) -> None:
+    hvd: Any = importlib.import_module(library)
+    torch.set_num_threads(1)
+    hvd.init()
+    torch.manual_seed(1)
+    net = torch.nn.Linear(8, 1)
+    inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    options = {"mode": mode} if library == "star_hvd" else {}
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), **options)
+    state = importlib.import_module(f"{library}.elastic").TorchState(net, optimizer, step=0, worlds=[])
+    resumed: list[int] = []
+
+    @hvd.elastic.run  # type: ignore[untyped-decorator]
+    def train(state: Any) -> None:
+        resumed.append(state.step)
+        while state.step < STEPS:
+            if int(hvd.size()) == 4 and state.step == STRIKES_AT and int(hvd.rank()) == VICTIM:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.05 if int(hvd.rank()) == 1 else 0.01)
+            optimizer.zero_grad()
+            net(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            state.step += 1
+            if state.step % COMMIT_EVERY == 0:
+                state.commit()
+
+    train(state)
+    if hasattr(optimizer, "close"):
+        optimizer.close()
+    raw = b"".join(param.detach().numpy().tobytes() for param in net.parameters())
+    write_result(
+        {
+            "step": state.step,
+            "size": int(hvd.size()),
+            "resumed": resumed,
+            "digest": hashlib.sha256(raw).hexdigest()[:16],
+        }
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

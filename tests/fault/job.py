@@ -1,0 +1,117 @@
+"""What every rank of a fault test runs: a small training in which one rank does something fatal, or nearly so.
+
+`python -m tests.fault.job MODE FAULT RANK`: the fault strikes that rank after its twelfth step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import star_hvd as hvd
+from star_hvd import runtime
+from tests.support.launch import write_result
+
+STEPS, STRIKES_AT = 60, 12
+STEP_S = 0.01
+CONFIG = hvd.Config(step_deadline_s=40.0, shutdown_deadline_s=30.0, control_deadline_s=15.0, lost_after_s=5.0)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise ArithmeticError("the user's own mistake")
+
+
+def leave() -> None:
+    sys.exit(3)
+
+
+def freeze() -> None:
+    """Stop for three seconds; a process of its own ends it."""
+    subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def throw_garbage() -> None:
+    """Strangers knock at every port of this job on this rank."""
+    run = runtime.current()
+    assert run is not None
+    peer = run.keyring.peers[run.rank]
+    for port in {peer.control_port, peer.tensor_port} - {0}:
+        for junk in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b"\xff" + bytes(9) + b"\x7f" + bytes(60)):
+            with socket.create_connection((peer.host, port), timeout=5.0) as raw:
+                try:
+                    raw.sendall(junk)
+                except OSError:
+                    pass
+    damaged = (b"", b"\xc1", b"\x92\x01\xa5hello", bytes(2000))
+    for number, data in enumerate(damaged):  # From somebody who has a key of the job.
+        identity = str(run.world_size + number).encode()
+        dealer = run.keyring.client(0, identity, port=run.keyring.peers[0].control_port)
+        dealer.send(data)
+        dealer.close(linger=2000)
+
+
+def break_coordinator() -> None:
+    """Its thread ends with an exception, as after a defect of ours."""
+    run = runtime.current()
+    assert run is not None and run.coordinator is not None
+
+    def broken(now_s: float) -> float:
+        raise RuntimeError("an injected defect")
+
+    with run.coordinator.board() as board:
+        board.tick = broken  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    f.__name__: f for f in (kill, fail, leave, freeze, throw_garbage, break_coordinator)
+}
+
+
+def digest(net: torch.nn.Module) -> str:
+    raw = b"".join(param.detach().numpy().tobytes() for param in net.parameters())
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def main(mode: str, fault: str, rank: int) -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    torch.manual_seed(1)
+    net = torch.nn.Linear(8, 1)
+    inner = torch.optim.SGD(net.parameters(), lr=0.01)
+    optimizer: Any = hvd.DistributedOptimizer(inner, net.named_parameters(), mode=mode, config=CONFIG)
+    for step in range(STEPS):
+        if step == STRIKES_AT and int(hvd.rank()) == rank:
+            FAULTS[fault]()
+        time.sleep(STEP_S)
+        optimizer.zero_grad()
+        net(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        write_result({"steps": step + 1})
+    facts = {"steps": STEPS, "stats": optimizer.stats()}
+    report = hvd.report()
+    if report is not None:
+        facts |= {"denied": report.denied_connections, "dropped": report.dropped_messages, "mode": report.mode}
+    run = runtime.current()
+    if run is not None and run.coordinator is not None and not run.coordinator._thread.is_alive():
+        write_result(facts | {"coordinator": "gone"})
+        return
+    optimizer.close()
+    write_result(facts | {"digest": digest(net)})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
