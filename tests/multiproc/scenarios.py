@@ -1,0 +1,329 @@
+"""What every rank of a multi-process test runs: small trainings, each with a slow rank, one after another in a job.
+
+A scenario returns facts, as JSON values, and judges nothing: the tests compare the facts of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+import star_hvd as hvd
+from scheduler.records import Plan
+from star_hvd import runtime
+from tests.support.launch import write_result
+
+Facts = dict[str, Any]
+Scenario = Callable[[], Facts]
+
+LIMIT_S = 30.0
+FAST_S, SLOW_S = 0.004, 0.03
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def model(seed: int = 1) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def digest(net: torch.nn.Module) -> str:
+    raw = b"".join(param.detach().numpy().tobytes() for param in net.parameters())
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def batch(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * int(hvd.rank()) + number)
+    return torch.randn(4, 8, generator=generator)
+
+
+def slow_rank() -> bool:
+    return int(hvd.rank()) == int(hvd.size()) - 1
+
+
+def compute(net: torch.nn.Module, inputs: torch.Tensor, seconds: float | None = None) -> None:
+    """Forward and backward of a batch, which takes the slow rank longer."""
+    time.sleep(seconds if seconds is not None else SLOW_S if slow_rank() else FAST_S)
+    (net(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+
+
+def sgd(net: torch.nn.Module, mode: str | Plan = "partial", **options: Any) -> Any:
+    inner = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    return hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=mode, **options)
+
+
+def end(net: torch.nn.Module, *optimizers: Any) -> Facts:
+    """Close the optimizers; all ranks then have every step."""
+    for optimizer in optimizers:
+        optimizer.close()
+    stats = [optimizer.stats() for optimizer in optimizers]
+    return {"digest": digest(net), "stats": stats[0], "all_stats": stats}
+
+
+def steps(net: torch.nn.Module, optimizer: Any, count: int, first: int = 0) -> None:
+    for number in range(first, first + count):
+        optimizer.zero_grad()
+        compute(net, batch(number))
+        optimizer.step()
+
+
+def await_mode(net: torch.nn.Module, optimizer: Any, relaxed: bool, limit: int = 150) -> bool:
+    """Train in step with the others until the mode is in force here; whether it ever was."""
+    for number in range(limit):
+        if optimizer._star.core.driver.engine.plan.relaxed is relaxed:
+            return True
+        steps(net, optimizer, 1, first=number)
+    return False
+
+
+class Numbered(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples that know their number."""
+
+    def __len__(self) -> int:
+        return 203
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.cat([torch.tensor([float(index)]), torch.randn(8, generator=generator)])
+
+
+@scenario
+def shard_in_partial() -> Facts:
+    net = model()
+    optimizer = sgd(net)
+    loader = hvd.shard(Numbered(), batch_size=4, seed=3)
+    digests, samples = [], []
+    for _ in range(3):
+        seen: list[int] = []
+        for rows in loader:
+            seen += rows[:, 0].int().tolist()
+            optimizer.zero_grad()
+            compute(net, rows[:, 1:])
+            optimizer.step()
+        digests.append(digest(net))
+        samples.append(seen)
+    return {"digests": digests, "samples": samples} | end(net, optimizer)
+
+
+@scenario
+def switching() -> Facts:
+    """Plans are published all the time, from the training thread of rank 0, while speeds differ."""
+    net = model()
+    optimizer = sgd(net, "sync")
+    run = runtime.current()
+    assert run is not None
+    size, modes = int(hvd.size()), set()
+    for number in range(180):
+        if run.coordinator is not None and number % 5 == 0:
+            quorum = (1, size, size - 1, size, size - 1)[number // 5 % 5]
+            plan = Plan.sync(size) if quorum == size else Plan.partial(size, quorum)
+            with run.coordinator.board() as board:
+                board.engines[max(board.engines)].publish(plan, time.monotonic())
+        optimizer.zero_grad()
+        compute(net, batch(number), 0.002 + 0.006 * ((number // 20 + int(hvd.rank())) % size))
+        optimizer.step()
+        modes.add(optimizer._star.core.driver.engine.plan.label)
+    facts = end(net, optimizer)
+    return facts | {"modes": sorted(modes)}
+
+
+@scenario
+def schedulers_of_their_own() -> Facts:
+    """Every rank gets a learning rate of its own; replicas are equal only if all apply the leader's."""
+    net = model()
+    inner = torch.optim.Adam(net.parameters(), lr=0.001)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="partial")
+    await_mode(net, optimizer, relaxed=True)  # In lockstep every rank uses its own, as under Horovod.
+    optimizer.param_groups[0]["lr"] *= 1 + int(hvd.rank())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+    for number in range(40):
+        steps(net, optimizer, 1, number)
+        schedule.step()
+    own_lr = optimizer.param_groups[0]["lr"]
+    return end(net, optimizer) | {"own_lr": own_lr, "expected_lr": 0.001 * (1 + int(hvd.rank())) * 0.99**40}
+
+
+@scenario
+def clipping_by_hand() -> Facts:
+    net = model()
+    optimizer = sgd(net)
+    for number in range(40):
+        optimizer.zero_grad()
+        compute(net, 10 * batch(number))
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return end(net, optimizer)
+
+
+@scenario
+def clipping_inside() -> Facts:
+    net = model()
+    optimizer = sgd(net, max_grad_norm=0.5)
+    steps(net, optimizer, 40)
+    return end(net, optimizer)
+
+
+@scenario
+def two_passes() -> Facts:
+    net = model()
+    optimizer = sgd(net, backward_passes_per_step=2)
+    for number in range(30):
+        optimizer.zero_grad()
+        compute(net, batch(2 * number))
+        compute(net, batch(2 * number + 1), 0.0)
+        optimizer.step()
+    return end(net, optimizer)
+
+
+@scenario
+def compressed() -> Facts:
+    net = model()
+    optimizer = sgd(net, compression=hvd.Compression.fp16)
+    steps(net, optimizer, 40)
+    return end(net, optimizer)
+
+
+@scenario
+def two_optimizers() -> Facts:
+    net, other = model(1), model(2)
+    first, second = sgd(net), sgd(other, "partial(1)")
+    for number in range(40):
+        first.zero_grad()
+        second.zero_grad()
+        compute(net, batch(number))
+        compute(other, batch(number), 0.0)
+        first.step()
+        second.step()
+    facts = end(net, first, second)
+    return facts | {"other": digest(other)}
+
+
+@scenario
+def joining() -> Facts:
+    """The slow rank has fewer batches, and says so."""
+    net = model()
+    optimizer = sgd(net)
+    steps(net, optimizer, 10 if slow_rank() else 40)
+    hvd.join()
+    joined = digest(net)
+    steps(net, optimizer, 5)
+    return {"joined": joined} | end(net, optimizer)
+
+
+@scenario
+def a_long_evaluation() -> Facts:
+    """One rank does something else for a second; the others train on meanwhile."""
+    net = model()
+    optimizer = sgd(net)
+    await_mode(net, optimizer, relaxed=True)
+    steps(net, optimizer, 5)
+    if slow_rank():
+        before = optimizer.stats()["steps"]
+        time.sleep(1.0)
+        missed = optimizer._star.core.driver.engine.next_round - before
+    else:
+        missed = 0
+        steps(net, optimizer, 60)
+    steps(net, optimizer, 5)
+    return end(net, optimizer) | {"missed": missed}
+
+
+@scenario
+def collectives_at_the_end_of_epochs() -> Facts:
+    """A plain loop, and a metric averaged over the ranks after every epoch."""
+    net = model()
+    optimizer = sgd(net)
+    means = []
+    for epoch in range(4):
+        steps(net, optimizer, 12, first=12 * epoch)
+        means.append(float(hvd.allreduce(torch.tensor(float(hvd.rank())), name="metric")))
+    return end(net, optimizer) | {"means": means}
+
+
+@scenario
+def auto_without_a_slow_rank() -> Facts:
+    net = model()
+    optimizer = sgd(net, "auto")
+    for number in range(60):
+        optimizer.zero_grad()
+        compute(net, batch(number), 0.03)
+        optimizer.step()
+    modes = _modes()
+    return end(net, optimizer) | {"modes": modes}
+
+
+@scenario
+def auto_with_a_rank_that_recovers() -> Facts:
+    net = model()
+    optimizer = sgd(net, "auto")
+    loader = hvd.shard(Numbered(), batch_size=4)
+    began_s = time.monotonic()
+    for epoch in range(12):
+        for rows in loader:
+            optimizer.zero_grad()
+            slow = slow_rank() and epoch < 2
+            compute(net, rows[:, 1:], 0.08 if slow else 0.02)
+            optimizer.step()
+        back = optimizer._star.core.driver.engine.plan.mode == "sync"
+        if hvd.broadcast_object(epoch > 2 and (back or time.monotonic() - began_s > 30.0), 0):
+            break
+    modes = _modes()
+    return end(net, optimizer) | {"modes": modes}
+
+
+def _modes() -> list[str]:
+    """Modes of the latest optimizer so far, on rank 0."""
+    report = hvd.report()
+    return [plan["mode"] for plan in report.plans] if report is not None else []
+
+
+def _wait_without_spinning() -> None:
+    """See `tests.contract.job`: Horovod's own wait would take the cores from the other ranks."""
+    spinning = horovod.mpi_ops.synchronize
+
+    def patient(handle: Any) -> Any:
+        while handle in horovod.mpi_ops._handle_map and not horovod.mpi_ops.poll(handle):
+            time.sleep(0.0003)
+        return spinning(handle)
+
+    horovod.mpi_ops.synchronize = patient
+
+
+@contextlib.contextmanager
+def _deadline() -> Iterator[None]:
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def main(wanted: list[str]) -> None:
+    torch.set_num_threads(1)
+    _wait_without_spinning()
+    hvd.init()
+    facts: dict[str, Facts] = {}
+    for name in wanted or SCENARIOS:
+        write_result({"facts": facts, "running": name})
+        began_s = time.monotonic()
+        with _deadline():
+            facts[name] = SCENARIOS[name]()
+            facts[name]["seconds"] = time.monotonic() - began_s
+            horovod.barrier()
+    write_result({"facts": facts, "running": ""})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,121 @@
+"""Real `horovodrun` jobs of three ranks, one of them slow: replicas stay bit-equal and nothing is lost."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.multiproc.scenarios import SCENARIOS
+from tests.support.launch import JobResult, run_job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
+
+RANKS = 3
+FOLDING = [name for name in SCENARIOS if name not in ("auto_without_a_slow_rank", "switching")]
+STALL = ("--stall-check-warning-time-seconds", "5", "--stall-check-shutdown-time-seconds", "20")
+
+
+@functools.cache
+def _job() -> JobResult:
+    return run_job("tests.multiproc.scenarios", ranks=RANKS, timeout_s=170.0, horovodrun_args=STALL)
+
+
+def facts_of(name: str) -> list[dict[str, Any]]:
+    job = _job()
+    facts = [result.get("facts", {}).get(name) for result in job.results]
+    running = [result.get("running") for result in job.results]
+    assert all(facts), f"the job ended during {running}:\n{job.tail}"
+    return facts  # type: ignore[return-value]
+
+
+def values(name: str, fact: str) -> list[Any]:
+    return [facts[fact] for facts in facts_of(name)]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_replicas_are_bit_equal(name: str) -> None:
+    digests = values(name, "digest")
+    assert digests == digests[:1] * RANKS
+    steps = [stats["steps"] for stats in values(name, "stats")]
+    assert steps == steps[:1] * RANKS
+    assert [stats["mismatches"] for stats in values(name, "stats")] == [0] * RANKS
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_gradient_is_applied_or_counted(name: str) -> None:
+    for all_stats in values(name, "all_stats"):
+        for s in all_stats:
+            total = s["applied_weight"] + s["damped_weight"] + s["dropped_weight"] + s["pending_weight"]
+            assert s["produced_weight"] == pytest.approx(total) and s["produced_weight"] > 0
+            assert s["pending_weight"] == 0, "an optimizer that is closed keeps nothing"
+
+
+@pytest.mark.parametrize("name", FOLDING)
+def test_late_gradients_are_folded(name: str) -> None:
+    stats = values(name, "stats")
+    assert sum(s["folds"] for s in stats) > 0 and sum(s["late"] for s in stats) > 0
+
+
+def test_every_sample_once_per_epoch() -> None:
+    per_rank = values("shard_in_partial", "samples")
+    for epoch in range(3):
+        taken = sorted(index for samples in per_rank for index in samples[epoch])
+        assert taken == list(range(203))
+        assert len(per_rank[RANKS - 1][epoch]) < len(per_rank[0][epoch]), "the slow rank takes fewer"
+    orders = [samples[:2] for samples in per_rank]
+    assert all(first != second for first, second in orders), "every epoch has an order of its own"
+
+
+def test_replicas_are_bit_equal_at_the_end_of_every_epoch() -> None:
+    digests = values("shard_in_partial", "digests")
+    assert digests == digests[:1] * RANKS and len(set(digests[0])) == 3
+
+
+def test_modes_change_while_training_goes_on() -> None:
+    for modes in values("switching", "modes"):
+        assert len(modes) >= 2
+
+
+def test_own_schedules_stay_own() -> None:
+    for facts in facts_of("schedulers_of_their_own"):
+        assert facts["own_lr"] == pytest.approx(facts["expected_lr"])
+
+
+def test_what_a_helper_cannot_repeat_is_fetched() -> None:
+    assert sum(stats["fetched"] for stats in values("clipping_by_hand", "stats")) > 0
+    assert sum(stats["fetched"] for stats in values("clipping_inside", "stats")) == 0
+
+
+def test_both_optimizers_are_equal_everywhere() -> None:
+    others = values("two_optimizers", "other")
+    assert others == others[:1] * RANKS
+
+
+def test_join() -> None:
+    joined = values("joining", "joined")
+    assert joined == joined[:1] * RANKS
+
+
+def test_the_others_train_on_during_a_long_evaluation() -> None:
+    assert values("a_long_evaluation", "missed")[RANKS - 1] >= 20
+
+
+def test_collectives_of_the_user() -> None:
+    assert values("collectives_at_the_end_of_epochs", "means") == [[1.0] * 4] * RANKS
+
+
+def test_auto_stays_in_sync_while_nobody_is_slow() -> None:
+    assert values("auto_without_a_slow_rank", "modes")[0] == ["sync"]
+    assert sum(stats["folds"] + stats["late"] for stats in values("auto_without_a_slow_rank", "stats")) == 0
+
+
+def test_auto_relaxes_and_returns() -> None:
+    modes = values("auto_with_a_rank_that_recovers", "modes")[0]
+    assert modes[0] == "sync" and "partial(2)" in modes and modes[-1] == "sync"
+
+
+def test_the_job_ends_well() -> None:
+    job = _job().check()
+    assert [result["running"] for result in job.results] == [""] * RANKS
