@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import pytest
@@ -259,13 +260,39 @@ BAD = [
 ]
 
 
-def state_of(board: Board) -> Any:
-    engines = {
-        number: (e.active, e.plans[:], e.refused, e.rule.round, e.rule.ready, [list(h) for h in e.history], e.steps)
-        for number, e in board.engines.items()
-    }
-    silence_s = board.silent_for_s(1000.0)
-    return engines, set(board.finished), set(board.lost), dict(board._epochs), silence_s, list(board.outbox)
+def state_of(thing: Any) -> Any:
+    """Everything an object holds, down to plain values."""
+    if isinstance(thing, dict):
+        return {key: state_of(value) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple, deque)):
+        return [state_of(value) for value in thing]
+    if not type(thing).__module__.startswith(("star_hvd", "scheduler")):
+        return "a call" if callable(thing) else repr(thing)
+    names = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
+    return {name: state_of(getattr(thing, name)) for name in [*names, *getattr(thing, "__dict__", ())]}
+
+
+def test_the_state_that_is_compared_is_all_there_is() -> None:
+    """Each of these must show, or the test below could not fail."""
+    said = [
+        m.Hello(0),
+        m.Arrive(0, 7, 1, 0.1, 0.0, 0.0, 0.0, 0.0),
+        m.Late(0, 5, 1, 0.1, 0.0, 0.0, 0.0),
+        m.Join(0, 8),
+        m.RoundNote(0, 6, 1, [0], 1.0, 1.0, 1.0, 1.0, 3, 1.0, 0.0),
+        m.Refuse(0, 1, "x"),
+        m.Away(True, False, "x"),
+        m.Take(0, 0, 10, 4, False),
+        m.Source(0),
+        m.Finished(1),
+        m.Unregister(0),
+    ]
+    for message in said:
+        job = relaxed_job()
+        before = state_of(job.board)
+        job.now_s += 1.0
+        job.board.handle(1, message, job.now_s)
+        assert state_of(job.board) != before, message.kind
 
 
 @pytest.mark.parametrize("message", BAD, ids=lambda x: x.kind)
@@ -507,3 +534,37 @@ def test_optimizers_have_steps_and_plans_of_their_own() -> None:
     assert job.board.engines[1].rule.round == 9 and not job.board.engines[1].active.relaxed
     job.say(0, m.Unregister(1))
     assert set(job.board.engines) == {0}
+
+
+def test_a_report_from_before_a_switch_does_not_undo_it() -> None:
+    job = relaxed_job()
+    job.engine.publish(Plan.partial(3, 1), job.now_s)
+    job.arrive(0, 9, epoch=2)
+    assert job.engine.active.quorum == 1
+    job.arrive(1, 8, epoch=1)
+    job.arrive(2, 8, epoch=0)
+    job.say(0, m.RoundNote(0, 8, 1, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.0))
+    assert job.engine.active.quorum == job.engine.rule.plan.quorum == 1
+    assert [plan.epoch for _, plan in job.engine.plans] == [0, 1, 2]
+
+
+def test_an_epoch_nobody_published_is_not_taken_up() -> None:
+    job = relaxed_job()
+    job.arrive(0, 9, epoch=7)
+    assert job.engine.active.epoch == 1
+
+
+def test_rank_0_may_tell_of_a_switch_first() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    job.say(0, m.RoundNote(0, 4, 1, [0, 1, 2], 1.5, 3.0, 3.0, 0.0, 0, 0.0, 0.0))
+    assert job.engine.active.relaxed and job.engine.steps == 5 and job.engine.loss == 1.5
+
+
+def test_arrivals_stay_hurried_as_long_as_a_rank_has_finished() -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    assert only(job.say(2, m.Finished(2)), m.Hurry) == [m.Hurry(True)]
+    for rank in (0, 1):
+        job.say(rank, m.Take(0, 0, 0, 4, False))
+    assert only(job.pass_time(5.0), m.Hurry) == []
