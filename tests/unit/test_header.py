@@ -97,3 +97,61 @@ def test_means_and_what_is_not_finite() -> None:
     assert (header.local_sqr, header.local_count, header.folds, header.manual) == (2.0, 1, 0.5, True)
     assert math.isnan(reduced([Contribution(True, 1)]).loss)
     assert reduced([Contribution(True, 1)]).local_sqr == pytest.approx(0.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 64), st.data())
+def test_the_order_of_the_sum_does_not_matter(world_size: int, data: st.DataObject) -> None:
+    """Horovod adds in rings and trees; flags, checksums and hyperparameters must come out alike on all of them."""
+    delta, row = data.draw(st.integers(1, 400)), data.draw(st.lists(st.floats(), min_size=3, max_size=3))
+    items = [Contribution(r % 3 != 1, 5 + r, flag_epoch_delta=delta, checksum=0xABCDEF) for r in range(world_size)]
+    items[data.draw(st.integers(0, world_size - 1))].hyper = row
+    codec = HeaderCodec(world_size, 3)
+    parts = [np.zeros(codec.size, dtype=np.float32) for _ in items]
+    for rank, (item, part) in enumerate(zip(items, parts, strict=True)):
+        codec.write(rank, item, part)
+    while len(parts) > 1:  # Any two at a time.
+        first = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
+        second = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
+        parts.append(first + second)
+    header = codec.read(parts[0])
+    assert header.agreed_epoch_delta(world_size) == delta and header.checksum_ok is True
+    assert header.hyper is not None and bits(header.hyper) == bits(row)
+    assert header.own_steps == tuple(item.own_steps for item in items)
+    assert header.fresh == tuple(item.fresh for item in items)
+
+
+@pytest.mark.parametrize("nan_bits", [0x7FF8000000000000, 0x7FF0000000000001, 0xFFF8DEADBEEF1234, 0x7FFFFFFFFFFFFFFF])
+def test_the_bits_of_a_nan_are_kept(nan_bits: int) -> None:
+    (value,) = struct.unpack("<d", struct.pack("<Q", nan_bits))
+    row = np.frombuffer(struct.pack("<Q", nan_bits), dtype="<f8")
+    codec = HeaderCodec(2, 1)
+    parts = [np.zeros(codec.size, dtype=np.float32) for _ in range(2)]
+    codec.write(0, Contribution(True, 1, hyper=row), parts[0])  # type: ignore[arg-type]
+    codec.write(1, Contribution(True, 1), parts[1])
+    got = codec.read(parts[0] + parts[1]).hyper
+    assert got is not None and math.isnan(value)
+    assert struct.unpack("<Q", struct.pack("<d", got[0]))[0] == nan_bits
+
+
+@pytest.mark.parametrize(
+    ("state", "leader"),
+    [
+        ([(True, 5), (True, 5), (True, 5)], 0),
+        ([(True, 4), (True, 5), (True, 5)], 1),
+        ([(False, 9), (True, 1), (True, 0)], 1),
+        ([(False, 9), (False, 3), (True, 0)], 2),
+        ([(True, 0)], 0),
+    ],
+)
+def test_who_leads(state: list[tuple[bool, int]], leader: int) -> None:
+    assert reduced([Contribution(fresh, own) for fresh, own in state]).leader == leader
+
+
+def test_a_plan_not_raised_by_one_rank_is_not_agreed_on_however_the_sums_fall() -> None:
+    """Three ranks at 4 add up like four at 3: only the count and the squares tell."""
+    items = [Contribution(True, 2, flag_epoch_delta=4) for _ in range(3)]
+    assert reduced([*items, Contribution(True, 2)]).agreed_epoch_delta(4) is None
+    mixed = [Contribution(True, 2, flag_epoch_delta=d) for d in (2, 4, 3, 3)]
+    assert reduced(mixed).agreed_epoch_delta(4) is None
+    assert reduced([Contribution(True, 2) for _ in range(4)]).agreed_epoch_delta(4) is None

@@ -133,3 +133,67 @@ def test_equality_and_defaults() -> None:
     assert decode(encode(Heartbeat(0))) == Heartbeat(0, -1)
     plan = {"mode": "sync", "world_size": 2, "quorum": 2}
     assert decode(encode(Register(0, plan, {}))) == Register(0, plan, {})
+
+
+GOOD: dict[str, Any] = {
+    "int": 3,
+    "float": 0.5,
+    "bool": True,
+    "str": "x",
+    "list[int]": [1, 2],
+    "dict[str, Any]": {"a": 1},
+}
+WRONG: dict[str, list[Any]] = {
+    "int": [True, 1.0, "3", None, [3], 1 << 53, -(1 << 53), b"3"],
+    "float": [True, "0.5", None, [0.5], b""],
+    "bool": [0, 1, "true", None, 1.0],
+    "str": [b"x", 3, None, ["x"], True],
+    "list[int]": [3, "12", {1: 2}, [1.0], [True], [None], [[1]], None],
+    "dict[str, Any]": [[["a", 1]], "a", 3, None, True],
+}
+FIELDS = [
+    pytest.param(cls, number, id=f"{cls.kind}-{item.name}")
+    for cls in KINDS
+    for number, item in enumerate(dataclasses.fields(cls))
+]
+
+
+@pytest.mark.parametrize(("cls", "number"), FIELDS)
+def test_every_field_is_checked(cls: type[Message], number: int) -> None:
+    items = dataclasses.fields(cls)
+    good = [GOOD[str(item.type)] for item in items]
+    assert decode(msgpack.packb([1, cls.kind, *good])) == cls(*good)
+    name, kind = items[number].name, str(items[number].type)
+    for value in WRONG[kind]:
+        parts = [*good[:number], value, *good[number + 1 :]]
+        with pytest.raises(ChannelError) as caught:
+            decode(msgpack.packb([1, cls.kind, *parts], use_bin_type=True))
+        said = str(caught.value)
+        unreadable = isinstance(value, dict)  # Keys that are not text are refused before fields are looked at.
+        assert unreadable or (f"field {name} of a {cls.kind} message" in said and f"expected {kind}" in said)
+
+
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.kind)
+def test_too_few_and_too_many_fields(cls: type[Message]) -> None:
+    good = [GOOD[str(item.type)] for item in dataclasses.fields(cls)]
+    for parts in (good[:-1], [*good, 0]):
+        with pytest.raises(ChannelError, match=f"has {len(parts)} fields; expected {len(good)}"):
+            decode(msgpack.packb([1, cls.kind, *parts]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(ANY, st.data())
+def test_a_message_cut_short_is_refused(message: Message, data: st.DataObject) -> None:
+    whole = encode(message)
+    length = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(ChannelError):
+        decode(whole[:length])
+    with pytest.raises(ChannelError):
+        decode(whole + whole)
+
+
+def test_a_message_of_the_largest_size_is_read() -> None:
+    empty = len(encode(messages.Abandon(0, 1, "x" * 100_000))) - 100_000
+    assert decode(encode(messages.Abandon(0, 1, "x" * (MAX_BYTES - empty)))) is not None
+    with pytest.raises(ChannelError, match="expected at most"):
+        decode(encode(messages.Abandon(0, 1, "x" * (MAX_BYTES - empty + 1))))
