@@ -166,7 +166,7 @@ class Board:
             try:
                 plans = [Plan.from_dict(values) for values in (message.initial, message.plan or message.initial)]
             except (PlanError, TypeError) as error:
-                raise ChannelError(f"a plan was refused: {error}") from error
+                raise ChannelError(f"a plan was refused: {str(error)[:200]}") from error
             if any(plan.world_size != self.world_size for plan in plans):
                 raise ChannelError(f"a plan is for {plans[-1].world_size} ranks; this job has {self.world_size}")
         if not isinstance(message, _FROM_RANKS):

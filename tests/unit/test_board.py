@@ -568,3 +568,11 @@ def test_arrivals_stay_hurried_as_long_as_a_rank_has_finished() -> None:
     for rank in (0, 1):
         job.say(rank, m.Take(0, 0, 0, 4, False))
     assert only(job.pass_time(5.0), m.Hurry) == []
+
+
+@pytest.mark.parametrize("plan", [PLAN | {"mode": "x" * 500_000}, PLAN | {"y" * 500_000: 1}, {"z": 1}])
+def test_what_is_said_of_a_refused_plan_is_short(plan: dict[str, Any]) -> None:
+    for message in (m.Register(0, plan, {}), m.Register(0, PLAN, plan)):
+        with pytest.raises(ChannelError, match="a plan was refused: plan ") as caught:
+            Job().say(0, message)
+        assert len(str(caught.value)) < 300, "an error must not carry what was received into the log"
