@@ -170,6 +170,35 @@ def clipping_by_hand() -> Facts:
 
 
 @scenario
+def clipping_by_hand_and_switching_with_shards() -> Facts:
+    """Everything at once: fetches, switches, ends of epochs, and an epoch that every rank leaves early."""
+    net = model()
+    optimizer = sgd(net, "partial(1)")
+    run = runtime.current()
+    assert run is not None
+    loader = hvd.shard(Numbered(), batch_size=8)
+    digests, number = [], 0
+    for epoch in range(5):
+        for rows in loader:
+            number += 1
+            optimizer.zero_grad()
+            compute(net, rows[:, 1:])
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            if epoch == 3 and number % 3 == 0:
+                break
+            if run.coordinator is not None and number % 4 == 0:
+                plan = Plan.partial(int(hvd.size()), 1 + number // 4 % int(hvd.size()))
+                with run.coordinator.board() as board:
+                    board.engines[max(board.engines)].publish(plan, time.monotonic())
+        if epoch != 3:
+            digests.append(digest(net))
+    return end(net, optimizer) | {"digests": digests}
+
+
+@scenario
 def clipping_inside() -> Facts:
     net = model()
     optimizer = sgd(net, max_grad_norm=0.5)

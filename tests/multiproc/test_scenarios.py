@@ -73,6 +73,12 @@ def test_replicas_are_bit_equal_at_the_end_of_every_epoch() -> None:
     assert digests == digests[:1] * RANKS and len(set(digests[0])) == 3
 
 
+def test_epochs_with_fetches_end_equal() -> None:
+    digests = values("clipping_by_hand_and_switching_with_shards", "digests")
+    assert digests == digests[:1] * RANKS
+    assert sum(stats["fetched"] for stats in values("clipping_by_hand_and_switching_with_shards", "stats")) > 0
+
+
 def test_modes_change_while_training_goes_on() -> None:
     for modes in values("switching", "modes"):
         assert len(modes) >= 2
