@@ -88,6 +88,16 @@ def await_mode(net: torch.nn.Module, optimizer: Any, relaxed: bool, limit: int =
     return False
 
 
+def publish(optimizer: Any, plan: Plan) -> None:
+    """Let the coordinator, on rank 0, send a plan to all ranks."""
+    run = runtime.current()
+    if run is not None and run.coordinator is not None:
+        with run.coordinator.board() as board:
+            engine = board.engines.get(optimizer._star.core.driver.number)
+            if engine is not None:  # All ranks have told of it.
+                engine.publish(plan, time.monotonic())
+
+
 class Numbered(torch.utils.data.Dataset[torch.Tensor]):
     """Samples that know their number."""
 
@@ -122,15 +132,11 @@ def switching() -> Facts:
     """Plans are published all the time, from the training thread of rank 0, while speeds differ."""
     net = model()
     optimizer = sgd(net, "sync")
-    run = runtime.current()
-    assert run is not None
     size, modes = int(hvd.size()), set()
     for number in range(180):
-        if run.coordinator is not None and number % 5 == 0:
+        if number % 5 == 4:
             quorum = (1, size, size - 1, size, size - 1)[number // 5 % 5]
-            plan = Plan.sync(size) if quorum == size else Plan.partial(size, quorum)
-            with run.coordinator.board() as board:
-                board.engines[max(board.engines)].publish(plan, time.monotonic())
+            publish(optimizer, Plan.sync(size) if quorum == size else Plan.partial(size, quorum))
         optimizer.zero_grad()
         compute(net, batch(number), 0.002 + 0.006 * ((number // 20 + int(hvd.rank())) % size))
         optimizer.step()
@@ -174,8 +180,6 @@ def clipping_by_hand_and_switching_with_shards() -> Facts:
     """Everything at once: fetches, switches, ends of epochs, and an epoch that every rank leaves early."""
     net = model()
     optimizer = sgd(net, "partial(1)")
-    run = runtime.current()
-    assert run is not None
     loader = hvd.shard(Numbered(), batch_size=8)
     digests, number = [], 0
     for epoch in range(5):
@@ -189,10 +193,8 @@ def clipping_by_hand_and_switching_with_shards() -> Facts:
                 optimizer.step()
             if epoch == 3 and number % 3 == 0:
                 break
-            if run.coordinator is not None and number % 4 == 0:
-                plan = Plan.partial(int(hvd.size()), 1 + number // 4 % int(hvd.size()))
-                with run.coordinator.board() as board:
-                    board.engines[max(board.engines)].publish(plan, time.monotonic())
+            if number % 4 == 0:
+                publish(optimizer, Plan.partial(int(hvd.size()), 1 + number // 4 % int(hvd.size())))
         if epoch != 3:
             digests.append(digest(net))
     return end(net, optimizer) | {"digests": digests}
