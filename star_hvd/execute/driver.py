@@ -202,8 +202,8 @@ class EngineDriver:
     def pin(self, reason: str) -> None:
         """Run exactly as Horovod from now on, because of `reason`."""
         if self.engine.agreement.pinned is None:
+            prepared = self.engine.agreement.prepared  # Pinning clears it.
             self.engine.pin(reason)
-            prepared = self.engine.agreement.prepared
             self._send(messages.Refuse(self.number, prepared.epoch if prepared else self.engine.plan.epoch, reason))
 
     # ---- helper thread --------------------------------------------------------------------------------------
