@@ -154,8 +154,9 @@ class BucketCore:
             noise_interval_steps=self._config.noise_interval_steps,
         )
         plan = self._plan
-        if plan is not None and plan.world_size != run.world_size:  # The world changed size (elastic).
-            plan = None
+        if plan is not None and plan.world_size != run.world_size:  # Elastic: as many ranks as before may be late.
+            late = plan.world_size - plan.quorum
+            plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
         run.attach(driver, engine, initial, plan)
         if issubclass(self.base, torch.optim.LBFGS):
             driver.pin("LBFGS evaluates its closure several times per step")

@@ -47,6 +47,7 @@ def main(library: str, mode: str) -> None:
                 state.commit()
 
     train(state)
+    report = hvd.report() if library == "star_hvd" else None
     if hasattr(optimizer, "close"):
         optimizer.close()
     raw = b"".join(param.detach().numpy().tobytes() for param in net.parameters())
@@ -55,6 +56,8 @@ def main(library: str, mode: str) -> None:
             "step": state.step,
             "size": int(hvd.size()),
             "resumed": resumed,
+            "mode": report.mode if report is not None else "",
+            "reason": report.reason if report is not None else "",
             "digest": hashlib.sha256(raw).hexdigest()[:16],
         }
     )
