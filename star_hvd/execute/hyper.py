@@ -74,7 +74,7 @@ class HyperRow:
                     groups[index][key] = new
             yield
         finally:
-            for index, key, old in before:
+            for index, key, old in reversed(before):  # Groups may share one tensor: its first value is its own.
                 current = groups[index][key]
                 if isinstance(current, torch.Tensor):
                     current.copy_(old)

@@ -114,7 +114,6 @@ def test_an_error_of_the_step_leaves_tensors_and_numbers_as_they_were() -> None:
     assert optimizer.param_groups[0]["lr"] is rate and optimizer.param_groups[0]["amsgrad"] is False
 
 
-@pytest.mark.xfail(strict=True, reason="restored in order of the groups, so the second puts the leader's value back")
 def test_groups_that_share_one_tensor_get_their_own_value_back() -> None:
     """`torch.optim.Adam(groups, lr=torch.tensor(0.1))` gives all groups the same tensor."""
     rate = torch.tensor(0.125)
