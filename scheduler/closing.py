@@ -193,7 +193,7 @@ class ClosingRule:
         arrivals = sorted(self._ready.values())
         if len(arrivals) < needed:
             return self._without_quorum(arrivals[0], now_s)
-        if not self.plan.relaxed:
+        if not self.plan.may_close:
             return self._without_the_away(arrivals[-1], now_s)
         limit_s = arrivals[needed - 1] + self.grace_s()
         if now_s < limit_s and any(self._worth_waiting(rank, limit_s) for rank in active):
@@ -216,7 +216,7 @@ class ClosingRule:
         return self._close("away"), None
 
     def _without_quorum(self, first_s: float, now_s: float) -> tuple[Close | None, float | None]:
-        if not self.plan.relaxed:
+        if not self.plan.may_close:
             return None, None
         deadline_s = first_s + self._quorum_deadline_s
         if now_s >= deadline_s:
@@ -235,7 +235,7 @@ class ClosingRule:
         )
 
     def _note_offsets(self) -> None:
-        if not self.plan.relaxed:  # In lockstep arrivals are told in batches: their times say nothing.
+        if not self.plan.may_close:  # In lockstep arrivals are told in batches: their times say nothing.
             return
         first = min(self._ready.values())
         fast = (when for rank, when in self._ready.items() if not self._is_slow(rank))

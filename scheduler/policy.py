@@ -146,7 +146,7 @@ class RulePolicy:
         readings = Readings(window, threshold=self.threshold)
         if self.world_size < 2 or math.isnan(readings.reference_s):
             return None
-        if active.relaxed:
+        if active.may_close:
             return self._adjust(readings, active)
         return self._relax(readings, active)
 

@@ -95,7 +95,7 @@ class EngineBoard:
         self._note_epoch(message.epoch, message.round)
         self._note_report(rank, message.round, message, late=False)
         self._wait_s[rank].append(message.previous_wait_s)
-        if self.active.relaxed:
+        if self.active.may_close:
             self._note_offset(rank, message.round, now_s)
         else:
             self._note_wait(rank, message.round - 1, message.previous_wait_s)

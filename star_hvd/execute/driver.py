@@ -245,7 +245,7 @@ class EngineDriver:
         )
 
     def _urgent(self) -> bool:
-        return self.engine.plan.relaxed or self.hurry
+        return self.engine.plan.may_close or self.hurry
 
     def on_late(self, version: int, epoch: int) -> None:
         t = self._times

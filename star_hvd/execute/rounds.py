@@ -374,7 +374,7 @@ class RoundEngine:
         if self._inflight is not None or self._close_upto < self.next_round:
             return False
         # A training thread that hangs inside step() must not let the queue grow without bound: the job waits for it.
-        return len(self.replica.queue) < self._replay_queue and (self.away or self.plan.relaxed)
+        return len(self.replica.queue) < self._replay_queue and (self.away or self.plan.may_close)
 
     def _samples_norm(self, number: int) -> bool:
         return number % self._noise_interval_steps == 0

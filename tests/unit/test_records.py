@@ -25,7 +25,7 @@ from star_hvd.config import Config
         ({"world_size": 0, "quorum": 0}, "world_size is 0; expected at least 1"),
         ({"mode": "sync", "quorum": 3}, "quorum is 3 in mode sync; expected 4"),
         ({"epoch": -1}, "epoch is -1"),
-        ({"damping": "half"}, "damping is 'half'; expected 'inverse' or 'none'"),
+        ({"damping": "half"}, "damping is 'half'; expected one of inverse, relative, none"),
         ({"max_staleness": -1}, "max_staleness is -1"),
         ({"max_staleness": None}, "max_staleness is None"),
         ({"reason": 7}, "reason is 7; expected a string"),
@@ -72,7 +72,7 @@ def test_names_of_modes() -> None:
     assert alone is not None and not alone.relaxed
 
 
-@pytest.mark.parametrize("mode", ["partial()", "partial(x)", "partial(0)", "partial(5)", "asgd", "", None, 3])
+@pytest.mark.parametrize("mode", ["partial()", "partial(x)", "partial(0)", "partial(5)", "asgd(2)", "ps(5)", "ps(ssp=x)", "local(0)", "local(s)", "grouped(9)", "subgroup(0,4)", "subgroup(a)", "x(1)", "", None, 3])
 def test_unknown_modes(mode: Any) -> None:
     with pytest.raises(PlanError, match="expected"):
         parse_mode(mode, 4)
@@ -135,7 +135,7 @@ def test_the_least_values_of_settings(name: str, least: float, below: float) -> 
 
 def test_settings_without_numbers() -> None:
     assert Config(damping="none").damping == "none"
-    with pytest.raises(ValueError, match="config damping is 'half'; expected 'inverse' or 'none'"):
+    with pytest.raises(ValueError, match="config damping is 'half'; expected one of inverse, relative, none"):
         Config(damping="half")
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().damping = "none"  # type: ignore[misc]
@@ -150,3 +150,52 @@ def test_plans_do_not_change() -> None:
     assert plan.replace(reason="x") == Plan.sync(2, reason="x") != plan
     assert (Plan.sync(3).relaxed, Plan.partial(3, 3).relaxed, Plan.partial(3, 2).relaxed) == (False, False, True)
     assert (Plan.sync(3).label, Plan.partial(3, 3).label) == ("sync", "partial(3)")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["sync", "partial(2)", "subgroup(0,2)", "grouped(2)", "ps(3)", "ps(dynamic)", "ps(ssp=2)", "ps(backup=1)"]
+    + ["local(5)", "local(2.5s)"],
+)
+def test_every_mode_has_a_name_that_parses_back_and_survives_the_wire(mode: str) -> None:
+    plan = parse_mode(mode, 4, max_staleness=3)
+    assert plan is not None and plan.label == mode and plan.max_staleness == 3
+    assert Plan.from_dict(plan.to_dict()) == plan
+    assert plan.relaxed == (mode != "sync") and plan.may_close == (mode == "partial(2)")
+
+
+def test_named_server_modes_are_the_ones_of_the_literature() -> None:
+    asgd, ssgd, dynsgd = (parse_mode(name, 4) for name in ("asgd", "ssgd", "dynsgd"))
+    assert asgd is not None and (asgd.quorum, asgd.damping, asgd.lr_rule) == (1, "none", "linear")
+    assert ssgd is not None and (ssgd.quorum, ssgd.rule) == (4, "x")
+    assert dynsgd is not None and (dynsgd.quorum, dynsgd.damping, dynsgd.lr_rule) == (1, "inverse", "none")
+    assert parse_mode("ssp(2)", 4) == parse_mode("ps(ssp=2)", 4)
+
+
+def test_children_of_a_subgroup_are_spread_over_its_members() -> None:
+    plan = Plan.subgroup(6, [1, 4])
+    assert plan.parents == ((0, 1), (2, 4), (3, 1), (5, 4))
+    assert plan.children_of(1) == (0, 3) and plan.parent_of(5) == 4 and plan.parent_of(1) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mode": "subgroup", "quorum": 2, "members": (0, 1)},  # Ranks 2 and 3 have no parent.
+        {"mode": "subgroup", "quorum": 2, "members": (1, 0), "parents": ((2, 0), (3, 1))},
+        {"mode": "subgroup", "quorum": 3, "members": (0, 1, 2), "parents": ((3, 3),)},
+        {"mode": "grouped", "quorum": 1, "groups": ((0, 1), (2,))},
+        {"mode": "grouped", "quorum": 2},
+        {"mode": "ps", "quorum": 2, "parents": ((1, 0), (2, 1))},
+        {"mode": "ps", "quorum": 2, "parents": ((1, 0), (1, 2))},
+        {"mode": "ps", "quorum": 2, "servers": (0, 0)},
+        {"mode": "ps", "quorum": 2, "servers": "01"},
+        {"mode": "ps", "quorum": 2, "noise_scale": -1.0},
+        {"mode": "local", "quorum": 4},
+        {"mode": "local", "quorum": 4, "local_steps": 2, "local_s": 1.0},
+        {"mode": "local", "quorum": 4, "local_s": float("inf")},
+    ],
+)
+def test_a_plan_that_does_not_fit_together_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="expected"):
+        Plan(world_size=4, **fields)

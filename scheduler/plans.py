@@ -1,0 +1,463 @@
+"""The plan: how the ranks synchronize from one step on, and the names users give to plans."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["MODES", "RULES", "Plan", "PlanError", "parse_mode"]
+
+MODES = ("sync", "partial", "subgroup", "grouped", "ps", "local")
+RULES = ("x", "groups", "ssp", "backup")
+_DAMPINGS = ("inverse", "relative", "none")
+_LR_RULES = ("linear", "noise", "none")
+_GUARDS = ("none", "damp", "reject")
+
+Ranks = tuple[int, ...]
+
+
+class PlanError(ValueError):
+    """A plan that cannot be carried out; the message says what was got, what was expected and what to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How the ranks synchronize, from one step on until the next plan.
+
+    A plan is published by the coordinator, prepared by every rank and taken up by all of them at the same step.
+
+    Attributes:
+        mode: One of `MODES`.
+        world_size: Number of ranks the plan was made for.
+        quorum: Gradients a step waits for: m in `partial`, x in `ps`, the number of members in `subgroup`; always
+            `world_size` in `sync` and `local`, 1 in `grouped`.
+        epoch: Position in the sequence of published plans; a rank refuses a plan older than the one it has.
+        damping: Weight of a late gradient of staleness s: `inverse` 1 / (1 + s) (DynSGD, Jiang et al. 2017),
+            `relative` min(1, (n / x) / (1 + s)), which leaves equally fast workers alone, `none` 1.
+        max_staleness: Late gradients staler than this many steps are dropped and counted (not in `ps`, where
+            staleness is the rule's business).
+        members: `subgroup`: the ranks that all-reduce, ascending.
+        parents: (child, parent) pairs. `subgroup`: every rank that is no member has one, a member. `ps`: the
+            fan-in tree; a parent adds its children's gradients to its own.
+        groups: `grouped` and rule `groups`: all ranks, each in one group; a group waits for its own members only.
+        group_count: Groups to form where `groups` is empty, 0 for as many as pay.
+        rule: `ps`: `x` any x arrivals make an update, `groups` (dynamic x-order), `ssp` every arrival does and
+            ranks more than `slack` steps ahead wait, `backup` the first x make it and later ones are dropped.
+        slack: Steps a rank may be ahead of the slowest one, rule `ssp`.
+        servers: `ps` and `grouped`: ranks that run a server each; empty lets the coordinator place them.
+        local_steps: `local`: steps between two averagings, 0 where `local_s` counts.
+        local_s: `local`: seconds between two averagings, 0 where `local_steps` counts.
+        lr_rule: `ps` and `grouped`: factor on an update of x of n gradients: `linear` x / n (STAR's division by
+            n), `noise` (1 + phi / n) / (1 + phi / x), `none` 1.
+        noise_scale: phi for `noise`, in gradients of one rank.
+        guard: What a server does with a gradient that points against the recent updates (after Zeno++, Xie et
+            al. 2020): `none`, `damp` or `reject`.
+        reason: One sentence a person can read.
+    """
+
+    mode: str
+    world_size: int
+    quorum: int
+    epoch: int = 0
+    damping: str = "inverse"
+    max_staleness: int = 16
+    members: Ranks = ()
+    parents: tuple[tuple[int, int], ...] = ()
+    groups: tuple[Ranks, ...] = ()
+    group_count: int = 0
+    rule: str = "x"
+    slack: int = 0
+    servers: Ranks = ()
+    local_steps: int = 0
+    local_s: float = 0.0
+    lr_rule: str = "linear"
+    noise_scale: float = 0.0
+    guard: str = "none"
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._check_numbers()
+        if not isinstance(self.reason, str):
+            raise PlanError(f"plan reason is {self.reason!r}; expected a string")
+        for name, ranks in (("members", self.members), ("servers", self.servers)):
+            object.__setattr__(self, name, self._ranks(name, ranks))
+        object.__setattr__(self, "groups", tuple(self._ranks("groups", group) for group in self._tuple("groups")))
+        object.__setattr__(self, "parents", tuple(self._ranks("parents", pair) for pair in self._tuple("parents")))
+        self._check_parents()
+        self._check_groups()
+        check: Callable[[], None] | None = getattr(self, f"_check_{self.mode}", None)
+        if check is not None:
+            check()
+
+    # ---- validation -----------------------------------------------------------------------------------------
+
+    def _check_names(self) -> None:
+        for name, known in (
+            ("mode", MODES),
+            ("damping", _DAMPINGS),
+            ("rule", RULES),
+            ("lr_rule", _LR_RULES),
+            ("guard", _GUARDS),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise PlanError(f"plan {name} is {value!r}; expected one of {', '.join(known)}")
+
+    def _check_numbers(self) -> None:
+        for name in ("world_size", "quorum", "epoch", "max_staleness", "group_count", "slack", "local_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise PlanError(f"plan field {name} is {value!r}; expected an integer")
+            least = 1 if name == "world_size" else 0
+            if value < least:
+                raise PlanError(f"plan {name} is {value}; expected at least {least}")
+        if not 1 <= self.quorum <= self.world_size:
+            raise PlanError(
+                f"plan quorum m is {self.quorum}; expected 1 <= m <= {self.world_size} (the number of ranks)"
+            )
+        if self.group_count > self.world_size:
+            raise PlanError(f"plan group_count is {self.group_count}; expected at most {self.world_size}, the ranks")
+        for name in ("local_s", "noise_scale"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
+                raise PlanError(f"plan {name} is {value!r}; expected a number, 0 or more")
+
+    def _tuple(self, name: str) -> tuple[Any, ...]:
+        value = getattr(self, name)
+        if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+            raise PlanError(f"plan {name} is {value!r}; expected a sequence")
+        return tuple(value)
+
+    def _ranks(self, name: str, ranks: Any) -> Ranks:
+        if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
+            raise PlanError(f"plan {name} has {ranks!r}; expected ranks")
+        found = tuple(ranks)
+        bad = [r for r in found if not isinstance(r, int) or isinstance(r, bool) or not 0 <= r < self.world_size]
+        if bad or len(set(found)) != len(found):
+            raise PlanError(f"plan {name} has {list(found)}; expected different ranks of 0..{self.world_size - 1}")
+        return found
+
+    def _check_parents(self) -> None:
+        if any(len(pair) != 2 for pair in self.parents):
+            raise PlanError(f"plan parents is {self.parents}; expected pairs (child, parent)")
+        children = [child for child, _ in self.parents]
+        if len(set(children)) != len(children):
+            raise PlanError(f"plan parents is {self.parents}; expected one parent per child")
+        if any(parent in children for _, parent in self.parents):
+            raise PlanError(f"plan parents is {self.parents}; expected a tree of one level: a parent is nobody's child")
+
+    def _check_groups(self) -> None:
+        flat = sorted(rank for group in self.groups for rank in group)
+        if self.groups and flat != list(range(self.world_size)):
+            raise PlanError(f"plan groups is {self.groups}; expected every rank of 0..{self.world_size - 1} once")
+
+    def _check_sync(self) -> None:
+        if self.quorum != self.world_size:
+            raise PlanError(
+                f"plan quorum is {self.quorum} in mode sync; expected {self.world_size}: use mode partial"
+            )
+
+    def _check_subgroup(self) -> None:
+        members, children = set(self.members), {child for child, _ in self.parents}
+        if not members or self.members != tuple(sorted(members)) or self.quorum != len(members):
+            raise PlanError(
+                f"plan members is {self.members} with quorum {self.quorum} in mode subgroup; expected ascending ranks "
+                "and as many as the quorum"
+            )
+        missing = set(range(self.world_size)) - members - children
+        if missing or children & members or not {parent for _, parent in self.parents} <= members:
+            raise PlanError(
+                f"plan parents is {self.parents} with members {self.members}; expected one pair (child, member) for "
+                "every rank that is no member"
+            )
+
+    def _check_ps(self) -> None:
+        if self.rule == "ssp" and self.quorum != 1:
+            raise PlanError(f"plan quorum is {self.quorum} with rule ssp; expected 1: every arrival makes an update")
+
+    def _check_grouped(self) -> None:
+        if self.quorum != 1:
+            raise PlanError(f"plan quorum is {self.quorum} in mode grouped; expected 1: every group makes an update")
+
+    def _check_local(self) -> None:
+        if self.quorum != self.world_size or (self.local_steps > 0) == (self.local_s > 0.0):
+            raise PlanError(
+                f"plan quorum is {self.quorum}, local_steps {self.local_steps} and local_s {self.local_s} in mode "
+                f"local; expected {self.world_size} and one of local_steps and local_s above 0"
+            )
+
+    # ---- constructors ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def sync(cls, world_size: int, **fields: Any) -> Plan:
+        """The plan in which every step waits for all ranks."""
+        return cls(mode="sync", world_size=world_size, quorum=world_size, **fields)
+
+    @classmethod
+    def partial(cls, world_size: int, quorum: int, **fields: Any) -> Plan:
+        """The plan in which a step waits for `quorum` of `world_size` ranks and folds the late gradients."""
+        return cls(mode="partial", world_size=world_size, quorum=quorum, **fields)
+
+    @classmethod
+    def subgroup(cls, world_size: int, members: Iterable[int], **fields: Any) -> Plan:
+        """The plan in which `members` all-reduce and every other rank sends late gradients to one of them.
+
+        The i-th of the other ranks is attached to member i modulo their number (STAR).
+        """
+        chosen = tuple(sorted(members))
+        others = [rank for rank in range(world_size) if rank not in chosen]
+        parents = tuple((child, chosen[i % len(chosen)]) for i, child in enumerate(others)) if chosen else ()
+        fields.setdefault("parents", parents)
+        return cls(mode="subgroup", world_size=world_size, quorum=max(1, len(chosen)), members=chosen, **fields)
+
+    @classmethod
+    def ps(cls, world_size: int, x: int, **fields: Any) -> Plan:
+        """The plan in which parameter servers make an update of every `x` gradients, in order of arrival."""
+        fields.setdefault("damping", "relative")
+        return cls(mode="ps", world_size=world_size, quorum=x, **fields)
+
+    @classmethod
+    def grouped(cls, world_size: int, groups: int | Iterable[Iterable[int]], **fields: Any) -> Plan:
+        """The plan in which groups all-reduce inside and update central parameters asynchronously (HiPC 2018).
+
+        Args:
+            world_size: Number of ranks.
+            groups: The groups, or how many to form by speed.
+            **fields: Further fields of the plan.
+        """
+        fields.setdefault("damping", "relative")
+        if isinstance(groups, int):
+            return cls(mode="grouped", world_size=world_size, quorum=1, group_count=groups, **fields)
+        chosen = tuple(tuple(sorted(group)) for group in groups)
+        return cls(
+            mode="grouped", world_size=world_size, quorum=1, groups=chosen, group_count=len(chosen), **fields
+        )
+
+    @classmethod
+    def local(cls, world_size: int, *, steps: int = 0, seconds: float = 0.0, **fields: Any) -> Plan:
+        """The plan in which ranks step on their own and average after `steps` steps or `seconds` seconds."""
+        return cls(
+            mode="local", world_size=world_size, quorum=world_size, local_steps=steps, local_s=seconds, **fields
+        )
+
+    # ---- reading --------------------------------------------------------------------------------------------
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every step is made of a fresh gradient of every rank, as in Horovod."""
+        return self.mode in ("sync", "partial") and self.quorum == self.world_size
+
+    @property
+    def relaxed(self) -> bool:
+        """Whether steps need not be made of a fresh gradient of every rank."""
+        return not self.lockstep
+
+    @property
+    def may_close(self) -> bool:
+        """Whether the coordinator closes steps without the ranks that are late: `partial` alone."""
+        return self.mode == "partial" and self.quorum < self.world_size
+
+    @property
+    def family(self) -> str:
+        """`rounds` (all ranks reduce together), `subgroup` or `servers`: switches between families hand state over."""
+        return {"subgroup": "subgroup", "ps": "servers", "grouped": "servers"}.get(self.mode, "rounds")
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and logs, `partial(3)` for example; `parse_mode` reads it."""
+        if self.mode == "partial":
+            return f"partial({self.quorum})"
+        if self.mode == "subgroup":
+            return f"subgroup({','.join(map(str, self.members))})"
+        if self.mode == "grouped":
+            return f"grouped({len(self.groups) or self.group_count})"
+        if self.mode == "local":
+            return f"local({self.local_steps})" if self.local_steps else f"local({self.local_s:g}s)"
+        if self.mode == "ps":
+            argument = {
+                "x": str(self.quorum),
+                "ssp": f"ssp={self.slack}",
+                "groups": "dynamic",
+                "backup": f"backup={self.world_size - self.quorum}",
+            }
+            return f"ps({argument[self.rule]})"
+        return self.mode
+
+    def parent_of(self, rank: int) -> int | None:
+        """The rank that `rank` sends its gradients to, None where it has no parent."""
+        return dict(self.parents).get(rank)
+
+    def children_of(self, rank: int) -> Ranks:
+        """The ranks that send their gradients to `rank`."""
+        return tuple(child for child, parent in self.parents if parent == rank)
+
+    def replace(self, **changes: Any) -> Plan:
+        """A copy with `changes`, validated again."""
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for the wire and for logs; fields that have their defaults are left out."""
+        values = {}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if value != item.default:
+                values[item.name] = [list(v) if isinstance(v, tuple) else v for v in value] if isinstance(
+                    value, tuple
+                ) else value
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Plan:
+        """The inverse of `to_dict`.
+
+        Raises:
+            PlanError: A field is missing, unknown or out of range.
+        """
+        if not isinstance(values, dict):
+            raise PlanError(f"a plan came as {type(values).__name__}; expected a mapping")
+        known = {item.name for item in dataclasses.fields(cls)}
+        unknown = sorted(set(map(str, values)) - known)
+        if unknown:
+            raise PlanError(f"plan has unknown fields {unknown}; expected some of {sorted(known)}")
+        missing = sorted({"mode", "world_size", "quorum"} - set(values))
+        if missing:
+            raise PlanError(f"plan lacks the fields {missing}")
+        return cls(**values)
+
+
+_EXPECTED = (
+    "'auto', 'sync', 'partial', 'partial(m)', 'subgroup(0,1,2)', 'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', "
+    "'ps(backup=b)', 'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)' or a Plan"
+)
+_NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
+
+
+def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
+    """Turn what the user wrote into a plan; `None` stands for `auto`.
+
+    Args:
+        mode: `auto`, `sync`, `partial` (one rank may be late), `partial(m)`, `subgroup(0,1,2)` (its members),
+            `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`, `ps(backup=b)`, `ssgd` (x = n), `asgd`
+            (x = 1), `dynsgd`, `local(H)` (steps), `local(2.5s)` (seconds), or a `Plan`.
+        world_size: Number of ranks in this job.
+        fields: Further fields of a plan made from a name, `max_staleness` for example; a `Plan` has its own.
+            `damping` is that of `partial` and `subgroup`; the server modes have their own defaults.
+
+    Raises:
+        PlanError: Unknown mode, m outside 1..n, or a plan made for another world size.
+    """
+    if isinstance(mode, Plan):
+        if mode.world_size != world_size:
+            raise PlanError(
+                f"the plan is for {mode.world_size} ranks but this job has {world_size}; "
+                "make it with Plan.sync(hvd.size()) or Plan.partial(hvd.size(), m)"
+            )
+        return mode
+    if not isinstance(mode, str):
+        raise PlanError(f"mode is {mode!r}; expected {_EXPECTED}")
+    text = "".join(mode.split()).lower()
+    if text == "auto":
+        return None
+    found = _NAME.fullmatch(text)
+    make = _NAMED.get(found.group(1)) if found else None
+    if found is None or make is None:
+        raise PlanError(f"mode is {mode!r}; expected {_EXPECTED}")
+    given = {"reason": "asked for by the user", **fields}
+    try:
+        return make(world_size, found.group(2), given)
+    except PlanError:
+        raise
+    except ValueError as error:
+        raise PlanError(f"mode is {mode!r}: {error}; expected {_EXPECTED}") from None
+
+
+def _whole(text: str | None, what: str) -> int:
+    if text is None or not re.fullmatch(r"[+-]?\d+", text):
+        raise ValueError(f"expected a whole number {what}")
+    return int(text)
+
+
+def _nothing(argument: str | None) -> None:
+    if argument is not None:
+        raise ValueError("expected no argument")
+
+
+def _server_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "damping"}
+
+
+def _make_sync(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    _nothing(argument)
+    return Plan.sync(n, **fields)
+
+
+def _make_partial(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    return Plan.partial(n, max(1, n - 1) if argument is None else _whole(argument, "m in 'partial(m)'"), **fields)
+
+
+def _make_subgroup(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    members = [_whole(part, "per member in 'subgroup(0,1,2)'") for part in (argument or "").split(",")]
+    return Plan.subgroup(n, members, **fields)
+
+
+def _make_grouped(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    count = 0 if argument is None else _whole(argument, "G in 'grouped(G)'")
+    return Plan.grouped(n, count, **_server_fields(fields))
+
+
+def _make_ps(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    rest = _server_fields(fields)
+    if argument is None:
+        return Plan.ps(n, max(1, n - 1), **rest)
+    if argument == "dynamic":
+        return Plan.ps(n, 1, rule="groups", **rest)
+    name, equals, value = argument.partition("=")
+    if equals and name == "ssp":
+        return Plan.ps(n, 1, rule="ssp", slack=_whole(value, "s in 'ps(ssp=s)'"), **rest)
+    if equals and name == "backup":
+        return Plan.ps(n, n - _whole(value, "b in 'ps(backup=b)'"), rule="backup", lr_rule="none", **rest)
+    return Plan.ps(n, _whole(argument, "x in 'ps(x)'"), **rest)
+
+
+def _make_ssp(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    return _make_ps(n, f"ssp={argument}", fields)
+
+
+def _make_ssgd(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    _nothing(argument)
+    return Plan.ps(n, n, **_server_fields(fields))
+
+
+def _make_asgd(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    _nothing(argument)
+    return Plan.ps(n, 1, **{**_server_fields(fields), "damping": "none"})
+
+
+def _make_dynsgd(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    _nothing(argument)
+    return Plan.ps(n, 1, **{**_server_fields(fields), "damping": "inverse", "lr_rule": "none"})
+
+
+def _make_local(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    if argument is not None and argument.endswith("s"):
+        return Plan.local(n, seconds=float(argument[:-1]), **fields)
+    return Plan.local(n, steps=4 if argument is None else _whole(argument, "H in 'local(H)'"), **fields)
+
+
+_NAMED: dict[str, Callable[[int, str | None, dict[str, Any]], Plan]] = {
+    "sync": _make_sync,
+    "partial": _make_partial,
+    "subgroup": _make_subgroup,
+    "grouped": _make_grouped,
+    "ps": _make_ps,
+    "ssp": _make_ssp,
+    "ssgd": _make_ssgd,
+    "asgd": _make_asgd,
+    "dynsgd": _make_dynsgd,
+    "local": _make_local,
+}
