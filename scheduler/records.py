@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler.plans import MODES, Plan, PlanError, parse_mode
+from scheduler.mode_names import parse_mode
+from scheduler.plans import MODES, Plan, PlanError
 
 __all__ = ["MODES", "Plan", "PlanError", "RankStats", "StepReport", "Window", "parse_mode"]
 
