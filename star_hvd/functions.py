@@ -19,6 +19,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_optimizer_state as _broadcast_optimizer_state
 
 from star_hvd import runtime
+from star_hvd.process_sets import prepare_init
 
 __all__ = [
     "allgather",
@@ -102,11 +103,17 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
             param.grad = grad
 
 
-def init(*args: Any, **kwargs: Any) -> None:
-    """Initialize Horovod; the channel starts with the first optimizer or loader."""
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Initialize Horovod; the channel starts with the first optimizer or loader.
+
+    Args:
+        comm: See `horovod.torch.init`.
+        process_sets: See `horovod.torch.init`. Dynamic process sets are switched on where they cost nothing, unless
+            `HOROVOD_DYNAMIC_PROCESS_SETS` is set.
+    """
     if runtime.current() is not None and not mpi_ops.is_initialized():
         runtime.on_reset()
-    mpi_ops.init(*args, **kwargs)
+    mpi_ops.init(comm, prepare_init(comm, process_sets))
 
 
 def shutdown() -> None:

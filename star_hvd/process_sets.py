@@ -1,0 +1,262 @@
+"""Horovod process sets that come and go while training runs, made by a thread that is never the training thread.
+
+Every rank has to add and remove sets in one common order, member or not: a different order ends the job, so the
+coordinator's messages decide it and each rank's keeper follows them first in, first out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from horovod.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from horovod.torch import mpi_ops
+
+from star_hvd import doctor
+
+__all__ = ["MAX_SETS", "SetKeeper", "prepare_init", "static_catalogue", "unavailable_reason"]
+
+logger = logging.getLogger("star_hvd")
+
+Ranks = tuple[int, ...]
+
+# A member pays one blocking message to every other member per set and cycle, used or not.
+MAX_SETS = 16
+# Beyond this the leave-one-out sets of a static catalogue would cost more than they bring: n sets of n - 1 ranks.
+_CATALOGUE_RANKS = 8
+
+_DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
+
+_static: dict[Ranks, ProcessSet] = {}
+
+
+# ---- what is possible here ----------------------------------------------------------------------------------------
+
+
+def _elastic() -> bool:
+    return os.environ.get("HOROVOD_ELASTIC", "0") == "1"
+
+
+def _dynamic() -> bool:
+    """Whether Horovod was told to allow dynamic sets; it reads the variable as an integer, above 0 for yes."""
+    with contextlib.suppress(ValueError):
+        return int(os.environ.get(_DYNAMIC, "0")) > 0
+    return False
+
+
+def unavailable_reason() -> str | None:
+    """Why no process set can be used in this job, None where they can."""
+    patches = doctor.horovod_patches()
+    if _elastic() and doctor.SURVIVE_DEATH not in patches:
+        return (
+            f"this Horovod lacks patch {doctor.SURVIVE_DEATH}: under elastic training one dead rank would abort "
+            "every survivor of a job with process sets; build it with scripts/build_horovod.py"
+        )
+    if not _dynamic() and not _static:
+        return (
+            f"process sets are neither dynamic nor made at the start ({_DYNAMIC} is "
+            f"{os.environ.get(_DYNAMIC, 'unset')}, Horovod's patches are {', '.join(sorted(patches)) or 'none'}); call "
+            f"star_hvd.init() instead of horovod.torch.init(), or set {_DYNAMIC}=1"
+        )
+    return None
+
+
+def static_catalogue(world_size: int) -> list[Ranks]:
+    """The sets made at the start where dynamic sets would cost too much: all ranks but one, for up to 8 ranks."""
+    if not 2 <= world_size <= _CATALOGUE_RANKS:
+        return []
+    return list(itertools.combinations(range(world_size), world_size - 1))
+
+
+def prepare_init(comm: Any, process_sets: Any) -> Any:
+    """Make process sets possible in the Horovod that is about to be initialized.
+
+    Switches dynamic sets on where they cost nothing while nothing changes (patch 0004) and the user has not decided.
+    With another Horovod a few sets are made at the start, except under elastic training, whose resets lose them.
+
+    Args:
+        comm: As given to `init`.
+        process_sets: As given to `init`.
+
+    Returns:
+        What to hand to Horovod as `process_sets`.
+    """
+    if mpi_ops.is_initialized():
+        return process_sets
+    _static.clear()
+    if _DYNAMIC not in os.environ and doctor.CHEAP_DYNAMIC in doctor.horovod_patches():
+        os.environ[_DYNAMIC] = "1"
+    if _dynamic() or _elastic() or comm is not None or process_sets is not None:
+        return process_sets
+    with contextlib.suppress(ValueError):  # Only a launcher tells the number of ranks before Horovod does.
+        _static.update({ranks: ProcessSet(ranks) for ranks in static_catalogue(int(os.environ["HOROVOD_SIZE"]))})
+    return list(_static.values()) or None
+
+
+# ---- the keeper ---------------------------------------------------------------------------------------------------
+
+
+class SetKeeper:
+    """Adds and removes process sets in a thread of its own, in the order in which it was told to.
+
+    If a rank is late: an add or removal waits in this thread until every rank's keeper has come to it; the training
+    thread of a slow rank is not needed. Horovod offers no way to give up on one; `waiting_s` tells how long it has
+    taken so far, and Horovod's own shutdown ends it.
+
+    Args:
+        world_size: Number of ranks.
+        on_done: Called in the keeper's thread after each add, with the ranks in ascending order and None, or why
+            there is no such set.
+    """
+
+    def __init__(self, world_size: int, on_done: Callable[[Ranks, str | None], None]) -> None:
+        self._world_size = world_size
+        self._world = tuple(range(world_size))
+        self._on_done = on_done
+        self._orders: queue.SimpleQueue[tuple[str, Ranks] | None] = queue.SimpleQueue()
+        self._sets: dict[Ranks, ProcessSet] = {}
+        self._foreign: set[Ranks] = set()
+        self._used: dict[Ranks, int] = {}
+        self._clock = itertools.count()
+        self._began_s: float | None = None
+        self._keeps_all = bool(mpi_ops.nccl_built())
+        self._thread = threading.Thread(target=self._run, name="star-sets", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._sets.update({ranks: each for ranks, each in _static.items() if each.process_set_id is not None})
+        self._foreign.update(self._sets)
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End the thread; orders that were not begun are dropped. Waits for the present one, but no longer than this.
+
+        The sets stay: Horovod frees them when it shuts down.
+        """
+        self._orders.put(None)
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(deadline_s)
+            if self._thread.is_alive():
+                logger.warning("a process set is still being changed after %g s: not all ranks followed", deadline_s)
+
+    def add(self, ranks: Iterable[int]) -> None:
+        """Make a set, or find that it is there; returns at once, and `on_done` tells.
+
+        Collective over all ranks of the job, not only the members, in the same order as other adds and removals.
+        """
+        self._orders.put(("add", tuple(ranks)))
+
+    def remove(self, ranks: Iterable[int]) -> None:
+        """Remove a set that nobody uses any more; returns at once. Collective like `add`.
+
+        Tensors still queued on it fail. Does nothing where the set is unknown, the whole world, made at the start or by
+        the user, and under NCCL, whose communicators outlive a set: a later one with its number would get wrong ranks.
+        """
+        self._orders.put(("remove", tuple(ranks)))
+
+    def get(self, ranks: Iterable[int]) -> ProcessSet | None:
+        """The set with these ranks, None if there is none yet. Counts as a use of it."""
+        key = tuple(sorted(ranks))
+        if key == self._world:
+            return global_process_set
+        found = self._sets.get(key)
+        if found is not None:
+            self._used[key] = next(self._clock)
+        return found
+
+    def stale(self, keep: int) -> list[Ranks]:
+        """The sets to remove so that `keep` remain, those first that were not used for longest.
+
+        Advice for the coordinator: ranks may differ in it, so one rank's answer has to be made everybody's order.
+        """
+        if self._keeps_all:
+            return []
+        mine = [ranks for ranks in list(self._sets) if ranks not in self._foreign]
+        mine.sort(key=lambda ranks: self._used.get(ranks, -1))
+        return mine[: max(0, len(mine) - keep)]
+
+    def unavailable_reason(self) -> str | None:
+        """Why no set can be used in this job, None where they can."""
+        return unavailable_reason()
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the present add or removal has taken so far, 0 without one."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.monotonic() - began_s
+
+    # ---- the keeper's thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            what, ranks = order
+            self._began_s = time.monotonic()
+            if what == "add":
+                reason = self._add(ranks)
+                self._began_s = None
+                self._tell(tuple(sorted(ranks)), reason)
+            else:
+                self._remove(tuple(sorted(ranks)))
+                self._began_s = None
+
+    def _tell(self, ranks: Ranks, reason: str | None) -> None:
+        try:
+            self._on_done(ranks, reason)
+        except Exception:
+            logger.exception("telling about process set %s failed", ranks)
+
+    def _add(self, given: Ranks) -> str | None:
+        """Make the set. Every way out of here is the same on all ranks, or else Horovod would wait for ever."""
+        bad = [rank for rank in given if not 0 <= rank < self._world_size]
+        if bad or not given or len(set(given)) != len(given):  # Horovod's library would end the process.
+            return f"got the ranks {list(given)}; expected different ranks of 0..{self._world_size - 1}"
+        ranks = tuple(sorted(given))
+        if self.get(ranks) is not None:
+            return None
+        reason = unavailable_reason()
+        if reason is not None:
+            return reason
+        if not _dynamic():
+            known = "; ".join(",".join(map(str, each)) for each in _static)
+            return f"sets cannot be added in this job and {list(ranks)} is not one of those made at the start: {known}"
+        if len(self._sets) >= MAX_SETS:
+            return f"{len(self._sets)} process sets exist, the most that are kept; remove one first"
+        try:
+            self._sets[ranks], own = _make(ranks)
+        except Exception as error:
+            return f"Horovod did not make the set {list(ranks)}: {error}"
+        if not own:
+            self._foreign.add(ranks)
+        self._used[ranks] = next(self._clock)
+        return None
+
+    def _remove(self, ranks: Ranks) -> None:
+        if self._keeps_all or ranks in self._foreign or ranks not in self._sets:
+            return
+        gone = self._sets.pop(ranks)
+        self._used.pop(ranks, None)
+        try:
+            if not remove_process_set(gone):
+                logger.warning("Horovod knows no process set %s to remove", list(ranks))
+        except ValueError as error:
+            logger.warning("process set %s was not removed: %s", list(ranks), error)
+
+
+def _make(ranks: Ranks) -> tuple[ProcessSet, bool]:
+    """Add a set to Horovod, or find the one that the user added. Returns it and whether it is ours."""
+    made = ProcessSet(ranks)
+    try:
+        return add_process_set(made), True
+    except ValueError:
+        known = {tuple(members): number for number, members in mpi_ops._basics._get_process_set_ids_and_ranks().items()}
+        if ranks not in known:
+            raise
+        made.process_set_id = known[ranks]
+        return made, False
