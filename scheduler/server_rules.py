@@ -26,6 +26,9 @@ _GUARD_PATIENCE = 3
 """Pushes in a row that are rejected, at least, before one is let through (one of every rank if there are more): when
 everybody points against the recent updates, it is those that are wrong."""
 
+_LEAST_WEIGHT = 1e-30
+"""An update of less weight counts as one of nothing: its inverse must fit a 32-bit float."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
@@ -153,9 +156,6 @@ class ServerRule:
     Raises:
         ValueError: A plan of another mode, or a version or a rank out of range.
     """
-
-    plan: Plan
-    version: int
 
     def __init__(self, plan: Plan, *, version: int, ranks: Iterable[int] | None = None) -> None:
         if version < 0:
@@ -315,7 +315,7 @@ class ServerRule:
     def _update(self, chosen: list[Push], *, everybody: bool = False) -> Update:
         gradients = sum(push.count for push in chosen)
         weight = math.fsum(push.weight for push in chosen)
-        scale = lr_factor(self.plan, gradients) / weight if weight > 0.0 else 0.0
+        scale = lr_factor(self.plan, gradients) / weight if weight >= _LEAST_WEIGHT else 0.0
         parts = []
         for push in chosen:
             staleness = self.version - push.version
