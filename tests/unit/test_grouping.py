@@ -1,0 +1,165 @@
+"""Groups by speed and by similarity, against printed figures and against slower, plainer ways to find them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from scheduler.grouping import (
+    expected_staleness,
+    fan_in_tree,
+    progressive_groups,
+    run_time_ratio,
+    similar_groups,
+    speed_groups,
+    throughput,
+)
+from scheduler.plans import Plan
+
+ONE_SLOW = [1.0] * 7 + [4.0]
+MIXED = [1.0, 1.1, 1.2, 1.3, 2.0, 2.2, 4.0, 4.5]
+times = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=7)
+
+
+def equal_groups(n: int, count: int) -> list[tuple[int, ...]]:
+    size = n // count
+    return [tuple(range(g * size, (g + 1) * size)) for g in range(count)]
+
+
+def partitions(items: list[int], count: int) -> Iterator[list[list[int]]]:
+    """Every way to put the items into `count` groups."""
+    for labels in itertools.product(range(count), repeat=len(items)):
+        if len(set(labels)) == count:
+            yield [[i for i, label in zip(items, labels, strict=True) if label == g] for g in range(count)]
+
+
+@pytest.mark.parametrize(("count", "printed"), [(1, "4.00"), (2, "1.60"), (4, "1.23"), (8, "1.10")])
+def test_run_time_of_groups_without_regard_to_speed(count: int, printed: str) -> None:
+    assert f"{run_time_ratio(ONE_SLOW, equal_groups(8, count)):.2f}" == printed
+
+
+def test_two_groups_by_speed_do_what_takes_eight_otherwise() -> None:
+    groups = speed_groups(ONE_SLOW, 2)
+    assert groups == ((0, 1, 2, 3, 4, 5, 6), (7,))
+    assert f"{run_time_ratio(ONE_SLOW, groups):.2f}" == "1.10"
+    assert expected_staleness(ONE_SLOW, groups) == pytest.approx((0.25, 4.0))
+
+
+@pytest.mark.parametrize(("count", "printed"), [(1, "1.778"), (2, "3.966"), (3, "4.430"), (4, "4.710"), (8, "4.938")])
+def test_throughput_of_the_best_groups(count: int, printed: str) -> None:
+    assert f"{throughput(MIXED, speed_groups(MIXED, count)):.3f}" == printed
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=times, data=st.data())
+def test_no_partition_is_faster(values: list[float], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, min(4, len(values))))
+    groups = speed_groups(values, count)
+    assert sorted(rank for group in groups for rank in group) == list(range(len(values)))
+    assert len(groups) == count and groups == tuple(sorted(groups))
+    best = max(throughput(values, found) for found in partitions(list(range(len(values))), count))
+    assert throughput(values, groups) == pytest.approx(best)
+    Plan.grouped(len(values), groups)  # a plan takes them
+
+
+def test_many_ranks() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.uniform(1.0, 1.1, 512)
+    values[:8] *= 5.0
+    groups = speed_groups(values.tolist(), 2)
+    assert groups[0] == tuple(range(8)) or groups[1] == tuple(range(8))
+
+
+def test_progressive_groups_are_as_few_as_needed() -> None:
+    assert progressive_groups([1.0, 1.05, 1.1, 1.15]) == ((0, 1, 2, 3),)
+    assert progressive_groups(ONE_SLOW) == ((0, 1, 2, 3, 4, 5, 6), (7,))
+    # Half of the ranks slow: 1.2 is out of reach, and a third group would add nothing.
+    assert progressive_groups([1.0, 1.0, 4.0, 4.0]) == ((0, 1), (2, 3))
+    assert len(progressive_groups(MIXED)) == 4  # within 5 % of the ceiling; target 1.2 is out of reach
+    assert progressive_groups(MIXED, most=2) == speed_groups(MIXED, 2)
+    assert len(progressive_groups(MIXED, target=2.0)) == 2
+
+
+def test_progressive_groups_respect_the_staleness_allowed() -> None:
+    assert progressive_groups(ONE_SLOW, max_staleness=3.9) == ((0, 1, 2, 3, 4, 5, 6, 7),)
+    for cap in (1.0, 2.0, 4.0, 8.0, 16.0):
+        groups = progressive_groups(MIXED, max_staleness=cap)
+        assert len(groups) == 1 or max(expected_staleness(MIXED, groups)) <= cap
+
+
+def test_equal_groups_are_g_minus_one_stale() -> None:
+    assert expected_staleness([2.0] * 6, equal_groups(6, 3)) == pytest.approx((2.0, 2.0, 2.0))
+
+
+def test_similar_groups_at_any_scale() -> None:
+    values = [1.0, 1.05, 2.0, 1.02, 2.1, 6.0]
+    for scale in (1e-3, 1.0, 3.0):
+        assert similar_groups([scale * value for value in values]) == ((0, 1, 3), (2, 4), (5,))
+    assert similar_groups([1.0] * 4) == ((0, 1, 2, 3),)
+    assert similar_groups([1.0] * 4, 0.0) == ((0, 1, 2, 3),)
+    assert similar_groups([1.0, 2.0, 3.0], 0.1) == ((0,), (1,), (2,))
+    assert similar_groups([1.0, 2.0, 3.0], 9.0) == ((0, 1, 2),)
+
+
+@settings(max_examples=150, deadline=None)
+@given(values=st.lists(st.integers(10, 1000), min_size=2, max_size=8, unique=True), threshold=st.floats(0.01, 3.0))
+def test_similar_groups_are_those_of_ward_linkage(values: list[int], threshold: float) -> None:
+    hierarchy = pytest.importorskip("scipy.cluster.hierarchy")
+    linkage = hierarchy.ward(np.asarray(values, dtype=float)[:, None])
+    limit = threshold * sorted(values)[(len(values) - 1) // 2]
+    merged = linkage[:, 2]
+    # Ties may be resolved either way.
+    assume(len(set(np.diff(sorted(values)))) == len(values) - 1 and np.all(np.diff(merged) > 1e-6))
+    assume(not np.any(np.isclose(merged, limit)))
+    labels = hierarchy.fcluster(linkage, limit, criterion="distance")
+    expected = {tuple(np.flatnonzero(labels == label).tolist()) for label in set(labels)}
+    assert set(similar_groups([float(value) for value in values], threshold)) == expected
+
+
+def test_tree_has_fast_parents_and_slow_leaves() -> None:
+    rates = [5.0, 1.0, 9.0, 2.0, 8.0, 1.5]
+    pairs = fan_in_tree(6, rates, 2)
+    assert {parent for _, parent in pairs} == {2, 4}
+    assert pairs == ((0, 2), (1, 4), (3, 2), (5, 4))  # the two slowest share a parent
+    plan = Plan.ps(6, 6, parents=pairs)
+    assert plan.children_of(4) == (1, 5)
+    assert fan_in_tree(6, rates, 0) == () and fan_in_tree(1, [1.0], 4) == ()
+    nan = float("nan")
+    assert {parent for _, parent in fan_in_tree(4, [nan, 1.0, 3.0, 2.0], 1)} == {0, 2}  # 2.0, the median of the others
+    assert len(fan_in_tree(4, [nan] * 4, 3)) == 3
+
+
+@given(rates=st.lists(st.floats(1.0, 1e9), min_size=1, max_size=20), fan_in=st.integers(1, 5))
+def test_no_parent_has_more_children_than_allowed(rates: list[float], fan_in: int) -> None:
+    n = len(rates)
+    plan = Plan.ps(n, n, parents=fan_in_tree(n, rates, fan_in))
+    parents = set(range(n)) - {child for child, _ in plan.parents}
+    assert len(parents) == math.ceil(n / (fan_in + 1))
+    assert all(len(plan.children_of(parent)) <= fan_in for parent in parents)
+    children = [rates[child] for child, _ in plan.parents]
+    assert not children or min(rates[parent] for parent in parents) >= max(children)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected positive seconds"):
+        throughput([1.0, 0.0], [[0]])
+    with pytest.raises(ValueError, match=r"expected ranks of 0\.\.1"):
+        throughput([1.0, 1.0], [[0, 2]])
+    with pytest.raises(ValueError, match=r"groups is 3; expected 1\.\.2"):
+        speed_groups([1.0, 1.0], 3)
+    with pytest.raises(ValueError, match="no_delay_s is 0"):
+        run_time_ratio([1.0], [[0]], no_delay_s=0.0)
+    with pytest.raises(ValueError, match="target is 0.5"):
+        progressive_groups([1.0], target=0.5)
+    with pytest.raises(ValueError, match="relative_threshold is -1"):
+        similar_groups([1.0], -1.0)
+    with pytest.raises(ValueError, match="2 bandwidths for 3 ranks"):
+        fan_in_tree(3, [1.0, 1.0], 1)
+    with pytest.raises(ValueError, match="fan_in is -1"):
+        fan_in_tree(1, [1.0], -1)
