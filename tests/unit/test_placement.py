@@ -1,0 +1,115 @@
+"""Where servers are placed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.placement import HostLoad, place_servers
+from scheduler.plans import Plan
+
+MIB = 2**20
+
+
+def load(rank: int, host: str, cores: float = 4.0, link: float = 1.25e9, straggling: bool = False) -> HostLoad:
+    return HostLoad(rank=rank, host=host, free_cpu_cores=cores, link_bytes_per_s=link, straggling=straggling)
+
+
+def four_hosts(**changes: HostLoad) -> list[HostLoad]:
+    """Eight ranks, two per host."""
+    return [changes.get(f"r{rank}", load(rank, f"node{rank // 2}")) for rank in range(8)]
+
+
+def test_small_state_needs_one_server() -> None:
+    decision = place_servers(four_hosts(), 4 * MIB)
+    assert decision.servers == (0,)
+    assert decision.reason == (
+        "1 server for 4 MiB on node0 (rank 0): most free processor and bandwidth; a round of pushes takes about 26.8 ms"
+    )
+
+
+def test_as_many_servers_as_bytes_and_bandwidth_ask_for() -> None:
+    # 8 ranks * 32 MiB at 1.25e9 bytes/s: 215, 107 and 72 ms with one, two and three servers.
+    assert place_servers(four_hosts(), 32 * MIB).servers == (0, 2, 4)
+    assert place_servers(four_hosts(), 32 * MIB, round_s=0.3).servers == (0,)
+    assert place_servers(four_hosts(), 32 * MIB, round_s=0.11).servers == (0, 2)
+    assert place_servers(four_hosts(), 96 * MIB, push_bytes=32 * MIB).servers == (0, 2, 4)
+    large = place_servers(four_hosts(), 1000 * MIB)
+    assert large.servers == (0, 2, 4, 6) and "more than the 100 ms allowed" in large.reason
+    assert place_servers(four_hosts(), 1000 * MIB, most=2).servers == (0, 2)
+
+
+def test_free_cores_and_bandwidth_come_first() -> None:
+    hosts = [load(0, "a", cores=0.2), load(1, "b", link=1e8), load(2, "c", cores=1.0), load(3, "d")]
+    assert place_servers(hosts, MIB).servers == (3,)
+    assert place_servers(hosts[:3], MIB).servers == (2,)
+    assert place_servers(hosts[:2], MIB).servers == (0,)  # 0.2 cores serve 2e8 bytes/s
+
+
+def test_a_slow_host_is_left_out_where_it_would_make_the_round_longer() -> None:
+    hosts = [load(0, "a"), load(1, "b"), load(2, "slow", link=1e7)]
+    assert place_servers(hosts, 1000 * MIB).servers == (0, 1)
+
+
+def test_never_on_a_host_with_a_straggler() -> None:
+    slow = load(1, "node0", cores=64.0, link=9e9, straggling=True)  # its neighbour is the one that is slow
+    decision = place_servers(four_hosts(r1=slow), 1000 * MIB)
+    assert decision.servers == (2, 4, 6)
+    assert "away from 1 host with stragglers" in decision.reason
+    everywhere = [load(rank, f"node{rank}", cores=rank + 1.0, link=1e12, straggling=True) for rank in range(3)]
+    decision = place_servers(everywhere, MIB)
+    assert decision.servers == (2,) and "every host has a straggler" in decision.reason
+
+
+def test_one_host_gets_one_server() -> None:
+    decision = place_servers([load(rank, "here", straggling=rank == 3) for rank in range(4)], 4000 * MIB)
+    assert decision.servers == (0,) and "the only host" in decision.reason
+
+
+def test_what_is_unknown_counts_as_usual() -> None:
+    assert place_servers([HostLoad(rank=rank, host=f"n{rank}") for rank in range(3)], MIB).servers == (0,)
+    hosts = [HostLoad(rank=0, host="a"), load(1, "b", cores=0.5), load(2, "c", cores=0.6), load(3, "d", cores=0.8)]
+    assert place_servers(hosts, MIB).servers == (3,)
+    assert place_servers([hosts[0], *hosts[1:2]], MIB).servers == (0,)
+    # Two ranks of a host disagree: the lower figure counts.
+    assert place_servers([load(0, "a", cores=8.0), load(1, "a", cores=0.1), load(2, "b", cores=0.3)], MIB).servers == (
+        2,
+    )
+
+
+@given(
+    data=st.lists(
+        st.tuples(st.integers(0, 4), st.floats(0.0, 64.0), st.floats(1e6, 1e11), st.booleans()), min_size=1, max_size=12
+    ),
+    state=st.integers(0, 10**10),
+    seed=st.integers(0, 99),
+)
+def test_whatever_the_hosts(data: list[tuple[int, float, float, bool]], state: int, seed: int) -> None:
+    hosts = [load(rank, f"h{host}", cores, link, slow) for rank, (host, cores, link, slow) in enumerate(data)]
+    decision = place_servers(hosts, state)
+    names = [hosts[rank].host for rank in decision.servers]
+    assert 1 <= len(names) == len(set(names))
+    troubled = {entry.host for entry in hosts if entry.straggling}
+    assert not troubled & set(names) or troubled == {entry.host for entry in hosts}
+    mixed = list(hosts)
+    random.Random(seed).shuffle(mixed)
+    assert place_servers(mixed, state) == decision
+    Plan.ps(len(hosts), 1, servers=decision.servers)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "state", "text"),
+    [
+        ([], 1, "got no hosts"),
+        ([load(0, "a"), load(0, "b")], 1, "every rank once"),
+        ([load(0, "a", cores=-1.0)], 1, "-1.0 free cores"),
+        ([load(0, "a", link=0.0)], 1, "link of 0.0 bytes/s"),
+        ([load(0, "a")], -1, "state_bytes is -1"),
+    ],
+)
+def test_bad_input_is_refused(hosts: list[HostLoad], state: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        place_servers(hosts, state)
