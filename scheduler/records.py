@@ -55,6 +55,9 @@ class RankStats:
         input_share: Part of the compute time spent waiting for data, 0 to 1.
         starved_share: Part of the compute time the training thread was runnable but not running, 0 to 1.
         late_share: Part of the recent gradients that missed their step.
+        link_bytes_per_s: Measured rate of the rank's link, NaN where unknown.
+        comm_s: Recent times inside a step's communication that were not waiting for other ranks, oldest first.
+        silent_s: Time since the rank was last heard of; 0 for a rank that finished or is away with leave.
     """
 
     rank: int
@@ -63,6 +66,9 @@ class RankStats:
     input_share: float = 0.0
     starved_share: float = 0.0
     late_share: float = 0.0
+    link_bytes_per_s: float = float("nan")
+    comm_s: tuple[float, ...] = ()
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +79,15 @@ class Window:
         step: Global step at the end of the window.
         ranks: One entry per rank, in order; a rank that reported nothing has empty tuples.
         noise_scale: Gradient noise scale in units of samples or of reference batches, NaN where unknown.
+        comm_bytes: Gradient bytes a rank reduces per step, 0 where unknown.
+        allowed: Modes this job can run now; no other is chosen.
     """
 
     step: int
     ranks: tuple[RankStats, ...] = field(default_factory=tuple)
     noise_scale: float = float("nan")
+    comm_bytes: int = 0
+    allowed: frozenset[str] = frozenset(MODES)
 
     @property
     def world_size(self) -> int:
