@@ -1,0 +1,30 @@
+"""Parameter servers: processes of their own, sharded by bytes, that run the user's optimizer class on their shard.
+
+How the parts are used, in order:
+
+    key = JobKey.new()                                               # on rank 0; the control plane hands it to all
+    server = ServerProcess(rank, key, host, on_event=note)           # on every owner
+    endpoint = server.start(deadline_s)                              # exchanged among all ranks
+    layout = Layout.build(buckets, optimizer.param_groups, base, n_servers, chunk_bytes)    # equal on every rank
+    spec = OptimizerSpec.of(base, optimizer.param_groups, hyper)     # `hyper` is the worker's HyperRow
+    server.open(engine, session, index, endpoints, layout, plan, spec, version)    # `index` in order of endpoints
+    server.seed(engine, session, snapshot)                           # the same version on every owner; event `seeded`
+    client = Client(rank, engine, session, endpoints, layout, key, config); client.start()    # on every worker
+    client.push(step=.., version=.., flats=.., weight=.., ...); reply = client.wait(deadline_s)
+    primary.cut(engine, epoch)                                       # event `cut` with the final version
+    client.state(deadline_s)                                         # parameters and optimizer state, also after it
+
+Pushes may come before the seed; they are kept. After a death (event `died`): `endpoint = server.recover(deadline_s)`,
+then `client.replace(index, endpoint)` on every worker and `replace(index, endpoint)` on the other `ServerProcess`es;
+nothing is lost and nothing applied twice. `server.member(engine, rank, "lost")` tells that a worker died.
+
+The data channel authenticates and, by default, does not encrypt; see `auth`.
+"""
+
+from star_hvd.ps.auth import Endpoint, JobKey
+from star_hvd.ps.client import Client, Reply
+from star_hvd.ps.layout import Layout, LayoutError
+from star_hvd.ps.process import ServerProcess
+from star_hvd.ps.store import OptimizerSpec
+
+__all__ = ["Client", "Endpoint", "JobKey", "Layout", "LayoutError", "OptimizerSpec", "Reply", "ServerProcess"]

@@ -1,0 +1,116 @@
+"""What a server sends: chunks in buffers that are used again once ZeroMQ is done with them, and short messages."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgpack
+import torch
+import zmq
+
+from star_hvd.ps.store import ChunkStore
+from star_hvd.ps.wire import Header, Kind, pack, parts, raw
+
+__all__ = ["Outbox", "shard_identity", "worker_identity"]
+
+_IDENTITY = struct.Struct("<cIII")
+_POOLED = 256
+
+
+def worker_identity(engine: int, session: int, rank: int) -> bytes:
+    """How a worker's socket is known to the servers."""
+    return _IDENTITY.pack(b"W", engine, session, rank)
+
+
+def shard_identity(engine: int, session: int, index: int) -> bytes:
+    """How a shard's socket is known to the primary."""
+    return _IDENTITY.pack(b"S", engine, session, index)
+
+
+class _Buffer:
+    """Memory that is being sent, perhaps to several."""
+
+    __slots__ = ("data", "trackers")
+
+    def __init__(self, size: int) -> None:
+        self.data = torch.empty(size, dtype=torch.uint8)
+        self.trackers: list[Any] = []
+
+    def free(self) -> bool:
+        self.trackers = [tracker for tracker in self.trackers if not tracker.done]
+        return not self.trackers
+
+
+class Outbox:
+    """Sends on the server's ROUTER.
+
+    A chunk is copied once, however many it goes to, because the next update changes it while it is still under way.
+    What is meant for somebody who has not said hello here yet waits for that.
+
+    Args:
+        router: The socket; used by the thread that calls.
+    """
+
+    def __init__(self, router: zmq.Socket[Any]) -> None:
+        self._router = router
+        self._known: set[bytes] = set()
+        self._parked: dict[bytes, dict[tuple[int, ...], Any]] = {}
+        self._pool: list[_Buffer] = []
+        self._last: tuple[tuple[int, ...], _Buffer] | None = None
+
+    def welcome(self, identity: bytes) -> None:
+        """Somebody said hello: send what waited for him."""
+        self._known.add(identity)
+        for header, item in self._parked.pop(identity, {}).values():
+            if isinstance(item, ChunkStore):
+                self.chunk(identity, header._replace(version=item.version), item)
+            else:
+                self.meta(identity, header, item)
+
+    def meta(self, identity: bytes, header: Header, values: dict[str, Any]) -> None:
+        """Send a short message. Orders for a shard that is not here are not kept: it gets them when it joins."""
+        if identity in self._known:
+            self._router.send_multipart([identity, pack(header), msgpack.packb(values)])
+        elif header.kind != Kind.ORDER:
+            self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, values)
+
+    def chunk(self, identity: bytes, header: Header, store: ChunkStore) -> None:
+        """Send a chunk as it is now: all of it with the optimizer's state if the message is `STATED`."""
+        if identity not in self._known:
+            self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, store)
+            return
+        buffer = self._filled(header, store)
+        data, size = raw(buffer.data), buffer.data.numel()
+        for begin, end in parts(size):
+            head = pack(header._replace(offset=begin, size=size))
+            tracker = self._router.send_multipart([identity, head, data[begin:end]], copy=False, track=True)
+            if tracker is not None and not tracker.done:
+                buffer.trackers.append(tracker)
+
+    def _filled(self, header: Header, store: ChunkStore) -> _Buffer:
+        whole = header.kind == Kind.STATED
+        key = (header.engine, header.session, header.chunk, store.version, int(whole))
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        if whole:
+            record = store.record()
+            buffer = _Buffer(record.nbytes)  # Rare: not worth keeping.
+            record.write(buffer.data)
+        else:
+            source = store.params.view(torch.uint8)
+            buffer = self._take(source.numel())
+            buffer.data.copy_(source)
+        self._last = (key, buffer)
+        return buffer
+
+    def _take(self, size: int) -> _Buffer:
+        self._last = None
+        for position, buffer in enumerate(self._pool):
+            if buffer.data.numel() == size and buffer.free():
+                self._pool.append(self._pool.pop(position))
+                return buffer
+        buffer = _Buffer(size)
+        if len(self._pool) < _POOLED:
+            self._pool.append(buffer)
+        return buffer

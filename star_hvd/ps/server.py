@@ -1,0 +1,359 @@
+"""A parameter server: `python -m star_hvd.ps.server`, started by `ServerProcess` and of no use without it.
+
+Its standard input is a socket to its owner: configuration, secrets and orders come in there and events go back, so
+nothing shows in the process list or the environment. When the owner dies the socket closes and the server ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import torch
+import zmq
+
+from scheduler.plans import Plan
+from star_hvd.errors import ChannelError
+from star_hvd.ps.auth import Door, Endpoint, JobKey, connect
+from star_hvd.ps.layout import Layout, LayoutError
+from star_hvd.ps.mirror import Mirror
+from star_hvd.ps.outbox import Outbox, shard_identity, worker_identity
+from star_hvd.ps.pipe import Pipe
+from star_hvd.ps.primary import Links, Primary
+from star_hvd.ps.shard import Outlet, Shard
+from star_hvd.ps.store import ChunkStore, OptimizerSpec, Record
+from star_hvd.ps.wire import Header, Kind, pack, read_meta, unpack
+
+__all__ = ["Server", "main"]
+
+logger = logging.getLogger("star_hvd")
+
+_BATCH = 64  # messages taken from one socket before the others get a turn
+_EARLY_MESSAGES = 4096
+Key = tuple[int, int]
+
+
+class _Job(Outlet):
+    """One optimizer in one session on this server."""
+
+    def __init__(self, server: Server, values: dict[str, Any], mirror: Mirror | None, recover: bool) -> None:
+        self.server = server
+        self.engine, self.session, self.index = values["engine"], values["session"], values["index"]
+        self.endpoints = [Endpoint.from_list(each) for each in values["endpoints"]]
+        self.mirror = mirror
+        layout = Layout.from_dict(values["layout"])
+        spec = OptimizerSpec.from_dict(values["spec"])
+        plan = Plan.from_dict(values["plan"])
+        if layout.device_type != "cpu":
+            spec = spec.on_host()
+        faults = server.faults if server.faults.get("index", 0) == self.index else {}
+        self.shard = Shard(self.index, layout, spec, mirror, self, guard=plan.guard != "none", faults=faults)
+        recovered = recover and self.shard.recover()
+        self.link: zmq.Socket[Any] | None = None
+        self.primary: Primary | None = None
+        if self.index == 0:
+            links = Links(self._order, self._verdict, self._event, self._journal)
+            n, journal = layout.n_servers, self._old_journal() if recovered else None
+            self.primary = Primary(plan, values["version"], n, layout.holders, links, journal)
+            self.primary.join(0, self.shard.seq)
+        else:
+            self.join()
+        self._event({"event": "ready"})
+        if self.shard.seeded:
+            self._event({"event": "seeded"})
+
+    # ---- between servers ----------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Connect to the primary, or to the one that took its place, and tell what is known here."""
+        if self.link is not None:
+            self.server.drop_link(self.link)
+        identity = shard_identity(self.engine, self.session, self.index)
+        self.link = connect(self.server.context, self.server.key, self.endpoints[0], identity)
+        self.server.add_link(self.link, self)
+        self._report(Kind.JOIN, version=self.shard.seq)
+        self._report(Kind.DONE, version=self.shard.finished)
+        for rank, step, products in self.shard.whole():
+            self.arrived(rank, step, products)
+
+    def _report(self, kind: Kind, *, step: int = 0, version: int = 0, meta: Any = None) -> None:
+        assert self.link is not None
+        header = Header(kind, self.engine, self.session, self.index, step, version=version)
+        self.link.send_multipart([pack(header), msgpack.packb(meta or {})])
+
+    def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
+        if self.primary is not None:
+            self.primary.arrived(0, rank, step, products)
+        else:
+            self._report(Kind.ARRIVED, step=step, meta={"rank": rank, "products": products})
+
+    def done(self, seq: int) -> None:
+        if self.primary is not None:
+            self.primary.done(0, seq)
+        elif self.link is not None:
+            self._report(Kind.DONE, version=seq)
+
+    def _order(self, shard: int, order: dict[str, Any]) -> None:
+        if shard == 0:
+            self.shard.order(order)
+        else:
+            identity = shard_identity(self.engine, self.session, shard)
+            self.server.outbox.meta(identity, Header(Kind.ORDER, self.engine, self.session, shard), order)
+
+    # ---- to workers and the owner -------------------------------------------------------------------------
+
+    def send(self, rank: int, kind: Kind, step: int, store: ChunkStore) -> None:
+        header = Header(kind, self.engine, self.session, rank, step, store.chunk.index, store.version)
+        self.server.outbox.chunk(worker_identity(self.engine, self.session, rank), header, store)
+
+    def _verdict(self, rank: int, step: int, verdict: dict[str, Any]) -> None:
+        identity = worker_identity(self.engine, self.session, rank)
+        self.server.outbox.meta(identity, Header(Kind.VERDICT, self.engine, self.session, rank, step), verdict)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.server.event({**event, "engine": self.engine, "session": self.session, "index": self.index})
+
+    def _journal(self, data: bytes) -> None:
+        if self.mirror is not None:
+            self.mirror.write(0, Record(data, []))
+
+    def _old_journal(self) -> bytes | None:
+        data = self.mirror.read(0) if self.mirror is not None else None
+        if data is None:
+            return None
+        (length,) = struct.unpack("<Q", bytes(data[:8].numpy()))
+        return bytes(data[8 : 8 + length].numpy())
+
+    # ---- messages -----------------------------------------------------------------------------------------
+
+    def take(self, header: Header, payload: Any) -> None:
+        """A message of a worker or of another shard."""
+        kind, rank, step = header.kind, header.rank, header.step
+        if kind == Kind.CHUNK:
+            self.shard.part(rank, step, header.chunk, header.offset, header.size, payload.buffer)
+        elif kind == Kind.ORDER:
+            self.shard.order(read_meta(payload))
+        elif kind == Kind.HELLO:
+            pass
+        elif self.primary is None:
+            raise ChannelError(f"shard {self.index} got a message of kind {Kind(kind).name}; expected it at shard 0")
+        elif kind == Kind.PUSH:
+            self.primary.push(rank, step, read_meta(payload))
+        elif kind in (Kind.PULL, Kind.STATE):
+            self.primary.read("pull" if kind == Kind.PULL else "state", rank, step)
+        elif kind == Kind.PRESENCE:
+            self.primary.member(rank, str(read_meta(payload).get("what")))
+        elif kind == Kind.JOIN:
+            self.primary.join(rank, header.version)
+        elif kind == Kind.ARRIVED:
+            meta = read_meta(payload)
+            self.primary.arrived(rank, int(meta["rank"]), step, meta["products"])
+        elif kind == Kind.DONE:
+            self.primary.done(rank, header.version)
+        else:
+            raise ChannelError(f"a server got a message of kind {Kind(kind).name}")
+
+    def close(self) -> None:
+        """Give everything up."""
+        if self.link is not None:
+            self.server.drop_link(self.link)
+        if self.mirror is not None:
+            self.mirror.close()
+
+
+class Server:
+    """The process.
+
+    Args:
+        pipe: The socket to the owner.
+        config: Its first message.
+    """
+
+    def __init__(self, pipe: Pipe, config: dict[str, Any]) -> None:
+        self.key = JobKey.from_dict(config["key"])
+        self.faults: dict[str, Any] = config.get("faults") or {}
+        self.context = zmq.Context(io_threads=int(config["io_threads"]))
+        self.door = Door(self.context, self.key, config["host"], config["port"])
+        self.outbox = Outbox(self.door.router)
+        self.malformed = 0
+        self._pipe = pipe
+        self._jobs: dict[Key, _Job] = {}
+        self._links: dict[zmq.Socket[Any], _Job] = {}
+        self._early: dict[Key, list[list[Any]]] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self.door.router, zmq.POLLIN)
+        self._poller.register(pipe.fileno(), zmq.POLLIN)
+        self.event({"event": "listening", "endpoint": self.door.endpoint.to_list()})
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Tell the owner."""
+        self._pipe.send(event)
+
+    def add_link(self, link: zmq.Socket[Any], job: _Job) -> None:
+        """Listen to the primary of a job."""
+        self._links[link] = job
+        self._poller.register(link, zmq.POLLIN)
+
+    def drop_link(self, link: zmq.Socket[Any]) -> None:
+        """Listen there no longer."""
+        self._poller.unregister(link)
+        del self._links[link]
+        link.close(linger=0)
+
+    def run(self) -> None:
+        """Serve until the owner says stop or is gone."""
+        while True:
+            for source, _ in self._poller.poll():
+                if source == self._pipe.fileno():
+                    if not self._control():
+                        return
+                elif source is self.door.router:
+                    self._drain(self.door.router, None)
+                elif source in self._links:
+                    self._drain(source, self._links[source])
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for job in self._jobs.values():
+            job.close()
+        self.door.close()
+        self.context.destroy(linger=500)
+
+    # ---- messages of workers and shards -------------------------------------------------------------------
+
+    def _drain(self, source: zmq.Socket[Any], job: _Job | None) -> None:
+        for _ in range(_BATCH):
+            try:
+                frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                if job is not None:
+                    header, payload = _two(frames)
+                    job.take(header, payload)
+                else:
+                    self._message(frames)
+            except (ChannelError, KeyError, TypeError, ValueError) as error:
+                self.malformed += 1
+                if self.malformed <= 10:
+                    logger.warning("a parameter server dropped a message: %s", error)
+
+    def _message(self, frames: list[Any]) -> None:
+        header, _ = _two(frames[1:])
+        identity = frames[0].bytes
+        key, between = (header.engine, header.session), header.kind in (Kind.JOIN, Kind.ARRIVED, Kind.DONE)
+        expected = (shard_identity if between else worker_identity)(*key, header.rank)
+        if identity != expected:
+            raise ChannelError(f"a message of {header.rank} came from {identity!r}; expected {expected!r}")
+        job = self._jobs.get(key)
+        if job is None:
+            self._keep(key, frames)
+            return
+        if header.kind in (Kind.HELLO, Kind.JOIN):
+            self.outbox.welcome(identity)
+        job.take(header, frames[2])
+
+    def _keep(self, key: Key, frames: list[Any]) -> None:
+        """Messages may come before their optimizer is opened here; those of one that is closed are dropped."""
+        newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)
+        kept = self._early.setdefault(key, [])
+        if key[1] <= newest or len(kept) >= _EARLY_MESSAGES:
+            raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is not open here")
+        kept.append(frames)
+
+    # ---- orders of the owner ------------------------------------------------------------------------------
+
+    def _control(self) -> bool:
+        """Carry out what the owner sent; False when it is time to end."""
+        for message in self._pipe.receive():
+            if message is None or message["do"] == "stop":
+                return False
+            try:
+                self._do(message)
+            except (LayoutError, ChannelError, ValueError) as error:
+                named: dict[str, Any] = {k: message[k] for k in ("engine", "session") if k in message}
+                self.event({**named, "event": "failed", "reason": str(error), "while": message["do"]})
+        return True
+
+    def _do(self, message: dict[str, Any]) -> None:
+        what, engine = message["do"], int(message["engine"])
+        if what == "open":
+            self._open(message)
+            return
+        sessions = [s for e, s in self._jobs if e == engine]
+        key = (engine, message.get("session") if message.get("session") is not None else max(sessions, default=-1))
+        job = self._jobs.get(key)  # type: ignore[arg-type]
+        if job is None:
+            if what != "close":
+                raise ChannelError(f"optimizer {engine} is not open here (session {key[1]})")
+        elif what == "seed":
+            data = torch.frombuffer(bytearray(message["data"]), dtype=torch.uint8)
+            before = job.shard.seeded
+            if job.shard.seed(message["chunk"], data) and not before:
+                self.event({"event": "seeded", "engine": engine, "session": key[1], "index": job.index})
+        elif what == "replace":
+            job.endpoints[message["index"]] = Endpoint.from_list(message["endpoint"])
+            if message["index"] == 0 and job.primary is None:
+                job.join()
+        elif what == "close":
+            self._jobs.pop(key).close()  # type: ignore[arg-type]
+        elif job.primary is not None:
+            if what == "plan":
+                job.primary.set_plan(Plan.from_dict(message["plan"]))
+            elif what == "cut":
+                job.primary.cut(message["epoch"])
+            elif what == "member":
+                job.primary.member(message["rank"], message["what"])
+
+    def _open(self, message: dict[str, Any]) -> None:
+        key = (int(message["engine"]), int(message["session"]))
+        descriptor = self._pipe.descriptor() if message["mirror"] else None
+        mirror = None
+        if descriptor is not None:
+            mirror = Mirror(descriptor, len(message["layout"]["chunks"]) + 1)
+        for old in [each for each in self._jobs if each[0] == key[0] and each[1] < key[1] - 1]:
+            self._jobs.pop(old).close()
+        if key in self._jobs:
+            raise ChannelError(f"optimizer {key[0]} is open here already in session {key[1]}")
+        self._jobs[key] = _Job(self, message, mirror, bool(message["recover"]))
+        for frames in self._early.pop(key, []):
+            self._message(frames)
+
+
+def _two(frames: list[Any]) -> tuple[Header, Any]:
+    if len(frames) != 2:
+        raise ChannelError(f"a message has {len(frames)} frames; expected a header and a payload")
+    return unpack(frames[0]), frames[1]
+
+
+def main() -> int:
+    """Serve the owner behind standard input."""
+    if sys.stdin is None or sys.stdin.isatty():
+        sys.stderr.write("this is a parameter server; star_hvd starts it, and it cannot be started by hand\n")
+        return 2
+    pipe = Pipe(socket.socket(fileno=0))
+    config = pipe.wait(60.0)
+    logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
+    sys.path.extend(path for path in config["path"] if path not in sys.path)
+    torch.set_num_threads(int(config["threads"]))
+    server = Server(pipe, config)
+    try:
+        server.run()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # The owner is gone.
+    except Exception as error:
+        logger.exception("a parameter server failed")
+        pipe.send({"event": "failed", "reason": f"{type(error).__name__}: {error}", "while": "serving"})
+        return 1
+    finally:
+        server.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
