@@ -106,9 +106,20 @@ class ClosingRule:
         return tuple(rank for rank, state in enumerate(self._ranks) if state.away)
 
     @property
+    def _taking_part(self) -> tuple[int, ...]:
+        """Ranks whose gradients a step is made of: the members of a subgroup, else all."""
+        return self.plan.members_or_all
+
+    def restart(self, round_: int, now_s: float) -> None:
+        """Every rank begins at `round_`, with a state handed over."""
+        self.round, self._ready, self._closed = max(self.round, round_), {}, False
+        for state in self._ranks:
+            state.version, state.started_s = max(state.version, round_), now_s
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Ranks without a fresh gradient for the current step."""
-        return tuple(rank for rank in range(len(self._ranks)) if rank not in self._ready)
+        return tuple(rank for rank in self._taking_part if rank not in self._ready)
 
     def arrive(self, rank: int, round_: int, compute_s: float, now_s: float) -> None:
         """A rank has submitted everything for `round_`; reports for closed steps only update its speed."""
@@ -156,7 +167,7 @@ class ClosingRule:
 
     def up_to_date(self) -> tuple[int, ...]:
         """Ranks that have, or are about to have, the newest parameters, as far as their reports tell."""
-        return tuple(rank for rank, state in enumerate(self._ranks) if state.version >= self.round)
+        return tuple(rank for rank in self._taking_part if self._ranks[rank].version >= self.round)
 
     def grace_s(self) -> float:
         """How long after the quorum a step waits for ranks that should be on time."""
@@ -184,11 +195,12 @@ class ClosingRule:
         """
         if self._closed or not self._ready:
             return None, None
-        if len(self._ready) == len(self._ranks):
+        taking_part = self._taking_part
+        if len(self._ready) == len(taking_part):
             self._closed = True  # Everybody is there: the reduction completes by itself.
             self._note_offsets()
             return None, None
-        active = [rank for rank, state in enumerate(self._ranks) if not state.away or rank in self._ready]
+        active = [rank for rank in taking_part if not self._ranks[rank].away or rank in self._ready]
         needed = min(self.plan.quorum, len(active))
         arrivals = sorted(self._ready.values())
         if len(arrivals) < needed:
@@ -209,7 +221,7 @@ class ClosingRule:
 
     def _without_the_away(self, last_s: float, now_s: float) -> tuple[Close | None, float | None]:
         """In lockstep, when all others are there."""
-        coming_back = any(state.away and not state.out_of_data for state in self._ranks)
+        coming_back = any(self._ranks[r].away and not self._ranks[r].out_of_data for r in self._taking_part)
         limit_s = last_s + max(self.typical_compute_s(), _COMING_BACK_S)
         if coming_back and now_s < limit_s:
             return None, limit_s

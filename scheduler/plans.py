@@ -263,8 +263,28 @@ class Plan:
 
     @property
     def family(self) -> str:
-        """`rounds` (all ranks reduce together), `subgroup` or `servers`: switches between families hand state over."""
-        return {"subgroup": "subgroup", "ps": "servers", "grouped": "servers"}.get(self.mode, "rounds")
+        """`rounds` (all ranks reduce together), `subgroup`, `ps` or `grouped`.
+
+        A switch inside `rounds` or inside `ps` only changes a rule; all others hand the state over.
+        """
+        return self.mode if self.mode in ("subgroup", "ps", "grouped") else "rounds"
+
+    @property
+    def members_or_all(self) -> Ranks:
+        """The ranks that reduce together."""
+        return self.members or tuple(range(self.world_size))
+
+    @property
+    def sources(self) -> Ranks:
+        """Ranks that bring the state into this plan, so they have to be up to date where it begins."""
+        return self.members if self.mode == "subgroup" else self.servers
+
+    @property
+    def sets(self) -> tuple[Ranks, ...]:
+        """Process sets this plan needs."""
+        if self.mode == "subgroup":
+            return (self.members,)
+        return tuple(group for group in self.groups if len(group) > 1) if self.mode == "grouped" else ()
 
     @property
     def label(self) -> str:

@@ -33,6 +33,7 @@ class Config:
         noise_interval_steps: Every how many steps the gradient norms for the noise scale are taken.
         replay_queue: Closed steps kept for a rank that is inside `step()`, before the job waits for it.
         chunk_bytes: Size of a tensor message. 1 MiB: 40 MB messages were 4 times slower than 4 MB ones.
+        late_bytes_per_s: Rate at which a rank outside a subgroup sends its gradients, 0 for as fast as its link goes.
         report_interval_s: How often rank 0 logs a slow rank while it stays slow.
         stall_warning_s: A step that waits longer than this for a rank is logged with the rank's number.
     """
@@ -54,6 +55,7 @@ class Config:
     noise_interval_steps: int = 8
     replay_queue: int = 8
     chunk_bytes: int = 1024 * 1024
+    late_bytes_per_s: float = 0.0
     report_interval_s: float = 30.0
     stall_warning_s: float = 10.0
 
@@ -66,6 +68,8 @@ class Config:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"config {item.name} is {value!r}; expected a number")
+            if item.type == "int" and not isinstance(value, int):
+                raise ValueError(f"config {item.name} is {value!r}; expected a whole number")
             minimum = _MINIMUM.get(item.name, 0.0)
             if not minimum <= value < float("inf"):
                 raise ValueError(f"config {item.name} is {value!r}; expected a finite number of at least {minimum}")

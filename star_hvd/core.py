@@ -147,6 +147,7 @@ class BucketCore:
             applier=applier,
             collective=HorovodCollective(),
             listener=driver,
+            collective_of=lambda members: HorovodCollective(run.services.process_set(members)),
             prefix=f"star.{driver.number}",
             scale_by_ranks=self._scale_by_ranks,
             can_replay=replayable(self.base),
@@ -223,6 +224,11 @@ class BucketCore:
         self.passes = passes
         self._delay = dict.fromkeys(self._delay, passes)
 
+    def refresh_state(self) -> None:
+        """Make the optimizer's state here that of the job, for a checkpoint."""
+        if self._attached is not None and not self._given:
+            self.driver.refresh_state()
+
     def forget(self) -> None:
         """Give up a step that was begun, on all ranks alike: what is on its way is reduced and not applied."""
         if self._given and self._attached is not None and self.driver.engine.failure is None:
@@ -253,6 +259,10 @@ class BucketCore:
         self._settle()
         for param in self.requires_update - self._given:
             self._give(param)
+        if self.driver.outside is not None:  # The gradients stay this rank's own; `apply` makes the whole step.
+            self._reset()
+            self._outcome = "outside"
+            return
         result = self.driver.synchronize(manual=manual)
         if result is not None:
             self._sparse.collect()
@@ -274,6 +284,9 @@ class BucketCore:
             step = (lambda row: None) if skip else None
             value = engine.apply_own(result, step)
             self.driver.catch_up(was_late=False)
+        elif outcome == "outside":
+            with _hooks_around(self.optimizer):
+                value = self.driver.step_outside(skip=skip)
         elif outcome == "late":
             with _hooks_around(self.optimizer):
                 self.driver.catch_up(was_late=True)

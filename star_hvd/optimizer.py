@@ -379,6 +379,15 @@ class _Methods:
             raise ValueError("backward_passes_per_step must be > 0")
         self._star.core.set_passes(passes)
 
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state; where parameter servers or other ranks keep it, it is brought here first.
+
+        Take it before the model's, so that parameters and state are of the same step in every mode.
+        """
+        if isinstance(self._star.core, BucketCore):
+            self._star.core.refresh_state()
+        return dict(self._star.base.state_dict(self))  # type: ignore[arg-type]
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's state, on all ranks alike; a step that was begun is forgotten."""
         self._star.core.forget()

@@ -17,15 +17,18 @@ from horovod.torch.functions import allgather_object
 
 from scheduler.records import Plan
 from star_hvd.channel.keys import Keyring, Peer, own_address
+from star_hvd.channel.late import LatePushes
 from star_hvd.channel.tensors import TensorServer, fetch
 from star_hvd.config import Config
 from star_hvd.control import messages
 from star_hvd.control.agent import Agent
 from star_hvd.control.coordinator import Coordinator
-from star_hvd.errors import DeadlineError, StarError
+from star_hvd.control.switch_messages import Commit, DropSet, MakeSet, Moved, Presence, ServerMoved, Servers
+from star_hvd.errors import ChannelError, DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Snapshot
+from star_hvd.services import JobServices
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
@@ -110,6 +113,7 @@ class Runtime:
         self.coordinator: Coordinator | None = None
         self.agent: Agent
         self.tensors: TensorServer
+        self.services: JobServices
         self.batch_weights: list[float] = []
         self.reference_samples = float(config.reference_samples)
         self._away_depth = 0
@@ -134,9 +138,10 @@ class Runtime:
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()
         if control is not None:
-            self.coordinator = Coordinator(control, self.world_size, self.config)
+            self.coordinator = Coordinator(control, self.world_size, self.config, [peer.host for peer in peers])
             self.coordinator.start()
-        self.tensors = TensorServer(router, self._snapshot, self.config.chunk_bytes)
+        self._late_pushes = LatePushes(self._accept_late)
+        self.tensors = TensorServer(router, self._snapshot, self.config.chunk_bytes, self._late_pushes.take)
         self.tensors.start()
         identity = str(self.rank).encode()
         self.agent = Agent(
@@ -145,18 +150,27 @@ class Runtime:
             self._on_message,
             self.config.heartbeat_s,
         )
+        self.services = JobServices(self.rank, self.config, self.keyring, host, self.agent.send, self.drivers)
+        self.services.start()
         self.agent.start()
         _install_exit_hooks()
 
     def new_driver(self) -> EngineDriver:
         """A driver for the next optimizer; optimizers must be made in the same order on all ranks."""
         self._next_engine += 1
-        return EngineDriver(self._next_engine - 1, self.config, self.agent.send, self._fetch, self.diagnose)
+        return EngineDriver(
+            self._next_engine - 1,
+            self.config,
+            self.agent.send,
+            self._fetch,
+            self.diagnose,
+            self.services.later,
+        )
 
     def attach(self, driver: EngineDriver, engine: RoundEngine, initial: Plan, plan: Plan | None) -> None:
         """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
         self.drivers[driver.number] = driver
-        driver.start(engine)
+        driver.start(engine, self.services)
         wanted = plan.to_dict() if plan is not None else {}
         self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted))
 
@@ -164,7 +178,7 @@ class Runtime:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
         with self.away("close"):
             self.await_all("the end of an optimizer", self.config.step_deadline_s)
-        driver.catch_up(was_late=False)
+        driver.bring_up()
         with self.away("close"):  # Until the last one has caught up: it may have to fetch from here.
             self.await_all("the last steps of an optimizer", self.config.step_deadline_s)
         self.drivers.pop(driver.number, None)
@@ -211,7 +225,7 @@ class Runtime:
 
     def _set_away(self, away: bool, out_of_data: bool, reason: str) -> None:
         for driver in self.drivers.values():
-            driver.engine.set_away(away)
+            driver.set_away(away)
         if self.drivers:
             self.agent.send(messages.Away(away, out_of_data, reason))
 
@@ -285,7 +299,7 @@ class Runtime:
     def catch_up(self) -> None:
         """Bring the parameters of all optimizers up to date; only outside forward and backward."""
         for driver in self.drivers.values():
-            driver.catch_up(was_late=False)
+            driver.bring_up()
 
     def batch_weight(self, passes: int) -> float:
         """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
@@ -323,6 +337,7 @@ class Runtime:
             self._drain()
         for driver in self.drivers.values():
             driver.stop()
+        self.services.stop()
         self.agent.stop()
         self.tensors.stop()
         if self.coordinator is not None:
@@ -351,7 +366,7 @@ class Runtime:
     # ---- agent thread ---------------------------------------------------------------------------------------
 
     def _on_message(self, message: messages.Message) -> None:
-        if isinstance(message, (messages.CloseRound, messages.PlanMessage, messages.Abandon)):
+        if isinstance(message, (messages.CloseRound, messages.PlanMessage, messages.Abandon, Commit, Moved)):
             driver = self.drivers.get(message.engine)
             if driver is not None:
                 driver.on_message(message)
@@ -362,15 +377,25 @@ class Runtime:
                 driver.hurry = message.now
         elif isinstance(message, messages.SourceReply):
             self._sources.put(message)
+        elif isinstance(message, (MakeSet, DropSet, Servers, ServerMoved, Presence)):
+            self.services.on_message(message)
         elif isinstance(message, messages.Bye):
             self._lost = message.lost
             self._bye.set()
 
     # ---- fetch ----------------------------------------------------------------------------------------------
 
-    def _snapshot(self, engine: int) -> Snapshot | None:
+    def _snapshot(self, engine: int, state_too: bool, least: int) -> Snapshot | None:
         driver = self.drivers.get(engine)
-        return driver.engine.replica.snapshot() if driver is not None else None
+        if driver is None or (driver.engine.version < least and not driver.engine.away):
+            return None  # Where nobody trains, what is here is the newest for now.
+        return driver.engine.replica.snapshot(state_too=state_too)
+
+    def _accept_late(self, engine: int, rank: int, version: int, body: bytearray) -> int:
+        driver = self.drivers.get(engine)
+        if driver is None:
+            raise ChannelError(f"a late gradient of rank {rank} is for optimizer {engine}, which is not here")
+        return driver.accept_late(rank, version, body)
 
     def _fetch(self, engine: int) -> Snapshot:
         limit_s = time.monotonic() + self.config.control_deadline_s

@@ -23,11 +23,12 @@ from star_hvd.channel.keys import Keyring
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 
-__all__ = ["TensorServer", "fetch", "pack_snapshot", "unpack_snapshot"]
+__all__ = ["TensorServer", "fetch", "pack_snapshot", "receive_snapshot", "request", "unpack_snapshot"]
 
 logger = logging.getLogger("star_hvd")
 
 _HEADER = struct.Struct("<4sBIIQQ")  # magic, protocol, sequence number, chunks in all, offset and size of the body
+_REQUEST = struct.Struct("<IBQ")  # engine, whether the optimizer's state is wanted, least version
 _MAGIC, _PROTOCOL = b"STAR", 1
 _MAX_BODY_BYTES = 1 << 42
 _DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
@@ -113,17 +114,24 @@ class TensorServer:
 
     Args:
         router: Bound socket; belongs to the server's thread from `start` on.
-        snapshot: Gives the snapshot of an optimizer by its number, None while this rank is behind itself.
+        snapshot: Gives the snapshot of an optimizer by its number, with its state or without, of a version or later;
+            None while there is none here.
         chunk_bytes: Size of a message.
+        push: Takes a message with a part of a late gradient; returns the answer, None where there is none yet.
     """
 
     def __init__(
-        self, router: zmq.Socket[Any], snapshot: Callable[[int], Snapshot | None], chunk_bytes: int
+        self,
+        router: zmq.Socket[Any],
+        snapshot: Callable[[int, bool, int], Snapshot | None],
+        chunk_bytes: int,
+        push: Callable[[bytes, list[bytes]], bytes | None] | None = None,
     ) -> None:
         self.served = 0
         self.malformed = 0
         self._router = router
         self._snapshot = snapshot
+        self._push = push
         self._chunk_bytes = chunk_bytes
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="star-tensors", daemon=True)
@@ -150,13 +158,16 @@ class TensorServer:
             self._router.close(linger=1000)
 
     def _answer(self, frames: list[bytes]) -> None:
-        if len(frames) != 2 or len(frames[1]) != 4:
+        if len(frames) == 3 and self._push is not None:
+            self._take_push(frames[0], frames[1:])
+            return
+        if len(frames) != 2 or len(frames[1]) != _REQUEST.size:
             self.malformed += 1
             logger.warning("dropped a malformed fetch")
             return
-        peer, (engine,) = frames[0], struct.unpack("<I", frames[1])
+        peer, (engine, state_too, least) = frames[0], _REQUEST.unpack(frames[1])
         try:
-            snapshot = self._snapshot(engine)
+            snapshot = self._snapshot(engine, bool(state_too), least)
             manifest, body = pack_snapshot(snapshot) if snapshot is not None else (b"", b"")
         except Exception as error:
             logger.warning("cannot serve a fetch: %s", error)
@@ -169,13 +180,24 @@ class TensorServer:
             self._send(peer, number, total, offset, len(body), body[offset : offset + size])
         self.served += 1
 
+    def _take_push(self, peer: bytes, frames: list[bytes]) -> None:
+        assert self._push is not None
+        try:
+            answer = self._push(peer, frames)
+        except ChannelError as error:
+            self.malformed += 1
+            logger.warning("dropped a late gradient: %s", error)
+            return
+        if answer is not None:
+            self._router.send_multipart([peer, answer])
+
     def _send(self, peer: bytes, number: int, total: int, offset: int, size: int, payload: bytes) -> None:
         header = _HEADER.pack(_MAGIC, _PROTOCOL, number, total, offset, size)
         self._router.send_multipart([peer, header, payload])
 
 
 def fetch(keyring: Keyring, source: int, engine: int, deadline_s: float) -> Snapshot | None:
-    """Get the parameters of an optimizer from rank `source`; None when that rank is behind itself.
+    """Get the parameters and state of an optimizer from rank `source`; None when that rank is behind itself.
 
     Raises:
         DeadlineError: The reply was not complete within `deadline_s`.
@@ -183,29 +205,44 @@ def fetch(keyring: Keyring, source: int, engine: int, deadline_s: float) -> Snap
     """
     # Without an identity of its own: the server would ignore a second connection under the same one.
     socket = keyring.client(source, b"", port=keyring.peers[source].tensor_port)
-    limit_s = time.monotonic() + deadline_s
     try:
-        socket.send(struct.pack("<I", engine))
-        manifest, body, received, total, size = b"", bytearray(), 0, 1, 0
-        while received < total:
-            left_ms = 1e3 * (limit_s - time.monotonic())
-            if left_ms <= 0 or not socket.poll(max(1, round(left_ms))):
-                raise DeadlineError(f"fetching parameters from rank {source} took longer than {deadline_s:g} s")
-            frames = socket.recv_multipart()
-            *announced, offset, payload = _parse(frames, received)
-            if received == 0:
-                manifest, (total, size) = payload, announced
-            elif announced != [total, size] or offset != len(body) or offset + len(payload) > size:
-                raise ChannelError(f"chunk {received} from rank {source} does not follow the {len(body)} bytes before")
-            else:
-                body += payload
-            received += 1
-        if len(body) != size:
-            raise ChannelError(f"rank {source} sent {len(body)} bytes; it had announced {size}")
-        return unpack_snapshot(manifest, bytes(body)) if manifest else None
+        request(socket, engine, state_too=True)
+        return receive_snapshot(socket, source, time.monotonic() + deadline_s)
     finally:
         with contextlib.suppress(zmq.ZMQError):
             socket.close(linger=0)
+
+
+def request(socket: zmq.Socket[Any], engine: int, *, state_too: bool, least: int = 0) -> None:
+    """Ask for parameters of step `least` or later, with the optimizer's state or without."""
+    socket.send(_REQUEST.pack(engine, state_too, least))
+
+
+def receive_snapshot(socket: zmq.Socket[Any], source: int, limit_s: float) -> Snapshot | None:
+    """Collect the answer to a `request`; None when there is nothing to be had there now.
+
+    Raises:
+        DeadlineError: The reply was not complete by `limit_s` on the monotonic clock.
+        ChannelError: The reply cannot be read.
+    """
+    began_s = time.monotonic()
+    manifest, body, received, total, size = b"", bytearray(), 0, 1, 0
+    while received < total:
+        left_ms = 1e3 * (limit_s - time.monotonic())
+        if left_ms <= 0 or not socket.poll(max(1, round(left_ms))):
+            raise DeadlineError(f"fetching parameters from rank {source} took longer than {limit_s - began_s:.3g} s")
+        frames = socket.recv_multipart()
+        *announced, offset, payload = _parse(frames, received)
+        if received == 0:
+            manifest, (total, size) = payload, announced
+        elif announced != [total, size] or offset != len(body) or offset + len(payload) > size:
+            raise ChannelError(f"chunk {received} from rank {source} does not follow the {len(body)} bytes before")
+        else:
+            body += payload
+        received += 1
+    if len(body) != size:
+        raise ChannelError(f"rank {source} sent {len(body)} bytes; it had announced {size}")
+    return unpack_snapshot(manifest, bytes(body)) if manifest else None
 
 
 def _parse(frames: list[bytes], expected: int) -> tuple[int, int, int, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler.records import Plan, PlanError
@@ -30,6 +31,15 @@ from star_hvd.control.messages import (
     Take,
     Unregister,
 )
+from star_hvd.control.switch_messages import (
+    CutDone,
+    Presence,
+    Ready,
+    ServerMoved,
+    ServerUp,
+    StepNote,
+    Switched,
+)
 from star_hvd.errors import ChannelError
 
 __all__ = ["ALL", "Board"]
@@ -40,15 +50,21 @@ ALL = -1  # Destination: every rank.
 _FROM_RANKS = (
     Arrive,
     Away,
+    CutDone,
     Finished,
     Heartbeat,
     Hello,
     Join,
     Late,
+    Ready,
     Refuse,
     Register,
     RoundNote,
+    ServerMoved,
+    ServerUp,
     Source,
+    StepNote,
+    Switched,
     Take,
     Unregister,
 )
@@ -70,15 +86,17 @@ class Board:
         world_size: Number of ranks.
         config: Settings.
         now_s: The present, on the clock used for all later calls.
+        hosts: Address of every rank's host; all on one where empty.
     """
 
-    def __init__(self, world_size: int, config: Config, now_s: float) -> None:
+    def __init__(self, world_size: int, config: Config, now_s: float, hosts: Sequence[str] = ()) -> None:
         self.world_size = world_size
         self.outbox: list[tuple[int, Message]] = []
         self.engines: dict[int, EngineBoard] = {}
         self.finished: set[int] = set()
         self.lost: set[int] = set()
         self._config = config
+        self._hosts = tuple(hosts)
         self._epochs: dict[tuple[int, int], _Epoch] = {}
         self._pace_s: dict[tuple[int, int], float] = {}
         self._last_seen_s = [now_s] * world_size
@@ -103,6 +121,7 @@ class Board:
         if rank in self.lost:
             self.lost.discard(rank)
             logger.warning("rank %d is heard again", rank)
+            self._broadcast(Presence(rank, True))
         match message:
             case Hello() | Heartbeat():
                 pass
@@ -122,6 +141,16 @@ class Board:
                 self._engine(message.engine).round_note(message)
             case Refuse():
                 self._engine(message.engine).refuse(rank, message, now_s)
+            case Ready():
+                self._engine(message.engine).ready(rank, message)
+            case ServerUp():
+                self._engine(message.engine).server_up(message)
+            case ServerMoved():
+                self._broadcast(message)
+            case CutDone() | Switched():
+                self._engine(message.engine).moved(message, now_s)
+            case StepNote():
+                self._engine(message.engine).step_note(rank, message)
             case Away():
                 self._set_away(rank, message.away, now_s, out_of_data=message.out_of_data)
             case Take():
@@ -157,7 +186,9 @@ class Board:
 
     def _engine(self, engine: int) -> EngineBoard:
         if engine not in self.engines:
-            self.engines[engine] = EngineBoard(engine, self.world_size, self._config, self._broadcast)
+            self.engines[engine] = EngineBoard(
+                engine, self.world_size, self._config, self._broadcast, self._hosts
+            )
         return self.engines[engine]
 
     def _check(self, message: Message) -> None:
@@ -174,12 +205,12 @@ class Board:
         engine = getattr(message, "engine", 0)
         if not 0 <= engine < 1024:
             raise ChannelError(f"optimizer number {engine} is outside 0..1023")
-        for name in ("compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s"):
+        for name in ("compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"):
             value = getattr(message, name, 0.0)
             if not 0.0 <= value < 1e9:
                 raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
-        if isinstance(message, (Arrive, Late, Join, RoundNote)):
-            step = message.round if isinstance(message, (Arrive, RoundNote)) else message.version
+        if isinstance(message, (Arrive, Late, Join, RoundNote, StepNote, CutDone, Switched)):
+            step = message.version if isinstance(message, (Late, Join, StepNote)) else message.round
             now_at = self.engines[engine].rule.round if engine in self.engines else 0
             if not 0 <= step <= now_at + _MAX_AHEAD:
                 raise ChannelError(f"a {message.kind} message is of step {step}; this job is at step {now_at}")
@@ -257,6 +288,7 @@ class Board:
             self.lost.add(rank)
             # It may be frozen and come back, so its samples stay its own; a dead one ends the job, or resets it.
             logger.error("rank %d has given no sign of life for %.1f s", rank, now_s - seen_s)
+            self._broadcast(Presence(rank, False))
             self._maybe_bye()
 
     def _maybe_bye(self) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -29,13 +29,16 @@ class Coordinator:
         router: Bound socket; belongs to the coordinator's thread from `start` on.
         world_size: Number of ranks.
         config: Settings.
+        hosts: Address of every rank's host; all on one where empty.
     """
 
-    def __init__(self, router: zmq.Socket[Any], world_size: int, config: Config) -> None:
+    def __init__(
+        self, router: zmq.Socket[Any], world_size: int, config: Config, hosts: Sequence[str] = ()
+    ) -> None:
         self.malformed = 0
         self._router = router
         self._config = config
-        self._board = Board(world_size, config, time.monotonic())
+        self._board = Board(world_size, config, time.monotonic(), hosts)
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="star-coordinator", daemon=True)

@@ -12,9 +12,12 @@ from scheduler.causes import Straggler, find_stragglers
 from scheduler.closing import Close, ClosingRule
 from scheduler.noise import NoiseScale
 from scheduler.policy import RulePolicy
-from scheduler.records import Plan, RankStats, StepReport, Window
+from scheduler.records import Plan, PlanError, RankStats, StepReport, Window
 from star_hvd.config import Config
-from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, PlanMessage, Refuse, RoundNote
+from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
+from star_hvd.control.resolve import resolve
+from star_hvd.control.switch import Switch
+from star_hvd.control.switch_messages import CutDone, Moved, Ready, ServerUp, StepNote, Switched
 
 __all__ = ["EngineBoard"]
 
@@ -32,9 +35,17 @@ class EngineBoard:
         world_size: Number of ranks.
         config: Settings.
         send: Queues a message to all ranks.
+        hosts: Address of every rank's host.
     """
 
-    def __init__(self, engine: int, world_size: int, config: Config, send: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        engine: int,
+        world_size: int,
+        config: Config,
+        send: Callable[[Message], None],
+        hosts: Sequence[str] = (),
+    ) -> None:
         self.engine = engine
         self.world_size = world_size
         self.active = Plan.sync(world_size)
@@ -59,7 +70,9 @@ class EngineBoard:
         self._send = send
         self._registered: dict[int, Plan | None] = {}
         self._policy: RulePolicy | None = None
-        self._pending: tuple[Plan, float] | None = None
+        self._hosts = tuple(hosts) or ("localhost",) * world_size
+        self._switch: Switch | None = None
+        self._wanted: Plan | None = None
         self._published: dict[int, Plan] = {}
         self._next_epoch = 1
         self._wait_s: list[deque[float]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
@@ -88,6 +101,7 @@ class EngineBoard:
         if wanted is None:
             self._policy = RulePolicy(self.world_size)
         elif wanted.mode != self.active.mode:
+            self._wanted = wanted  # Published again when it was refused for a passing reason.
             self.publish(wanted, now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
@@ -127,17 +141,68 @@ class EngineBoard:
         self.refused = message.reason
         self._refused_by = rank
         # A rank that finds out by itself has dropped the plan on its way and names the one in force.
-        if self._pending is not None and (self._pending[0].relaxed or self._pending[0].epoch == message.epoch):
+        switch = self._switch
+        if switch is not None and (switch.plan.relaxed or switch.plan.epoch == message.epoch):
             self._abandon(message.reason)
         self._maybe_return_to_sync(now_s)
 
     def publish(self, plan: Plan, now_s: float) -> None:
         """Send a plan to all ranks; they take it up together once all are ready."""
+        try:
+            plan = self._resolve(plan)
+        except PlanError as error:
+            logger.warning("plan %s is abandoned: %s", plan.label, error)
+            return
         plan = plan.replace(epoch=self._next_epoch)
         self._next_epoch += 1
-        self._pending = (plan, now_s + self._config.plan_deadline_s)
+        self._switch = Switch(self.engine, plan, self.active, now_s + self._config.plan_deadline_s)
         self._published[plan.epoch] = plan
-        self._send(PlanMessage(self.engine, plan.to_dict()))
+        for message in self._switch.first_messages():
+            self._send(message)
+
+    def _resolve(self, plan: Plan) -> Plan:
+        return resolve(
+            plan,
+            self.active,
+            times_s=[_usual_s(reports) for reports in self.history],
+            hosts=self._hosts,
+            slow=[straggler.rank for straggler in self.stragglers],
+            link_bytes_per_s=[math.nan] * self.world_size,
+            free_cpu_cores=[math.nan] * self.world_size,
+            state_bytes=0,
+        )
+
+    def ready(self, rank: int, message: Ready) -> None:
+        """A rank has prepared the plan on its way."""
+        if self._switch is not None and message.epoch == self._switch.plan.epoch:
+            self._send_all(self._switch.rank_ready(rank))
+
+    def server_up(self, message: ServerUp) -> None:
+        """A rank runs a server of the plan on its way."""
+        if self._switch is not None and message.epoch == self._switch.plan.epoch:
+            self._send_all(self._switch.server_up(message.index, message.address))
+
+    def moved(self, message: CutDone | Switched, now_s: float) -> None:
+        """The old mode has ended, at a step that not all ranks know."""
+        if message.epoch not in self._published and message.epoch != self.active.epoch:
+            return
+        self._send(Moved(self.engine, message.epoch, message.round))
+        self._note_epoch(message.epoch, message.round)
+        self.rule.restart(message.round, now_s)
+
+    def step_note(self, rank: int, message: StepNote) -> None:
+        """A step in a mode without a common reduction."""
+        self._note_epoch(message.epoch, message.version)
+        self._note_report(rank, message.version, message, late=message.staleness > 0, wait_s=message.comm_s)
+        self._wait_s[rank].append(message.comm_s)
+        self.rule.round = max(self.rule.round, message.version)
+        self.steps = max(self.steps, message.version)
+        if not math.isnan(message.loss):
+            self.loss = message.loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * message.loss
+
+    def _send_all(self, items: Sequence[Message]) -> None:
+        for message in items:
+            self._send(message)
 
     # ---- time -----------------------------------------------------------------------------------------------
 
@@ -149,7 +214,7 @@ class EngineBoard:
             self._close(order)
         if again_s is not None:
             wake_s = min(wake_s, again_s)
-        if self._pending is not None and now_s > self._pending[1]:
+        if self._switch is not None and now_s > self._switch.deadline_s and not self._switch.irrevocable:
             self._abandon(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s")
         self._maybe_return_to_sync(now_s)
         if now_s >= self._decide_at_s:
@@ -193,7 +258,7 @@ class EngineBoard:
 
     def _maybe_return_to_sync(self, now_s: float) -> None:
         """After a refusal, also when all ranks took the refused plan up just before they heard of it."""
-        if self.refused is not None and self.active.relaxed and self._pending is None:
+        if self.refused is not None and self.active.relaxed and self._switch is None:
             self.publish(self._sync(f"rank {self._refused_by}: {self.refused}"), now_s)
 
     def _note_wait(self, rank: int, step: int, wait_s: float) -> None:
@@ -213,12 +278,15 @@ class EngineBoard:
             self._first_s.pop(step - 4 * _HISTORY, None)
         self._offset_s[rank].append(now_s - self._first_s[step])
 
-    def _note_report(self, rank: int, step: int, message: Arrive | Late, *, late: bool) -> None:
+    def _note_report(
+        self, rank: int, step: int, message: Arrive | Late | StepNote, *, late: bool, wait_s: float = 0.0
+    ) -> None:
         self.history[rank].append(
             StepReport(
                 rank=rank,
                 step=step,
                 compute_s=message.compute_s,
+                wait_s=wait_s,
                 input_s=message.input_s,
                 cpu_s=message.cpu_s,
                 runqueue_s=message.runqueue_s,
@@ -232,15 +300,15 @@ class EngineBoard:
             return
         self.active = self._published[epoch]
         self._published = {e: plan for e, plan in self._published.items() if e > epoch}
-        if self._pending is not None and self._pending[0].epoch <= epoch:
-            self._pending = None
+        if self._switch is not None and self._switch.plan.epoch <= epoch:
+            self._switch = None
         self.rule.plan = self.active
         self.plans.append((round_, self.active))
         logger.warning("step %d: %s: %s", round_, self.active.label, self.active.reason or "asked for")
 
     def _abandon(self, reason: str) -> None:
-        assert self._pending is not None
-        plan, self._pending = self._pending[0], None
+        assert self._switch is not None
+        plan, self._switch = self._switch.plan, None
         logger.info("plan %s is abandoned: %s", plan.label, reason)
         self._send(Abandon(self.engine, plan.epoch, reason))
 
@@ -266,7 +334,7 @@ class EngineBoard:
     def _decide(self, now_s: float) -> None:
         window = self.window()
         self._report_stragglers(find_stragglers(window), now_s)
-        if self._policy is None or self._pending is not None or self.refused is not None:
+        if self._policy is None or self._switch is not None or self.refused is not None:
             return
         plan = self._policy.decide(window, self.active)
         if plan is not None:
@@ -302,6 +370,11 @@ def _stats(rank: int, reports: deque[StepReport], oversubscribed: bool) -> RankS
         starved_share=_share(recent, "runqueue_s"),
         late_share=sum(report.late for report in recent) / len(recent) if recent else 0.0,
     )
+
+
+def _usual_s(reports: Sequence[StepReport]) -> float:
+    recent = [report.compute_s for report in reports][-16:]
+    return statistics.median(recent) if recent else math.nan
 
 
 def _share(reports: Sequence[StepReport], name: str) -> float:

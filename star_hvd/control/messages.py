@@ -54,12 +54,13 @@ _KINDS: dict[str, type[Message]] = {}
 M = TypeVar("M", bound=type[Message])
 
 
-def _message(cls: M) -> M:
+def message_kind(cls: M) -> M:
+    """Make a record known to `decode`."""
     _KINDS[cls.kind] = cls
     return cls
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
     """An agent introduces itself."""
@@ -68,7 +69,7 @@ class Hello(Message):
     rank: int
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
     """Sign of life in both directions; `engine_rounds` says how far the sender's steps are."""
@@ -78,7 +79,7 @@ class Heartbeat(Message):
     round: int = -1
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Register(Message):
     """A rank has made an optimizer. `initial` is its first plan, `plan` what the user asked for, empty for `auto`."""
@@ -89,7 +90,7 @@ class Register(Message):
     plan: dict[str, Any]
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Unregister(Message):
     """An optimizer is not used any more, on all ranks."""
@@ -98,7 +99,7 @@ class Unregister(Message):
     engine: int
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Arrive(Message):
     """A rank's fresh gradient of step `round` is submitted; carries the measurements around the one before."""
@@ -114,7 +115,7 @@ class Arrive(Message):
     previous_wait_s: float
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Late(Message):
     """A rank's gradient, computed on the parameters of step `version`, missed that step."""
@@ -129,7 +130,7 @@ class Late(Message):
     runqueue_s: float
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Join(Message):
     """A rank that was behind computes on the parameters of step `version` from now on."""
@@ -139,7 +140,7 @@ class Join(Message):
     version: int
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Away(Message):
     """A rank enters (`away`) or leaves a place where it delivers no gradients: out of data, or in a collective."""
@@ -150,7 +151,7 @@ class Away(Message):
     reason: str
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Refuse(Message):
     """A rank cannot prepare the plan of this epoch, or cannot go on with it."""
@@ -161,7 +162,7 @@ class Refuse(Message):
     reason: str
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
     """A rank has ended its program and waits for the others."""
@@ -170,7 +171,7 @@ class Finished(Message):
     rank: int
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class RoundNote(Message):
     """Rank 0's own engine tells the coordinator what a step's header said."""
@@ -189,7 +190,7 @@ class RoundNote(Message):
     folds: float
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Take(Message):
     """A rank asks the work queue of a loader for its next batch."""
@@ -202,7 +203,7 @@ class Take(Message):
     drop_last: bool
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Grant(Message):
     """Answer to `Take`: positions start to stop of the epoch's permutation; stop = start ends the epoch."""
@@ -214,7 +215,7 @@ class Grant(Message):
     stop: int
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class EpochEnd(Message):
     """All ranks have ended an epoch of a loader."""
@@ -224,7 +225,7 @@ class EpochEnd(Message):
     epoch: int
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Hurry(Message):
     """Whether arrivals are to be told at once: somebody is away, so steps in `sync` may have to be closed too."""
@@ -233,7 +234,7 @@ class Hurry(Message):
     now: bool
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class CloseRound(Message):
     """Order to close a step; `typical_compute_s` lets a rank that is merely out of step fall in again."""
@@ -244,7 +245,7 @@ class CloseRound(Message):
     typical_compute_s: float
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class PlanMessage(Message):
     """A plan to prepare."""
@@ -254,7 +255,7 @@ class PlanMessage(Message):
     plan: dict[str, Any]
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Abandon(Message):
     """The plan of this epoch is not taken up."""
@@ -265,7 +266,7 @@ class Abandon(Message):
     reason: str
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Source(Message):
     """A rank that is behind asks whose parameters it can fetch."""
@@ -274,7 +275,7 @@ class Source(Message):
     engine: int
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class SourceReply(Message):
     """Answer to `Source`: a rank that is up to date, -1 where none is."""
@@ -284,7 +285,7 @@ class SourceReply(Message):
     rank: int
 
 
-@_message
+@message_kind
 @dataclass(frozen=True, slots=True)
 class Bye(Message):
     """All ranks have finished; everybody may leave."""
@@ -332,6 +333,7 @@ def _check(cls: type[Message], name: str, wanted: str, value: Any) -> Any:
         "bool": isinstance(value, bool),
         "str": isinstance(value, str),
         "list[int]": isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value),
+        "list[str]": isinstance(value, list) and all(isinstance(v, str) for v in value),
         "dict[str, Any]": isinstance(value, dict),
     }[wanted]
     if not ok:

@@ -36,16 +36,35 @@ class Agreement:
         self.mixed = False  # Whether ranks have ever contributed differently, so that they may be at different steps.
         self._checksum_round: int | None = None
 
-    def prepare(self, plan: Plan) -> str | None:
-        """Get ready for a plan and raise its flag in the next headers. A reason why not, or None."""
+    def refusal(self, plan: Plan) -> str | None:
+        """Why this rank cannot take a plan up, None where it can."""
         if plan.world_size != self.plan.world_size:
             return f"the plan is for {plan.world_size} ranks, this job has {self.plan.world_size}"
         if plan.epoch <= self.plan.epoch:
             return f"the plan's epoch {plan.epoch} is not newer than {self.plan.epoch}"
-        if plan.relaxed and self.pinned:
-            return self.pinned
-        self.prepared = plan
-        return None
+        return self.pinned if plan.relaxed else None
+
+    def prepare(self, plan: Plan) -> str | None:
+        """Get ready for a plan and raise its flag in the next headers. A reason why not, or None."""
+        reason = self.refusal(plan)
+        if reason is None:
+            self.prepared = plan
+        return reason
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that reduce together now."""
+        return self.plan.members_or_all
+
+    def resume(self, plan: Plan, round_: int) -> None:
+        """Take up a plan that all ranks enter with a state handed over, as if nothing had been agreed before."""
+        self.plan = plan
+        if self.prepared is not None and self.prepared.epoch <= plan.epoch:
+            self.prepared = None
+        self.mixed = True
+        self._leader, self._row = self.members[0], None
+        self._checksum_round = round_ + 1
+        self._listener.on_switch(round_, plan)
 
     def abandon(self, epoch: int) -> None:
         """Lower the flag of a plan that some rank could not prepare."""
@@ -67,7 +86,7 @@ class Agreement:
         """This rank's part of the header: flag, leadership, folds and, of a fresh rank, the checksum when due."""
         item = Contribution(fresh=fresh, own_steps=own_steps)
         # Two own steps first: what forbids relaxed modes (a GradScaler, sparse gradients) shows itself in the first.
-        if self.prepared is not None and (own_steps > 1 or not self.prepared.relaxed):
+        if self.prepared is not None and self._may_flag(self.prepared, own_steps, fresh=fresh):
             item.flag_epoch_delta = self.prepared.epoch - self.plan.epoch
             round_.flagged = self.prepared
         if self._leader == self.rank:
@@ -75,9 +94,15 @@ class Agreement:
             own = self._applier.hyper.read(self._applier.optimizer.param_groups)
             item.hyper = own if fresh or self._row is None else self._row
         item.folds = round_.folded / max(1, len(round_.flats))
-        if fresh and self._checksum_round == round_.number:
+        if fresh and self._checksum_round == round_.number and self.plan.mode != "local":
             item.checksum = self._applier.checksum()
         return item
+
+    def _may_flag(self, prepared: Plan, own_steps: int, *, fresh: bool) -> bool:
+        if own_steps < 2 and prepared.relaxed:
+            return False
+        # Whoever brings the state into the next plan must have that of the very step it begins with.
+        return fresh or prepared.family == self.plan.family or self.rank not in prepared.sources
 
     def read(self, round_: Round, header: Header, mean_sqr: float) -> tuple[float, ...] | None:
         """Act on a reduced header, in the order of the steps.
@@ -88,8 +113,8 @@ class Agreement:
         """
         if header.hyper is not None:
             self._row = header.hyper
-        self._leader = header.leader
-        self.mixed = self.mixed or self.plan.relaxed or not header.complete
+        self._leader = header.leader_of(self.members)
+        self.mixed = self.mixed or self.plan.relaxed or not header.complete(self.members)
         row = self._row if self.mixed else None
         if header.checksum_ok is False:
             self._listener.on_mismatch(round_.number)
@@ -98,7 +123,7 @@ class Agreement:
         return row
 
     def _maybe_switch(self, round_: Round, header: Header) -> None:
-        delta = header.agreed_epoch_delta(self.plan.world_size)
+        delta = header.agreed_epoch_delta(len(self.members))
         if delta is None:
             return
         # Everybody raised the flag for this plan in this very step, so everybody takes it up now, even if it has
@@ -109,4 +134,6 @@ class Agreement:
         if self.prepared is not None and self.prepared.epoch <= flagged.epoch:
             self.prepared = None
         self._checksum_round = round_.number + 1
+        if self.rank in self.members:
+            self._leader = self._leader if self._leader in self.members else self.members[0]
         self._listener.on_switch(round_.number + 1, self.plan)

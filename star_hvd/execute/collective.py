@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -37,17 +37,22 @@ class Collective(Protocol):
 
 
 class HorovodCollective:
-    """Horovod's global set. Names carry no step number, so every step hits Horovod's response cache."""
+    """Horovod's all-reduce. Names carry no step number, so every step hits Horovod's response cache.
 
-    def __init__(self) -> None:
+    Args:
+        process_set: The ranks; the global set where None.
+    """
+
+    def __init__(self, process_set: Any = None) -> None:
         from horovod.torch import mpi_ops
 
+        self._process_set = process_set if process_set is not None else mpi_ops.global_process_set
         self.core_each = int(mpi_ops.local_size()) <= len(os.sched_getaffinity(0))
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
         from horovod.torch import mpi_ops
 
-        return int(mpi_ops.allreduce_async_(tensor, name=name, op=mpi_ops.Sum))
+        return int(mpi_ops.allreduce_async_(tensor, name=name, op=mpi_ops.Sum, process_set=self._process_set))
 
     def poll(self, handle: int) -> bool:
         from horovod.torch import mpi_ops

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,11 +17,15 @@ from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.config import Config
 from star_hvd.control import messages
-from star_hvd.errors import DeadlineError, RankLostError, StarError
+from star_hvd.control.switch_messages import Commit, Moved, Ready, StepNote, Switched
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.execute.collective import wait_all
 from star_hvd.execute.device import helper_stream
+from star_hvd.execute.handover import Handover, Services, Steps
 from star_hvd.execute.header import Header
+from star_hvd.execute.local import LocalSteps
 from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.servers import StepInfo
 from star_hvd.execute.state import Result, Snapshot
 from star_hvd.telemetry.timer import ComputeTimes, StepTimer
 
@@ -47,6 +52,7 @@ class EngineDriver:
         send: Sends a control message to the coordinator.
         fetch: Gets parameters from a rank that is up to date; raises `StarError` past its deadline.
         diagnose: Who is gone, as a sentence, asked after a collective failed.
+        preparer: Runs what gets a plan ready, in a thread of its own.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class EngineDriver:
         send: Send,
         fetch: Callable[[int], Snapshot],
         diagnose: Callable[[], str],
+        preparer: Callable[[Callable[[], None]], None],
     ) -> None:
         self.number = number
         self.timer = StepTimer()
@@ -66,6 +73,7 @@ class EngineDriver:
         self._send = send
         self._fetch = fetch
         self._diagnose = diagnose
+        self._preparer = preparer
         self._times = _NO_TIMES
         self._wait_s = 0.0
         self._last_close_s = 0.0
@@ -75,10 +83,22 @@ class EngineDriver:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
         self.engine: RoundEngine
+        self.handover: Handover
+        self._previous = Plan.sync(1)
 
-    def start(self, engine: RoundEngine) -> None:
+    def start(self, engine: RoundEngine, services: Services) -> None:
         """Take charge of an engine and start its helper."""
         self.engine = engine
+        self._previous = engine.plan
+        self.handover = Handover(
+            self.number,
+            engine,
+            services,
+            ready=self._tell_ready,
+            fetch=self._fetch,
+            local=lambda: LocalSteps(engine, self._await_own),
+            deadline_s=self._config.control_deadline_s,
+        )
         self._thread.start()
 
     def stop(self, deadline_s: float = 5.0) -> None:
@@ -89,6 +109,9 @@ class EngineDriver:
             self.engine.helper_wake.notify_all()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(deadline_s)
+        outside = self.handover.outside
+        if outside is not None:
+            outside.leave()
         self.engine.drop_pending()
 
     # ---- training thread ------------------------------------------------------------------------------------
@@ -100,12 +123,19 @@ class EngineDriver:
         not exist yet, since nobody can leave a reduction once it is enqueued; so an event stands for its readiness.
         In `sync` Horovod waits for the device itself, on the stream, as ever.
         """
-        if bucket.flat.is_cuda and self.engine.plan.relaxed:
+        if self.outside is not None:
+            self.outside.give(bucket)
+        elif bucket.flat.is_cuda and self.engine.plan.relaxed:
             event = torch.cuda.Event()
             event.record()
             self.engine.defer(bucket.index, event)
         else:
             self.engine.gradient_ready(bucket.index)
+
+    @property
+    def outside(self) -> Steps | None:
+        """How this rank makes its steps where it does not reduce its gradients in rounds, else None."""
+        return self.handover.outside
 
     def stats(self) -> dict[str, float]:
         """This rank's counters, and the steps that have ended here."""
@@ -125,29 +155,89 @@ class EngineDriver:
                 time.sleep(_POLL_S)
             if not self.engine.arrive(manual=manual):
                 return None
-            wait_all(
-                self.engine.collective,
-                self.engine.own_handles(),
-                self._config.step_deadline_s,
-                f"the reduction of step {self.engine.version}",
-            )
+            self._await_own()
             result = self.engine.finish_own()
         self._wait_s = time.monotonic() - began_s
         return result
 
+    def _await_own(self) -> None:
+        wait_all(
+            self.engine.collective,
+            self.engine.own_handles(),
+            self._config.step_deadline_s,
+            f"the reduction of step {self.engine.version}",
+        )
+
+    def step_outside(self, *, skip: bool) -> Any:
+        """A whole step in a mode whose gradients are not reduced in rounds; see the steps' own classes."""
+        self._times = self.timer.stop()
+        outside = self.outside
+        assert outside is not None
+        with self._named_failures():
+            value = outside.step(skip=skip)
+            self._settle()
+        self.timer.start()
+        return value
+
+    def bring_up(self) -> None:
+        """Bring the parameters up to date at a place where all ranks meet, at the end of an epoch for example."""
+        outside = self.outside
+        if outside is None:
+            self.catch_up(was_late=False)
+            return
+        with self._named_failures():
+            outside.bring_up()
+            self._settle()
+        self.timer.start()
+
+    def refresh_state(self) -> None:
+        """Make the optimizer's state here that of the job, for a checkpoint."""
+        if self.outside is not None:
+            with self._named_failures():
+                self.outside.refresh_state()
+
+    def accept_late(self, rank: int, version: int, body: bytearray) -> int:
+        """Take over a gradient of a rank outside the subgroup; returns the first version that will contain it.
+
+        Called in the tensor server's thread.
+        """
+        flats, position = [], 0
+        for bucket in self.engine.applier.buckets:
+            size = (bucket.numel + 1) * bucket.flat.element_size()
+            part = body[position : position + size]
+            if len(part) != size:
+                raise ChannelError(f"a late gradient of rank {rank} has {len(body)} bytes; more were expected")
+            flats.append(torch.frombuffer(part, dtype=bucket.flat.dtype).to(bucket.flat.device))
+            position += size
+        if position != len(body):
+            raise ChannelError(f"a late gradient of rank {rank} has {len(body)} bytes; expected {position}")
+        return self.engine.keep_late(flats, version, foreign=True)
+
+    def set_away(self, away: bool) -> None:
+        """The training thread, which calls this, leaves its training loop, or is back."""
+        self.engine.set_away(away)
+        self.handover.set_away(away)
+
+    def _settle(self) -> None:
+        """Where a step ends: leave a mode that has ended, enter the one in force."""
+        self.handover.leave()
+        if self.handover.needs_state:
+            self._catch_up()
+        self.handover.enter()
+
     def catch_up(self, *, was_late: bool) -> None:
-        """Bring the parameters up to date after a step, waiting for a step in flight.
+        """Bring the parameters up to date after a step, waiting for a step in flight, and follow a change of mode.
 
         Args:
             was_late: This rank's gradient missed its step. If the rank is not slow, only out of phase with the
                 others, it waits here for the next step to end once, so that it starts together with them again.
         """
         with self._named_failures():
-            self._catch_up()
-            if was_late and self._out_of_phase():
+            self._settle()
+            if was_late and self.outside is None and self._out_of_phase():
                 ended = self.engine.next_round
                 self._wait_until(lambda: self.engine.next_round > ended, 1.5 * self._typical_s)
-                self._catch_up()
+                self._settle()
         if was_late:
             self.engine.note_joined()
         self.timer.start()
@@ -163,7 +253,7 @@ class EngineDriver:
                     f"step {engine.version}; see the log of rank 0 for the rank that is missing"
                 )
             if engine.needs_fetch:
-                snapshot = self._fetch(self.number)
+                snapshot = self.handover.state_for(self.number)
                 if snapshot.version >= engine.version:  # Else its source was still inside the step; ask again.
                     engine.adopt(snapshot)
             else:
@@ -192,12 +282,64 @@ class EngineDriver:
             self._last_close_s, self._typical_s = time.monotonic(), message.typical_compute_s
             self.engine.close(message.round)
         elif isinstance(message, messages.PlanMessage):
-            plan = Plan.from_dict(message.plan)
-            reason = self.engine.prepare(plan)
-            if reason is not None:
-                self._send(messages.Refuse(self.number, plan.epoch, reason))
+            self._prepare(Plan.from_dict(message.plan))
+        elif isinstance(message, Commit):
+            self.handover.commit(message.epoch)
+        elif isinstance(message, Moved):
+            self.handover.moved(message.epoch, message.round)
         elif isinstance(message, messages.Abandon):
             self.engine.abandon(message.epoch)
+
+    def _prepare(self, plan: Plan) -> None:
+        if self.handover.needs_preparing(plan):
+            self._preparer(lambda: self.handover.prepare(plan))
+            return
+        reason = self.engine.prepare(plan)
+        if reason is not None:
+            self._send(messages.Refuse(self.number, plan.epoch, reason))
+
+    def _tell_ready(self, plan: Plan, reason: str | None) -> None:
+        if reason is None:
+            self._send(Ready(self.number, plan.epoch))
+        else:
+            self._send(messages.Refuse(self.number, plan.epoch, reason))
+
+    def note_step(self, info: StepInfo) -> None:
+        """A step outside the rounds has ended."""
+        t, loss = self._times, self.engine.loss
+        self.engine.loss = math.nan
+        self._wait_s = info.comm_s
+        self._send(
+            StepNote(
+                self.number,
+                info.version,
+                self.engine.plan.epoch,
+                t.compute_s,
+                t.input_s,
+                t.cpu_s,
+                t.runqueue_s,
+                info.comm_s,
+                loss,
+                info.staleness,
+            ),
+            urgent=False,
+        )
+
+    def note_updates(self, notes: Sequence[Any]) -> None:
+        """What servers told of their updates."""
+        if self.engine.rank != 0:
+            return
+        for note in notes:
+            self.timeline.append(
+                {
+                    "step": note.version,
+                    "time_s": time.monotonic() - self._began_s,
+                    "members": list(note.ranks),
+                    "mode": self.engine.plan.label,
+                    "folds": 0.0,
+                    "weight": float(len(note.ranks)),
+                }
+            )
 
     def pin(self, reason: str) -> None:
         """Run exactly as Horovod from now on, because of `reason`."""
@@ -255,7 +397,7 @@ class EngineDriver:
         self._send(messages.Join(self.number, version))
 
     def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None:
-        if self.engine.rank != 0:
+        if self.engine.rank != plan.members_or_all[0]:
             return
         fresh = [rank for rank, is_fresh in enumerate(header.fresh) if is_fresh]
         self.timeline.append(
@@ -287,6 +429,9 @@ class EngineDriver:
 
     def on_switch(self, round_: int, plan: Plan) -> None:
         logger.info("rank %d: step %d: switch to %s", self.engine.rank, round_, plan.label)
+        previous, self._previous = self._previous, plan
+        if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
+            self._send(Switched(self.number, plan.epoch, round_))  # The children were not asked.
 
     def on_mismatch(self, round_: int) -> None:
         self.mismatches += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -85,16 +85,22 @@ class Header:
     folds: float
     hyper: tuple[float, ...] | None
     checksum_ok: bool | None
-    leader: int = field(default=0)
 
     @property
     def fresh_count(self) -> int:
         return sum(self.fresh)
 
-    @property
-    def complete(self) -> bool:
-        """Whether every rank's fresh gradient is in the step."""
-        return all(self.fresh)
+    def complete(self, members: Sequence[int]) -> bool:
+        """Whether every member's fresh gradient is in the step."""
+        return all(self.fresh[rank] for rank in members)
+
+    def leader_of(self, members: Sequence[int]) -> int:
+        """Who leads the next step: the fresh member with the most steps of its own, the lowest one among equals.
+
+        A rank that was slow for a while has made fewer steps, so its learning-rate schedule is behind; it must not
+        lead.
+        """
+        return max(members, key=lambda rank: self.own_steps[rank] if self.fresh[rank] else -2 - self.own_steps[rank])
 
     def agreed_epoch_delta(self, world_size: int) -> int | None:
         """The prepared plan all ranks agree on: everybody raised the flag, and for the same epoch.
@@ -161,16 +167,7 @@ class HeaderCodec:
             folds=get["folds"],
             hyper=_from_pieces(sums[_FIXED : self._ranks_at]) if round(get["leader"]) == 1 else None,
             checksum_ok=_same(sums, round(get["sum_count"])),
-            leader=_leader(slots),
         )
-
-
-def _leader(slots: Sequence[float]) -> int:
-    """Who leads the next step: the fresh rank with the most steps of its own, the lowest one among equals.
-
-    A rank that was slow for a while has made fewer steps, so its learning-rate schedule is behind; it must not lead.
-    """
-    return max(range(len(slots)), key=slots.__getitem__) if slots else 0
 
 
 def _same(sums: npt.NDArray[np.float32], count: int) -> bool | None:

@@ -18,7 +18,7 @@ def damping_factor(plan: Plan, staleness: int) -> float:
     """Weight of a late gradient: 1 / (1 + staleness) (DynSGD, Jiang et al., SIGMOD'17), 1, or 0 past the bound."""
     if staleness > plan.max_staleness:
         return 0.0
-    return 1.0 / (1.0 + staleness) if plan.damping == "inverse" else 1.0
+    return 1.0 if plan.damping == "none" else 1.0 / (1.0 + staleness)
 
 
 @dataclass(slots=True)
@@ -51,6 +51,10 @@ class LateGradients:
         if weight != 1.0:
             flat[:-1].mul_(weight)
         flat[-1] = weight
+        self.keep_whole(bucket, flat, version)
+
+    def keep_whole(self, bucket: Bucket, flat: torch.Tensor, version: int) -> None:
+        """Keep `flat`, gradients times weight and the weight, which belongs to this object from now on."""
         older = self._kept.get(bucket.index)
         if older is None:
             self._kept[bucket.index] = _Kept(flat, version)

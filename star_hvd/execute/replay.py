@@ -68,12 +68,16 @@ class Applier:
 
     def step(self, row: Sequence[float] | None, *, clip: bool = True) -> Any:
         """Apply the gradients that are in `param.grad` now, with the step's hyperparameters."""
-        if clip and self.max_grad_norm is not None:
-            # The averaged gradient is equal on all ranks, so the factor is equal too.
-            params = [param for bucket in self.buckets for param in bucket.params]
-            torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+        if clip:
+            self.clip()  # The averaged gradient is equal on all ranks, so the factor is equal too.
         with self.hyper.applied(self.optimizer.param_groups, row):
             return self.base.step(self.optimizer)
+
+    def clip(self) -> None:
+        """Clip the gradients that are in `param.grad` now to `max_grad_norm`, if one is set."""
+        if self.max_grad_norm is not None:
+            params = [param for bucket in self.buckets for param in bucket.params]
+            torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
 
     def step_with(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
         """Apply the averaged gradients of a step this rank was late for. The user's step hooks do not run."""

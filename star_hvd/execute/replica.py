@@ -41,6 +41,7 @@ class Replica:
         self.version = 0
         self.computing = True
         self.needs_fetch = False
+        self.foreign = False  # The live parameters came without the optimizer's state of their step.
         self.queue: collections.deque[Result] = collections.deque()
         self._counters = counters
         self._changed = changed
@@ -64,6 +65,12 @@ class Replica:
         if round_ < self.version:
             return
         self.needs_fetch = True
+        self.queue.clear()
+        self._shadow = None
+
+    def leave(self) -> None:
+        """Parameters come from elsewhere from now on; what waits to be applied is void."""
+        self.foreign, self.needs_fetch = True, False
         self.queue.clear()
         self._shadow = None
 
@@ -117,17 +124,22 @@ class Replica:
         with self.apply_lock, self.lock:
             if snapshot.version < self.version:
                 raise StarError(f"fetched parameters are of step {snapshot.version}; expected {self.version} or later")
-            params = [param for bucket in self.applier.buckets for param in bucket.params]
-            with torch.no_grad():
-                for param, value in zip(params, snapshot.params, strict=True):
-                    param.copy_(value)
-            for param, state in zip(params, snapshot.state, strict=True):
-                if state:
-                    self.applier.optimizer.state[param] = dict(state)
+            self.load(snapshot)
             self.version = snapshot.version
+            self.foreign = False
             self._counters.fetched += 1
             # Steps that ended here after the snapshot was taken are still missing; the next step fetches again.
             self.needs_fetch = snapshot.version < ended
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Copy a snapshot into the live parameters; entries without state leave the optimizer's state alone."""
+        params = [param for bucket in self.applier.buckets for param in bucket.params]
+        with torch.no_grad():
+            for param, value in zip(params, snapshot.params, strict=True):
+                param.copy_(value)
+        for param, state in zip(params, snapshot.state, strict=True):
+            if state:
+                self.applier.optimizer.state[param] = dict(state)
 
     # ---- helper and server threads ------------------------------------------------------------------------------
 
@@ -153,17 +165,19 @@ class Replica:
                 self._changed()
             return True
 
-    def snapshot(self) -> Snapshot | None:
-        """A copy of the live parameters and optimizer state, None while this rank is itself behind."""
+    def snapshot(self, *, state_too: bool = True) -> Snapshot | None:
+        """A copy of the live parameters and, if wanted, optimizer state; None while this rank is itself behind."""
         with self.apply_lock:
             with self.lock:
-                if self.needs_fetch or self._shadow is not None or self.queue:
+                if self.needs_fetch or self.foreign or self._shadow is not None or self.queue:
                     return None
                 version = self.version
             optimizer = self.applier.optimizer
             params = [param for bucket in self.applier.buckets for param in bucket.params]
             state: list[dict[str, object]] = [
                 {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
+                if state_too
+                else {}
                 for p in params
             ]
             values = [param.detach().clone() for param in params]

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from star_hvd.execute.hyper import HyperRow
 from star_hvd.execute.late import LateGradients
 from star_hvd.execute.replay import Applier
 from star_hvd.execute.replica import Replica
-from star_hvd.execute.state import Counters, DeviceEvent, Listener, Result, Round, Snapshot
+from star_hvd.execute.state import Averaging, Counters, DeviceEvent, Listener, Result, Round, Snapshot
 
 __all__ = ["RoundEngine"]
 
@@ -48,7 +48,8 @@ class RoundEngine:
         rank: This rank.
         plan: The first plan, in force from step 0; must be `sync`.
         applier: Steps the live parameters.
-        collective: Reduces tensors.
+        collective: Reduces tensors over all ranks.
+        collective_of: Gives the collective of a subgroup's members; the process set must exist.
         listener: Is told what happens.
         prefix: Names of the collectives start with it; unique per optimizer and equal on all ranks.
         scale_by_ranks: Whether the result is the mean times the number of ranks (`op=Sum`).
@@ -65,6 +66,7 @@ class RoundEngine:
         applier: Applier,
         collective: Collective,
         listener: Listener,
+        collective_of: Callable[[tuple[int, ...]], Collective] | None = None,
         prefix: str = "star",
         scale_by_ranks: bool = False,
         can_replay: bool = True,
@@ -75,6 +77,7 @@ class RoundEngine:
         self.world_size = plan.world_size
         self.applier = applier
         self.collective = collective
+        self.averaging: Averaging | None = None
         self.prefix = prefix
         self.counters = Counters()
         self.next_round = 0
@@ -89,6 +92,8 @@ class RoundEngine:
         self.replica = Replica(applier, self.lock, self.counters, self._changed)
         self.agreement = Agreement(rank, plan, applier, listener)
         self._listener = listener
+        self._everybody = collective
+        self._collective_of = collective_of
         self._scale_by_ranks = scale_by_ranks
         self._can_replay = can_replay
         self._replay_queue = replay_queue
@@ -105,6 +110,11 @@ class RoundEngine:
     def plan(self) -> Plan:
         """The plan in force for `next_round`."""
         return self.agreement.plan
+
+    @property
+    def taking_part(self) -> bool:
+        """Whether this rank reduces together with others under the plan in force."""
+        return self.plan.family == "rounds" or self.rank in self.plan.members
 
     @property
     def version(self) -> int:
@@ -169,7 +179,7 @@ class RoundEngine:
             self._raise_failure()
             self.replica.computing = False
             self.own_steps += 1
-            if self.version != self.next_round:
+            if self.version != self.next_round or not self.taking_part or self.replica.foreign:
                 self.counters.late += 1
                 self._listener.on_late(self.version, self.plan.epoch)
                 return False
@@ -180,6 +190,29 @@ class RoundEngine:
             self.counters.fresh += 1
             self._listener.on_arrive(self.version, self.plan.epoch)
             return True
+
+    def submit_average(self, index: int) -> None:
+        """`local`: the parameters of one bucket are in its buffer; submit them with this rank's weight."""
+        with self.lock:
+            self._raise_failure()
+            bucket = self.applier.buckets[index]
+            bucket.flat[:-1].mul_(self.weight)
+            bucket.flat[-1] = self.weight
+            self._submit(bucket, bucket.flat)
+
+    def arrive_average(self) -> None:
+        """`local`: all buckets are submitted; claim the step."""
+        with self.lock:
+            self._raise_failure()
+            self.replica.computing = False
+            self._claim_header("trainer")
+            self._listener.on_arrive(self.version, self.plan.epoch)
+
+    def own_extras(self) -> list[torch.Tensor]:
+        """`local`: what is averaged besides the parameters, summed after the handles have ended."""
+        with self.lock:
+            assert self._inflight is not None and self._inflight.owner == "trainer"
+            return self._inflight.extras
 
     def own_handles(self) -> list[int]:
         """Handles of the step that the training thread owns, after `arrive` returned True."""
@@ -260,6 +293,91 @@ class RoundEngine:
             self._choose_carrier()
             self._current = Round.open(self.next_round, len(self.applier.buckets))
 
+    # ---- outside the rounds: servers, a subgroup's children ---------------------------------------------------
+
+    def leave_rounds(self) -> None:
+        """From here on this rank's parameters come from elsewhere, without the optimizer's state."""
+        with self.replica.apply_lock, self.lock:
+            self.replica.leave()
+
+    def outside_gradient(self, index: int) -> None:
+        """The training thread's gradient of one bucket is whole, in a mode that does not reduce it here."""
+        with self.lock:
+            self._raise_failure()
+            self.counters.produced_weight += self.weight / len(self.applier.buckets)
+
+    def note_outside(self, version: int) -> None:
+        """The live parameters are those of step `version`, received from elsewhere."""
+        with self.lock:
+            if not self.taking_part:
+                self.replica.version = self.next_round = version
+
+    def adopt_state(self, snapshot: Snapshot) -> None:
+        """Take over parameters and optimizer state of one version, for a checkpoint; the mode goes on as before."""
+        with self.replica.apply_lock:
+            self.replica.load(snapshot)
+            self.note_outside(snapshot.version)
+
+    def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
+        """Add what was kept for a bucket to a contribution that does not go through a round."""
+        with self.lock:
+            return self._late.fold(bucket, flat, self.version, self.plan)
+
+    def keep_late(self, flats: Sequence[torch.Tensor], version: int, *, foreign: bool = False) -> int:
+        """Keep contributions (gradients times weight, then the weight), computed on step `version`, for the next step.
+
+        Args:
+            flats: One buffer per bucket.
+            version: Of the parameters behind them.
+            foreign: They are another rank's, which this rank has taken over.
+
+        Returns:
+            The first version that will contain them.
+        """
+        with self.lock:
+            self._raise_failure()
+            for bucket, flat in zip(self.applier.buckets, flats, strict=True):
+                if foreign:
+                    self.counters.produced_weight += float(flat[-1]) / len(self.applier.buckets)
+                self._late.keep_whole(bucket, flat, min(version, self.version))
+            fence(self.applier.buckets)
+            # A bucket of the current step may have been submitted already; it then goes with the next one.
+            begun = any(self._current.claimed(bucket.index) for bucket in self.applier.buckets)
+            return self.next_round + (2 if begun else 1)
+
+    def adopt_plan(self, plan: Plan) -> None:
+        """Servers have changed their rule under way: the plan of this epoch is in force."""
+        with self.lock:
+            if plan.epoch > self.plan.epoch:
+                self.agreement.resume(plan, self.version)
+
+    def resume(self, plan: Plan, round_: int) -> bool:
+        """Step `round_` is the first under `plan`; its state is elsewhere and has to be fetched.
+
+        Returns:
+            Whether that is news.
+        """
+        with self.lock:
+            if plan.epoch <= self.plan.epoch:
+                return False
+            self.replica.cannot_replay(max(round_, self.version))
+            self.replica.foreign = True
+            self.next_round = round_
+            self._current = Round.open(round_, len(self.applier.buckets))
+            self.agreement.resume(plan, round_)
+            self._plan_taken()
+            self._changed()
+            return True
+
+    def _plan_taken(self) -> None:
+        """Use the collective of the plan in force."""
+        members = self.plan.members
+        if self.plan.mode != "subgroup":
+            self.collective = self._everybody
+        elif self.rank in members:
+            assert self._collective_of is not None, "this engine cannot run a subgroup"
+            self.collective = self._collective_of(members)
+
     # ---- helper thread --------------------------------------------------------------------------------------
 
     def helper_has_work(self) -> bool:
@@ -309,6 +427,11 @@ class RoundEngine:
         with self.lock:
             self.away = away
             self._changed()
+
+    def refusal(self, plan: Plan) -> str | None:
+        """Why this rank cannot take a plan up, None where it can."""
+        with self.lock:
+            return self.agreement.refusal(plan)
 
     def prepare(self, plan: Plan) -> str | None:
         """Get ready for a plan; see `Agreement.prepare`."""
@@ -364,14 +487,14 @@ class RoundEngine:
 
     def _lost(self, index: int) -> bool:
         """Whether the training thread's gradient of a bucket can no longer be fresh."""
-        return self.version != self.next_round or self._current.claimed(index)
+        return self.version != self.next_round or not self.taking_part or self.replica.foreign or self._current.claimed(index)
 
     def _helper_owns(self) -> bool:
         return self._inflight is not None and self._inflight.owner == "helper"
 
     def _may_close(self) -> bool:
         """Whether the helper may stand in for the training thread in the current round."""
-        if self._inflight is not None or self._close_upto < self.next_round:
+        if self._inflight is not None or self._close_upto < self.next_round or not self.taking_part:
             return False
         # A training thread that hangs inside step() must not let the queue grow without bound: the job waits for it.
         return len(self.replica.queue) < self._replay_queue and (self.away or self.plan.may_close)
@@ -392,7 +515,8 @@ class RoundEngine:
     def _submit(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Submit `flat`, with what was kept for the bucket folded in."""
         round_ = self._current
-        round_.folded += self._late.fold(bucket, flat, round_.number, self.plan)
+        if self.plan.mode != "local":  # There the buffers hold parameters.
+            round_.folded += self._late.fold(bucket, flat, round_.number, self.plan)
         wire = bucket.to_wire(flat)
         round_.flats[bucket.index], round_.wires[bucket.index] = flat, wire
         if bucket is not self._carrier:
@@ -402,7 +526,8 @@ class RoundEngine:
         """Submit every bucket the training thread has not, then the header."""
         for bucket in self.applier.buckets:
             if not self._current.claimed(bucket.index):
-                self._submit(bucket, bucket.new_flat())
+                averaging = self.averaging if self.plan.mode == "local" else None
+                self._submit(bucket, averaging.stand_in_flat(bucket) if averaging else bucket.new_flat())
         self._claim_header("helper")
         self.counters.proxied += 1
 
@@ -426,6 +551,11 @@ class RoundEngine:
             assert wire is not None
             whole, round_.header, name = wire, wire[-codec.size :], f"{self.prefix}.b{self._carrier.index}"
         codec.write(self.rank, item, round_.header.numpy())
+        if self.averaging is not None and self.plan.mode == "local":
+            round_.averaging = self.averaging
+            for extra, tensor in self.averaging.extras():
+                round_.extras.append(tensor)
+                round_.handles.append(self.collective.submit(f"{self.prefix}.{extra}", tensor))
         round_.header_handle = self.collective.submit(name, whole)
         self._inflight = round_
         self.next_round = round_.number + 1
@@ -438,11 +568,15 @@ class RoundEngine:
         header = self.agreement.codec.read(round_.header.numpy())
         means = [self._mean(bucket, round_) for bucket in self.applier.buckets]
         mean_sqr = math.nan
-        if header.local_count == self.world_size:
+        if header.local_count == len(self.agreement.members):
             mean_sqr = sum(map(_sqr_norm, means))
-        if header.manual and round_.owner == "helper":
+        if header.manual and round_.owner == "helper" and round_.averaging is None:
             self.replica.cannot_replay(round_.number)
-        return Result(round_.number, means, self.agreement.read(round_, header, mean_sqr))
+        before = self.plan
+        row = self.agreement.read(round_, header, mean_sqr)
+        if self.plan is not before:
+            self._plan_taken()
+        return Result(round_.number, means, row)
 
     def _mean(self, bucket: Bucket, round_: Round) -> torch.Tensor:
         flat, wire = round_.flats[bucket.index], round_.wires[bucket.index]
@@ -465,7 +599,11 @@ class RoundEngine:
             return False
         result = self._complete(round_)
         self._inflight = None
-        self.replica.push(result)
+        if round_.averaging is not None:
+            round_.averaging.stood_in(result, round_.extras)
+            self.replica.version += 1
+        else:
+            self.replica.push(result)
         self._changed()
         return True
 

@@ -9,9 +9,10 @@ from typing import Protocol
 import torch
 
 from scheduler.records import Plan
+from star_hvd.buckets import Bucket
 from star_hvd.execute.header import Header
 
-__all__ = ["Counters", "DeviceEvent", "Listener", "Result", "Round", "Snapshot"]
+__all__ = ["Averaging", "Counters", "DeviceEvent", "Listener", "Result", "Round", "Snapshot"]
 
 
 class DeviceEvent(Protocol):
@@ -19,6 +20,22 @@ class DeviceEvent(Protocol):
 
     def query(self) -> bool:
         """Whether the device has got there."""
+        ...
+
+
+class Averaging(Protocol):
+    """What `local` averages besides the parameters."""
+
+    def stand_in_flat(self, bucket: Bucket) -> torch.Tensor:
+        """What the helper contributes for a training thread that is away."""
+        ...
+
+    def extras(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and tensors to sum, times this rank's weight."""
+        ...
+
+    def stood_in(self, result: Result, extras: list[torch.Tensor]) -> None:
+        """An averaging has ended without this rank's training thread; called under the engine's lock."""
         ...
 
 
@@ -69,6 +86,8 @@ class Round:
         flagged: The plan whose flag this rank raised in the header.
         folded: Buckets into which a late gradient was folded.
         waiting: Handles the helper has not collected yet.
+        averaging: Set where the buffers hold parameters (`local`).
+        extras: What is averaged besides them.
     """
 
     number: int
@@ -81,6 +100,8 @@ class Round:
     flagged: Plan | None = None
     folded: int = 0
     waiting: collections.deque[int] = field(default_factory=collections.deque)
+    averaging: Averaging | None = None
+    extras: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def open(cls, number: int, n_buckets: int) -> Round:

@@ -80,10 +80,10 @@ def test_ranks(state: list[tuple[bool, int]]) -> None:
     header = reduced([Contribution(fresh, own) for fresh, own in state])
     assert header.fresh == tuple(f for f, _ in state)
     assert header.own_steps == tuple(n for _, n in state)
-    assert header.fresh_count == sum(header.fresh) and header.complete is all(header.fresh)
+    assert header.fresh_count == sum(header.fresh) and header.complete(range(len(state))) is all(header.fresh)
     if any(header.fresh):
         most = max(n for f, n in state if f)
-        assert header.leader == next(r for r, (f, n) in enumerate(state) if f and n == most)
+        assert header.leader_of(range(len(state))) == next(r for r, (f, n) in enumerate(state) if f and n == most)
 
 
 def test_means_and_what_is_not_finite() -> None:
@@ -145,7 +145,7 @@ def test_the_bits_of_a_nan_are_kept(nan_bits: int) -> None:
     ],
 )
 def test_who_leads(state: list[tuple[bool, int]], leader: int) -> None:
-    assert reduced([Contribution(fresh, own) for fresh, own in state]).leader == leader
+    assert reduced([Contribution(fresh, own) for fresh, own in state]).leader_of(range(len(state))) == leader
 
 
 def test_a_plan_not_raised_by_one_rank_is_not_agreed_on_however_the_sums_fall() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd.channel.keys import Keyring, Peer
-from star_hvd.channel.tensors import _HEADER, TensorServer, fetch, pack_snapshot, unpack_snapshot
+from star_hvd.channel.tensors import _HEADER, _REQUEST, TensorServer, fetch, pack_snapshot, unpack_snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 
@@ -145,7 +145,7 @@ def two_rings() -> Iterator[tuple[Keyring, Keyring, Any, list[Peer]]]:
 def test_fetching_in_chunks() -> None:
     snapshot = example(numel=100_000)
     with two_rings() as (_, client, router, _):
-        server = TensorServer(router, lambda engine: snapshot if engine == 2 else None, 4096)
+        server = TensorServer(router, lambda engine, state_too, least: snapshot if engine == 2 else None, 4096)
         server.start()
         try:
             got = fetch(client, 0, 2, 20.0)
@@ -162,7 +162,7 @@ def test_fetching_in_chunks() -> None:
 def test_fetches_of_two_threads() -> None:
     snapshot = example(numel=50_000)
     with two_rings() as (_, client, router, _):
-        server = TensorServer(router, lambda engine: snapshot, 4096)
+        server = TensorServer(router, lambda engine, state_too, least: snapshot, 4096)
         server.start()
         got: list[Snapshot | None] = []
         threads = [threading.Thread(target=lambda: got.append(fetch(client, 0, 0, 10.0))) for _ in range(4)]
@@ -176,7 +176,7 @@ def test_fetches_of_two_threads() -> None:
 
 def test_a_server_that_cannot_pack_says_so_at_once() -> None:
     with two_rings() as (_, client, router, _):
-        server = TensorServer(router, lambda engine: Snapshot(0, [], [{"x": object()}]), 4096)
+        server = TensorServer(router, lambda engine, state_too, least: Snapshot(0, [], [{"x": object()}]), 4096)
         server.start()
         assert fetch(client, 0, 0, 20.0) is None
         server.stop()
@@ -184,7 +184,7 @@ def test_a_server_that_cannot_pack_says_so_at_once() -> None:
 
 def test_malformed_requests_are_counted_and_the_next_one_is_served() -> None:
     with two_rings() as (_, client, router, peers):
-        server = TensorServer(router, lambda engine: example(), 4096)
+        server = TensorServer(router, lambda engine, state_too, least: example(), 4096)
         server.start()
         socket = client.client(0, b"junk", port=peers[0].tensor_port)
         for frames in ([b""], [b"abc"], [b"a", b"b"], [bytes(4), b"x"]):
@@ -237,7 +237,7 @@ def test_damaged_replies(replies: list[list[bytes]]) -> None:
         def answer() -> None:
             if router.poll(10_000):
                 peer, request = router.recv_multipart()
-                assert struct.unpack("<I", request) == (0,)
+                assert _REQUEST.unpack(request) == (0, 1, 0)
                 for frames in replies:
                     router.send_multipart([peer, *frames])
 

@@ -1,0 +1,159 @@
+"""Late gradients from a rank outside the subgroup to its parent, and current parameters back, on a tensor socket.
+
+A push is a sequence of two-frame messages, a fixed binary header and raw bytes of at most a chunk each, paced where a
+rate is set so that it does not crowd the links of the ranks that all-reduce. The parent answers the last one with
+the step whose parameters will contain the gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+
+from star_hvd.channel.keys import Keyring
+from star_hvd.channel.tensors import receive_snapshot, request
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.execute.state import Snapshot
+
+__all__ = ["LatePushes", "ParentLink"]
+
+_HEADER = struct.Struct("<4sBIIQQQQ")  # magic, protocol, engine, rank, push, version, offset, size
+_MAGIC, _PROTOCOL = b"STAL", 1
+_ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
+_MAX_PUSH_BYTES = 1 << 40
+_POLL_S = 0.002
+
+
+class ParentLink:
+    """A child's connection to its parent; used by the training thread only.
+
+    Args:
+        keyring: Keys and addresses of the job.
+        parent: The parent's rank.
+        rank: This rank.
+        engine: Number of the optimizer.
+        chunk_bytes: Size of a message.
+        pace_bytes_per_s: Rate of the pushes, 0 for as fast as the link goes.
+    """
+
+    def __init__(
+        self, keyring: Keyring, parent: int, rank: int, engine: int, *, chunk_bytes: int, pace_bytes_per_s: float
+    ) -> None:
+        self.parent = parent
+        self._rank, self._engine = rank, engine
+        self._chunk_bytes = chunk_bytes
+        self._pace_bytes_per_s = pace_bytes_per_s
+        self._socket = keyring.client(parent, b"", port=keyring.peers[parent].tensor_port)
+        self._pushes = 0
+
+    def push(self, flats: Sequence[torch.Tensor], version: int, deadline_s: float) -> int:
+        """Send one gradient, one flat buffer per bucket; returns the first version that will contain it.
+
+        Raises:
+            DeadlineError: The parent did not answer in time.
+        """
+        limit_s = time.monotonic() + deadline_s
+        self._pushes += 1
+        body = b"".join(flat.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for flat in flats)
+        for offset in range(0, max(1, len(body)), self._chunk_bytes):
+            part = body[offset : offset + self._chunk_bytes]
+            header = _HEADER.pack(
+                _MAGIC, _PROTOCOL, self._engine, self._rank, self._pushes, version, offset, len(body)
+            )
+            self._socket.send_multipart([header, part])
+            if self._pace_bytes_per_s:
+                time.sleep(len(part) / self._pace_bytes_per_s)
+        while True:
+            left_ms = 1e3 * (limit_s - time.monotonic())
+            if left_ms <= 0 or not self._socket.poll(max(1, round(left_ms))):
+                raise DeadlineError(f"rank {self.parent} did not take a late gradient within {deadline_s:g} s")
+            frames = self._socket.recv_multipart()
+            if len(frames) == 1 and len(frames[0]) == _ACK.size:
+                magic, push, contained = _ACK.unpack(frames[0])
+                if magic == _MAGIC and push == self._pushes:
+                    return int(contained)
+
+    def parameters(
+        self, least: int, deadline_s: float, given_up: Callable[[], bool], *, state_too: bool = False
+    ) -> Snapshot | None:
+        """Parameters of step `least` or later; None when `given_up` says so first.
+
+        Raises:
+            DeadlineError: The parent had none within `deadline_s`.
+        """
+        limit_s = time.monotonic() + deadline_s
+        while not given_up():
+            request(self._socket, self._engine, state_too=state_too, least=least)
+            snapshot = receive_snapshot(self._socket, self.parent, limit_s)
+            if snapshot is not None:
+                return snapshot
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"rank {self.parent} had no parameters of step {least} or later within {deadline_s:g} s"
+                )
+            time.sleep(_POLL_S)
+        return None
+
+    def close(self) -> None:
+        """Close the socket."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.close(linger=0)
+
+
+@dataclass(slots=True)
+class _Partial:
+    push: int
+    body: bytearray
+
+
+class LatePushes:
+    """The parent's side: puts chunks together and hands whole gradients on, each once.
+
+    Args:
+        accept: Takes (engine, rank, version, bytes) and returns the first version that will contain the gradient.
+    """
+
+    def __init__(self, accept: Callable[[int, int, int, bytearray], int]) -> None:
+        self._accept = accept
+        self._partial: dict[bytes, _Partial] = {}
+        self._done: dict[bytes, tuple[int, int]] = {}
+
+    def take(self, peer: bytes, frames: Sequence[bytes]) -> bytes | None:
+        """One message of a peer; the answer to send, None before the last chunk.
+
+        Raises:
+            ChannelError: The message does not follow the ones before; nothing of it is kept.
+        """
+        if len(frames) != 2 or len(frames[0]) != _HEADER.size:
+            raise ChannelError("a late gradient has the wrong frames; expected a header and a payload")
+        magic, protocol, engine, rank, push, version, offset, size = _HEADER.unpack(frames[0])
+        if magic != _MAGIC or protocol != _PROTOCOL or size > _MAX_PUSH_BYTES:
+            raise ChannelError(f"a late gradient of protocol {protocol} and {size} bytes; expected {_PROTOCOL}")
+        done = self._done.get(peer)
+        if done is not None and done[0] == push:
+            return _ACK.pack(_MAGIC, push, done[1])
+        partial = self._partial.get(peer)
+        if partial is None or partial.push != push:
+            partial = self._partial[peer] = _Partial(push, bytearray())
+        if offset != len(partial.body) or offset + len(frames[1]) > size:
+            del self._partial[peer]
+            raise ChannelError(f"chunk at {offset} of a late gradient does not follow the bytes before")
+        partial.body += frames[1]
+        if len(partial.body) < size:
+            return None
+        del self._partial[peer]
+        contained = self._accept(engine, rank, version, partial.body)
+        self._done[peer] = (push, contained)
+        return _ACK.pack(_MAGIC, push, contained)
+
+
+def is_push(frames: Sequence[Any]) -> bool:
+    """Whether the frames of a peer are part of a late gradient."""
+    return len(frames) == 2 and bytes(frames[0][:4]) == _MAGIC

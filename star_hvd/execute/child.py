@@ -1,0 +1,118 @@
+"""A rank outside the subgroup: sends its gradient to a member, its parent, and gets current parameters back.
+
+The members never wait for it. The parent folds the gradient into its own next submission, as late as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.buckets import Bucket
+from star_hvd.channel.late import ParentLink
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.servers import StepInfo
+
+__all__ = ["ChildSteps"]
+
+
+class ChildSteps:
+    """See the module's text.
+
+    Args:
+        engine: This rank's engine; its rounds rest meanwhile.
+        link: Connection to the parent.
+        deadline_s: Longest wait for the parent.
+        on_step: Told about every step.
+    """
+
+    def __init__(
+        self, engine: RoundEngine, link: ParentLink, *, deadline_s: float, on_step: Callable[[StepInfo], None]
+    ) -> None:
+        self.plan: Plan = engine.plan
+        self._engine = engine
+        self._link = link
+        self._deadline_s = deadline_s
+        self._on_step = on_step
+        engine.leave_rounds()
+
+    @property
+    def gone(self) -> bool:
+        """Whether another plan is in force."""
+        return self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether another plan is in force."""
+        return self._engine.plan.epoch != self.plan.epoch
+
+    def give(self, bucket: Bucket) -> None:
+        """A gradient is whole."""
+        self._engine.outside_gradient(bucket.index)
+
+    def step(self, *, skip: bool) -> Any:
+        """Send this rank's gradient to the parent and take the parameters of the step that contains it.
+
+        If a rank is late: this one always is; nobody waits for it.
+        """
+        engine = self._engine
+        engine.own_steps += 1
+        engine.applier.clip()
+        weight, version = engine.weight, engine.version
+        for bucket in engine.applier.buckets:
+            if weight != 1.0:
+                bucket.flat[:-1].mul_(weight)
+            bucket.flat[-1] = weight
+            engine.fold_late(bucket, bucket.flat)
+        flats = [bucket.flat for bucket in engine.applier.buckets]
+        if self.over:
+            engine.keep_late([flat.clone() for flat in flats], version)
+            return None
+        began_s = time.monotonic()
+        contained = self._link.push(flats, version, self._deadline_s)
+        engine.counters.late += 1
+        # The parent counts it as produced there, and what becomes of it.
+        engine.counters.produced_weight -= weight
+        self._receive(contained)
+        self._on_step(StepInfo(contained, max(0, contained - 1 - version), time.monotonic() - began_s))
+        return None
+
+    def _receive(self, least: int) -> None:
+        snapshot = self._link.parameters(least, self._deadline_s, self._given_up)
+        if snapshot is not None and not self.over:
+            with self._engine.replica.apply_lock, torch.no_grad():
+                self._engine.replica.load(snapshot)
+                self._engine.note_outside(snapshot.version)
+
+    def _given_up(self) -> bool:
+        if self._engine.failure is not None:
+            raise self._engine.failure
+        return self.over
+
+    def bring_up(self) -> None:
+        """Get the parent's parameters, at the end of an epoch for example."""
+        if not self.over:
+            self._receive(self._engine.version)
+
+    def refresh_state(self) -> None:
+        """The optimizer's state is the members'; a checkpoint of this rank needs theirs."""
+        if not self.over:
+            snapshot = self._link.parameters(
+                self._engine.version, self._deadline_s, self._given_up, state_too=True
+            )
+            if snapshot is not None:
+                self._engine.adopt_state(snapshot)
+
+    def set_away(self, away: bool) -> None:
+        """Nobody waits for a child anyway."""
+
+    def wake(self) -> None:
+        """Waits here look for the end of the mode themselves."""
+
+    def leave(self) -> None:
+        """The mode has ended."""
+        self._link.close()

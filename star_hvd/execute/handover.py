@@ -1,0 +1,224 @@
+"""Moves one rank between the families of modes: rounds, a subgroup's child, servers, local steps.
+
+Only the training thread enters and leaves, at the end of its step, when its parameters are those of the step at which
+the plan begins. Preparing happens in a thread of its own, orders come in the agent's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from scheduler.records import Plan
+from star_hvd.buckets import Bucket
+from star_hvd.errors import DeadlineError, StarError
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.state import Snapshot
+
+__all__ = ["Handover", "Services", "Steps"]
+
+logger = logging.getLogger("star_hvd")
+
+_POLL_S = 0.001
+
+
+class Steps(Protocol):
+    """How a rank makes steps outside the rounds."""
+
+    @property
+    def over(self) -> bool:
+        """Whether this rank has nothing more to do here."""
+        ...
+
+    @property
+    def gone(self) -> bool:
+        """Whether the plan in force asks for something else."""
+        ...
+
+    def give(self, bucket: Bucket) -> None: ...
+    def step(self, *, skip: bool) -> Any: ...
+    def bring_up(self) -> None: ...
+    def refresh_state(self) -> None: ...
+    def set_away(self, away: bool) -> None: ...
+    def wake(self) -> None: ...
+    def leave(self) -> None: ...
+
+
+class Services(Protocol):
+    """What the process offers to a handover; see `star_hvd.services`."""
+
+    def prepare(self, engine: int, plan: Plan) -> str | None:
+        """Get process sets, servers and connections ready; blocks. A reason why not, or None."""
+        ...
+
+    def steps(self, engine: int, plan: Plan) -> Steps:
+        """The steps of a prepared plan that does not run in rounds."""
+        ...
+
+    def seed(self, engine: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
+        """The state with which servers begin, where this rank runs any."""
+        ...
+
+    def end(self, engine: int, plan: Plan, new: Plan) -> None:
+        """All ranks are ready to go from `plan` on to `new`: let servers make their last update, where here are any."""
+        ...
+
+    def final_state(self, engine: int, version: int, deadline_s: float) -> Snapshot | None:
+        """The state with which servers ended, None where this rank has no servers to ask."""
+        ...
+
+
+class Handover:
+    """See the module's text.
+
+    Args:
+        number: Number of the optimizer.
+        engine: Its engine.
+        services: Of the process.
+        ready: Tells the coordinator that a plan is prepared, or why it cannot be.
+        fetch: Gets parameters from a rank that is up to date.
+        local: Makes the steps of `local`.
+        deadline_s: Longest wait for orders.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        engine: RoundEngine,
+        services: Services,
+        *,
+        ready: Callable[[Plan, str | None], None],
+        fetch: Callable[[int], Snapshot],
+        local: Callable[[], Steps],
+        deadline_s: float,
+    ) -> None:
+        self.outside: Steps | None = None
+        self._number = number
+        self._engine = engine
+        self._services = services
+        self._ready = ready
+        self._fetch = fetch
+        self._local = local
+        self._deadline_s = deadline_s
+        self._held: dict[int, Plan] = {}
+        self._lock = threading.Lock()
+        self._ended_at: int | None = None
+        self._away = False
+
+    # ---- preparer and agent threads -----------------------------------------------------------------------------
+
+    def needs_preparing(self, plan: Plan) -> bool:
+        """Whether a plan takes more than a flag in the next steps' headers."""
+        return not (plan.family == self._engine.plan.family == "rounds")
+
+    def prepare(self, plan: Plan) -> None:
+        """Get ready for a plan; blocks, in the preparer's thread."""
+        reason = self._engine.refusal(plan) or self._services.prepare(self._number, plan)
+        if reason is None:
+            with self._lock:
+                self._held = {epoch: held for epoch, held in self._held.items() if epoch >= plan.epoch - 8}
+                self._held[plan.epoch] = plan
+        self._ready(plan, reason)
+
+    def commit(self, epoch: int) -> None:
+        """All ranks are ready for a plan: raise flags, or let the servers end."""
+        plan = self.plan_of(epoch)
+        if plan is None:
+            return
+        present = self._engine.plan
+        if present.family in ("ps", "grouped"):
+            self._services.end(self._number, present, plan)
+        elif self._engine.taking_part:
+            self._engine.prepare(plan)
+
+    def plan_of(self, epoch: int) -> Plan | None:
+        """A plan that was prepared here."""
+        with self._lock:
+            return self._held.get(epoch)
+
+    def moved(self, epoch: int, round_: int) -> None:
+        """A plan is in force from a step on; ranks that did not agree to it in band have to follow."""
+        plan = self.plan_of(epoch)
+        if plan is None:
+            self._engine.fail(StarError(f"the plan of epoch {epoch} is in force and was never prepared here"))
+            return
+        self._ended_at = round_ if self._engine.plan.family in ("ps", "grouped") else None
+        if self._engine.resume(plan, round_) and self.outside is not None:
+            self.outside.wake()
+
+    # ---- training thread ----------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """At the end of a step: leave what the plan in force does not ask for any more."""
+        if self.outside is not None and self.outside.over:
+            self._leave(self.outside)
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether this rank, at the end of its step, must have the state of the step the others are at."""
+        plan = self._engine.plan
+        return self.outside is None and (self._engine.taking_part or self.rank in plan.sources)
+
+    def enter(self) -> None:
+        """At the end of a step: enter what the plan in force asks for, once this rank is where it begins."""
+        engine = self._engine
+        if self.outside is not None:
+            return
+        with engine.lock:
+            plan, behind = engine.plan, engine.version != engine.next_round or engine.replica.foreign
+            inside = engine.taking_part and plan.mode != "local"
+        if inside or (behind and (plan.mode == "local" or self.rank in plan.sources)):
+            return  # While behind, its gradients are late; it comes here again.
+        if plan.mode == "local":
+            self.outside = self._local()
+        else:
+            if self.rank in plan.servers:
+                version = engine.version
+                self._services.seed(self._number, plan, lambda: self._own_state(version))
+            self.outside = self._services.steps(self._number, plan)
+            if behind:
+                self.outside.bring_up()
+        if self._away:
+            self.outside.set_away(True)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._engine.rank
+
+    def _own_state(self, version: int) -> Snapshot:
+        snapshot = self._engine.replica.snapshot()
+        assert snapshot is not None and snapshot.version == version, "a server's first state is not that of its step"
+        return snapshot
+
+    def _leave(self, outside: Steps) -> None:
+        """Wait until the coordinator has told where the next plan begins; the servers' answer may come earlier."""
+        began_s = time.monotonic()
+        while not outside.gone:
+            if self._engine.failure is not None:
+                raise self._engine.failure
+            if time.monotonic() - began_s > self._deadline_s:
+                raise DeadlineError(f"the mode ended, and no plan followed within {self._deadline_s:g} s")
+            time.sleep(_POLL_S)
+        outside.leave()
+        self.outside = None
+
+    def state_for(self, engine: int) -> Snapshot:
+        """The state this rank lacks: from the servers that have just ended, or from a rank that has it."""
+        ended_at = self._ended_at
+        if ended_at is not None and self._engine.next_round == ended_at:
+            with contextlib.suppress(DeadlineError):
+                snapshot = self._services.final_state(engine, ended_at, self._deadline_s)
+                if snapshot is not None:
+                    return snapshot
+        return self._fetch(engine)
+
+    def set_away(self, away: bool) -> None:
+        """The training thread, which calls this, delivers no gradients for now."""
+        self._away = away
+        if self.outside is not None:
+            self.outside.set_away(away)

@@ -1,0 +1,196 @@
+"""`local(H)`: every rank steps on its own; after H steps, or H seconds, parameters and optimizer state are averaged.
+
+The average is weighted by the samples behind each rank's steps since the last one, so a rank that made fewer counts
+for less. Momentum and Adam's moments are averaged with the same weights: linear in the gradients as they are, their
+average is the moment of the average trajectory, and all replicas go on bit-equal (after post-local SGD, Lin et al.
+2020; the time-based form is what users built by hand to escape stragglers, RETURNN #318).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.buckets import Bucket
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.state import Result
+
+__all__ = ["LocalSteps"]
+
+
+_LEAST_WEIGHT = 1e-3  # Of a rank that made no step since the last averaging; if none did, the mean is what all have.
+
+
+class LocalSteps:
+    """Local steps of one rank and their averaging through the engine's rounds.
+
+    Args:
+        engine: The rank's engine; one averaging is one of its rounds.
+        wait: Waits for the handles of the round this rank owns.
+    """
+
+    def __init__(self, engine: RoundEngine, wait: Callable[[], None]) -> None:
+        self.plan: Plan = engine.plan
+        self._engine = engine
+        self._wait = wait
+        self._weight = 0.0
+        self._steps = 0
+        self._began_s = time.monotonic()
+        self._stood_in: tuple[Result, list[torch.Tensor]] | None = None
+        engine.averaging = self
+
+    @property
+    def gone(self) -> bool:
+        """Whether another plan is in force."""
+        return self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether the plan in force is no longer one of local steps; plans change at averagings only."""
+        return self._engine.plan.mode != "local"
+
+    def set_away(self, away: bool) -> None:
+        """The helper takes part in averagings meanwhile."""
+
+    def wake(self) -> None:
+        """Nothing waits here that others could end."""
+
+    # ---- training thread ------------------------------------------------------------------------------------
+
+    def give(self, bucket: Bucket) -> None:
+        """A gradient is whole."""
+        self._engine.outside_gradient(bucket.index)
+
+    def step(self, *, skip: bool) -> Any:
+        """One step on this rank's own gradient, and the averaging when it is due.
+
+        If a rank is late: the others wait for it at the averaging, not before.
+        """
+        engine, weight = self._engine, self._engine.weight
+        self._take_over()
+        engine.own_steps += 1
+        for bucket in engine.applier.buckets:
+            self._fold(bucket, weight)
+        value = None if skip else engine.applier.step(None)
+        engine.counters.applied_weight += weight
+        engine.counters.fresh += 1
+        self._weight += weight
+        self._steps += 1
+        if self._due():
+            self.average()
+        return value
+
+    def _fold(self, bucket: Bucket, weight: float) -> None:
+        """A gradient from before this mode joins this rank's next one: mean over both weights."""
+        flat = bucket.flat
+        flat[-1] = weight
+        if weight != 1.0:
+            flat[:-1].mul_(weight)
+        self._engine.fold_late(bucket, flat)
+        total = float(flat[-1])
+        if total not in (0.0, 1.0):
+            flat[:-1].div_(total)
+
+    def _due(self) -> bool:
+        plan = self._engine.plan
+        if plan.local_steps:
+            return self._steps >= plan.local_steps
+        return time.monotonic() - self._began_s >= plan.local_s
+
+    def average(self) -> None:
+        """Average with all ranks now; waits for them."""
+        engine = self._engine
+        weight = engine.weight
+        engine.weight = self._weight = max(self._weight, _LEAST_WEIGHT)
+        for bucket in engine.applier.buckets:
+            for view, param in zip(bucket.views, bucket.params, strict=True):
+                view.copy_(param.detach())
+            engine.submit_average(bucket.index)
+        engine.arrive_average()
+        self._wait()
+        extras = engine.own_extras()
+        result = engine.finish_own()
+        engine.apply_own(result, lambda row: self._write(result, extras))
+        engine.weight = weight
+        self._weight, self._steps, self._began_s = 0.0, 0, time.monotonic()
+
+    def bring_up(self) -> None:
+        """Average where all ranks meet: they leave an epoch, or an optimizer, with equal parameters."""
+        self._take_over()
+        self.average()
+
+    def _take_over(self) -> None:
+        """Use an averaging that ended while this rank was away."""
+        with self._engine.lock:
+            stood_in, self._stood_in = self._stood_in, None
+        if stood_in is not None:
+            self._write(*stood_in)
+            self._steps, self._began_s = 0, time.monotonic()
+
+    def refresh_state(self) -> None:
+        """The optimizer's state is this rank's own between two averagings."""
+
+    def leave(self) -> None:
+        """The mode has ended, right after an averaging."""
+        self._take_over()
+        self._engine.averaging = None
+
+    # ---- averaging: the engine's side -------------------------------------------------------------------------
+
+    def stand_in_flat(self, bucket: Bucket) -> torch.Tensor:
+        """What the helper contributes while the training thread is away: its steps since the last averaging."""
+        flat = bucket.new_flat()
+        if self._weight:
+            for view, param in zip(bucket.split(flat), bucket.params, strict=True):
+                view.copy_(param.detach()).mul_(self._weight)
+            flat[-1] = self._weight
+        return flat
+
+    def extras(self) -> list[tuple[str, torch.Tensor]]:
+        """The optimizer's float state times this rank's weight, one tensor per bucket and kind of state."""
+        found = []
+        for bucket in self._engine.applier.buckets:
+            for key in self._keys(bucket):
+                own = torch.zeros(bucket.numel, dtype=bucket.flat.dtype, device=bucket.flat.device)
+                for view, param in zip(bucket.split(own), bucket.params, strict=True):
+                    value = self._engine.applier.optimizer.state.get(param, {}).get(key)
+                    if value is not None and self._weight:
+                        view.copy_(value).mul_(self._weight)
+                found.append((f"m{bucket.index}.{key}", own))
+        return found
+
+    def stood_in(self, result: Result, extras: list[torch.Tensor]) -> None:
+        """Keep an averaging that the helper completed."""
+        self._stood_in = (result, extras)
+        self._weight = 0.0
+
+    def _keys(self, bucket: Bucket) -> list[str]:
+        """State that has the parameters' shape. It is the same on all ranks once all have stepped."""
+        state = self._engine.applier.optimizer.state
+        return sorted(
+            {
+                key
+                for param in bucket.params
+                for key, value in state.get(param, {}).items()
+                if isinstance(value, torch.Tensor) and value.shape == param.shape and value.is_floating_point()
+                and value.dim() > 0
+            }
+        )
+
+    def _write(self, result: Result, extras: list[torch.Tensor]) -> None:
+        position = 0
+        for bucket, mean in zip(self._engine.applier.buckets, result.means, strict=True):
+            weight = float(mean[-1])
+            with torch.no_grad():
+                for view, param in zip(bucket.split(mean), bucket.params, strict=True):
+                    param.copy_(view)
+            for key in self._keys(bucket):
+                own = extras[position].div_(weight or 1.0)
+                position += 1
+                for view, param in zip(bucket.split(own), bucket.params, strict=True):
+                    if key in self._engine.applier.optimizer.state.get(param, {}):
+                        self._engine.applier.optimizer.state[param][key].copy_(view)

@@ -1,0 +1,380 @@
+"""`ps` and `grouped` on a worker: gradients go to parameter servers, parameters come back; nothing is reduced here.
+
+In `grouped` the ranks of a group first sum their gradients in a process set; its first rank, the leader, deals with
+the servers for all and hands the parameters out inside the set.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.buckets import Bucket
+from star_hvd.errors import DeadlineError
+from star_hvd.execute.collective import Collective, wait_all
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.state import Snapshot
+
+__all__ = ["Client", "GroupSteps", "Outcome", "ServerSteps", "StepInfo"]
+
+logger = logging.getLogger("star_hvd")
+
+_IDLE_S = 0.005  # Pause of a stand-in whose whole group is away.
+
+
+class ClientReply(Protocol):
+    """What a client's waits return; see `star_hvd.ps.client.Reply`."""
+
+    kind: str
+    version: int
+    epoch: int
+    params: list[torch.Tensor]
+    damped: float
+    applied: bool
+    notes: list[Any]
+
+
+class Client(Protocol):
+    """The part of `star_hvd.ps.client.Client` used here."""
+
+    def push(
+        self,
+        *,
+        step: int,
+        version: int,
+        flats: Sequence[torch.Tensor],
+        weight: float,
+        count: int,
+        own_steps: int,
+        row: Sequence[float],
+        loss: float,
+    ) -> None: ...
+    def wait(self, deadline_s: float) -> Any: ...
+    def pull(self, deadline_s: float) -> Any: ...
+    def state(self, deadline_s: float) -> Snapshot: ...
+    def absent(self, away: bool) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What became of one gradient: staleness, and seconds between its push and the reply."""
+
+    version: int
+    staleness: int
+    comm_s: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Parameters after a push: `moved` where the servers have made their last update."""
+
+    kind: str
+    version: int
+    epoch: int
+    params: list[torch.Tensor]
+    applied: bool = True
+    damped: float = 0.0
+
+
+class ServerSteps:
+    """See the module's text.
+
+    Args:
+        engine: This rank's engine; its rounds rest meanwhile.
+        plan: The plan in force.
+        client: Connection to the servers.
+        deadline_s: Longest wait for the servers.
+        on_step: Told about every step.
+        on_notes: Gets the servers' notes of their updates.
+        plan_of: The plan of an epoch that the servers have taken up, None where it is unknown here.
+    """
+
+    def __init__(
+        self,
+        engine: RoundEngine,
+        client: Client,
+        *,
+        deadline_s: float,
+        on_step: Callable[[StepInfo], None],
+        on_notes: Callable[[list[Any]], None],
+        plan_of: Callable[[int], Plan | None],
+    ) -> None:
+        self.plan: Plan = engine.plan
+        self.client = client
+        self._engine = engine
+        self._deadline_s = deadline_s
+        self._on_step = on_step
+        self._on_notes = on_notes
+        self._plan_of = plan_of
+        self._pushes = 0
+        self._moved = False
+        engine.leave_rounds()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the plan in force is still served by this object's servers."""
+        plan = self._engine.plan
+        return plan.epoch == self.plan.epoch or plan.family == self.plan.family == "ps"
+
+    @property
+    def gone(self) -> bool:
+        """Whether the plan in force is served by others."""
+        return not self.wanted
+
+    @property
+    def over(self) -> bool:
+        """Whether this rank has nothing more to do with these servers."""
+        return self._moved or not self.wanted
+
+    # ---- training thread ------------------------------------------------------------------------------------
+
+    def give(self, bucket: Bucket) -> None:
+        """A gradient is whole."""
+        self._engine.outside_gradient(bucket.index)
+
+    def step(self, *, skip: bool) -> Any:
+        """Push this rank's gradient, wait for parameters.
+
+        If a rank is late: nobody waits for it longer than the servers' rule says; its gradient becomes part of a
+        later update.
+        """
+        engine = self._engine
+        engine.own_steps += 1
+        engine.applier.clip()  # Nobody ever has the averaged gradient in one piece.
+        flats, version = self._contribution(), engine.version
+        if self.over:  # The mode ended while this rank was computing.
+            engine.keep_late([flat.clone() for flat in flats], version)
+            return None
+        began_s = time.monotonic()
+        outcome = self._exchange(flats)
+        self._account(flats, version, outcome)
+        if outcome.kind == "moved":
+            self._moved = True
+        else:
+            self._write(outcome)
+            staleness = max(0, outcome.version - 1 - version)
+            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s))
+        return None
+
+    def _contribution(self) -> list[torch.Tensor]:
+        """The buckets' buffers as they are reduced: gradients times weight, the weight, late gradients folded in."""
+        weight = self._engine.weight
+        for bucket in self._engine.applier.buckets:
+            if weight != 1.0:
+                bucket.flat[:-1].mul_(weight)
+            bucket.flat[-1] = weight
+            self._engine.fold_late(bucket, bucket.flat)
+        return [bucket.flat for bucket in self._engine.applier.buckets]
+
+    def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
+        return self._push(flats, count=1)
+
+    def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
+        engine = self._engine
+        total = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
+        self._pushes += 1
+        self.client.push(
+            step=self._pushes,
+            version=engine.version,
+            flats=flats,
+            weight=total,
+            count=count,
+            own_steps=engine.own_steps,
+            row=engine.applier.hyper.read(engine.applier.optimizer.param_groups),
+            loss=engine.loss,
+        )
+        return self._await_reply()
+
+    def _await_reply(self) -> Outcome:
+        limit_s = time.monotonic() + self._deadline_s
+        while time.monotonic() < limit_s:
+            if self._engine.failure is not None:
+                raise self._engine.failure
+            reply = self.client.wait(min(1.0, self._deadline_s))
+            if reply is None or reply.kind == "interrupted":
+                continue
+            self._on_notes(reply.notes)
+            return Outcome(
+                reply.kind, reply.version, reply.epoch, reply.params, applied=reply.applied, damped=reply.damped
+            )
+        raise DeadlineError(
+            f"the parameter servers of {self._engine.plan.label} gave no parameters within {self._deadline_s:g} s; "
+            "see the log of rank 0 for a server or a rank that is missing"
+        )
+
+    def _account(self, flats: Sequence[torch.Tensor], version: int, outcome: Outcome) -> None:
+        """Count what became of this rank's own gradient; one that came after the last update waits for the next."""
+        counters, weight = self._engine.counters, self._engine.weight
+        if outcome.applied:
+            counters.fresh += 1
+            counters.applied_weight += weight * (1.0 - outcome.damped)
+            counters.damped_weight += weight * outcome.damped
+            counters.max_staleness = max(counters.max_staleness, outcome.version - 1 - version)
+        elif outcome.kind == "moved":
+            self._engine.keep_late([flat.clone() for flat in flats], version)
+        else:
+            counters.drops += 1
+            counters.dropped_weight += weight
+
+    def _write(self, outcome: Outcome) -> None:
+        engine = self._engine
+        with engine.replica.apply_lock, torch.no_grad():
+            for bucket, flat in zip(engine.applier.buckets, outcome.params, strict=True):
+                for param, view in zip(bucket.params, bucket.split(flat), strict=True):
+                    param.copy_(view)
+            engine.note_outside(outcome.version)
+        if outcome.epoch > engine.plan.epoch:
+            plan = self._plan_of(outcome.epoch)
+            if plan is not None and plan.family == self.plan.family == "ps":
+                engine.adopt_plan(plan)
+
+    def bring_up(self) -> None:
+        """Get the newest parameters, at the end of an epoch for example."""
+        if not self.over:
+            reply = self.client.pull(self._deadline_s)
+            if reply.kind == "params":
+                self._write(Outcome("params", reply.version, reply.epoch, reply.params))
+
+    def refresh_state(self) -> None:
+        """Bring parameters and optimizer state of one consistent version here, for a checkpoint."""
+        if not self.over:
+            self._engine.adopt_state(self.client.state(self._deadline_s))
+
+    def set_away(self, away: bool) -> None:
+        """This rank delivers no gradients for now: servers do not wait for it."""
+        self.client.absent(away)
+
+    def wake(self) -> None:
+        """Something changed that a wait should notice."""
+        self.client.wake()
+
+    def leave(self) -> None:
+        """The mode has ended; the client stays until the final state has been fetched."""
+
+
+class GroupSteps(ServerSteps):
+    """`grouped`: the same for a group, whose members sum their gradients first.
+
+    While a member is away its stand-in takes part with nothing, so that the others need not wait for it.
+
+    Args:
+        engine: See `ServerSteps`.
+        client: Pushes on the leader only.
+        collective: The group's own; None for a group of one.
+        ranks: The group, its leader first.
+        **common: See `ServerSteps`.
+    """
+
+    def __init__(
+        self,
+        engine: RoundEngine,
+        client: Client,
+        collective: Collective | None,
+        ranks: tuple[int, ...],
+        **common: Any,
+    ) -> None:
+        super().__init__(engine, client, **common)
+        self._collective = collective
+        self._ranks = ranks
+        self._one_at_a_time = threading.Lock()
+        self._away = threading.Event()
+        self._stand_in: threading.Thread | None = None
+
+    def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
+        with self._one_at_a_time:
+            return self._group_step(flats, fresh=True)
+
+    def _group_step(self, flats: list[torch.Tensor], *, fresh: bool) -> Outcome:
+        """One step of the group: sum, the leader's exchange with the servers, hand-out."""
+        if self._collective is None:
+            return self._push(flats, count=1)
+        sums = [flat.clone() for flat in flats]
+        head = torch.tensor([1.0 if fresh else 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+        self._reduce([("gh", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
+        present = round(float(head[0]))
+        outcome = self._lead(sums, present) if self._leads else None
+        return self._hand_out(outcome, sums)
+
+    @property
+    def over(self) -> bool:
+        """The group ends together, in the step in which its leader learns of the end."""
+        return self._moved or (self._collective is None and not self.wanted)
+
+    @property
+    def _leads(self) -> bool:
+        return self._engine.rank == self._ranks[0]
+
+    def _lead(self, sums: list[torch.Tensor], present: int) -> Outcome:
+        if present:
+            return self._push(sums, count=present)
+        time.sleep(_IDLE_S)  # Nobody in the group works: nothing to push.
+        reply = self.client.pull(self._deadline_s)
+        return Outcome(reply.kind, reply.version, reply.epoch, reply.params, applied=False)
+
+    def _hand_out(self, outcome: Outcome | None, sums: list[torch.Tensor]) -> Outcome:
+        """The leader's parameters for all members: a sum in which nobody else has anything."""
+        head = torch.zeros(8, dtype=torch.float64)
+        for flat in sums:
+            flat.zero_()
+        if outcome is not None:
+            values = (_KINDS.index(outcome.kind), outcome.version, outcome.epoch, outcome.applied, outcome.damped)
+            head[: len(values)] = torch.tensor([float(v) for v in values], dtype=torch.float64)
+            for flat, values_of in zip(sums, outcome.params, strict=bool(outcome.params)):
+                flat[: values_of.numel()].copy_(values_of)
+        self._reduce([("gv", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
+        kind, version, epoch, applied, damped = head.tolist()[:5]
+        params = [flat[:-1] for flat in sums]
+        return Outcome(_KINDS[round(kind)], round(version), round(epoch), params, applied=applied > 0, damped=damped)
+
+    def _reduce(self, items: Sequence[tuple[str, torch.Tensor]]) -> None:
+        assert self._collective is not None
+        prefix = self._engine.prefix
+        handles = [self._collective.submit(f"{prefix}.{name}", tensor) for name, tensor in items]
+        wait_all(self._collective, handles, self._deadline_s, f"a step of the group of ranks {self._ranks}")
+
+    def set_away(self, away: bool) -> None:
+        """While away, a stand-in takes part in the group's steps with nothing."""
+        if self._collective is None:
+            super().set_away(away)
+            return
+        if away:
+            self._away.set()
+            self._stand_in = threading.Thread(target=self._take_part, name="star-group", daemon=True)
+            self._stand_in.start()
+        else:
+            self._away.clear()
+            if self._stand_in is not None:
+                self._stand_in.join(self._deadline_s)
+
+    def _take_part(self) -> None:
+        zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]
+        try:
+            while self._away.is_set() and not self._moved and self._engine.failure is None:
+                with self._one_at_a_time:
+                    outcome = self._group_step(zeros, fresh=False)
+                self._moved = outcome.kind == "moved"
+        except Exception as error:
+            self._engine.fail(error)
+
+    def bring_up(self) -> None:
+        """Get the newest parameters, together with the group."""
+        if self._collective is None:
+            super().bring_up()
+        elif not self.over:
+            with self._one_at_a_time:
+                outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
+            self._moved = outcome.kind == "moved"
+            if outcome.kind == "params":
+                self._write(outcome)
+
+
+_KINDS = ("params", "moved", "dropped")

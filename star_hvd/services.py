@@ -1,0 +1,183 @@
+"""What a process offers to the modes of its optimizers: process sets, servers, connections, and a thread to prepare."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from scheduler.records import Plan
+from star_hvd.channel.keys import Keyring
+from star_hvd.channel.late import ParentLink
+from star_hvd.config import Config
+from star_hvd.control.messages import Message
+from star_hvd.control.switch_messages import DropSet, MakeSet, Presence, ServerMoved, Servers
+from star_hvd.errors import StarError
+from star_hvd.execute.child import ChildSteps
+from star_hvd.execute.collective import HorovodCollective
+from star_hvd.execute.driver import EngineDriver, Send
+from star_hvd.execute.handover import Steps
+from star_hvd.execute.servers import GroupSteps, ServerSteps
+from star_hvd.execute.state import Snapshot
+from star_hvd.process_sets import SetKeeper
+from star_hvd.server_house import ServerHouse
+
+__all__ = ["JobServices"]
+
+logger = logging.getLogger("star_hvd")
+
+Ranks = tuple[int, ...]
+
+
+class JobServices:
+    """See the module's text.
+
+    Args:
+        rank: This rank.
+        config: Settings.
+        keyring: Keys and addresses of the job.
+        host: This rank's address.
+        send: Sends a control message.
+        drivers: The drivers of all optimizers by number; filled by the runtime.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        config: Config,
+        keyring: Keyring,
+        host: str,
+        send: Send,
+        drivers: dict[int, EngineDriver],
+    ) -> None:
+        self._rank = rank
+        self._config = config
+        self._keyring = keyring
+        self._drivers = drivers
+        self._sets = SetKeeper(len(keyring.peers), self._set_done)
+        self._changed = threading.Condition()
+        self._set_reasons: dict[Ranks, str | None] = {}
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="star-prepare", daemon=True)
+        self.house = ServerHouse(rank, config, keyring, host, send, drivers)
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._sets.start()
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End threads and servers."""
+        self._tasks.put(None)
+        self.house.stop()
+        self._sets.stop(deadline_s)
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
+
+    def later(self, task: Callable[[], None]) -> None:
+        """Run `task` in the preparing thread, after those before it."""
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:  # The plan is abandoned for want of this rank's word.
+                logger.exception("rank %d: preparing a plan failed", self._rank)
+
+    def on_message(self, message: Message) -> None:
+        """An order of the coordinator, in the agent's thread."""
+        if isinstance(message, MakeSet):
+            self._sets.add(message.ranks)
+        elif isinstance(message, DropSet):
+            with self._changed:
+                self._set_reasons.pop(tuple(message.ranks), None)
+            self._sets.remove(message.ranks)
+        elif isinstance(message, (Servers, ServerMoved, Presence)):
+            self.house.on_message(message)
+
+    # ---- process sets -----------------------------------------------------------------------------------------
+
+    def _set_done(self, ranks: Ranks, reason: str | None) -> None:
+        with self._changed:
+            self._set_reasons[ranks] = reason
+            self._changed.notify_all()
+
+    def process_set(self, ranks: Ranks) -> Any:
+        """A process set that a prepared plan has asked for.
+
+        Raises:
+            StarError: It is not there.
+        """
+        found = self._sets.get(ranks)
+        if found is None:
+            raise StarError(f"process set {list(ranks)} does not exist; the plan that needs it was never prepared here")
+        return found
+
+    def _await_sets(self, plan: Plan) -> str | None:
+        limit_s = time.monotonic() + self._config.plan_deadline_s
+        for ranks in plan.sets:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda ranks=ranks: ranks in self._set_reasons,  # type: ignore[misc]
+                    max(0.0, limit_s - time.monotonic()),
+                )
+                if ranks not in self._set_reasons:
+                    return f"process set {list(ranks)} was not made within {self._config.plan_deadline_s:g} s"
+                reason = self._set_reasons[ranks]
+            if reason is not None:
+                return reason
+        return None
+
+    # ---- for handovers ----------------------------------------------------------------------------------------
+
+    def prepare(self, engine: int, plan: Plan) -> str | None:
+        """Get process sets, servers and connections of a plan ready. A reason why not, or None; blocks."""
+        reason = self._await_sets(plan)
+        if reason is None and plan.family in ("ps", "grouped"):
+            reason = self.house.prepare(engine, plan)
+        return reason
+
+    def steps(self, engine: int, plan: Plan) -> Steps:
+        """The steps of a prepared plan that does not run in rounds."""
+        driver = self._drivers[engine]
+        deadline_s = self._config.step_deadline_s
+        if plan.family == "subgroup":
+            parent = plan.parent_of(self._rank)
+            assert parent is not None
+            link = ParentLink(
+                self._keyring,
+                parent,
+                self._rank,
+                engine,
+                chunk_bytes=self._config.chunk_bytes,
+                pace_bytes_per_s=self._config.late_bytes_per_s,
+            )
+            return ChildSteps(driver.engine, link, deadline_s=deadline_s, on_step=driver.note_step)
+        common: dict[str, Any] = {
+            "deadline_s": deadline_s,
+            "on_step": driver.note_step,
+            "on_notes": driver.note_updates,
+            "plan_of": driver.handover.plan_of,
+        }
+        client = self.house.client(engine, plan)
+        if plan.mode == "ps":
+            return ServerSteps(driver.engine, client, **common)
+        group = next(ranks for ranks in plan.groups if self._rank in ranks)
+        collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None
+        return GroupSteps(driver.engine, client, collective, group, **common)
+
+    def seed(self, engine: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
+        """The state with which servers begin, where this rank runs any."""
+        self.house.seed(engine, plan, snapshot())
+
+    def end(self, engine: int, plan: Plan, new: Plan) -> None:
+        """All ranks are ready to go on to `new`: let servers here change their rule, or make their last update."""
+        self.house.end(engine, plan, new)
+
+    def final_state(self, engine: int, version: int, deadline_s: float) -> Snapshot | None:
+        """The state with which servers ended at `version`."""
+        return self.house.final_state(engine, version, deadline_s)

@@ -1,0 +1,113 @@
+"""What every rank runs to test the modes that hand state over, and the switches between them; see `scenarios.py`."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+import star_hvd as hvd
+from scheduler.records import Plan, parse_mode
+from star_hvd import runtime
+from tests.multiproc.scenarios import Facts, _deadline, _wait_without_spinning, batch, compute, digest, model
+from tests.support.launch import write_result
+
+SLOW_S, FAST_S = 0.03, 0.004
+
+
+def publish(optimizer: Any, mode: str | Plan) -> None:
+    """Let the coordinator, on rank 0, send a plan to all ranks, if none is on its way."""
+    run = runtime.current()
+    if run is None or run.coordinator is None:
+        return
+    plan = parse_mode(mode, int(hvd.size()))
+    assert plan is not None
+    with run.coordinator.board() as board:
+        engine = board.engines.get(optimizer._star.core.driver.number)
+        if engine is not None and engine._switch is None and engine.active.label != plan.label:
+            engine.publish(plan, time.monotonic())
+
+
+def train(mode: str, steps: int, *, make: Any = None, slow: bool = True) -> Facts:
+    """A fixed mode, one rank slow; ranks make as many steps as they like until the last has made `steps`."""
+    net = model()
+    inner = make(net.parameters()) if make else torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=mode)
+    modes = set()
+    losses = []
+    for number in range(steps):
+        optimizer.zero_grad()
+        inputs = batch(number)
+        late = slow and int(hvd.rank()) == int(hvd.size()) - 1
+        compute(net, inputs, SLOW_S if late else FAST_S)
+        with torch.no_grad():
+            losses.append(float((net(inputs) - inputs.sum(1, keepdim=True)).square().mean()))
+        optimizer.step()
+        modes.add(optimizer.mode)
+    return finish(net, optimizer) | {"modes": sorted(modes), "first": losses[0], "last": sum(losses[-5:]) / 5}
+
+
+def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
+    """Close the optimizer; all ranks then have every step."""
+    optimizer.close()
+    state = optimizer._star.base.state_dict(optimizer)
+    return {"digest": digest(net), "stats": optimizer.stats(), "state": len(state["state"])}
+
+
+def switching(seed: int, switches: int, modes: list[str], *, slow: bool) -> Facts:
+    """Random switches among `modes` at random steps while ranks train, one of them slow or none."""
+    chosen = random.Random(seed)
+    net = model(seed)
+    inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="sync")
+    driver = optimizer._star.core.driver
+    seen, previous, number, limit_s = [], "", 0, time.monotonic() + 100.0
+    order = [chosen.choice(modes) for _ in range(4 * switches)]
+    done = torch.zeros(1)
+    while not done[0]:
+        for _ in range(chosen.randint(1, 4)):
+            optimizer.zero_grad()
+            late = slow and int(hvd.rank()) == int(hvd.size()) - 1
+            compute(net, batch(number), 0.01 if late else 0.001)
+            optimizer.step()
+            number += 1
+            if optimizer.mode != previous:
+                previous = optimizer.mode
+                seen.append(previous)
+        if int(hvd.rank()) == 0:
+            publish(optimizer, order[len(seen) % len(order)])
+        if number % 8 == 0 or True:
+            done = torch.tensor([float(len(seen) > switches or time.monotonic() > limit_s)])
+            if number // 20 != (number - 1) // 20:
+                done = horovod.broadcast(done, 0, name="done")
+            else:
+                done = torch.zeros(1)
+    del driver
+    return finish(net, optimizer) | {"seen": seen}
+
+
+def main(wanted: list[str]) -> None:
+    torch.set_num_threads(1)
+    _wait_without_spinning()
+    hvd.init()
+    facts: dict[str, Facts] = {}
+    for name in wanted:
+        write_result({"facts": facts, "running": name})
+        began_s = time.monotonic()
+        with _deadline():
+            if name.startswith("switch:"):
+                _, seed, count, slow, modes = name.split(":")
+                facts[name] = switching(int(seed), int(count), modes.split("|"), slow=slow == "slow")
+            else:
+                facts[name] = train(name, 40)
+            facts[name]["seconds"] = time.monotonic() - began_s
+            horovod.barrier()
+    write_result({"facts": facts, "running": ""})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
