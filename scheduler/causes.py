@@ -1,8 +1,11 @@
 """Who is slow, by how much, since when and why: a pure function of a window of reports.
 
-The question is asked of compute times taken before the collective (`StepReport.compute_s`): inside a
-collective the waiting ranks spin at full load and every rank sees the same wall time, so nothing measured
-there names anybody.
+Three kinds of evidence, in `find_stragglers`: compute times (causes compute, input and starved), the rates of links
+(link), and silence (starved: a process that is stopped or gets no processor at all).
+
+Of compute, the question is asked of compute times taken before the collective (`StepReport.compute_s`): inside a
+collective the waiting ranks spin at full load and every rank sees the same wall time, so no time measured
+there names anybody; a link is known by its own rate.
 
 The reference is the lower median over ranks of each rank's lower median. Two simpler references fail:
 
@@ -28,20 +31,22 @@ from scheduler.records import RankStats, Window
 
 __all__ = [
     "CAUSES",
+    "LINK_CALM",
     "MIN_REPORTS",
     "PERSISTENCE",
     "RESOLUTION_S",
     "THRESHOLD",
     "Readings",
     "Straggler",
+    "duration",
     "find_stragglers",
+    "link_ratio",
     "lower_median",
 ]
 
 CAUSES = ("compute", "input", "starved", "link")
 """`compute`: the rank's own work takes longer. `input`: it waits for data. `starved`: its thread is runnable
-but gets no processor. `link`: its network is slow; invisible in compute times, so nothing in this module says
-it yet."""
+but gets no processor, or the process is not heard of at all. `link`: its network is slow."""
 
 THRESHOLD = 1.3
 """A report is slow above this multiple of the reference. In the STAR logs, where nobody is disturbed, compute times
@@ -69,6 +74,23 @@ _CAUSE_SHARE = 0.5
 cause.
 Half: then it explains more than everything else together."""
 
+LINK_RATIO = 0.5
+"""A link is slow below this part of the median of the others', and `LINK_CALM` is where it is slow no more: between
+loopback, 10 Gb/s and 1 Gb/s lie factors of ten, between equal links of one job some ten percent."""
+
+LINK_CALM = 0.75
+
+LINK_SHARE = 0.2
+"""Part of the rank's step that a usual link would save. Less is not worth a switch, and on it depend false alarms where
+the gradient is so small that its rate measures latency."""
+
+SILENT_STEPS = 10
+"""A rank is silent after as many usual steps, or three of its own, and a second: the agents tell of themselves more
+often than that."""
+
+_SILENT_S = 1.0
+_OWN_STEPS = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
@@ -77,11 +99,12 @@ class Straggler:
     Attributes:
         rank: The rank.
         slowdown: Median of its slow reports over the reference; 4.0 means that a batch takes it four times as
-            long.
+            long. Of a link: median rate of the others over its own. Of silence: its time over the reference.
         since_step: Global step of the first report of the present slow run, or the window's first if it began
-            before.
+            before; the window's end for a link and for silence, which have no history.
         cause: One of `CAUSES`.
         evidence: The numbers behind it in one phrase.
+        silent: Whether it is named because nothing is heard of it.
     """
 
     rank: int
@@ -89,10 +112,13 @@ class Straggler:
     since_step: int
     cause: str
     evidence: str
+    silent: bool = False
 
     @property
     def sentence(self) -> str:
         """What a person reads: `rank 3 computes 4.0x slower than the median since step 410 (compute)`."""
+        if self.silent or self.cause == "link":
+            return f"rank {self.rank} {self.evidence} ({self.cause})"
         return (
             f"rank {self.rank} computes {self.slowdown:.1f}x slower than the median "
             f"since step {self.since_step} ({self.cause})"
@@ -100,12 +126,18 @@ class Straggler:
 
 
 def find_stragglers(
-    window: Window, *, threshold: float = THRESHOLD, persistence: int = PERSISTENCE
+    window: Window,
+    *,
+    threshold: float = THRESHOLD,
+    persistence: int = PERSISTENCE,
+    readings: Readings | None = None,
 ) -> tuple[Straggler, ...]:
-    """The ranks whose last `persistence` reports are all slow, in order of rank.
+    """The ranks that are slow now, in order of rank; of a rank's causes the one that costs most.
 
-    A report is slow above `threshold` times the reference and, where the whole job has just become slower,
-    above `threshold` times the fastest rank at that step: see `Readings`.
+    Compute: its last `persistence` reports are all slow, that is above `threshold` times the reference and, where
+    the whole job has just become slower, above `threshold` times the fastest rank at that step: see `Readings`.
+    Link: its rate is below half of the others' median, and a usual link would save a considerable part of its step.
+    Silence: nothing was heard of it for many steps while the others were heard.
 
     Args:
         window: Recent reports of all ranks. `input_share` and `starved_share` are ratios of sums over the
@@ -113,6 +145,7 @@ def find_stragglers(
         threshold: Multiple of the reference, above 1.
         persistence: Consecutive most recent reports that must be slow, at least 1. A single spike names
             nobody.
+        readings: The window's, made with `threshold`, where the caller has them.
 
     Raises:
         ValueError: A threshold out of range, or a rank whose steps and times differ in number.
@@ -121,13 +154,80 @@ def find_stragglers(
         raise ValueError(f"threshold is {threshold}; expected a number above 1")
     if persistence < 1:
         raise ValueError(f"persistence is {persistence}; expected at least 1")
-    readings = Readings(window, threshold=threshold)
+    readings = Readings(window, threshold=threshold) if readings is None else readings
     found = []
     for rank in range(window.world_size):
         run = readings.slow_run(rank)
-        if len(run) >= persistence:
-            found.append(_describe(window, readings, rank, run))
+        compute = _describe(window, readings, rank, run) if len(run) >= persistence else None
+        link, saved_s = _slow_link(window, readings, rank)
+        if link is not None and compute is not None:
+            link = None if (compute.slowdown - 1.0) * readings.reference_s > saved_s else link
+        named = _silence(window, readings, rank) or link or compute
+        if named is not None:
+            found.append(named)
     return tuple(found)
+
+
+def link_ratio(window: Window, rank: int) -> float:
+    """The rate of the rank's link over the lower median of the others'; NaN where either is unknown."""
+    own = window.ranks[rank].link_bytes_per_s
+    rates = [other.link_bytes_per_s for index, other in enumerate(window.ranks) if index != rank]
+    known = [rate for rate in rates if math.isfinite(rate) and rate > 0.0]
+    # Fewer than half are no reference.
+    if not known or 2 * len(known) < len(rates) or not 0.0 < own < math.inf:
+        return math.nan
+    return own / lower_median(known)
+
+
+def _slow_link(window: Window, readings: Readings, rank: int) -> tuple[Straggler | None, float]:
+    """The rank as a straggler by its link, and the seconds per step that a usual link would save."""
+    ratio = link_ratio(window, rank)
+    if math.isnan(readings.reference_s) or not ratio < LINK_RATIO:
+        return None, 0.0
+    own_s = _comm_s(window, rank)
+    saved_s = own_s * (1.0 - ratio)
+    if not (saved_s > RESOLUTION_S and saved_s > LINK_SHARE * (readings.reference_s + own_s)):
+        return None, 0.0
+    rate = window.ranks[rank].link_bytes_per_s
+    evidence = (
+        f"has a link of {rate / 1e6:.3g} MB/s, {1.0 / ratio:.1f}x slower than the others', and communicates "
+        f"{duration(own_s)} per step"
+    )
+    link = Straggler(rank=rank, slowdown=1.0 / ratio, since_step=window.step, cause="link", evidence=evidence)
+    return link, saved_s
+
+
+def _comm_s(window: Window, rank: int) -> float:
+    """What the rank's communication takes per step: measured, else what a ring sends, else 0, not known.
+
+    In a ring every rank sends 2 (n - 1) / n times its gradient and receives as much at the same time.
+    """
+    stats = window.ranks[rank]
+    times = [time_s for time_s in stats.comm_s[-_RECENT:] if math.isfinite(time_s) and time_s >= 0.0]
+    if len(times) >= MIN_REPORTS:
+        return lower_median(times)
+    n = window.world_size
+    return 2.0 * (n - 1) / n * window.comm_bytes / stats.link_bytes_per_s
+
+
+def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
+    """The rank as a straggler of which nothing is heard, though the others are."""
+    silent_s = window.ranks[rank].silent_s
+    own = [time_s for _, time_s in readings.reports[rank][-_RECENT:]]
+    if len(own) < MIN_REPORTS or math.isnan(readings.reference_s):
+        return None
+    limit_s = max(_SILENT_S, SILENT_STEPS * readings.reference_s, _OWN_STEPS * lower_median(own))
+    others = lower_median([other.silent_s for index, other in enumerate(window.ranks) if index != rank])
+    if not silent_s > max(limit_s, 2.0 * others):
+        return None
+    return Straggler(
+        rank=rank,
+        slowdown=silent_s / readings.reference_s,
+        since_step=window.step,
+        cause="starved",
+        evidence=f"has not been heard of for {silent_s:.1f} s",
+        silent=True,
+    )
 
 
 class Readings:
@@ -252,6 +352,11 @@ def _describe(window: Window, readings: Readings, rank: int, run: Sequence[tuple
 def _per_report_s(share: float, reports: Sequence[tuple[int, float]]) -> float:
     """Seconds per report that a share of a rank's time comes to; 0 where it has no reports."""
     return share * sum(time_s for _, time_s in reports) / len(reports) if reports else 0.0
+
+
+def duration(time_s: float) -> str:
+    """`45 ms`, `1.2 s`, for a sentence."""
+    return f"{time_s * 1e3:.3g} ms" if time_s < 0.9995 else f"{time_s:.3g} s"
 
 
 def _percent(part: float) -> str:

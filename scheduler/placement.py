@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scheduler.causes import lower_median
+from scheduler.causes import duration, lower_median
 
 __all__ = ["HostLoad", "PlacementDecision", "place_servers"]
 
@@ -107,7 +107,10 @@ def place_servers(
 
 
 def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
-    """One entry per host, of its lowest rank; of differing reports the lower one counts, unknown is the median."""
+    """One entry per host; of differing reports the lower one counts, unknown is the median.
+
+    Its rank is the lowest that is not straggling, if there is one.
+    """
     by_name: dict[str, list[HostLoad]] = {}
     for load in sorted(hosts, key=lambda load: load.rank):
         by_name.setdefault(load.host, []).append(load)
@@ -119,7 +122,7 @@ def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
     return [
         _Host(
             name=name,
-            rank=loads[0].rank,
+            rank=min(loads, key=lambda load: (load.straggling, load.rank)).rank,
             cores=usual_cores if math.isnan(cores[name]) else cores[name],
             link_bytes_per_s=usual_link if math.isnan(links[name]) else links[name],
             straggling=any(load.straggling for load in loads),
@@ -148,11 +151,11 @@ def _reason(chosen: Sequence[_Host], found: Sequence[_Host], state_bytes: int, t
         away = sum(host.straggling for host in found)
         why = "most free processor and bandwidth"
         why += f", away from {away} host{'s' if away > 1 else ''} with stragglers" if away else ""
-    fits = "" if time_s <= round_s else f", more than the {round_s * 1e3:.3g} ms allowed"
+    fits = "" if time_s <= round_s else f", more than the {duration(round_s)} allowed"
     count = "1 server" if len(chosen) == 1 else f"{len(chosen)} servers"
     return (
         f"{count} for {state_bytes / 2**20:.3g} MiB on {names}{more}: {why}; "
-        f"a round of pushes takes about {time_s * 1e3:.3g} ms{fits}"
+        f"a round of pushes takes about {duration(time_s)}{fits}"
     )
 
 

@@ -1,7 +1,10 @@
-"""`mode="auto"`: a rule that chooses `sync` while nobody is slow and `partial(m)` while somebody is.
+"""`mode="auto"`: a rule that chooses `sync` while nobody is slow, and else a mode by the cause.
 
-The rule is pure: what it answers depends on the window and the active plan alone, so that a live job, a
-simulator and a test decide alike. It works in three movements, each on the last `quiet` steps or fewer:
+Slow compute, and waiting for data, are answered by `partial(m)` here; slow links and starved or frozen ranks by
+`subgroup` and `ps` in `policy_causes.py`. A mode that the window does not allow is never chosen.
+
+The rule knows windows and active plans only, so that a live job, a simulator and a test decide alike. For `partial`
+it depends on the last window alone and works in three movements, each on the last `quiet` steps or fewer:
 
 * relax (`sync` to `partial(m)`): some rank, not necessarily the same, was slow in each of the last
   `persistence` steps; or in as many scattered ones, and they cost at least `frequent_gain` of the time. m
@@ -26,7 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.causes import PERSISTENCE, RESOLUTION_S, THRESHOLD, Readings, lower_median
+from scheduler.causes import PERSISTENCE, RESOLUTION_S, THRESHOLD, Readings, find_stragglers, lower_median
+from scheduler.policy_causes import CausePolicy, listing
 from scheduler.records import Plan, Window
 
 __all__ = ["RulePolicy"]
@@ -58,7 +62,7 @@ class _Timeline:
 
 
 class RulePolicy:
-    """Chooses `sync` or `partial(m)` from recent compute times.
+    """Chooses `sync`, `partial(m)`, `subgroup` or `ps(x)` from recent windows.
 
     The window must reach back at least `quiet` steps (`window_steps` says how many to keep), or the rule
     never returns to `sync`.
@@ -82,6 +86,8 @@ class RulePolicy:
         return_loss: Largest predicted loss at which m is raised again; well below `relax_gain`, or the rule
             flaps.
         silence: In `partial`, steps without the report that is due after which a rank counts as slow.
+        damping: Damping of `sync` and `partial` after `ps`, which has its own; otherwise the active plan's stays.
+        hosts: Host of every rank, to place servers; None where unknown, then there is one server.
 
     Raises:
         ValueError: A value out of range.
@@ -99,6 +105,8 @@ class RulePolicy:
         relax_gain: float = 0.10,
         return_loss: float = 0.05,
         silence: int = 8,
+        damping: str = "inverse",
+        hosts: Sequence[str] | None = None,
     ) -> None:
         rules = {
             "world_size": (world_size, world_size >= 1, "at least 1"),
@@ -110,6 +118,7 @@ class RulePolicy:
             "relax_gain": (relax_gain, 0.0 < relax_gain < 1.0, "between 0 and 1"),
             "return_loss": (return_loss, 0.0 <= return_loss < relax_gain, "at least 0, below relax_gain"),
             "silence": (silence, silence >= 1, "at least 1"),
+            "hosts": (hosts, hosts is None or len(hosts) == world_size, f"one for each of {world_size} ranks"),
         }
         for name, (value, valid, expected) in rules.items():
             if not valid:
@@ -123,6 +132,7 @@ class RulePolicy:
         self.relax_gain = relax_gain
         self.return_loss = return_loss
         self.silence = silence
+        self._causes = CausePolicy(world_size, quiet=quiet, persistence=persistence, damping=damping, hosts=hosts)
 
     @property
     def window_steps(self) -> int:
@@ -132,10 +142,12 @@ class RulePolicy:
     def decide(self, window: Window, active: Plan) -> Plan | None:
         """The plan to switch to, or `None` to keep the active one.
 
+        A window may be asked about again; windows of one job come in order of step.
+
         Args:
             window: Recent reports of all ranks, one entry per rank.
             active: The plan in force. Its damping and staleness bound are carried over; its epoch plus one is
-                the new plan's.
+                the new plan's. `grouped` and `local` are never chosen and never left by this rule.
 
         Raises:
             ValueError: The window or the plan is for another number of ranks.
@@ -146,9 +158,16 @@ class RulePolicy:
         readings = Readings(window, threshold=self.threshold)
         if self.world_size < 2 or math.isnan(readings.reference_s):
             return None
-        if active.may_close:
-            return self._adjust(readings, active)
-        return self._relax(readings, active)
+        if active.mode not in window.allowed and active.mode != "sync" and "sync" in window.allowed:
+            return self._causes.sync(active, f"{active.label} cannot run any more: back to {{label}}")
+        found = find_stragglers(window, threshold=self.threshold, persistence=self.persistence, readings=readings)
+        answer = self._causes.decide(window, active, found)
+        if answer.mine:
+            return answer.plan
+        plan = self._adjust(readings, active) if active.may_close else self._relax(readings, active)
+        if plan is None or plan.mode in window.allowed:
+            return plan
+        return self._causes.replace_partial(window, active, found, plan) if plan.mode == "partial" else None
 
     def _relax(self, readings: Readings, active: Plan) -> Plan | None:
         """From `sync`: relax when steps keep being slow and the ranks that make them so can be left out."""
@@ -266,7 +285,7 @@ class RulePolicy:
             return f"rank {ranks[0]} computes {factor:.1f}x slower since step {since}"
         most = int(slow.sum(axis=1).max())
         how = "" if most == len(ranks) else ", one at a time," if most == 1 else f", up to {most} at once,"
-        return f"ranks {_listing(ranks)} compute {factor:.1f}x slower{how} since step {since}"
+        return f"{listing(ranks)} compute {factor:.1f}x slower{how} since step {since}"
 
     def _plan(self, active: Plan, quorum: int, reason: str) -> Plan:
         """The next plan; `reason` may name itself by `{label}`."""
@@ -291,10 +310,3 @@ def _worth(present_s: float, relaxed_s: float, least: float) -> bool:
     """Whether the predicted gain is large enough, in parts of the step and against what a step resolves."""
     gain = present_s - relaxed_s
     return gain > least * present_s and gain > RESOLUTION_S
-
-
-def _listing(ranks: Sequence[int]) -> str:
-    """`0, 1 and 4`; at most four are named."""
-    if len(ranks) > 4:
-        return f"{', '.join(map(str, ranks[:4]))} and {len(ranks) - 4} more"
-    return f"{', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.causes import CAUSES, Straggler, find_stragglers, lower_median
+from scheduler.causes import CAUSES, Readings, Straggler, find_stragglers, link_ratio, lower_median
 from scheduler.records import RankStats, Window
 
 USUAL_S = 0.1
@@ -177,6 +178,108 @@ def test_names_exactly_the_slow_ranks_at_any_scale(
     found = find_stragglers(window(rows))
     assert names(found) == slow
     assert all(item.slowdown == pytest.approx(slowdown, rel=2.5 * jitter + 1e-9) for item in found)
+
+
+def links(
+    rates: list[float], *, comm_bytes: int = 10_000_000, slow: dict[int, float] | None = None, **comm_s: float
+) -> Window:
+    """Ten reports of every rank at the usual time or `slow` times it; rates in MB/s; `comm_s` by name `r0`."""
+    ranks = tuple(
+        RankStats(
+            rank=rank,
+            compute_s=(USUAL_S * (slow or {}).get(rank, 1.0),) * 10,
+            steps=tuple(range(10)),
+            link_bytes_per_s=rate * 1e6,
+            comm_s=(comm_s[f"r{rank}"],) * 10 if f"r{rank}" in comm_s else (),
+        )
+        for rank, rate in enumerate(rates)
+    )
+    return Window(step=10, ranks=ranks, comm_bytes=comm_bytes)
+
+
+def test_a_slow_link() -> None:
+    (found,) = find_stragglers(links([100.0, 110.0, 10.0, 90.0]))
+    assert (found.rank, found.cause, found.since_step, found.silent) == (2, "link", 10, False)
+    assert found.slowdown == pytest.approx(10.0)
+    assert found.sentence == (
+        "rank 2 has a link of 10 MB/s, 10.0x slower than the others', and communicates 1.5 s per step (link)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "slow"),
+    [
+        ([100.0, 49.0], [1]),
+        ([100.0, 51.0], []),
+        ([100.0, 10.0, 10.0, 100.0], [1, 2]),
+        ([10.0, 10.0, 10.0, 100.0], []),  # three of four: slow is what this job is
+        ([100.0, 10.0, float("nan"), float("nan")], []),  # one of three others is no reference
+        ([100.0, 10.0, float("nan"), 90.0], [1]),
+        ([100.0, 0.0, 100.0, 100.0], []),
+        ([100.0, 100.0, 100.0, 10_000.0], []),
+    ],
+)
+def test_links_are_compared_with_the_median_of_the_others(rates: list[float], slow: list[int]) -> None:
+    assert names(find_stragglers(links(rates))) == slow
+
+
+def test_a_slow_link_counts_only_where_communication_is_a_considerable_part() -> None:
+    rates = [100.0, 100.0, 10.0, 100.0]
+    assert find_stragglers(links(rates, comm_bytes=0)) == ()
+    assert find_stragglers(links(rates, comm_bytes=100_000)) == ()  # 15 ms of 115
+    assert names(find_stragglers(links(rates, comm_bytes=300_000))) == [2]  # 45 ms of 145
+    # What is measured comes before what a ring would send.
+    assert find_stragglers(links(rates, r2=0.01)) == ()
+    assert names(find_stragglers(links(rates, comm_bytes=0, r2=0.06))) == [2]
+    assert find_stragglers(links(rates, comm_bytes=0, r2=float("nan"))) == ()
+
+
+def test_of_two_causes_the_one_that_costs_more_is_named() -> None:
+    rates = [100.0, 100.0, 20.0, 100.0]
+    for factor, cause in ((2.0, "link"), (9.0, "compute")):  # the link costs 300 ms
+        (found,) = find_stragglers(links(rates, comm_bytes=5_000_000, slow={2: factor}))
+        assert found.cause == cause
+
+
+def test_link_ratio() -> None:
+    window_ = links([100.0, 25.0, 50.0, float("nan")])
+    assert [link_ratio(window_, rank) for rank in range(3)] == [4.0, 0.5, 2.0]
+    assert math.isnan(link_ratio(window_, 3))
+    assert math.isnan(link_ratio(links([5.0]), 0))
+
+
+def silence(silent_s: list[float], own: float = 1.0) -> Window:
+    ranks = tuple(
+        RankStats(
+            rank=rank,
+            compute_s=(USUAL_S * (own if rank == 1 else 1.0),) * 10,
+            steps=tuple(range(10)),
+            silent_s=value,
+        )
+        for rank, value in enumerate(silent_s)
+    )
+    return Window(step=10, ranks=ranks)
+
+
+def test_a_rank_that_is_not_heard_of() -> None:
+    (found,) = find_stragglers(silence([0.1, 3.0, 0.2, 0.0]))
+    assert (found.rank, found.cause, found.silent) == (1, "starved", True)
+    assert found.sentence == "rank 1 has not been heard of for 3.0 s (starved)"
+    assert find_stragglers(silence([0.1, 0.9, 0.2, 0.0])) == ()
+    assert find_stragglers(silence([2.9, 3.0, 2.8, 2.9])) == ()  # nobody is heard: it is not this rank
+    # A rank of 20 usual steps per batch is slow, not silent, for two of its own.
+    assert all(not straggler.silent for straggler in find_stragglers(silence([0.0, 4.0, 0.0, 0.0], own=20.0)))
+
+
+def test_a_rank_that_never_reported_is_not_silent() -> None:
+    ranks = [RankStats(rank=r, compute_s=(USUAL_S,) * 9, steps=tuple(range(9))) for r in range(3)]
+    ranks.append(RankStats(rank=3, compute_s=(), steps=(), silent_s=60.0))
+    assert find_stragglers(Window(step=9, ranks=tuple(ranks))) == ()
+
+
+def test_readings_may_be_handed_in() -> None:
+    made = window([[1.0] * 9, [1.0] * 9, [4.0] * 9])
+    assert find_stragglers(made, readings=Readings(made)) == find_stragglers(made)
 
 
 def _traces() -> dict[str, dict[str, object]]:
