@@ -143,7 +143,7 @@ class Client:
             if self._push is not None:
                 raise ChannelError(f"rank {self.rank} pushed step {step}; the answer to {self._push.step} has not come")
             if len(flats) != len(self._layout.buckets):
-                raise ValueError(f"a push has {len(flats)} buffers; expected one for each of {len(self._layout.buckets)} buckets")
+                raise ValueError(f"a push has {len(flats)} buffers; expected {len(self._layout.buckets)}")
             lent = self._borrow(flats, keep)
             meta = {
                 "version": version,

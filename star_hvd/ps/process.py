@@ -55,8 +55,8 @@ class ServerProcess:
         host: Address under which the others reach this host.
         on_event: Called on the supervising thread with a mapping: `event` is `ready`, `seeded`, `update` (`version`,
             `ranks`, `staleness`, `gradients`, `damped`, `loss`), `drop` (`ranks`, `reason`), `refused` (a plan;
-            `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed` (`reason`) or `died` (`returncode`); all but `died`
-            name `engine`, `session` and the shard's `index` where they concern one. It must only note and return.
+            `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed` (`reason`) or `died` (`returncode`); all but
+            `died` name `engine`, `session` and the shard's `index` where they concern one. It must only note and return.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
         threads: Threads a server computes with.
         faults: For tests, see `Shard`.
@@ -109,9 +109,7 @@ class ServerProcess:
             self._stopping = False
             mine, theirs = socket.socketpair()
             with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "star_hvd.ps.server"], stdin=theirs.fileno(), env=self._environment()
-                )
+                self._process = self._spawn(theirs)
             self._pipe = Pipe(mine)
             self.endpoint = self._greet(deadline_s)
             self._thread = threading.Thread(
@@ -119,6 +117,10 @@ class ServerProcess:
             )
             self._thread.start()
             return self.endpoint
+
+    def _spawn(self, end: socket.socket) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "star_hvd.ps.server"]
+        return subprocess.Popen(command, stdin=end.fileno(), env=self._environment())
 
     def _greet(self, deadline_s: float) -> Endpoint:
         assert self._pipe is not None

@@ -7,7 +7,9 @@ nothing shows in the process list or the environment. When the owner dies the so
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ from star_hvd.ps.shard import Outlet, Shard
 from star_hvd.ps.store import ChunkStore, OptimizerSpec, Record
 from star_hvd.ps.wire import Header, Kind, pack, read_meta, unpack
 
-__all__ = ["Server", "main"]
+__all__ = ["Server", "main", "serve"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -333,7 +335,7 @@ def _two(frames: list[Any]) -> tuple[Header, Any]:
 
 def main() -> int:
     """Serve the owner behind standard input."""
-    if sys.stdin is None or sys.stdin.isatty():
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
         sys.stderr.write("this is a parameter server; star_hvd starts it, and it cannot be started by hand\n")
         return 2
     pipe = Pipe(socket.socket(fileno=0))
@@ -341,6 +343,16 @@ def main() -> int:
     logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
     sys.path.extend(path for path in config["path"] if path not in sys.path)
     torch.set_num_threads(int(config["threads"]))
+    return serve(pipe, config)
+
+
+def serve(pipe: Pipe, config: dict[str, Any]) -> int:
+    """Serve until the owner says stop or is gone.
+
+    Args:
+        pipe: The socket to the owner.
+        config: Its first message.
+    """
     server = Server(pipe, config)
     try:
         server.run()

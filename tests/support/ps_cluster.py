@@ -1,0 +1,238 @@
+"""Servers and workers of one optimizer for a test: server processes, or servers in threads of the test itself."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from scheduler.plans import Plan
+from star_hvd.buckets import Bucket, pack
+from star_hvd.execute.hyper import HyperRow
+from star_hvd.execute.state import Snapshot
+from star_hvd.ps import Client, Endpoint, JobKey, Layout, OptimizerSpec, ServerProcess
+from star_hvd.ps.pipe import Pipe
+from star_hvd.ps.server import serve
+
+__all__ = ["DEADLINE_S", "Cluster", "ThreadServer", "cluster", "plain_steps", "run_all"]
+
+DEADLINE_S = 60.0
+SHAPES = ((40, 30), (40,), (7, 40), (7,))
+Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with everything on, in two groups."""
+    groups = [{"params": params[:1], "weight_decay": 0.01}, {"params": params[1:], "lr": 0.05}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+
+
+class _ThreadProcess:
+    """A server in a thread, behind what `ServerProcess` uses of a process."""
+
+    pid = -1
+    returncode: int | None = None
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._thread = threading.Thread(target=self._run, args=(pipe,), daemon=True)
+        self._thread.start()
+
+    def _run(self, pipe: Pipe) -> None:
+        self.returncode = serve(pipe, pipe.wait(DEADLINE_S))
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else self.returncode
+
+    def wait(self, timeout: float) -> None:
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("server", timeout)
+
+    def kill(self) -> None:
+        raise AssertionError("a server in a thread cannot be killed")
+
+
+class ThreadServer(ServerProcess):
+    """A server in a thread of this process: starts at once, and a debugger sees it."""
+
+    def _spawn(self, end: socket.socket) -> Any:
+        return _ThreadProcess(Pipe(end.dup()))
+
+
+class Cluster:
+    """See the module's text.
+
+    Args:
+        plan: The plan of the servers.
+        servers: Number of shards.
+        optimizer: Makes the optimizer.
+        shapes: Shapes of the parameters.
+        processes: Whether servers are processes; they are started again when they die.
+        faults: Per shard what kills it, see `Shard`.
+        settings: Of `ServerProcess`.
+        curve: Whether the channel is encrypted.
+        chunk_bytes: Size of a chunk.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        servers: int = 1,
+        optimizer: Optimizer = sgd,
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+        dtype: torch.dtype = torch.float32,
+        processes: bool = False,
+        faults: dict[int, dict[str, Any]] | None = None,
+        curve: bool = False,
+        chunk_bytes: int = 1024,
+    ) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+        self.optimizer = optimizer(self.params)
+        self.base = type(self.optimizer)
+        self.buckets: list[Bucket] = pack(self.params, 4000)
+        self.ordered = [param for bucket in self.buckets for param in bucket.params]
+        self.hyper = HyperRow(self.optimizer.param_groups)
+        self.layout = Layout.build(self.buckets, self.optimizer.param_groups, self.base, servers, chunk_bytes)
+        self.plan, self.key = plan, JobKey.new(curve=curve)
+        self.events: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.log: list[dict[str, Any]] = []
+        self.deaths = 0
+        kind = ServerProcess if processes else ThreadServer
+        self.servers = [
+            kind(i, self.key, "127.0.0.1", on_event=lambda e, i=i: self.note(i, e), faults=(faults or {}).get(i))
+            for i in range(servers)
+        ]
+        self.endpoints: list[Endpoint] = []
+        self.clients: list[Client] = []
+        self._guards: list[threading.Thread] = []
+
+    def start(self, *, seed: bool = True, session: int = 0) -> None:
+        """Start the servers, seed them and connect a client per rank."""
+        starters = [threading.Thread(target=server.start, args=(DEADLINE_S,)) for server in self.servers]
+        for thread in starters:
+            thread.start()
+        for thread in starters:
+            thread.join(DEADLINE_S)
+        self.endpoints = [server.endpoint for server in self.servers if server.endpoint is not None]
+        assert len(self.endpoints) == len(self.servers)
+        self.open(session)
+        if seed:
+            self.seed(session)
+        self.start_clients(session)
+
+    def start_clients(self, session: int = 0) -> None:
+        for rank in range(self.plan.world_size):
+            self.clients.append(Client(rank, 0, session, self.endpoints, self.layout, self.key))
+            self.clients[-1].start()
+
+    def open(self, session: int = 0) -> None:
+        spec = OptimizerSpec.of(self.base, self.optimizer.param_groups, self.hyper)
+        for index, server in enumerate(self.servers):
+            server.open(0, session, index, self.endpoints, self.layout, self.plan, spec, 0)
+
+    def seed(self, session: int = 0) -> None:
+        for server in self.servers:
+            server.seed(0, session, self.snapshot())
+
+    def snapshot(self, version: int = 0) -> Snapshot:
+        state = [dict(self.optimizer.state.get(p, {})) for p in self.ordered]
+        return Snapshot(version, [p.detach().clone() for p in self.ordered], state)
+
+    def note(self, index: int, event: dict[str, Any]) -> None:
+        self.log.append(event)
+        self.events.put({**event, "of": index})
+        if event["event"] == "died":
+            self.deaths += 1
+            guard = threading.Thread(target=self.recover, args=(index,), daemon=True)
+            self._guards.append(guard)
+            guard.start()
+
+    def recover(self, index: int) -> None:
+        endpoint = self.servers[index].recover(DEADLINE_S)
+        for other in self.servers:
+            if other is not self.servers[index]:
+                other.replace(index, endpoint)
+        for client in self.clients:
+            client.replace(index, endpoint)
+
+    def wait_event(self, name: str, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """The next event of that name; those before it are passed over."""
+        limit_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                event = self.events.get(timeout=max(0.01, limit_s - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no event {name!r} within {deadline_s:g} s; there were {self.log}") from None
+            if event["event"] == name:
+                return event
+
+    def gradients(self, rank: int, step: int) -> list[torch.Tensor]:
+        """Random gradients that depend on rank and step alone, one flat tensor per bucket with the weight behind."""
+        generator = torch.Generator().manual_seed(1000 * rank + step)
+        flats = [torch.randn(b.numel + 1, generator=generator).to(b.flat.dtype) for b in self.buckets]
+        for flat in flats:
+            flat[-1] = 1.0
+        return flats
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.close()
+        for guard in self._guards:
+            guard.join(DEADLINE_S)
+        for server in self.servers:
+            server.stop()
+
+
+@contextlib.contextmanager
+def cluster(plan: Plan, *, seed: bool = True, **settings: Any) -> Iterator[Cluster]:
+    """A started cluster, ended whatever happens."""
+    made = Cluster(plan, **settings)
+    try:
+        made.start(seed=seed)
+        yield made
+    finally:
+        made.close()
+
+
+def run_all(*works: Callable[[], Any]) -> list[Any]:
+    """Run these in threads of their own; their results, or the first error."""
+    results: list[Any] = [None] * len(works)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = works[index]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * DEADLINE_S)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a worker did not end in time"
+    return results
+
+
+def plain_steps(cluster: Cluster, steps: int, ranks: int) -> None:
+    """The same on the cluster's own optimizer: plain torch with the mean of the ranks' gradients."""
+    for step in range(steps):
+        grads = [cluster.gradients(rank, step) for rank in range(ranks)]
+        for index, bucket in enumerate(cluster.buckets):
+            total = grads[0][index].mul(1.0 / ranks)
+            for other in grads[1:]:
+                total.add_(other[index], alpha=1.0 / ranks)
+            for param, view in zip(bucket.params, bucket.split(total), strict=True):
+                param.grad = view
+        cluster.optimizer.step()

@@ -1,0 +1,336 @@
+"""Servers in threads and clients in threads, without Horovod: pushes in, parameters out."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from scheduler.plans import Plan
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.ps import Reply
+from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def worker(made: Cluster, rank: int, steps: int) -> list[Reply]:
+    replies, version = [], 0
+    for step in range(steps):
+        row = made.hyper.read(made.optimizer.param_groups)
+        flats = made.gradients(rank, step)
+        made.clients[rank].push(
+            step=step, version=version, flats=flats, weight=1.0, own_steps=step, row=row, loss=float(rank)
+        )
+        for flat in flats:
+            flat.fill_(float("nan"))  # A push keeps nothing of what it was given.
+        replies.append(made.clients[rank].wait(DEADLINE_S))
+        version = replies[-1].version
+    return replies
+
+
+def assert_equal_state(made: Cluster, exact: bool = True) -> None:
+    """What the servers have is what plain torch has."""
+    found = made.clients[0].state(DEADLINE_S)
+    close: dict[str, float] = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+    for mine, param, state in zip(found.params, made.ordered, found.state, strict=True):
+        torch.testing.assert_close(mine, param.detach(), **close)
+        assert state.keys() == made.optimizer.state[param].keys()
+        for key, value in made.optimizer.state[param].items():
+            torch.testing.assert_close(state[key], value, **close)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("curve", [False, True])
+def test_x_of_n_equals_plain_torch_on_the_mean_gradient(servers: int, curve: bool) -> None:
+    with cluster(Plan.ps(3, 3), servers=servers, curve=curve) as made:
+        replies = run_all(*(lambda r=r: worker(made, r, 6) for r in range(3)))
+        plain_steps(made, 6, 3)
+        assert_equal_state(made)
+        for of_rank in replies:
+            assert [reply.version for reply in of_rank] == [1, 2, 3, 4, 5, 6]
+            assert {reply.kind for reply in of_rank} == {"params"} and all(reply.applied for reply in of_rank)
+            assert of_rank[-1].notes[-1]["ranks"] == [0, 1, 2] and of_rank[-1].notes[-1]["loss"] == 1.0
+        expected = [torch.cat([p.detach().reshape(-1) for p in bucket.params]) for bucket in made.buckets]
+        assert all(torch.equal(a, b) for a, b in zip(replies[0][-1].params, expected, strict=True))
+
+
+class Norm(torch.optim.Optimizer):
+    """Scales by the norm of the whole tensor, as LARS does: it may not be cut."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["seen"] = state.get("seen", 0) + 1
+                state["norm"] = param.grad.norm()
+                param.sub_(group["lr"] * param.grad / state["norm"])
+
+
+OPTIMIZERS = {
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "norm": lambda params: Norm(params),
+}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_other_optimizers_equal_plain_torch(name: str) -> None:
+    with cluster(Plan.ps(2, 2), servers=2, optimizer=OPTIMIZERS[name]) as made:
+        run_all(*(lambda r=r: worker(made, r, 4) for r in range(2)))
+        plain_steps(made, 4, 2)
+        assert_equal_state(made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types(dtype: torch.dtype) -> None:
+    with cluster(Plan.ps(2, 2), servers=2, dtype=dtype, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as made:
+        run_all(*(lambda r=r: worker(made, r, 3) for r in range(2)))
+        start = [p.detach().clone() for p in made.ordered]
+        plain_steps(made, 3, 2)
+        found = made.clients[0].state(DEADLINE_S)
+        for mine, param, before in zip(found.params, made.ordered, start, strict=True):
+            assert mine.dtype == dtype and not torch.equal(mine, before)
+            tolerance = 1e-12 if dtype == torch.float64 else 0.05
+            torch.testing.assert_close(mine, param.detach(), rtol=tolerance, atol=tolerance)
+
+
+def ones(made: Cluster, place: int) -> list[torch.Tensor]:
+    """A gradient with a one at `place` of every bucket."""
+    flats = [torch.zeros(b.numel + 1) for b in made.buckets]
+    for flat in flats:
+        flat[place] = flat[-1] = 1.0
+    return flats
+
+
+def counted(made: Cluster, ranks: int, steps: int, rng: random.Random) -> None:
+    """Every rank pushes one-hot gradients; in the end every one must be in the parameters exactly once."""
+    naps = {(r, s): rng.random() * 0.004 for r in range(ranks) for s in range(steps)}
+
+    def work(rank: int) -> None:
+        version = 0
+        for step in range(steps):
+            time.sleep(naps[rank, step])
+            made.clients[rank].push(step=step, version=version, flats=ones(made, rank * steps + step), weight=1.0)
+            reply = made.clients[rank].wait(DEADLINE_S)
+            assert reply.kind == "params" and reply.version >= version, reply
+            version = reply.version
+        made.clients[rank].absent(True)
+
+    before = [torch.cat([p.detach().reshape(-1) for p in bucket.params]) for bucket in made.buckets]
+    run_all(*(lambda r=r: work(r) for r in range(ranks)))
+    made.servers[0].cut(0, 9)
+    made.wait_event("cut")
+    after = made.clients[0].pull(DEADLINE_S).params
+    for old, new in zip(before, after, strict=True):
+        applied = (old - new)[: ranks * steps]
+        torch.testing.assert_close(applied, torch.ones_like(applied), rtol=0.0, atol=1e-4)
+        assert torch.equal((old - new)[ranks * steps :], torch.zeros(len(old) - ranks * steps))
+
+
+RULES = {
+    "x1": Plan.ps(3, 1, lr_rule="none", damping="none"),
+    "x2": Plan.ps(3, 2, lr_rule="none", damping="none"),
+    "groups": Plan.ps(3, 3, rule="groups", groups=((0, 2), (1,)), lr_rule="none", damping="none"),
+    "ssp": Plan.ps(3, 1, rule="ssp", slack=2, lr_rule="none", damping="none"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_every_push_is_applied_once_whatever_the_order(name: str) -> None:
+    plain = RULES[name]
+    with cluster(plain, servers=2, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)) as made:
+        # The mean of x gradients: undo the division, to count.
+        factor = {"x2": 2.0}.get(name)
+        if factor is None and name != "groups":
+            counted(made, 3, 8, random.Random(3))
+        else:
+            total_applied(made, 3, 8)
+
+
+def total_applied(made: Cluster, ranks: int, steps: int) -> None:
+    """Updates are means of several: every push is in exactly one, with one over their number."""
+    notes: list[dict[str, Any]] = []
+
+    def work(rank: int) -> None:
+        version = 0
+        for step in range(steps):
+            made.clients[rank].push(step=step, version=version, flats=ones(made, rank * steps + step), weight=1.0)
+            version = made.clients[rank].wait(DEADLINE_S).version
+        made.clients[rank].absent(True)
+
+    before = made.clients[0].pull(DEADLINE_S).params
+    run_all(*(lambda r=r: work(r) for r in range(ranks)))
+    made.servers[0].cut(0, 9)
+    made.wait_event("cut")
+    notes = [event for event in made.log if event["event"] == "update"]
+    after = made.clients[0].pull(DEADLINE_S).params
+    for old, new in zip(before, after, strict=True):
+        applied = (old - new)[: ranks * steps].view(ranks, steps)
+        count = [0] * ranks
+        for note in notes:
+            for rank in note["ranks"]:
+                share = float(applied[rank, count[rank]])
+                assert share == pytest.approx(1.0 / len(note["ranks"]), abs=1e-4)
+                count[rank] += 1
+        assert count == [steps] * ranks
+
+
+def test_pushes_before_the_seed_are_kept() -> None:
+    with cluster(Plan.ps(2, 2), seed=False) as made:
+        done = threading.Thread(target=run_all, args=[lambda r=r: worker(made, r, 2) for r in range(2)])
+        done.start()
+        time.sleep(0.3)
+        assert done.is_alive()
+        made.seed()
+        made.wait_event("seeded")
+        done.join(DEADLINE_S)
+        plain_steps(made, 2, 2)
+        assert_equal_state(made)
+
+
+def test_after_the_cut_everybody_hears_that_it_has_moved() -> None:
+    with cluster(Plan.ps(2, 2), servers=2) as made:
+        run_all(*(lambda r=r: worker(made, r, 2) for r in range(2)))
+        made.clients[0].push(step=2, version=2, flats=made.gradients(0, 2), weight=1.0)
+        with pytest.raises(DeadlineError, match="waited 0.2 s"):
+            made.clients[0].wait(0.2)
+        made.servers[0].cut(0, 7)
+        event = made.wait_event("cut")
+        assert event["epoch"] == 7
+        first = made.clients[0].wait(DEADLINE_S)
+        made.clients[1].push(step=2, version=2, flats=made.gradients(1, 2), weight=1.0)
+        second = made.clients[1].wait(DEADLINE_S)
+        assert (first.kind, second.kind) == ("moved", "moved") and first.epoch == second.epoch == 7
+        assert first.version == second.version == event["version"] == made.clients[0].state(DEADLINE_S).version
+        assert not second.applied and first.applied == (event["version"] == 3)
+
+
+def test_a_wait_can_be_interrupted_and_goes_on() -> None:
+    with cluster(Plan.ps(2, 2)) as made:
+        made.clients[0].push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
+        threading.Timer(0.1, made.clients[0].wake).start()
+        assert made.clients[0].wait(DEADLINE_S).kind == "interrupted"
+        made.clients[1].push(step=0, version=0, flats=made.gradients(1, 0), weight=1.0)
+        assert made.clients[0].wait(DEADLINE_S).kind == made.clients[1].wait(DEADLINE_S).kind == "params"
+
+
+def test_hyperparameters_of_the_worker_with_most_steps_are_used() -> None:
+    with cluster(Plan.ps(2, 2), servers=2, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)) as made:
+        flats = [made.gradients(rank, 0) for rank in range(2)]
+        made.clients[0].push(step=0, version=0, flats=flats[0], weight=1.0, own_steps=5, row=row(made, 0.5))
+        made.clients[1].push(step=0, version=0, flats=flats[1], weight=1.0, own_steps=4, row=row(made, 9.0))
+        made.clients[0].wait(DEADLINE_S)
+        for group in made.optimizer.param_groups:
+            group["lr"] = 0.5
+        plain_steps(made, 1, 2)
+        found = made.clients[0].state(DEADLINE_S)
+        assert all(torch.equal(a, b.detach()) for a, b in zip(found.params, made.ordered, strict=True))
+
+
+def row(made: Cluster, lr: float) -> list[float]:
+    old = [group["lr"] for group in made.optimizer.param_groups]
+    for group in made.optimizer.param_groups:
+        group["lr"] = lr
+    found = made.hyper.read(made.optimizer.param_groups)
+    for group, value in zip(made.optimizer.param_groups, old, strict=True):
+        group["lr"] = value
+    return found
+
+
+def test_a_plan_can_change_and_a_bad_one_is_refused() -> None:
+    with cluster(Plan.ps(2, 2)) as made:
+        made.clients[0].push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
+        made.servers[0].set_plan(0, Plan.ps(3, 1, epoch=1))
+        assert "3 ranks" in made.wait_event("refused")["reason"]
+        made.servers[0].set_plan(0, Plan.ps(2, 1, epoch=2))  # Nobody stays blocked: one push is enough now.
+        reply = made.clients[0].wait(DEADLINE_S)
+        assert reply.kind == "params" and reply.epoch == 2
+
+
+def test_a_lost_rank_is_not_waited_for() -> None:
+    with cluster(Plan.ps(2, 2), servers=2) as made:
+        made.clients[0].push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
+        made.servers[0].member(0, 1, "lost")
+        assert made.clients[0].wait(DEADLINE_S).notes[-1]["ranks"] == [0]
+
+
+def test_a_rank_that_dies_in_the_middle_of_a_push_is_left_out_of_the_rest() -> None:
+    with cluster(Plan.ps(2, 2), servers=2, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)) as made:
+        before = made.clients[0].pull(DEADLINE_S).params
+        dying = made.clients[1]
+        half = made.layout.chunks[0]
+        dying._layout = type(made.layout)(made.layout.buckets, (half,), 2)  # It sends one chunk of many.
+        dying.push(step=0, version=0, flats=[f.fill_(3.0) for f in made.gradients(1, 0)], weight=1.0)
+        made.clients[0].push(step=0, version=0, flats=[f.fill_(1.0) for f in made.gradients(0, 0)], weight=1.0)
+        with pytest.raises(DeadlineError):
+            made.clients[0].wait(0.3)
+        made.servers[0].member(0, 1, "lost")
+        after = made.clients[0].wait(DEADLINE_S).params
+        steps = torch.cat([(a - b) for a, b in zip(before, after, strict=True)])
+        sent = half.numel
+        torch.testing.assert_close(steps[:sent], torch.full((sent,), 2.0), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(steps[sent:], torch.full((len(steps) - sent,), 1.0), rtol=1e-5, atol=1e-5)
+
+
+def test_the_guard_rejects_what_points_against_the_recent_updates() -> None:
+    plan = Plan.ps(2, 1, guard="reject", lr_rule="none")
+    with cluster(plan, servers=3, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)) as made:
+        kinds = []
+        for step, sign in enumerate([1.0, 1.0, -1.0, 1.0]):
+            flats = [sign * flat for flat in made.gradients(0, 0)]
+            made.clients[0].push(step=step, version=0, flats=flats, weight=1.0)
+            kinds.append(made.clients[0].wait(DEADLINE_S).kind)
+        assert kinds == ["params", "params", "dropped", "params"]
+        assert made.clients[0].state(DEADLINE_S).version == 3
+
+
+def test_a_gradient_of_the_future_is_refused_with_a_reason() -> None:
+    with cluster(Plan.ps(2, 1)) as made:
+        made.clients[0].push(step=0, version=5, flats=made.gradients(0, 0), weight=1.0)
+        with pytest.raises(ChannelError, match="version 5"):
+            made.clients[0].wait(DEADLINE_S)
+        made.clients[0].push(step=1, version=0, flats=made.gradients(0, 1), weight=1.0)
+        assert made.clients[0].wait(DEADLINE_S).kind == "params"
+
+
+def test_sessions_and_optimizers_follow_each_other() -> None:
+    with cluster(Plan.ps(2, 2)) as made:
+        run_all(*(lambda r=r: worker(made, r, 2) for r in range(2)))
+        made.servers[0].cut(0, 1)
+        made.wait_event("cut")
+        final = made.clients[0].state(DEADLINE_S)
+        for param, value, state in zip(made.ordered, final.params, final.state, strict=True):
+            param.data.copy_(value)
+            made.optimizer.state[param] = state
+        for client in made.clients:
+            client.close()
+        made.clients.clear()
+        made.open(session=1)
+        made.seed(session=1)
+        made.start_clients(1)
+        run_all(*(lambda r=r: worker(made, r, 2) for r in range(2)))
+        plain_steps(made, 2, 2)
+        assert_equal_state(made)
+
+
+def test_a_client_that_is_closed_says_so() -> None:
+    with cluster(Plan.ps(2, 2)) as made:
+        with pytest.raises(ChannelError, match="without having pushed"):
+            made.clients[0].wait(1.0)
+        made.clients[0].push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
+        with pytest.raises(ChannelError, match="has not come"):
+            made.clients[0].push(step=1, version=0, flats=made.gradients(0, 1), weight=1.0)
+        made.clients[0].close()
+        with pytest.raises(ChannelError, match="closed"):
+            made.clients[0].wait(1.0)
