@@ -33,6 +33,8 @@ class Config:
         noise_interval_steps: Every how many steps the gradient norms for the noise scale are taken.
         replay_queue: Closed steps kept for a rank that is inside `step()`, before the job waits for it.
         chunk_bytes: Size of a tensor message. 1 MiB: 40 MB messages were 4 times slower than 4 MB ones.
+        server_chunk_bytes: Size of a message from and to a parameter server, and of what it updates at once.
+        absent_after_s: Parameter servers stop waiting for a rank silent for this long, until it is heard again.
         late_bytes_per_s: Rate at which a rank outside a subgroup sends its gradients, 0 for as fast as its link goes.
         report_interval_s: How often rank 0 logs a slow rank while it stays slow.
         stall_warning_s: A step that waits longer than this for a rank is logged with the rank's number.
@@ -55,6 +57,8 @@ class Config:
     noise_interval_steps: int = 8
     replay_queue: int = 8
     chunk_bytes: int = 1024 * 1024
+    server_chunk_bytes: int = 1024 * 1024
+    absent_after_s: float = 3.0
     late_bytes_per_s: float = 0.0
     report_interval_s: float = 30.0
     stall_warning_s: float = 10.0
@@ -78,6 +82,8 @@ class Config:
 _MINIMUM = {
     "bucket_bytes": 1024,
     "chunk_bytes": 1024,
+    "server_chunk_bytes": 1024,
+    "absent_after_s": 0.1,
     "replay_queue": 1,
     "noise_interval_steps": 1,
     "quorum_deadline_s": 0.01,

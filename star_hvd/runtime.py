@@ -28,6 +28,7 @@ from star_hvd.errors import ChannelError, DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Snapshot
+from star_hvd.ps import JobKey
 from star_hvd.services import JobServices
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
@@ -133,7 +134,8 @@ class Runtime:
         control, control_port = self.keyring.server(host) if self.rank == 0 else (None, 0)
         router, tensor_port = self.keyring.server(host)
         own = (self.keyring.public_key, host, control_port, tensor_port)
-        peers = [Peer(*item) for item in allgather_object(own, name="star.peers")]
+        gathered = allgather_object((own, JobKey.new() if self.rank == 0 else None), name="star.peers")
+        peers, key = [Peer(*item) for item, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()
@@ -150,7 +152,9 @@ class Runtime:
             self._on_message,
             self.config.heartbeat_s,
         )
-        self.services = JobServices(self.rank, self.config, self.keyring, host, self.agent.send, self.drivers)
+        self.services = JobServices(
+            self.rank, self.config, self.keyring, key, host, self.agent.send, self.drivers
+        )
         self.services.start()
         self.agent.start()
         _install_exit_hooks()

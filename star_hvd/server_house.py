@@ -1,44 +1,259 @@
-"""The parameter servers that this rank runs, and its connections to all of them."""
+"""The parameter servers that this rank runs, and its connections to all servers, for every optimizer.
+
+A session is what lies between entering a mode of servers and leaving it; its number is the epoch of the plan that
+began it. Server processes stay for the next one.
+"""
 
 from __future__ import annotations
 
-from scheduler.records import Plan
-from star_hvd.channel.keys import Keyring
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.plans import Plan
 from star_hvd.config import Config
-from star_hvd.control.messages import Message
-from star_hvd.errors import StarError
+from star_hvd.control.messages import Message, Refuse
+from star_hvd.control.switch_messages import CutDone, Presence, ServerMoved, Servers, ServerUp
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.execute.driver import EngineDriver, Send
-from star_hvd.execute.servers import Client
 from star_hvd.execute.state import Snapshot
+from star_hvd.ps import Client, Endpoint, JobKey, Layout, LayoutError, OptimizerSpec, ServerProcess
 
 __all__ = ["ServerHouse"]
 
+logger = logging.getLogger("star_hvd")
+
+_ENDPOINT_PARTS = 3
+
+
+@dataclass(slots=True)
+class _Session:
+    number: int
+    plan: Plan
+    client: Client
+    endpoints: list[Endpoint]
+    layout: Layout
+    spec: OptimizerSpec
+
 
 class ServerHouse:
-    """See the module's text."""
+    """See the module's text.
+
+    Args:
+        rank: This rank.
+        config: Settings.
+        key: The job's key for the servers' channel.
+        host: This rank's address.
+        send: Sends a control message.
+        drivers: The drivers of all optimizers by number.
+    """
 
     def __init__(
-        self, rank: int, config: Config, keyring: Keyring, host: str, send: Send, drivers: dict[int, EngineDriver]
+        self, rank: int, config: Config, key: JobKey, host: str, send: Send, drivers: dict[int, EngineDriver]
     ) -> None:
         self._rank = rank
-
-    def prepare(self, engine: int, plan: Plan) -> str | None:
-        return "not there yet"
-
-    def on_message(self, message: Message) -> None:
-        pass
-
-    def client(self, engine: int, plan: Plan) -> Client:
-        raise StarError("not there yet")
-
-    def seed(self, engine: int, plan: Plan, snapshot: Snapshot) -> None:
-        raise StarError("not there yet")
-
-    def end(self, engine: int, plan: Plan, new: Plan) -> None:
-        raise StarError("not there yet")
-
-    def final_state(self, engine: int, version: int, deadline_s: float) -> Snapshot | None:
-        return None
+        self._config = config
+        self._key = key
+        self._send = send
+        self._drivers = drivers
+        self._process = ServerProcess(rank, key, host, on_event=self._on_event)
+        self._changed = threading.Condition()
+        self._found: dict[tuple[int, int], list[Endpoint]] = {}
+        self._sessions: dict[int, list[_Session]] = {}
+        self._stopped = False
 
     def stop(self) -> None:
-        pass
+        """Close all connections and end this rank's server."""
+        self._stopped = True
+        for sessions in self._sessions.values():
+            for session in sessions:
+                session.client.close()
+        if self._process.pid is not None:
+            self._process.stop()
+
+    # ---- getting ready, in the preparer's thread ------------------------------------------------------------------
+
+    def prepare(self, engine: int, plan: Plan) -> str | None:
+        """Start this rank's server where the plan wants one, learn where all are, connect.
+
+        Returns:
+            Why the plan cannot be carried out here, or None.
+        """
+        driver = self._drivers[engine]
+        if driver.engine.plan.family == plan.family == "ps":
+            return None  # The same servers go on under another rule.
+        applier = driver.engine.applier
+        groups = applier.optimizer.param_groups
+        try:
+            chunk_bytes = self._config.server_chunk_bytes
+            layout = Layout.build(applier.buckets, groups, applier.base, len(plan.servers), chunk_bytes)
+            spec = OptimizerSpec.of(applier.base, groups, applier.hyper)
+            if self._rank in plan.servers:
+                self._announce(engine, plan)
+            endpoints = self._await_endpoints(engine, plan)
+        except (LayoutError, DeadlineError) as error:
+            return str(error)
+        client = Client(self._rank, engine, plan.epoch, endpoints, layout, self._key, self._config)
+        client.start()
+        session = _Session(plan.epoch, plan, client, endpoints, layout, spec)
+        with self._changed:
+            kept = self._sessions.setdefault(engine, [])
+            kept.append(session)
+            old, kept[:] = kept[:-2], kept[-2:]
+        for each in old:
+            each.client.close()
+        return None
+
+    def _announce(self, engine: int, plan: Plan) -> None:
+        if not self._process.alive:
+            self._process.start(self._config.plan_deadline_s)
+        assert self._process.endpoint is not None
+        address = _to_parts(self._process.endpoint)
+        self._send(ServerUp(engine, plan.epoch, plan.servers.index(self._rank), address))
+
+    def _await_endpoints(self, engine: int, plan: Plan) -> list[Endpoint]:
+        key, limit_s = (engine, plan.epoch), self._config.plan_deadline_s
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._found or self._stopped, limit_s) or self._stopped:
+                raise DeadlineError(f"the servers of {plan.label} on ranks {list(plan.servers)} were not up in time")
+            return list(self._found.pop(key))
+
+    # ---- orders, in the agent's thread ------------------------------------------------------------------------------
+
+    def on_message(self, message: Message) -> None:
+        """An order of the coordinator."""
+        if isinstance(message, Servers):
+            parts = message.addresses
+            endpoints = [
+                _from_parts(parts[i : i + _ENDPOINT_PARTS]) for i in range(0, len(parts), _ENDPOINT_PARTS)
+            ]
+            with self._changed:
+                self._found[message.engine, message.epoch] = endpoints
+                self._changed.notify_all()
+        elif isinstance(message, ServerMoved):
+            self._replace(message)
+        elif isinstance(message, Presence):
+            self._presence(message.rank, present=message.present)
+
+    def _replace(self, message: ServerMoved) -> None:
+        endpoint = _from_parts(message.address)
+        for session in self._sessions.get(message.engine, []):
+            if session.number == message.epoch:
+                session.endpoints[message.index] = endpoint
+                session.client.replace(message.index, endpoint)
+                if self._rank in session.plan.servers and session.plan.servers.index(self._rank) != message.index:
+                    self._process.replace(message.index, endpoint)
+
+    def _presence(self, rank: int, *, present: bool) -> None:
+        for engine, driver in list(self._drivers.items()):
+            if driver.engine.plan.family in ("ps", "grouped") and self._leads(engine) and rank != self._rank:
+                with contextlib.suppress(KeyError):
+                    self._process.member(engine, rank, "present" if present else "absent")
+
+    def _leads(self, engine: int) -> bool:
+        """Whether this rank runs the first server of an optimizer's present session, which orders the updates."""
+        session = self._session(engine)
+        return session is not None and session.plan.servers[0] == self._rank
+
+    def _session(self, engine: int) -> _Session | None:
+        with self._changed:
+            sessions = self._sessions.get(engine)
+            return sessions[-1] if sessions else None
+
+    def _session_of(self, engine: int, plan: Plan) -> _Session:
+        """The session that serves a plan: the latest that began with it or before."""
+        with self._changed:
+            for session in reversed(self._sessions.get(engine, [])):
+                if session.number <= plan.epoch:
+                    return session
+        raise StarError(f"{plan.label} has no servers here: its plan was never prepared")
+
+    def end(self, engine: int, plan: Plan, new: Plan) -> None:
+        """All ranks are ready to go on to `new`: change the servers' rule, or let them make their last update."""
+        session = self._session_of(engine, plan)
+        if session.plan.servers[0] != self._rank:
+            return
+        if new.family == plan.family == "ps":
+            self._process.set_plan(engine, new)
+        else:
+            self._process.cut(engine, new.epoch)
+
+    # ---- for the training thread --------------------------------------------------------------------------------
+
+    def client(self, engine: int, plan: Plan) -> Client:
+        """The connection to the servers of a plan."""
+        return self._session_of(engine, plan).client
+
+    def seed(self, engine: int, plan: Plan, snapshot: Snapshot) -> None:
+        """Open this rank's shard with the state in which the plan begins."""
+        session = self._session_of(engine, plan)
+        index = plan.servers.index(self._rank)
+        self._process.open(
+            engine, session.number, index, session.endpoints, session.layout, plan, session.spec, snapshot.version
+        )
+        self._process.seed(engine, session.number, snapshot)
+
+    def final_state(self, engine: int, version: int, deadline_s: float) -> Snapshot | None:
+        """The state with which the servers ended at `version`, None where that is not to be had any more."""
+        with self._changed:
+            sessions = list(self._sessions.get(engine, []))
+        for session in reversed(sessions):
+            with contextlib.suppress(ChannelError, DeadlineError):
+                snapshot = session.client.state(deadline_s)
+                if snapshot.version == version:
+                    return snapshot
+        return None
+
+    # ---- events of the own server, in its supervising thread --------------------------------------------------------
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        kind, engine = event["event"], event.get("engine", -1)
+        if kind == "cut":
+            self._send(CutDone(engine, event["epoch"], event["version"]))
+        elif kind == "refused":
+            self._send(Refuse(engine, event["epoch"], event["reason"]))
+        elif kind == "failed":
+            self._fail(engine, StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}"))
+        elif kind == "died" and not self._stopped:
+            logger.error(
+                "rank %d: its parameter server died (exit code %s) and is started again from its copy",
+                self._rank,
+                event["returncode"],
+            )
+            threading.Thread(target=self._recover, name="star-ps-recover", daemon=True).start()
+
+    def _recover(self) -> None:
+        began_s = time.monotonic()
+        try:
+            endpoint = self._process.recover(self._config.control_deadline_s)
+        except (DeadlineError, ChannelError, OSError) as error:
+            self._fail(-1, RankLostError(f"the parameter server of rank {self._rank} could not be recovered: {error}"))
+            return
+        logger.warning("rank %d: its parameter server is back after %.1f s", self._rank, time.monotonic() - began_s)
+        for engine, sessions in list(self._sessions.items()):
+            for session in sessions:
+                if self._rank in session.plan.servers:
+                    index = session.plan.servers.index(self._rank)
+                    self._send(ServerMoved(engine, session.number, index, _to_parts(endpoint)))
+
+    def _fail(self, engine: int, error: Exception) -> None:
+        for number, driver in list(self._drivers.items()):
+            if engine in (-1, number):
+                driver.engine.fail(error)
+                if driver.outside is not None:
+                    driver.outside.wake()
+
+
+def _to_parts(endpoint: Endpoint) -> list[str]:
+    host, port, public_key = endpoint.to_list()
+    return [str(host), str(port), bytes(public_key).hex()]
+
+
+def _from_parts(parts: list[str]) -> Endpoint:
+    host, port, public_key = parts
+    return Endpoint(host, int(port), bytes.fromhex(public_key))
+
+

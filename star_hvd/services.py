@@ -23,6 +23,7 @@ from star_hvd.execute.handover import Steps
 from star_hvd.execute.servers import GroupSteps, ServerSteps
 from star_hvd.execute.state import Snapshot
 from star_hvd.process_sets import SetKeeper
+from star_hvd.ps import JobKey
 from star_hvd.server_house import ServerHouse
 
 __all__ = ["JobServices"]
@@ -39,6 +40,7 @@ class JobServices:
         rank: This rank.
         config: Settings.
         keyring: Keys and addresses of the job.
+        key: The job's key for the servers' channel.
         host: This rank's address.
         send: Sends a control message.
         drivers: The drivers of all optimizers by number; filled by the runtime.
@@ -49,6 +51,7 @@ class JobServices:
         rank: int,
         config: Config,
         keyring: Keyring,
+        key: JobKey,
         host: str,
         send: Send,
         drivers: dict[int, EngineDriver],
@@ -62,7 +65,7 @@ class JobServices:
         self._set_reasons: dict[Ranks, str | None] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="star-prepare", daemon=True)
-        self.house = ServerHouse(rank, config, keyring, host, send, drivers)
+        self.house = ServerHouse(rank, config, key, host, send, drivers)
 
     def start(self) -> None:
         """Start the threads."""

@@ -104,6 +104,7 @@ class Board:
         self._asked = [0] * world_size
         self._closed: set[int] = set()
         self._away: set[int] = set()
+        self._absent: set[int] = set()
         self._hurrying_until_s: float | None = None
 
     def handle(self, rank: int, message: Message, now_s: float) -> None:
@@ -121,6 +122,8 @@ class Board:
         if rank in self.lost:
             self.lost.discard(rank)
             logger.warning("rank %d is heard again", rank)
+        if rank in self._absent:
+            self._absent.discard(rank)
             self._broadcast(Presence(rank, True))
         match message:
             case Hello() | Heartbeat():
@@ -283,12 +286,15 @@ class Board:
 
     def _look_for_lost(self, now_s: float) -> None:
         for rank, seen_s in enumerate(self._last_seen_s):
+            silent = now_s - seen_s >= self._config.absent_after_s
+            if silent and rank not in self._absent and rank not in self.finished:
+                self._absent.add(rank)
+                self._broadcast(Presence(rank, False))
             if rank in self.lost or rank in self.finished or now_s - seen_s < self._config.lost_after_s:
                 continue
             self.lost.add(rank)
             # It may be frozen and come back, so its samples stay its own; a dead one ends the job, or resets it.
             logger.error("rank %d has given no sign of life for %.1f s", rank, now_s - seen_s)
-            self._broadcast(Presence(rank, False))
             self._maybe_bye()
 
     def _maybe_bye(self) -> None:

@@ -40,7 +40,8 @@ class Switch:
     @property
     def irrevocable(self) -> bool:
         """Whether servers were told to make their last update for it."""
-        return self.committed and self.active.family in ("ps", "grouped") and not self.plan.family == self.active.family == "ps"
+        same = self.plan.family == self.active.family == "ps"
+        return self.committed and self.active.family in ("ps", "grouped") and not same
 
     def first_messages(self) -> list[Message]:
         """What starts it."""

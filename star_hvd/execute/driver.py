@@ -332,12 +332,12 @@ class EngineDriver:
         for note in notes:
             self.timeline.append(
                 {
-                    "step": note.version,
+                    "step": note["version"],
                     "time_s": time.monotonic() - self._began_s,
-                    "members": list(note.ranks),
+                    "members": list(note["ranks"]),
                     "mode": self.engine.plan.label,
                     "folds": 0.0,
-                    "weight": float(len(note.ranks)),
+                    "weight": float(note["gradients"]),
                 }
             )
 

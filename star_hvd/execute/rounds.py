@@ -179,7 +179,7 @@ class RoundEngine:
             self._raise_failure()
             self.replica.computing = False
             self.own_steps += 1
-            if self.version != self.next_round or not self.taking_part or self.replica.foreign:
+            if self._out_of_rounds():
                 self.counters.late += 1
                 self._listener.on_late(self.version, self.plan.epoch)
                 return False
@@ -487,7 +487,11 @@ class RoundEngine:
 
     def _lost(self, index: int) -> bool:
         """Whether the training thread's gradient of a bucket can no longer be fresh."""
-        return self.version != self.next_round or not self.taking_part or self.replica.foreign or self._current.claimed(index)
+        return self._out_of_rounds() or self._current.claimed(index)
+
+    def _out_of_rounds(self) -> bool:
+        """Whether the parameters the training thread computes on are not those the current step begins with."""
+        return self.version != self.next_round or not self.taking_part or self.replica.foreign
 
     def _helper_owns(self) -> bool:
         return self._inflight is not None and self._inflight.owner == "helper"

@@ -26,19 +26,8 @@ __all__ = ["Client", "GroupSteps", "Outcome", "ServerSteps", "StepInfo"]
 
 logger = logging.getLogger("star_hvd")
 
+_LOOK_S = 5.0  # Between two looks whether this rank has failed.
 _IDLE_S = 0.005  # Pause of a stand-in whose whole group is away.
-
-
-class ClientReply(Protocol):
-    """What a client's waits return; see `star_hvd.ps.client.Reply`."""
-
-    kind: str
-    version: int
-    epoch: int
-    params: list[torch.Tensor]
-    damped: float
-    applied: bool
-    notes: list[Any]
 
 
 class Client(Protocol):
@@ -55,6 +44,7 @@ class Client(Protocol):
         own_steps: int,
         row: Sequence[float],
         loss: float,
+        keep: bool,
     ) -> None: ...
     def wait(self, deadline_s: float) -> Any: ...
     def pull(self, deadline_s: float) -> Any: ...
@@ -191,6 +181,7 @@ class ServerSteps:
             own_steps=engine.own_steps,
             row=engine.applier.hyper.read(engine.applier.optimizer.param_groups),
             loss=engine.loss,
+            keep=True,
         )
         return self._await_reply()
 
@@ -199,12 +190,20 @@ class ServerSteps:
         while time.monotonic() < limit_s:
             if self._engine.failure is not None:
                 raise self._engine.failure
-            reply = self.client.wait(min(1.0, self._deadline_s))
-            if reply is None or reply.kind == "interrupted":
+            try:
+                reply = self.client.wait(_LOOK_S)
+            except DeadlineError:
+                continue
+            if reply.kind == "interrupted":
                 continue
             self._on_notes(reply.notes)
             return Outcome(
-                reply.kind, reply.version, reply.epoch, reply.params, applied=reply.applied, damped=reply.damped
+                reply.kind,
+                reply.version,
+                reply.epoch,
+                reply.params,
+                applied=reply.applied,
+                damped=_damped(reply.notes, self._engine.rank) if reply.applied else 0.0,
             )
         raise DeadlineError(
             f"the parameter servers of {self._engine.plan.label} gave no parameters within {self._deadline_s:g} s; "
@@ -252,6 +251,8 @@ class ServerSteps:
     def set_away(self, away: bool) -> None:
         """This rank delivers no gradients for now: servers do not wait for it."""
         self.client.absent(away)
+        if away and not self.over:
+            self.client.pull(self._deadline_s)  # Answered after the word: whoever comes here later finds it taken.
 
     def wake(self) -> None:
         """Something changed that a wait should notice."""
@@ -378,3 +379,9 @@ class GroupSteps(ServerSteps):
 
 
 _KINDS = ("params", "moved", "dropped")
+
+
+def _damped(notes: Sequence[dict[str, Any]], rank: int) -> float:
+    """The part of this rank's latest gradient that damping took away, from the servers' notes."""
+    found = [note["damped"][note["ranks"].index(rank)] for note in notes if rank in note["ranks"]]
+    return float(found[-1]) if found else 0.0
