@@ -1,0 +1,205 @@
+"""Events of a run turned into what MLflow takes. Pure: neither MLflow nor a clock nor a disk.
+
+The same events always give the same entries with the same times, so sending them twice changes nothing: MLflow's
+stores keep one row per (key, time, step, value).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["MetricRow", "RunState", "Segment", "flat", "metric_name", "point_metric", "reaches", "window_metrics"]
+
+MetricRow = tuple[str, float, int, int]
+"""Key, value, time in ms since 1970, step."""
+
+_MANY_RANKS = 32  # Above, MLflow gets the spread over the ranks alone; the events have every rank.
+_PARAM_CHARS = 500  # What the oldest servers take; newer ones take 6,000.
+_TARGET = re.compile(r"\s*([\w./ -]+?)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*", re.ASCII)
+
+
+@dataclass(slots=True)
+class Segment:
+    """The steps between two plans.
+
+    Attributes:
+        index: Position in the run, from 0.
+        plan: The event that began it.
+        first_s, last_s: Seconds since the start of the log, of its begin and of the last thing known of it.
+        first_step, last_step: Steps, likewise.
+        losses: (step, loss) told in it.
+        compute_s: Median compute time over ranks of every window.
+        slow: Windows in which some rank was slow.
+        windows: Windows in all.
+    """
+
+    index: int
+    plan: dict[str, Any]
+    first_s: float
+    last_s: float
+    first_step: int
+    last_step: int
+    losses: list[float] = field(default_factory=list)
+    compute_s: list[float] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)
+    slow: int = 0
+    windows: int = 0
+
+    def summary(self) -> dict[str, float]:
+        """Figures of the segment: `duration_s`, `steps`, `step_s`, `compute_s`, `loss_first`, ..., `slow_share`."""
+        steps, duration_s = self.last_step - self.first_step, self.last_s - self.first_s
+        found = {
+            "duration_s": duration_s,
+            "steps": float(steps),
+            "step_s": duration_s / steps if steps > 0 else math.nan,
+            "compute_s": statistics.median(self.compute_s) if self.compute_s else math.nan,
+            "noise_scale": self.noise[-1] if self.noise else math.nan,
+            "loss_first": self.losses[0] if self.losses else math.nan,
+            "loss_last": self.losses[-1] if self.losses else math.nan,
+            "slow_share": self.slow / self.windows if self.windows else math.nan,
+        }
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+class RunState:
+    """What all events so far amount to.
+
+    Attributes:
+        facts: Job facts, merged.
+        segments: Segments so far; the last one is open.
+        status: Of the end event, None before it.
+        reached: `time_to_target_s` and `steps_to_target` where `facts["target"]`, `accuracy>=0.95` for example, was.
+    """
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+        self.segments: list[Segment] = []
+        self.status: str | None = None
+        self.dropped = 0
+        self.last_s = 0.0
+        self.last_step = 0
+        self.reached: dict[str, float] = {}
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Add one event; damaged ones are ignored."""
+        time_s, step = _number(event.get("time_s"), 0.0), int(_number(event.get("step"), self.last_step))
+        self.last_s, self.last_step = max(self.last_s, time_s), max(self.last_step, step)
+        kind = event.get("kind")
+        if kind == "facts" and isinstance(event.get("values"), dict):
+            self.facts.update(event["values"])
+        elif kind == "plan":
+            self._advance(time_s, step)
+            segment = Segment(len(self.segments), dict(event), time_s, time_s, step, step)
+            self.segments.append(segment)
+        elif kind == "window":
+            self._advance(time_s, step)
+            self._add_window(event)
+        elif kind == "metric":
+            self._advance(time_s, step)
+            self._add_point(str(event.get("name")), _number(event.get("value"), math.nan), time_s, step)
+        elif kind == "end":
+            self.status = str(event.get("status", "FINISHED"))
+            self.dropped = int(_number(event.get("dropped"), 0.0))
+            self._advance(time_s, step)
+
+    def totals(self) -> dict[str, float]:
+        """Figures of the whole run."""
+        found = {"duration_s": self.last_s, "steps": float(self.last_step), "segments": float(len(self.segments))}
+        return {**found, "log_entries_dropped": float(self.dropped), **self.reached}
+
+    def _advance(self, time_s: float, step: int) -> None:
+        if self.segments:
+            last = self.segments[-1]
+            last.last_s, last.last_step = max(last.last_s, time_s), max(last.last_step, step)
+
+    def _add_point(self, name: str, value: float, time_s: float, step: int) -> None:
+        if name == "loss" and self.segments and math.isfinite(value):
+            self.segments[-1].losses.append(value)
+        found = _TARGET.fullmatch(str(self.facts.get("target", "")))
+        if found is None or self.reached or name != found.group(1):
+            return
+        if reaches(value, found.group(2), float(found.group(3))):
+            self.reached = {"time_to_target_s": time_s, "steps_to_target": float(step)}
+
+    def _add_window(self, event: Mapping[str, Any]) -> None:
+        if not self.segments:
+            return
+        last = self.segments[-1]
+        last.windows += 1
+        last.slow += bool(event.get("stragglers"))
+        values = _finite((event.get("ranks") or {}).get("compute_s") or [])
+        if values:
+            last.compute_s.append(statistics.median(values))
+        for name, target in (("loss", last.losses), ("noise_scale", last.noise)):
+            value = _number(event.get(name), math.nan)
+            if math.isfinite(value):
+                target.append(value)
+
+
+def window_metrics(event: Mapping[str, Any], began_unix_s: float) -> Iterator[MetricRow]:
+    """A window as metrics: the job's numbers, and of every reading the spread over the ranks and each rank's."""
+    at_ms, step = _at_ms(event, began_unix_s), int(_number(event.get("step"), 0.0))
+    for name, value in event.items():
+        number = _number(value, math.nan)
+        if name not in ("step", "time_s") and math.isfinite(number):
+            yield metric_name(name), number, at_ms, step
+    yield "stragglers", float(len(event.get("stragglers") or [])), at_ms, step
+    for name, values in (event.get("ranks") or {}).items():
+        known = _finite(values)
+        if not known:
+            continue
+        for part, value in (("min", min(known)), ("median", statistics.median(known)), ("max", max(known))):
+            yield metric_name(f"{name}/{part}"), value, at_ms, step
+        if len(values) <= _MANY_RANKS:
+            for rank, value in enumerate(values):
+                if math.isfinite(_number(value, math.nan)):
+                    yield metric_name(f"rank{rank}/{name}"), float(value), at_ms, step
+
+
+def point_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[MetricRow]:
+    """A point of a curve as a metric; none where its value is no number."""
+    value = _number(event.get("value"), math.nan)
+    if math.isfinite(value):
+        step = int(_number(event.get("step"), 0.0))
+        yield metric_name(str(event.get("name"))), value, _at_ms(event, began_unix_s), step
+
+
+def metric_name(name: str) -> str:
+    """`name` with what MLflow does not take replaced, 250 characters at most."""
+    return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII).strip("/. ")[:250] or "_"
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested facts as MLflow's parameters: `hardware.cpus` -> `16`; lists are joined, long texts cut."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{key}.")
+        elif isinstance(value, (list, tuple)):
+            found[metric_name(key)] = ",".join(map(str, value))[:_PARAM_CHARS]
+        elif value is not None:
+            found[metric_name(key)] = str(value)[:_PARAM_CHARS]
+    return found
+
+
+def reaches(value: float, relation: str, bound: float) -> bool:
+    """Whether a value is at the target or beyond."""
+    return value >= bound if relation == ">=" else value <= bound
+
+
+def _at_ms(event: Mapping[str, Any], began_unix_s: float) -> int:
+    return int(1e3 * (began_unix_s + _number(event.get("time_s"), 0.0)))
+
+
+def _number(value: Any, default: float) -> float:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+
+
+def _finite(values: Iterable[Any]) -> list[float]:
+    return [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v)]

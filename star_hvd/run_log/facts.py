@@ -1,0 +1,101 @@
+"""Parameters and environment of a job, as far as a process can tell without asking anybody."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["environment", "optimizer_facts"]
+
+_PACKAGES = ("torch", "horovod", "star-hvd", "numpy", "mlflow")
+
+
+def environment(hosts: Sequence[str] = ()) -> dict[str, Any]:
+    """Hosts, hardware, versions, the program and its commit. Call it off the training thread: git takes 10 ms.
+
+    Args:
+        hosts: Address or name of every rank's host, in order of rank.
+    """
+    names = list(dict.fromkeys(hosts))
+    return {
+        "hosts": names,
+        "ranks_per_host": [list(hosts).count(name) for name in names],
+        "program": " ".join([Path(sys.argv[0]).name if sys.argv else "", *sys.argv[1:]])[:400],
+        "git_commit": _git_commit(),
+        "hardware": _hardware(),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+
+
+def optimizer_facts(optimizer: Any, bucket_bytes: Iterable[int] = ()) -> dict[str, Any]:
+    """Class, hyperparameters and size of a `torch.optim` optimizer.
+
+    Args:
+        optimizer: Anything with `param_groups`.
+        bucket_bytes: Sizes of the gradient buffers.
+    """
+    groups = optimizer.param_groups
+    sizes = [(param.numel(), param.element_size()) for group in groups for param in group["params"]]
+    hyper = {name: value for name, value in groups[0].items() if name != "params"} if groups else {}
+    buckets = list(bucket_bytes)
+    return {
+        "class": type(optimizer).__name__,
+        "hyper": {name: value for name, value in hyper.items() if isinstance(value, (int, float, str, bool, tuple))},
+        "groups": len(groups),
+        "tensors": len(sizes),
+        "parameters": sum(count for count, _ in sizes),
+        "parameter_bytes": sum(count * width for count, width in sizes),
+        "buckets": len(buckets),
+        "bucket_bytes": max(buckets, default=0),
+    }
+
+
+def _git_commit() -> str:
+    """Commit of the current directory, empty where it is in no repository."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5.0, check=False)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return ""
+
+
+def _hardware() -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count() or 0,
+        "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "kernel": platform.release(),
+    }
+    torch = sys.modules.get("torch")  # Importing it here would cost whoever has not.
+    if torch is not None:
+        with contextlib.suppress(Exception):
+            if torch.cuda.is_initialized():  # Asking for a name would initialize it in a job that uses the CPU.
+                facts |= {"gpus": int(torch.cuda.device_count()), "gpu": torch.cuda.get_device_name()}
+    return facts
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

@@ -1,0 +1,298 @@
+"""What a training process writes: a queue, a thread that empties it into files, on rank 0 a process that sends them.
+
+Training must not notice. A call appends to a bounded queue and returns; the thread writes a few times per second;
+MLflow, whose import alone holds the interpreter for 1.6 s, lives in a process of its own at the lowest priority.
+Whatever breaks, a full disk or a server that hangs, costs log lines, which are counted, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from scheduler.plans import Plan
+from scheduler.records import StepReport
+from star_hvd.run_log import layout
+from star_hvd.run_log.spool import SpoolWriter
+
+__all__ = ["RunLog"]
+
+logger = logging.getLogger("star_hvd")
+
+_QUEUE = 4096  # Events kept while the disk refuses them: minutes of steps.
+_WRITE_INTERVAL_S = 0.5
+_WINDOW_INTERVAL_S = 1.0
+_MAX_BYTES = 256 << 20  # Of one file: a million steps.
+_END_BYTES = 1 << 20  # Room for the end of a file that is full.
+_SHIPPER_AFTER_S = 3.0  # A job that fails at once should not have paid for MLflow's import.
+
+# `python -m star_hvd.run_log.shipper` would import torch and Horovod with the package: 2 s and 300 MB for nothing. The
+# sender needs neither, so it gets the package without its `__init__`.
+_START_SHIPPER = (
+    "import sys, types\n"
+    "package = types.ModuleType('star_hvd')\n"
+    "package.__path__ = [sys.argv[1]]\n"
+    "sys.modules['star_hvd'] = package\n"
+    "sys.path[:0] = [sys.argv[2]]\n"
+    "from star_hvd.run_log.shipper import main\n"
+    "sys.exit(main(sys.argv[3:]))\n"
+)
+
+_Event = Callable[[], dict[str, Any]]
+
+
+class RunLog:
+    """The log of one job, as one rank sees it. All methods but `close` return within microseconds and never raise.
+
+    They may be called from any thread. A rank that is late, frozen or dead costs only its own lines.
+
+    Args:
+        directory: The run's folder (`layout.run_directory`), of the same name on all ranks.
+        rank: This rank. Every rank writes its own file; rank 0 also writes the job's and starts the sender.
+        world_size: Number of ranks.
+        job: Parameters and environment of the job, nested mappings of plain values; rank 0's counts. See
+            `facts.environment`.
+        enabled: False makes every method do nothing.
+        ship: Whether rank 0 starts the process that sends to MLflow; without it `star-hvd sync-logs` does that later.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        rank: int,
+        world_size: int,
+        job: Mapping[str, Any] | None = None,
+        enabled: bool = True,
+        ship: bool = True,
+    ) -> None:
+        self.directory = directory
+        self.dropped = 0
+        self.enabled = enabled
+        self._rank = rank
+        self._began_s = time.monotonic()
+        self._began_unix_s = time.time()
+        self._queue: deque[tuple[int, bool, _Event]] = deque(maxlen=_QUEUE)
+        self._numbers = itertools.count()
+        self._expected = 0
+        self._held: dict[bool, list[_Event]] = {False: [], True: []}
+        self._files: dict[bool, SpoolWriter] = {}
+        self._window_due_s = 0.0
+        self._ship = ship and rank == 0
+        self._shipper: subprocess.Popen[bytes] | None = None
+        self._lock = layout.RunLock(directory)
+        self._failing = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        if enabled:
+            self._begin(world_size, dict(job or {}))
+
+    # ---- what happened ----------------------------------------------------------------------------------------
+
+    def step(self, report: StepReport) -> None:
+        """A rank's report of one gradient of its own; goes to the rank's file."""
+        now_s = self._now_s()
+        self._put(False, lambda: {"kind": "step", "time_s": round(now_s, 6), **_fields(report)})
+
+    def resources(self, readings: Any) -> None:
+        """What `telemetry.resources` read on this rank; goes to the rank's file."""
+        now_s = self._now_s()
+        self._put(False, lambda: {"kind": "resources", "time_s": round(now_s, 6), **_fields(readings)})
+
+    def facts(self, values: Mapping[str, Any]) -> None:
+        """Parameters known only now, an optimizer's for example. Rank 0 only; ignored elsewhere."""
+        self._job_event("facts", {"values": dict(values)})
+
+    def window(self, values: Mapping[str, Any]) -> None:
+        """Telemetry of all ranks (`windows.window_values`). At most one per second is kept. Rank 0 only."""
+        now_s = self._now_s()
+        if self._rank == 0 and now_s >= self._window_due_s:
+            self._window_due_s = now_s + _WINDOW_INTERVAL_S
+            self._job_event("window", dict(values))
+
+    def plan(self, step: int, plan: Plan, prediction: Mapping[str, Any] | None = None) -> None:
+        """A plan is in force from `step` on.
+
+        Args:
+            step: Its first step.
+            plan: The plan, with its reason.
+            prediction: What the decision rested on: the predicted seconds per step of candidates, for example.
+        """
+        now_s = self._now_s()
+
+        def event() -> dict[str, Any]:
+            values: dict[str, Any] = {"step": step, "label": plan.label, "mode": plan.mode, "reason": plan.reason}
+            values |= {"plan": plan.to_dict(), "prediction": dict(prediction or {})}
+            return {"kind": "plan", "time_s": round(now_s, 6), **values}
+
+        if self._rank == 0:
+            self._put(True, event)
+
+    def metric(self, name: str, value: float, step: int, time_s: float | None = None) -> None:
+        """One point of a curve: loss, accuracy. Rank 0 only.
+
+        Args:
+            name: Of the curve; characters MLflow does not take become `_`.
+            value: Its value.
+            step: Global step it belongs to.
+            time_s: Seconds since this log was made, where it was not just now.
+        """
+        values = {"name": str(name), "value": float(value), "step": int(step)}
+        self._job_event("metric", values, time_s)
+
+    def since_s(self, monotonic_s: float) -> float:
+        """A time of `time.monotonic()` as seconds since this log was made."""
+        return monotonic_s - self._began_s
+
+    def close(self, status: str = "FINISHED", deadline_s: float = 2.0) -> None:
+        """End the log: write what is queued, tell the sender, wait for it a moment.
+
+        The sender goes on by itself for up to a minute; what it cannot send stays for `star-hvd sync-logs`.
+
+        Args:
+            status: `FINISHED`, `FAILED` or `KILLED`, as in MLflow.
+            deadline_s: Longest wait in all.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        limit_s = time.monotonic() + deadline_s
+        dropped = {"dropped": self.dropped + sum(file.dropped for file in self._files.values())}
+        self._put(False, lambda: {"kind": "end", "time_s": round(self._now_s(), 6), **dropped})
+        self._job_event("end", {"status": status, **dropped})
+        self._stop.set()
+        thread.join(max(0.05, deadline_s))
+        self._lock.free()
+        if self._shipper is not None:
+            with contextlib.suppress(OSError):
+                assert self._shipper.stdin is not None
+                self._shipper.stdin.close()  # It reads this as the end of the job.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._shipper.wait(max(0.0, limit_s - time.monotonic()))
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _job_event(self, kind: str, values: dict[str, Any], time_s: float | None = None) -> None:
+        if self._rank == 0:
+            at_s = round(self._now_s() if time_s is None else time_s, 6)
+            self._put(True, lambda: {"kind": kind, "time_s": at_s, **values})
+
+    def _put(self, of_job: bool, event: _Event) -> None:
+        if self.enabled:  # A full queue loses its oldest entry; the numbers tell how many it lost.
+            self._queue.append((next(self._numbers), of_job, event))
+
+    def _begin(self, world_size: int, job: dict[str, Any]) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            about = {
+                "schema": layout.SCHEMA,
+                "name": self.directory.name,
+                "world_size": world_size,
+                "began_unix_s": self._began_unix_s,
+                "home": self._rank == 0,
+            }
+            layout.write_json(self.directory / layout.RUN, about, replace=self._rank == 0)
+            self._lock.take()
+        except OSError as error:
+            logger.warning("no run log: %s cannot be written (%s); training goes on without", self.directory, error)
+            self.enabled = False
+            return
+        self._files[False] = SpoolWriter(self.directory / f"rank{self._rank}.jsonl", _MAX_BYTES)
+        if self._rank == 0:
+            self._files[True] = SpoolWriter(self.directory / layout.EVENTS, _MAX_BYTES)
+        self._job_event("facts", {"values": {"world_size": world_size, **job}})
+        self._thread = threading.Thread(target=self._run, name="star-run-log", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_WRITE_INTERVAL_S):
+            self._write()
+            if self._ship and self._now_s() >= _SHIPPER_AFTER_S:
+                self._start_shipper()
+        for file in self._files.values():
+            file.max_bytes += _END_BYTES
+        self._write()
+        if self._ship:
+            self._start_shipper()
+        for file in self._files.values():
+            file.close()
+
+    def _write(self) -> None:
+        """Write what is queued; what the disk refuses is held for the next time, as far as there is room."""
+        taken: list[tuple[int, bool, _Event]] = []
+        with contextlib.suppress(IndexError):
+            while len(taken) < _QUEUE:
+                taken.append(self._queue.popleft())
+        for number, of_job, event in taken:
+            self.dropped += number - self._expected if number >= self._expected else -1  # Threads may overtake.
+            self._expected = max(self._expected, number + 1)
+            self._held[of_job].append(event)
+        for of_job, held in self._held.items():
+            if len(held) > _QUEUE:
+                self.dropped += len(held) - _QUEUE
+                del held[:-_QUEUE]
+            try:
+                if held:
+                    self._files[of_job].append([made for event in held if (made := _made(event)) is not None])
+            except OSError as error:
+                self._note_failure(error)
+                continue
+            self._failing = self._failing and not held
+            held.clear()
+
+    def _note_failure(self, error: OSError) -> None:
+        if not self._failing:
+            self._failing = True
+            logger.warning("the run log cannot be written for now (%s); training goes on", error)
+
+    def _start_shipper(self) -> None:
+        self._ship = False
+        try:
+            self._shipper = start_shipper(self.directory)
+        except OSError as error:
+            logger.warning("the run log stays in %s: its sender did not start (%s)", self.directory, error)
+
+
+def start_shipper(directory: Path) -> subprocess.Popen[bytes] | None:
+    """Start the process that sends a run to MLflow; None where MLflow is not installed."""
+    if importlib.util.find_spec("mlflow") is None:
+        logger.info("MLflow is not installed; the run log stays in %s for star-hvd sync-logs", directory)
+        return None
+    package = Path(__file__).resolve().parents[1]
+    # Not the job's: a sender that looked like a rank, or took the job's GPU, would be in the way.
+    skipped = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(skipped)}
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", _START_SHIPPER, str(package), str(package.parent), str(directory)]
+    # Its own session: a signal for the job's group must not end it, and horovodrun must not wait for its output.
+    with open(os.devnull, "wb") as null:
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=null, stderr=null, env=environment, start_new_session=True
+        )
+
+
+def _made(event: _Event) -> dict[str, Any] | None:
+    try:
+        return event()
+    except Exception:
+        logger.exception("an entry of the run log is left out")
+        return None
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass, those with slots too, without a deep copy."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}

@@ -1,0 +1,177 @@
+"""One self-contained HTML page on a run: what it did, who was slow and why, what was decided and what came of it."""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from star_hvd.run_log import layout
+from star_hvd.run_log.convert import RunState, flat
+from star_hvd.run_log.spool import read_events
+
+__all__ = ["RunStory", "read_story", "sentence", "write_page"]
+
+_MOST_POINTS = 4000  # Of a curve; a browser shows no more.
+_STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:.5rem 0}td,th{padding:.15rem .7rem;text-align:right;border-bottom:1px solid #ddd}
+td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.q{color:#666}"""
+
+
+class RunStory:
+    """A run as the page tells it.
+
+    Attributes:
+        name: Of the run.
+        world_size: Number of ranks.
+        state: What all events amount to.
+        windows: Window events, thinned evenly where there are thousands.
+        curves: Name to (time_s, step, value) points, thinned likewise.
+        steps: Per rank the number of step reports, their median compute and wait time in seconds, and the part that
+            was late.
+    """
+
+    def __init__(self, name: str, world_size: int) -> None:
+        self.name = name
+        self.world_size = world_size
+        self.state = RunState()
+        self.windows: list[dict[str, Any]] = []
+        self.curves: dict[str, list[tuple[float, int, float]]] = {}
+        self.steps: dict[int, tuple[int, float, float, float]] = {}
+
+
+def read_story(directory: Path) -> RunStory:
+    """Read a run's folder.
+
+    Raises:
+        ValueError: It holds no run, or one of a newer version.
+    """
+    about = layout.read_json(directory / layout.RUN)
+    if about.get("schema") != layout.SCHEMA:
+        raise ValueError(f"{directory} holds a run of version {about.get('schema')!r}; expected {layout.SCHEMA}")
+    story = RunStory(str(about.get("name")), int(about.get("world_size", 0)))
+    for _, event in read_events(directory / layout.EVENTS):
+        story.state.take(event)
+        if event.get("kind") == "window":
+            story.windows.append(event)
+            value = event.get("loss")
+            if isinstance(value, float):
+                story.curves.setdefault("loss", []).append((event["time_s"], event["step"], value))
+        elif event.get("kind") == "metric" and isinstance(event.get("value"), (int, float)):
+            point = (event["time_s"], event["step"], float(event["value"]))
+            story.curves.setdefault(str(event.get("name")), []).append(point)
+    story.windows = _thinned(story.windows)
+    story.curves = {name: _thinned(points) for name, points in story.curves.items()}
+    for path in directory.glob("rank*.jsonl"):
+        summary = _steps_of(path)
+        if summary is not None and path.stem[4:].isdigit():
+            story.steps[int(path.stem[4:])] = summary
+    return story
+
+
+def sentence(plan: Mapping[str, Any]) -> str:
+    """What a plan event says in one sentence."""
+    told = f"step {plan.get('step')} ({plan.get('time_s', 0.0):.1f} s): {plan.get('label')}"
+    reason = str(plan.get("reason") or "")
+    prediction = plan.get("prediction") or {}
+    predicted = ", ".join(f"{name} {_short(value)}" for name, value in list(prediction.items())[:8])
+    return told + (f", because {reason}" if reason else "") + (f"; predicted: {predicted}" if predicted else "")
+
+
+def write_page(directory: Path, out: Path) -> Path:
+    """Write the page of the run in `directory` to `out`; the path written.
+
+    Raises:
+        ValueError: The folder holds no run.
+        ImportError: matplotlib is missing; the message says how to get it.
+    """
+    from star_hvd.run_log.figures import curves_svg, modes_svg, ranks_svg
+
+    story = read_story(directory)
+    state = story.state
+    decisions = "".join(f"<li>{html.escape(sentence(segment.plan))}</li>" for segment in state.segments)
+    parts = [
+        f"<h1>Run {html.escape(story.name)}</h1>",
+        f"<p>{html.escape(_summary(story))}</p>",
+        "<h2>Modes</h2>",
+        modes_svg(story),
+        f"<ol>{decisions}</ol>" if decisions else "<p class=q>No plan was logged.</p>",
+        "<h2>Ranks</h2>",
+        ranks_svg(story),
+        _rank_table(story),
+        "<h2>Loss and accuracy</h2>",
+        curves_svg(story) if story.curves else "<p class=q>No curve was logged: call hvd.record_loss(loss).</p>",
+        "<h2>Segments</h2>",
+        _segment_table(story),
+        "<h2>Job</h2>",
+        _table(("", ""), flat(state.facts).items()),
+    ]
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(story.name)}</title>"
+    out.write_text(f"{head}<style>{_STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n", encoding="utf-8")
+    return out
+
+
+def _summary(story: RunStory) -> str:
+    state, reached = story.state, story.state.reached
+    ended = state.status or "not ended"
+    text = f"{story.world_size} ranks, {state.last_step} steps in {state.last_s:.1f} s, {len(state.segments)} plans, "
+    text += f"{ended}."
+    if reached:
+        text += f" Target {state.facts.get('target')} reached after {reached['time_to_target_s']:.1f} s."
+    if state.dropped:
+        text += f" {state.dropped} log entries were lost."
+    return text
+
+
+def _rank_table(story: RunStory) -> str:
+    causes: dict[int, dict[str, int]] = {}
+    for window in story.windows:
+        for item in window.get("stragglers") or []:
+            per_rank = causes.setdefault(int(item["rank"]), {})
+            per_rank[str(item["cause"])] = per_rank.get(str(item["cause"]), 0) + 1
+    rows = []
+    for rank in range(story.world_size):
+        count, compute_s, wait_s, late = story.steps.get(rank, (0, 0.0, 0.0, 0.0))
+        slow = sum(causes.get(rank, {}).values()) / len(story.windows) if story.windows else 0.0
+        why = ", ".join(sorted(causes.get(rank, {}), key=lambda name: -causes[rank][name]))
+        times = (f"{1e3 * compute_s:.1f}", f"{1e3 * wait_s:.1f}", f"{late:.0%}") if count else ("?", "?", "?")
+        rows.append((rank, count, *times, f"{slow:.0%}", why))
+    names = ("rank", "reports", "compute ms", "wait ms", "late", "slow", "cause")
+    return _table(names, rows)
+
+
+def _segment_table(story: RunStory) -> str:
+    rows = []
+    for segment in story.state.segments:
+        figures = segment.summary()
+        cells = [f"{figures[name]:.4g}" if name in figures else "" for name in ("steps", "duration_s", "step_s")]
+        losses = [f"{figures[name]:.4g}" if name in figures else "" for name in ("loss_first", "loss_last")]
+        rows.append((segment.plan.get("label"), *cells, *losses))
+    return _table(("mode", "steps", "s", "s per step", "loss from", "to"), rows)
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    def line(cells: Sequence[Any], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line(names, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
+def _steps_of(path: Path) -> tuple[int, float, float, float] | None:
+    reports = [event for _, event in read_events(path) if event.get("kind") == "step"]
+    if not reports:
+        return None
+    compute, wait = ([float(r.get(name) or 0.0) for r in reports] for name in ("compute_s", "wait_s"))
+    late = sum(bool(report.get("late")) for report in reports) / len(reports)
+    return len(reports), statistics.median(compute), statistics.median(wait), late
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _thinned(points: list[Any]) -> list[Any]:
+    stride = -(-len(points) // _MOST_POINTS)
+    return points[::stride] if stride > 1 else points

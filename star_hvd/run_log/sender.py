@@ -1,0 +1,263 @@
+"""Sends one run to MLflow: as often as wanted, from where it stopped, with the same result.
+
+The run and its segments are found again by tag `star.run`, so a sender killed between making a run and noting its id
+does not make a second one. Entries carry the times of their events, so a batch that is sent twice is there once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from star_hvd.run_log import layout
+from star_hvd.run_log.convert import MetricRow, RunState, flat, point_metric, window_metrics
+from star_hvd.run_log.spool import read_events
+
+__all__ = ["Sender", "connect"]
+
+logger = logging.getLogger("star_hvd.run_log")
+
+_BATCH = 900  # MLflow takes 1,000 metrics in one request.
+_MOST_SEGMENTS = 200  # As runs of their own; the events have all of them.
+
+
+def connect(uri: str) -> Any:
+    """A client of MLflow's. Imports MLflow: for processes that do not train."""
+    # Its own defaults, 120 s a request and 7 tries, are longer than anybody waits for a log.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=uri)
+
+
+class Sender:
+    """Sends one run.
+
+    Args:
+        directory: The run's folder.
+        uri: MLflow's tracking URI.
+
+    Raises:
+        ValueError: The folder holds no run, or one of a newer version.
+    """
+
+    def __init__(self, directory: Path, uri: str) -> None:
+        about = layout.read_json(directory / layout.RUN)
+        if about.get("schema") != layout.SCHEMA:
+            raise ValueError(
+                f"{directory} holds a run of version {about.get('schema')!r}; expected {layout.SCHEMA}: is it a run "
+                "folder, and this program new enough?"
+            )
+        self.directory = directory
+        self.uri = uri
+        self.state = RunState()
+        self._about = about
+        self._root = directory.parent.parent
+        self._client: Any = None
+        self._experiment = ""
+        self._offset = 0
+        self._params: dict[str, str] = {}
+        sent = layout.read_json(directory / layout.SENT)
+        self._sent: dict[str, Any] = sent if sent.get("uri") == uri else {"uri": uri}
+        self._sent.setdefault("segments", {})
+
+    @property
+    def complete(self) -> bool:
+        """Whether MLflow has everything, the files too."""
+        return bool(self._sent.get("complete"))
+
+    def send(self) -> bool:
+        """Send what is new in the events; whether their end was among them.
+
+        Raises:
+            Exception: What MLflow raises; all that was sent stays noted, a later call goes on from there.
+        """
+        self._connect()
+        if not self._about.get("home"):
+            return False
+        try:
+            self._send_events()
+        except BaseException:
+            self.state, self._offset = RunState(), 0  # It may have stopped inside an event.
+            raise
+        return self.state.status is not None
+
+    def finish(self, status: str) -> None:
+        """Send the totals and the files and end the run.
+
+        Args:
+            status: Of a run whose events do not say: `KILLED` where its writer is gone.
+
+        Raises:
+            Exception: What MLflow raises; to be called again.
+        """
+        self.send()
+        self._send_files()
+        if self._about.get("home"):
+            self._end_segment(len(self.state.segments) - 1)
+            end_ms = self._at_ms(self.state.last_s)
+            self._log([(name, value, end_ms, self.state.last_step) for name, value in self.state.totals().items()])
+            self._client.set_terminated(self._sent["run_id"], self.state.status or status, end_time=end_ms)
+        self._sent["complete"] = True
+        self._note(self._offset)
+
+    # ---- inside -----------------------------------------------------------------------------------------------
+
+    def _send_events(self) -> None:
+        rows: list[MetricRow] = []
+        for offset, event in read_events(self.directory / layout.EVENTS, self._offset):
+            self.state.take(event)
+            self._offset = offset
+            if offset <= self._sent.get("offset", 0):
+                continue
+            rows.extend(self._act(event, self._about["began_unix_s"]))
+            if len(rows) >= _BATCH:
+                self._log(rows)
+                rows = []
+                self._note(offset)
+        self._log(rows)
+        self._note(self._offset)
+
+    def _act(self, event: dict[str, Any], began_unix_s: float) -> Iterable[MetricRow]:
+        kind = event.get("kind")
+        if kind == "facts":
+            self._send_facts()
+        elif kind == "plan":
+            self._end_segment(len(self.state.segments) - 2)
+            self._begin_segment()
+        elif kind == "window":
+            return window_metrics(event, began_unix_s)
+        elif kind == "metric":
+            return point_metric(event, began_unix_s)
+        return ()
+
+    def _connect(self) -> None:
+        if self._client is not None:
+            return
+        client = connect(self.uri)
+        self._experiment = _experiment_id(client, layout.experiment_name(), self.uri, self._root)
+        run_id = self._sent.get("run_id")
+        if run_id is not None and not _exists(client, run_id):
+            self._sent = {"uri": self.uri, "segments": {}}  # Deleted there: it is sent anew.
+        self._client = client
+        if "run_id" not in self._sent:
+            tags = {"star.schema": str(layout.SCHEMA), "star.kind": "job"}
+            self._sent["run_id"] = self._run(self._about["name"], self._about["name"], 0.0, tags)
+            self._note(0)
+        self._params = dict(client.get_run(self._sent["run_id"]).data.params)
+
+    def _run(self, key: str, name: str, time_s: float, tags: dict[str, str]) -> str:
+        """The run tagged with `key`, made where there is none."""
+        found = self._client.search_runs([self._experiment], f"tags.`star.run` = '{key}'", max_results=1)
+        if found:
+            return str(found[0].info.run_id)
+        tags = {**tags, "star.run": key}
+        made = self._client.create_run(self._experiment, start_time=self._at_ms(time_s), tags=tags, run_name=name)
+        return str(made.info.run_id)
+
+    def _send_facts(self) -> None:
+        from mlflow.entities import Param, RunTag
+
+        values = flat(self.state.facts)
+        new = {name: value for name, value in values.items() if name not in self._params}
+        # A parameter cannot change in MLflow; what a job says later becomes a tag.
+        changed = {name: value for name, value in values.items() if self._params.get(name, value) != value}
+        items = list(new.items())
+        for at in range(0, len(items), 100):
+            params = [Param(name, value) for name, value in items[at : at + 100]]
+            self._client.log_batch(self._sent["run_id"], params=params)
+        tags = [RunTag(f"star.changed.{name}", value) for name, value in changed.items()]
+        if tags:
+            self._client.log_batch(self._sent["run_id"], tags=tags[:100])
+        self._params |= new
+
+    def _begin_segment(self) -> None:
+        segment = self.state.segments[-1]
+        if segment.index >= _MOST_SEGMENTS:
+            return
+        from mlflow.entities import Param
+
+        plan, name = segment.plan, self._about["name"]
+        key = f"{name}/{segment.index}"
+        tags = {
+            "mlflow.parentRunId": self._sent["run_id"],
+            "star.schema": str(layout.SCHEMA),
+            "star.kind": "segment",
+            "star.reason": str(plan.get("reason", ""))[:1000],
+        }
+        title = f"step {plan.get('step')}: {plan.get('label')}"
+        run_id = self._run(key, title, segment.first_s, tags)
+        values = flat({"label": plan.get("label"), "step": plan.get("step"), "plan": plan.get("plan") or {}})
+        values |= flat({"prediction": plan.get("prediction") or {}})
+        self._client.log_batch(run_id, params=[Param(*item) for item in list(values.items())[:100]])
+        self._sent["segments"][str(segment.index)] = run_id
+
+    def _end_segment(self, index: int) -> None:
+        run_id = self._sent["segments"].get(str(index))
+        if run_id is not None:
+            segment = self.state.segments[index]
+            end_ms = self._at_ms(segment.last_s)
+            rows = [(name, value, end_ms, segment.last_step) for name, value in segment.summary().items()]
+            self._log(rows, run_id)
+            self._client.set_terminated(run_id, "FINISHED", end_time=end_ms)
+
+    def _log(self, rows: list[MetricRow], run_id: str | None = None) -> None:
+        from mlflow.entities import Metric
+
+        for at in range(0, len(rows), _BATCH):
+            metrics = [Metric(*row) for row in rows[at : at + _BATCH]]
+            self._client.log_batch(run_id or self._sent["run_id"], metrics=metrics)
+
+    def _send_files(self) -> None:
+        """The run's files as artifacts; a host without the job's first rank has its ranks' files alone."""
+        files = sorted(self.directory.glob("rank*.jsonl"))
+        if self._about.get("home"):
+            files += [self.directory / name for name in (layout.RUN, layout.EVENTS)]
+            with contextlib.suppress(Exception):  # A page is not worth a run that is never complete.
+                from star_hvd.run_log.page import write_page
+
+                files.append(write_page(self.directory, self.directory / "report.html"))
+        for path in files:
+            if path.exists():
+                self._client.log_artifact(self._sent["run_id"], str(path), "star")
+
+    def _at_ms(self, time_s: float) -> int:
+        return int(1e3 * (self._about["began_unix_s"] + time_s))
+
+    def _note(self, offset: int) -> None:
+        """Remember how far it came; a disk that is full costs no more than sending something again."""
+        self._sent["offset"] = max(offset, self._sent.get("offset", 0))
+        with contextlib.suppress(OSError):
+            layout.write_json(self.directory / layout.SENT, self._sent)
+
+
+def _exists(client: Any, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+
+
+def _experiment_id(client: Any, name: str, uri: str, root: Path) -> str:
+    from mlflow.exceptions import MlflowException
+
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        # A server keeps files where it was told to; beside SQLite they would land in the current directory.
+        place = (root / "artifacts").resolve().as_uri() if uri.startswith("sqlite:") else None
+        try:
+            return str(client.create_experiment(name, artifact_location=place))
+        except MlflowException:  # Another job was faster.
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)

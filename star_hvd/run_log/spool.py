@@ -1,0 +1,88 @@
+"""Append-only files of JSON lines that survive a full disk and a killed writer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from star_hvd.run_log.layout import clean
+
+__all__ = ["SpoolWriter", "read_events"]
+
+
+class SpoolWriter:
+    """Appends whole lines, or nothing. Used by one thread.
+
+    Args:
+        path: The file; made when the first line is written.
+        max_bytes: The file does not grow past this; later lines are counted in `dropped`.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self.dropped = 0
+        self._path = path
+        self.max_bytes = max_bytes
+        self._fd: int | None = None
+        self._size = 0
+
+    def append(self, events: list[dict[str, Any]]) -> None:
+        """Append one line per event.
+
+        Raises:
+            OSError: The disk is full, for example; the file ends with a whole line as before, and nothing of `events`
+                is in it.
+        """
+        lines = [json.dumps(clean(event), separators=(",", ":"), allow_nan=False) for event in events]
+        data = "".join(f"{line}\n" for line in lines).encode()
+        if self._fd is None:
+            self._open()
+        assert self._fd is not None
+        if self._size + len(data) > self.max_bytes:
+            self.dropped += len(events)
+            return
+        try:
+            written = 0
+            while written < len(data):  # A disk that fills up takes a part first.
+                written += os.write(self._fd, data[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _open(self) -> None:
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd, self._size = fd, os.fstat(fd).st_size
+
+
+def read_events(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The events of a file from a byte on, each with the byte behind it.
+
+    A last line without its end is left for later: its writer may be at work, or was killed. A damaged line is skipped.
+    """
+    try:
+        file = path.open("rb")
+    except OSError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield offset, event

@@ -1,0 +1,59 @@
+"""The record of a window: telemetry of all ranks in plain values, the same for the log and for whoever reads it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from scheduler.causes import Straggler
+from scheduler.records import Window
+
+__all__ = ["window_values"]
+
+
+def window_values(
+    window: Window,
+    *,
+    mode: str,
+    stragglers: Sequence[Straggler] = (),
+    ranks: Mapping[str, Sequence[float]] | None = None,
+    **numbers: float,
+) -> dict[str, Any]:
+    """What `RunLog.window` takes.
+
+    Args:
+        window: Recent reports of all ranks.
+        mode: Label of the plan in force.
+        stragglers: Who is slow now.
+        ranks: Further readings, one number per rank each: `wait_s`, `offset_s`, `staleness`, `cpu_share`, ...
+        **numbers: Of the whole job: `loss`, `effective_batch` (samples behind an update), `steps_per_s`, `folds`,
+            `drops`, `closed_early` (counts since the start), `staleness` (mean, steps).
+
+    Raises:
+        ValueError: A reading has not one number per rank.
+    """
+    size = window.world_size
+    per_rank: dict[str, list[float]] = {
+        "compute_s": [statistics.median(s.compute_s) if s.compute_s else math.nan for s in window.ranks],
+        "input_share": [s.input_share for s in window.ranks],
+        "starved_share": [s.starved_share for s in window.ranks],
+        "late_share": [s.late_share for s in window.ranks],
+    }
+    for name, values in (ranks or {}).items():
+        if len(values) != size:
+            raise ValueError(f"window reading {name} has {len(values)} numbers; expected {size}, one per rank")
+        per_rank[name] = [float(value) for value in values]
+    found = [
+        {"rank": s.rank, "slowdown": s.slowdown, "cause": s.cause, "since_step": s.since_step, "evidence": s.evidence}
+        for s in stragglers
+    ]
+    return {
+        "step": window.step,
+        "mode": mode,
+        "noise_scale": window.noise_scale,
+        **{name: float(value) for name, value in numbers.items()},
+        "ranks": per_rank,
+        "stragglers": found,
+    }

@@ -1,0 +1,328 @@
+"""The run log without MLflow: files, queue, conversion, page."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.causes import Straggler
+from scheduler.plans import Plan
+from scheduler.records import RankStats, StepReport, Window
+from star_hvd.run_log import RunLog, layout, new_run_name, run_directory, window_values
+from star_hvd.run_log.convert import RunState, flat, metric_name, window_metrics
+from star_hvd.run_log.facts import environment, optimizer_facts
+from star_hvd.run_log.page import read_story, sentence, write_page
+from star_hvd.run_log.spool import SpoolWriter, read_events
+
+
+def _log(tmp_path: Path, rank: int = 0, **more: Any) -> RunLog:
+    return RunLog(tmp_path / "runs" / "one", rank=rank, world_size=2, job={"batch": 32}, ship=False, **more)
+
+
+def _report(step: int, rank: int = 0) -> StepReport:
+    return StepReport(rank=rank, step=step, compute_s=0.01 * (1 + rank), wait_s=0.002)
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    return [event for _, event in read_events(path)]
+
+
+def _window(step: int, slow: bool = False) -> dict[str, Any]:
+    ranks = tuple(RankStats(rank=r, compute_s=(0.01, 0.01 * (1 + 3 * r)), steps=(step - 1, step)) for r in (0, 1))
+    found = [Straggler(rank=1, slowdown=4.0, since_step=step, cause="compute", evidence="-")] if slow else []
+    window = Window(step=step, ranks=ranks)
+    return window_values(window, mode="sync", stragglers=found, ranks={"wait_s": [0.3, 0.0]}, loss=1.0 / step)
+
+
+def test_a_run_lands_in_files(tmp_path: Path) -> None:
+    log, other = _log(tmp_path), _log(tmp_path, rank=1)
+    for step in range(5):
+        log.step(_report(step))
+        other.step(_report(step, 1))
+    log.plan(0, Plan.sync(2, reason="the start"), {"sync": 0.1})
+    log.window(_window(3))
+    log.metric("accuracy", 0.5, 4)
+    other.metric("accuracy", 0.9, 4)  # Rank 0 alone speaks for the job.
+    other.close()
+    log.close("FINISHED", 5.0)
+    folder = tmp_path / "runs" / "one"
+    assert [e["step"] for e in _events(folder / "rank1.jsonl") if e["kind"] == "step"] == list(range(5))
+    events = _events(folder / "events.jsonl")
+    assert [e["kind"] for e in events] == ["facts", "plan", "window", "metric", "end"]
+    assert events[0]["values"] == {"world_size": 2, "batch": 32}
+    assert events[1]["label"] == "sync" and events[1]["prediction"] == {"sync": 0.1}
+    assert Plan.from_dict(events[1]["plan"]) == Plan.sync(2, reason="the start")
+    assert events[2]["noise_scale"] is None, "unknown numbers are null: JSON has no NaN"
+    assert events[4]["status"] == "FINISHED" and events[4]["dropped"] == 0
+    assert layout.read_json(folder / "run.json")["home"] is True
+
+
+def test_only_rank_0_says_what_the_run_is(tmp_path: Path) -> None:
+    other = _log(tmp_path, rank=1)
+    assert layout.read_json(other.directory / "run.json")["home"] is False
+    log = _log(tmp_path)
+    third = _log(tmp_path, rank=1)
+    assert layout.read_json(log.directory / "run.json")["home"] is True
+    for one in (other, log, third):
+        one.close()
+
+
+def test_switched_off_it_does_nothing(tmp_path: Path) -> None:
+    log = _log(tmp_path, enabled=False)
+    log.step(_report(1))
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_switches_it_off(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file in the way")
+    log = _log(tmp_path)
+    assert not log.enabled
+    log.step(_report(1))
+    log.close()
+
+
+def test_a_queue_that_overflows_loses_the_oldest_and_counts_them(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("star_hvd.run_log.log._QUEUE", 100)
+    log = _log(tmp_path, rank=1)
+    for step in range(250):  # Faster than the writer's half second.
+        log.step(_report(step))
+    log.close("FINISHED", 10.0)
+    steps = [e["step"] for e in _events(log.directory / "rank1.jsonl") if e["kind"] == "step"]
+    assert steps[-1] == 249 and steps == sorted(steps)
+    assert len(steps) + log.dropped == 250
+    assert log.dropped >= 150
+
+
+def test_calls_from_many_threads_lose_nothing(tmp_path: Path) -> None:
+    log = _log(tmp_path, rank=1)
+    threads = [threading.Thread(target=lambda: [log.step(_report(s)) for s in range(500)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close("FINISHED", 10.0)
+    assert sum(e["kind"] == "step" for e in _events(log.directory / "rank1.jsonl")) == 2000
+    assert log.dropped == 0
+
+
+def test_a_full_disk_holds_entries_back_and_leaves_whole_lines(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stands for the full disk; a process of its own, for the limit is the process's."""
+    program = (
+        "import json, resource, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from scheduler.records import StepReport\n"
+        "from star_hvd.run_log import RunLog\n"
+        "log = RunLog(Path(sys.argv[1]) / 'runs' / 'full', rank=1, world_size=2, ship=False)\n"
+        "file = log.directory / 'rank1.jsonl'\n"
+        "def go(first):\n"
+        "    longest = 0.0\n"
+        "    for step in range(first, first + 200):\n"
+        "        began = time.perf_counter(); log.step(StepReport(rank=1, step=step, compute_s=0.1))\n"
+        "        longest = max(longest, time.perf_counter() - began)\n"
+        "    time.sleep(1.5)\n"
+        "    return file.stat().st_size if file.exists() else 0\n"
+        "a = go(0)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (a + 1000, resource.RLIM_INFINITY))\n"
+        "b = go(200)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+        "c = go(400)\n"
+        "log.close('FINISHED', 10.0)\n"
+        "print(json.dumps([a, b, c, log.dropped]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    before, during, after, dropped = json.loads(done.stdout)
+    assert before == during < after and dropped == 0
+    assert "cannot be written for now" in done.stderr
+    steps = [e["step"] for e in _events(tmp_path / "runs" / "full" / "rank1.jsonl") if e["kind"] == "step"]
+    assert steps == list(range(600)), "nothing is lost while the queue has room, and no line is torn"
+
+
+def test_a_torn_last_line_waits_and_a_damaged_one_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"kind":"a"}\n\xff\xfe junk\n[1]\n{"kind":"b"}\n{"kind":"c"')
+    found = list(read_events(path))
+    assert [event["kind"] for _, event in found] == ["a", "b"]
+    with path.open("ab") as file:
+        file.write(b"}\n")
+    assert [event["kind"] for _, event in read_events(path, found[-1][0])] == ["c"]
+    assert list(read_events(tmp_path / "missing")) == []
+
+
+def test_a_file_does_not_grow_past_its_limit(tmp_path: Path) -> None:
+    writer = SpoolWriter(tmp_path / "f", max_bytes=100)
+    for number in range(100):
+        writer.append([{"n": number}])
+    writer.close()
+    assert (tmp_path / "f").stat().st_size <= 100
+    assert writer.dropped == 100 - len(_events(tmp_path / "f"))
+
+
+LEAVES = st.none() | st.floats() | st.integers() | st.text()
+
+
+@given(st.recursive(LEAVES, lambda s: st.lists(s) | st.dictionaries(st.text(), s), max_leaves=8))
+def test_anything_becomes_json(value: Any) -> None:
+    assert layout.clean(json.loads(json.dumps(layout.clean(value), allow_nan=False))) == layout.clean(value)
+
+
+def test_a_call_costs_microseconds(tmp_path: Path) -> None:
+    log = _log(tmp_path, rank=1)
+    report = _report(3)
+    costs = []
+    for _ in range(2000):
+        began = time.perf_counter()
+        log.step(report)
+        costs.append(time.perf_counter() - began)
+    json_costs = []
+    for _ in range(2000):
+        began = time.perf_counter()
+        json.dumps(layout.clean({"kind": "step", "step": 3, "compute_s": 0.01, "wait_s": 0.02, "input_s": 0.0}))
+        json_costs.append(time.perf_counter() - began)
+    log.close()
+    assert sorted(costs)[1000] < sorted(json_costs)[1000], "a call does less than writing one short line of JSON"
+
+
+def test_a_run_is_live_while_its_writer_is(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from star_hvd.run_log.layout import RunLock\n"
+        "a = RunLock(Path(sys.argv[1])); print(a.take(), flush=True); sys.stdin.read()\n"
+    )
+    assert not layout.is_live(tmp_path)
+    holders = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for holder in holders:
+        assert holder.stdout is not None and holder.stdout.readline().strip() == "True", "the ranks share it"
+    assert layout.is_live(tmp_path)
+    holders[0].kill()
+    holders[0].wait(10)
+    assert layout.is_live(tmp_path)
+    holders[1].kill()  # Even a killed one gives it back.
+    holders[1].wait(10)
+    assert not layout.is_live(tmp_path)
+
+
+def test_names_of_runs_are_checked(tmp_path: Path) -> None:
+    assert run_directory(new_run_name(), tmp_path).parent == tmp_path / "runs"
+    for name in ("", "..", "a/b", "a b"):
+        with pytest.raises(ValueError, match="run name is"):
+            run_directory(name, tmp_path)
+
+
+def test_a_window_becomes_metrics() -> None:
+    rows = {key: value for key, value, _, _ in window_metrics({**_window(10, slow=True), "time_s": 2.0}, 1000.0)}
+    assert rows["loss"] == 0.1 and rows["stragglers"] == 1.0
+    assert rows["rank1/wait_s"] == 0.0 and rows["wait_s/max"] == 0.3
+    assert rows["rank1/compute_s"] == pytest.approx(0.025)
+    assert "noise_scale" not in rows or not math.isnan(rows["noise_scale"])
+    many = {"step": 1, "ranks": {"compute_s": [1.0] * 100}}
+    assert "rank0/compute_s" not in {key for key, *_ in window_metrics(many, 0.0)}
+
+
+def test_a_window_refuses_readings_of_another_size() -> None:
+    with pytest.raises(ValueError, match="wait_s has 3 numbers; expected 2"):
+        ranks = tuple(RankStats(rank=r, compute_s=(), steps=()) for r in (0, 1))
+        window_values(Window(step=0, ranks=ranks), mode="sync", ranks={"wait_s": [1.0, 2.0, 3.0]})
+
+
+def test_segments_and_target() -> None:
+    state = RunState()
+    events: list[dict[str, Any]] = [
+        {"kind": "facts", "values": {"target": "accuracy >= 0.9"}},
+        {"kind": "plan", "time_s": 0.0, "step": 0, "label": "sync"},
+        {"kind": "window", "time_s": 1.0, "step": 10, "ranks": {"compute_s": [0.1, 0.3]}, "stragglers": [{}]},
+        {"kind": "metric", "name": "loss", "value": 2.0, "step": 11, "time_s": 1.1},
+        {"kind": "plan", "time_s": 2.0, "step": 20, "label": "partial(1)"},
+        {"kind": "metric", "name": "accuracy", "value": 0.8, "step": 30, "time_s": 3.0},
+        {"kind": "metric", "name": "accuracy", "value": 0.95, "step": 40, "time_s": 4.0},
+        {"kind": "metric", "name": "accuracy", "value": 0.99, "step": 50, "time_s": 5.0},
+        {"kind": "end", "time_s": 6.0, "status": "FINISHED"},
+        {"kind": "from the future"},
+        {"kind": "window", "time_s": "x", "step": None, "ranks": None},
+    ]
+    for event in events:
+        state.take(event)
+    first, second = state.segments
+    assert first.summary() == {
+        "duration_s": 2.0, "steps": 20.0, "step_s": 0.1, "compute_s": 0.2, "loss_first": 2.0, "loss_last": 2.0,
+        "slow_share": 1.0,
+    }  # fmt: skip
+    assert second.last_step == 50
+    assert state.totals()["time_to_target_s"] == 4.0 and state.totals()["steps_to_target"] == 40.0
+
+
+@pytest.mark.parametrize("target", ["accuracy", ">=", "accuracy >= .", "accuracy == 3", "", None, 3])
+def test_a_target_that_says_nothing_is_never_reached(target: Any) -> None:
+    state = RunState()
+    state.take({"kind": "facts", "values": {"target": target}})
+    state.take({"kind": "metric", "name": "accuracy", "value": 3.0, "step": 1})
+    assert "time_to_target_s" not in state.totals()
+
+
+def test_facts_are_flat_and_short() -> None:
+    found = flat({"a": {"b": 1, "c": [1, 2]}, "d": None, "e": "x" * 9000, "we:ird": 3})
+    assert found == {"a.b": "1", "a.c": "1,2", "e": "x" * 500, "we_ird": "3"}
+    assert metric_name("../../etc") == "etc"
+
+
+def test_facts_of_a_job() -> None:
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Linear(3, 2)
+    facts = optimizer_facts(torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9), [4096, 1024])
+    assert facts["class"] == "SGD" and facts["hyper"]["lr"] == 0.5
+    assert facts["parameters"] == 8 and facts["parameter_bytes"] == 32 and facts["bucket_bytes"] == 4096
+    found = environment(["a", "a", "b"])
+    assert found["hosts"] == ["a", "b"] and found["ranks_per_host"] == [2, 1]
+    assert found["hardware"]["cpus"] == os.cpu_count() and found["versions"]["torch"]
+    json.dumps(layout.clean({**facts, **found}))
+
+
+def test_the_page_tells_the_story(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log, other = _log(tmp_path), _log(tmp_path, rank=1)
+    log.plan(0, Plan.sync(2), None)
+    log._window_due_s = -1e9
+    for step in range(1, 20):
+        log._window_due_s = -1e9  # Not one second each.
+        log.window(_window(step, slow=step > 5))
+        other.step(_report(step, 1))
+    log.plan(12, Plan.partial(2, 1, reason="rank 1 <computes> 4x slower"), {"partial(1)": 0.1})
+    log.metric("accuracy", 0.5, 19)
+    other.close("FINISHED", 5.0)
+    log.close("FINISHED", 5.0)
+    text = write_page(log.directory, tmp_path / "page.html").read_text()
+    assert text.count("<svg") == 3 and "http://" not in text.replace("http://www.w3.org", "").replace(
+        "http://purl.org", ""
+    ).replace("http://creativecommons", "")
+    assert "rank 1 &lt;computes&gt; 4x slower" in text and "partial(1)" in text
+    story = read_story(log.directory)
+    assert story.steps[1][0] == 19 and story.steps[1][1] == pytest.approx(0.02)
+    assert sum(bool(w["stragglers"]) for w in story.windows) == 14
+    assert "predicted: partial(1) 0.1" in sentence(story.state.segments[1].plan)
+
+
+def test_a_page_of_an_empty_run_and_of_no_run(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log = _log(tmp_path)
+    log.close("FAILED", 5.0)
+    assert "FAILED" in write_page(log.directory, tmp_path / "page.html").read_text()
+    with pytest.raises(ValueError, match="expected 1"):
+        write_page(tmp_path, tmp_path / "other.html")
+
+
