@@ -227,6 +227,16 @@ def test_plans_it_never_chooses_are_left_alone() -> None:
         assert RulePolicy(4).decide(window, active) is None
 
 
+def test_a_policy_that_finds_a_plan_in_force_watches_it_for_a_quiet_time() -> None:
+    for active in (Plan.subgroup(4, [0, 1, 2]), Plan.ps(4, 3)):
+        policy, steps = RulePolicy(4), []
+        for step in range(100, 140):
+            ranks = tuple(stats(rank, lambda r, k: {}, step) for rank in range(4))
+            if policy.decide(Window(step=step, ranks=ranks), active) is not None:
+                steps.append(step)
+        assert steps and steps[0] == 125
+
+
 def test_two_ranks() -> None:
     assert labels(run(2, slow_link(1), 60)) == ["subgroup(0)"]
     starved = run(2, lambda r, k: {"slow": 4.0, "starved": 0.7} if r == 0 else {}, 60)

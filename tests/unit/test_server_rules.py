@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -198,8 +199,18 @@ def test_ssp_holds_who_is_more_than_slack_ahead_of_the_slowest() -> None:
             break
     assert rule.absent(2) != []  # the slowest is gone
     assert rule.waiting == ()
+
+
+def test_under_ssp_a_rank_joins_beside_the_slowest() -> None:
+    rule = ServerRule(Plan.ps(3, 1, rule="ssp", slack=1), version=0)
+    rule.absent(2)
+    for step in range(5):
+        rule.push(push(0, step, version=rule.version))
+        rule.push(push(1, step, version=rule.version))
     rule.present(2)
-    assert 2 in released(rule.push(push(2, 1, version=0)))  # it joins beside the slowest, not at zero
+    assert released(rule.push(push(0, 5, version=rule.version))) == [0]  # not held, as if rank 2 began at zero
+    assert released(rule.push(push(0, 6, version=rule.version))) == []
+    assert released(rule.push(push(2, 0, version=0))) == [2]
 
 
 def test_backup_workers_drop_what_comes_late() -> None:
@@ -276,6 +287,14 @@ def test_cut_makes_one_last_update() -> None:
     held = ServerRule(Plan.ps(2, 1, rule="ssp", slack=0), version=0)
     held.push(push(1))
     assert held.cut() == [Release(ranks=(1,))]
+
+
+def test_a_rule_that_was_stored_goes_on_where_it_was() -> None:
+    rule = ServerRule(Plan.ps(3, 2), version=4)
+    rule.push(push(2, version=4))
+    again = pickle.loads(pickle.dumps(rule))
+    assert again.waiting == (2,) and again.push(push(2, version=4)) == []
+    assert again.push(push(0, version=3)) == rule.push(push(0, version=3)) != []
 
 
 def test_learning_rate_rules() -> None:
@@ -374,7 +393,11 @@ def plans(n: int) -> st.SearchStrategy[Plan]:
     tree = st.integers(0, n - 1).map(lambda k: tuple((child, 0) for child in range(1, k + 1)))
     order = st.builds(
         lambda x, d, g, rule, p: Plan.ps(n, x, damping=d, guard=g, rule=rule, parents=p),
-        st.integers(1, n), dampings, guards, st.sampled_from(["x", "backup"]), tree,
+        st.integers(1, n),
+        dampings,
+        guards,
+        st.sampled_from(["x", "backup"]),
+        tree,
     )
     ssp = st.builds(
         lambda s, d, g: Plan.ps(n, 1, rule="ssp", slack=s, damping=d, guard=g), st.integers(0, 3), dampings, guards
