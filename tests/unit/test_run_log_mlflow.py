@@ -1,0 +1,262 @@
+"""The run log against a real MLflow on SQLite: what a run contains, and that sending again changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mlflow")
+
+from scheduler.plans import Plan
+from scheduler.records import StepReport
+from star_hvd.run_log import RunLog, command, layout
+from star_hvd.run_log import sender as sender_module
+from star_hvd.run_log.sender import Sender, connect
+
+RUN = "20260101-000000-abcdef"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A database made once: its first migration takes seconds."""
+    place = tmp_path_factory.mktemp("store")
+    uri = f"sqlite:///{place / 'mlflow.db'}"
+    connect(uri).search_experiments()
+    return uri
+
+
+@pytest.fixture
+def root(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", f"test-{tmp_path.name}-{os.getpid()}")
+    yield tmp_path
+
+
+def write_run(root: Path, *, end: bool = True, name: str = RUN) -> Path:
+    directory = root / "runs" / name
+    log = RunLog(directory, rank=0, world_size=2, job={"batch": 32, "target": "accuracy>=0.9"}, ship=False)
+    other = RunLog(directory, rank=1, world_size=2, ship=False)
+    log.facts({"optimizer": {"class": "SGD"}})
+    log.plan(0, Plan.sync(2, reason="the start"), None)
+    for step in range(1, 6):
+        log._window_due_s = -1.0
+        ranks = {"compute_s": [0.1, 0.1 * step], "wait_s": [0.1, None]}
+        log.window({"step": step, "mode": "sync", "loss": 1.0 / step, "noise_scale": float("nan"), "ranks": ranks})
+        log.step(StepReport(rank=0, step=step, compute_s=0.1))
+        other.step(StepReport(rank=1, step=step, compute_s=0.1 * step))
+    log.plan(5, Plan.partial(2, 1, reason="rank 1 is slow"), {"step_s": 0.1})
+    log.metric("accuracy", 0.95, 7, 60.0)
+    other.close("FINISHED", 10.0)
+    if end:
+        log.close("FINISHED", 10.0)
+    else:  # As if killed: written so far, and nothing more.
+        log._write()
+        log._stop.set()
+        log._lock.free()
+    return directory
+
+
+def contents(client: Any, experiment: str) -> dict[str, Any]:
+    """Everything MLflow has of an experiment, by `star.run`."""
+    found = {}
+    for run in client.search_runs([experiment]):
+        history = {
+            key: [(m.timestamp, m.step, m.value) for m in client.get_metric_history(run.info.run_id, key)]
+            for key in run.data.metrics
+        }
+        info = (run.info.status, run.info.start_time, run.info.end_time, run.info.run_name)
+        files = sorted(item.path for item in client.list_artifacts(run.info.run_id, "star"))
+        tags = {key: value for key, value in run.data.tags.items() if not key.startswith("mlflow.user")}
+        found[run.data.tags["star.run"]] = (dict(run.data.params), tags, history, info, files, run.info.run_id)
+    return found
+
+
+def everything(root: Path, store: str) -> dict[str, Any]:
+    client = connect(store)
+    experiment = client.get_experiment_by_name(layout.experiment_name())
+    return contents(client, experiment.experiment_id)
+
+
+def test_what_a_run_contains(root: Path, store: str) -> None:
+    directory = write_run(root)
+    sender = Sender(directory, store)
+    assert sender.send(), "its end was among the events"
+    sender.finish("KILLED")
+    runs = everything(root, store)
+    assert sorted(runs) == [RUN, f"{RUN}/0", f"{RUN}/1"]
+    params, tags, metrics, info, files, run_id = runs[RUN]
+    assert params["batch"] == "32" and params["world_size"] == "2" and params["optimizer.class"] == "SGD"
+    assert tags["star.schema"] == "1" and tags["star.kind"] == "job"
+    assert [step for _, step, _ in metrics["loss"]] == [1, 2, 3, 4, 5]
+    assert [value for _, _, value in metrics["rank1/compute_s"]] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert "noise_scale" not in metrics and "rank1/wait_s" not in metrics, "unknown numbers are left out"
+    assert [value for _, _, value in metrics["time_to_target_s"]] == [60.0]
+    assert info[0] == "FINISHED" and info[2] - info[1] >= 60_000
+    names = {Path(path).name for path in files}
+    assert names >= {"events.jsonl", "run.json", "rank0.jsonl", "rank1.jsonl", "report.html"}
+    params, tags, metrics, info, _, _ = runs[f"{RUN}/0"]
+    assert tags["mlflow.parentRunId"] == run_id and tags["star.reason"] == "the start"
+    assert params["label"] == "sync" and params["plan.world_size"] == "2"
+    assert metrics["steps"][0][2] == 5.0 and metrics["loss_last"][0][2] == 0.2 and info[0] == "FINISHED"
+    params, *_ = runs[f"{RUN}/1"]
+    assert params["label"] == "partial_1_" or params["label"] == "partial(1)"
+    assert params["prediction.step_s"] == "0.1"
+
+
+def test_sending_again_changes_nothing(root: Path, store: str) -> None:
+    directory = write_run(root)
+    Sender(directory, store).finish("KILLED")
+    before = everything(root, store)
+    Sender(directory, store).finish("KILLED")
+    assert everything(root, store) == before, "from where it was"
+    (directory / "sent.json").unlink()
+    Sender(directory, store).finish("KILLED")
+    assert everything(root, store) == before, "all over again"
+
+
+@pytest.mark.parametrize("calls", [1, 3, 5, 8])
+def test_a_sender_that_dies_anywhere_is_continued(
+    root: Path, store: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that fails after the n-th request: a sender goes on; nothing is missing or double."""
+    monkeypatch.setattr(sender_module, "_BATCH", 6)
+    reference = write_run(root / "reference")
+    Sender(reference, store).finish("KILLED")
+    whole = everything(root, store)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", f"{layout.experiment_name()}-broken-{calls}")
+    directory = root / "runs" / RUN
+    directory.parent.mkdir(parents=True)
+    (root / "reference" / "runs" / RUN).rename(directory)
+    (directory / "sent.json").unlink()
+
+    left = calls
+    real = connect(store)
+
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any, **more: Any) -> Any:
+                nonlocal left
+                result = getattr(real, name)(*args, **more)
+                left -= 1
+                if left == 0:  # It took the request; the answer was lost.
+                    raise ConnectionError("gone")
+                return result
+
+            return call
+
+    monkeypatch.setattr(sender_module, "connect", lambda uri: Failing())
+    sender, failures = Sender(directory, store), 0
+    for _ in range(200):
+        try:
+            sender.finish("KILLED")
+            break
+        except ConnectionError:
+            failures += 1
+            left = calls + failures  # Ever later, so that every place is hit once.
+            if failures % 2:
+                sender = Sender(directory, store)  # The process died with it.
+    assert failures > 2
+    sent = everything(root, store)
+    assert sorted(sent) == sorted(whole)
+    for key in whole:
+        assert sent[key][0] == whole[key][0] and sent[key][2:5] == whole[key][2:5], key
+
+
+def test_a_killed_run_is_sent_by_the_command_and_marked(
+    root: Path, store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = write_run(root, end=False)
+    with (directory / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind":"metric","na')  # The kill came in the middle of a line.
+    assert command_line(["sync-logs", "--logs", str(root)]) == 0
+    assert "1 sent, 0 failed, 0 skipped" in capsys.readouterr().out
+    assert everything(root, store)[RUN][3][0] == "KILLED"
+    assert command_line(["sync-logs", "--logs", str(root)]) == 0
+    assert "0 sent, 0 failed, 1 skipped" in capsys.readouterr().out
+
+
+def test_the_job_s_own_process_is_left_alone(root: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program = (
+        "import sys; from pathlib import Path; from star_hvd.run_log import RunLog\n"
+        "log = RunLog(Path(sys.argv[1]), rank=0, world_size=1, ship=False); print('ready', flush=True)\n"
+        "sys.stdin.read(); log.close()\n"
+    )
+    command_words = [sys.executable, "-c", program, str(root / "runs" / RUN)]
+    job = subprocess.Popen(command_words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert job.stdout is not None and job.stdout.readline().strip() == "ready"
+        assert command_line(["sync-logs", "--logs", str(root)]) == 0
+        assert "its job is running" in capsys.readouterr().out
+        job.communicate("", timeout=20)
+        assert command_line(["sync-logs", "--logs", str(root)]) == 0
+        assert "1 sent" in capsys.readouterr().out
+    finally:
+        job.kill()
+        job.wait(10)
+
+
+def test_another_host_s_ranks_join_the_same_run(root: Path, store: str) -> None:
+    """Without a shared disk every host has a folder of the same name; the other one has no events."""
+    Sender(write_run(root / "a"), store).finish("KILLED")
+    log = RunLog(root / "b" / "runs" / RUN, rank=5, world_size=8, ship=False)
+    log.step(StepReport(rank=5, step=1, compute_s=0.1))
+    log.close("FINISHED", 10.0)
+    Sender(log.directory, store).finish("KILLED")
+    runs = everything(root, store)
+    assert {Path(path).name for path in runs[RUN][4]} >= {"rank0.jsonl", "rank5.jsonl"}
+    assert len(runs) == 3
+
+
+def test_the_report_command(root: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_run(root)
+    Sender(directory, store).finish("KILLED")
+    run_id = everything(root, store)[RUN][5]
+    for number, what in enumerate((str(directory), RUN, run_id)):
+        out = root / f"page{number}.html"
+        assert command_line(["report", what, "--logs", str(root), "--out", str(out)]) == 0
+        assert "rank 1 is slow" in out.read_text()
+    pages = [(root / f"page{number}.html").read_text() for number in range(3)]
+    assert len(pages[0]) == len(pages[1])
+    assert command_line(["report", "nothing", "--logs", str(root), "--out", str(root / "x.html")]) == 2
+    assert "nothing is no run folder" in capsys.readouterr().err
+    assert not (root / "x.html").exists()
+
+
+def test_a_run_of_another_version_is_refused(root: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = write_run(root)
+    values = layout.read_json(directory / "run.json")
+    layout.write_json(directory / "run.json", {**values, "schema": 99})
+    with pytest.raises(ValueError, match="version 99; expected 1"):
+        Sender(directory, store)
+    assert command_line(["sync-logs", "--logs", str(root)]) == 1
+    assert "version 99" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_sender_imports_neither_torch_nor_horovod(root: Path) -> None:
+    from star_hvd.run_log import log as module
+
+    directory = write_run(root)
+    check = module._START_SHIPPER.replace(
+        "sys.exit(main(sys.argv[3:]))", "main(sys.argv[3:])\nprint(sorted({'torch', 'horovod'} & set(sys.modules)))"
+    )
+    assert check != module._START_SHIPPER
+    package = Path(module.__file__).resolve().parents[1]
+    words = [sys.executable, "-c", check, str(package), str(package.parent), str(directory)]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100, cwd=root)
+    assert done.stdout.strip().endswith("[]"), done.stderr
+    assert Sender(directory, layout.tracking_uri(root)).complete
+
+
+def command_line(words: list[str]) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers(required=True))
+    args = parser.parse_args(words)
+    return int(args.run(args))
