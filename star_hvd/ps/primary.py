@@ -100,6 +100,11 @@ class Primary:
             self.set_plan(plan)
 
     @property
+    def version(self) -> int:
+        """Version of the parameters once all orders are carried out."""
+        return self._memory.rule.version
+
+    @property
     def guards(self) -> bool:
         """Whether pushes are compared with the recent updates."""
         return self._memory.rule.plan.guard != "none"

@@ -53,7 +53,7 @@ class _Job(Outlet):
         plan = Plan.from_dict(values["plan"])
         if layout.device_type != "cpu":
             spec = spec.on_host()
-        faults = server.faults if server.faults.get("index", 0) == self.index else {}
+        faults = server.faults
         self.shard = Shard(self.index, layout, spec, mirror, self, guard=plan.guard != "none", faults=faults)
         recovered = recover and self.shard.recover()
         self.link: zmq.Socket[Any] | None = None
@@ -123,6 +123,8 @@ class _Job(Outlet):
     def _journal(self, data: bytes) -> None:
         if self.mirror is not None:
             self.mirror.write(0, Record(data, []))
+        if self.primary is not None:
+            self.shard.fault("after_journal", self.primary.version - 1)
 
     def _old_journal(self) -> bytes | None:
         data = self.mirror.read(0) if self.mirror is not None else None
@@ -364,6 +366,7 @@ def serve(pipe: Pipe, config: dict[str, Any]) -> int:
         return 1
     finally:
         server.close()
+        pipe.close()
     return 0
 
 

@@ -63,8 +63,8 @@ class Shard:
         mirror: Where every chunk is written after each update, None for nowhere.
         outlet: Where messages go.
         guard: Whether pushes are compared with the recent updates.
-        faults: For tests: `{"at": "before_mirror" | "after_mirror" | "after_reply", "update": k}` kills this process
-            while it makes version k + 1, at the chunk in the middle.
+        faults: For tests: `{"at": "after_journal" | "before_mirror" | "after_mirror" | "after_reply", "update": k}`
+            kills this process while it makes version k + 1, at the chunk in the middle.
     """
 
     def __init__(
@@ -301,12 +301,12 @@ class Shard:
         for rank, step, _ in order["parts"]:
             store.applied[rank] = step
             self._staged.get((rank, step), {}).pop(chunk, None)
-        self._fault("before_mirror", order, chunk)
+        self.fault("before_mirror", order["version"], chunk)
         self._write(chunk)
-        self._fault("after_mirror", order, chunk)
+        self.fault("after_mirror", order["version"], chunk)
         for rank, step in order["send"]:
             self._outlet.send(rank, Kind.PARAMS, step, store)
-        self._fault("after_reply", order, chunk)
+        self.fault("after_reply", order["version"], chunk)
         return True
 
     def _finish(self, order: dict[str, Any]) -> None:
@@ -326,10 +326,11 @@ class Shard:
         self.finished = seq
         self._outlet.done(seq)
 
-    def _fault(self, where: str, order: dict[str, Any], chunk: int) -> None:
-        if self._faults.get("at") == where and self._faults.get("update") == order["version"]:
+    def fault(self, where: str, update: int, chunk: int | None = None) -> None:
+        """Die here if a test wants it."""
+        if self._faults.get("at") == where and self._faults.get("update") == update:
             held = list(self.stores)
-            if chunk == held[len(held) // 2]:
+            if chunk in (None, held[len(held) // 2]):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -148,13 +148,13 @@ class Cluster:
         return Snapshot(version, [p.detach().clone() for p in self.ordered], state)
 
     def note(self, index: int, event: dict[str, Any]) -> None:
+        if event["event"] == "died":
+            guard = threading.Thread(target=self.recover, args=(index,), daemon=True)
+            guard.start()
+            self._guards.append(guard)
+            self.deaths += 1
         self.log.append(event)
         self.events.put({**event, "of": index})
-        if event["event"] == "died":
-            self.deaths += 1
-            guard = threading.Thread(target=self.recover, args=(index,), daemon=True)
-            self._guards.append(guard)
-            guard.start()
 
     def recover(self, index: int) -> None:
         endpoint = self.servers[index].recover(DEADLINE_S)
@@ -163,6 +163,12 @@ class Cluster:
                 other.replace(index, endpoint)
         for client in self.clients:
             client.replace(index, endpoint)
+
+    def settled(self) -> None:
+        """Wait until all servers that died are back."""
+        for guard in list(self._guards):
+            guard.join(DEADLINE_S)
+            assert not guard.is_alive(), "a server did not come back in time"
 
     def wait_event(self, name: str, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
         """The next event of that name; those before it are passed over."""
@@ -186,8 +192,7 @@ class Cluster:
     def close(self) -> None:
         for client in self.clients:
             client.close()
-        for guard in self._guards:
-            guard.join(DEADLINE_S)
+        self.settled()
         for server in self.servers:
             server.stop()
 

@@ -1,0 +1,144 @@
+"""Parameter servers that are killed: nothing is lost, nothing is applied twice, the result is that without the kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from scheduler.plans import Plan
+from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(180)]
+
+
+def train(made: Cluster, rank: int, steps: int) -> None:
+    version = 0
+    for step in range(steps):
+        made.clients[rank].push(
+            step=step, version=version, flats=made.gradients(rank, step), weight=1.0, own_steps=step
+        )
+        reply = made.clients[rank].wait(DEADLINE_S)
+        assert reply.kind == "params" and reply.version == version + 1, (rank, step, reply.kind, reply.version)
+        version = reply.version
+
+
+def assert_equals_plain(made: Cluster, steps: int, ranks: int) -> None:
+    plain_steps(made, steps, ranks)
+    found = made.clients[0].state(DEADLINE_S)
+    assert found.version == steps
+    for mine, param, state in zip(found.params, made.ordered, found.state, strict=True):
+        assert torch.equal(mine, param.detach())
+        assert torch.equal(state["momentum_buffer"], made.optimizer.state[param]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("at", ["before_mirror", "after_mirror", "after_reply", "after_journal"])
+def test_a_server_killed_in_the_middle_of_an_update_changes_nothing(index: int, at: str) -> None:
+    if (at, index) == ("after_journal", 1):
+        pytest.skip("only shard 0 has a journal")
+    faults: dict[int, dict[str, Any]] = {index: {"at": at, "update": 2}}
+    with cluster(Plan.ps(2, 2), servers=2, processes=True, faults=faults) as made:
+        run_all(*(lambda r=r: train(made, r, 5) for r in range(2)))
+        assert made.deaths == 1
+        assert_equals_plain(made, 5, 2)
+
+
+def test_servers_killed_again_and_again_at_any_moment_change_nothing() -> None:
+    rng, over = random.Random(7), threading.Event()
+    with cluster(Plan.ps(2, 2), servers=2, processes=True) as made:
+
+        def kill() -> None:
+            for _ in range(4):
+                if over.wait(rng.random() * 0.5):
+                    return
+                made.servers[rng.randrange(2)].kill()
+                deaths = made.deaths
+                while made.deaths == deaths and not over.wait(0.01):
+                    pass
+                made.settled()
+
+        killer = threading.Thread(target=kill, daemon=True)
+        killer.start()
+        steps = 300
+        run_all(*(lambda r=r: train(made, r, steps) for r in range(2)))
+        over.set()
+        killer.join(DEADLINE_S)
+        made.settled()
+        assert made.deaths >= 1
+        assert_equals_plain(made, steps, 2)
+
+
+def test_every_push_is_applied_once_in_any_order_though_servers_die() -> None:
+    ranks, steps, rng = 3, 60, random.Random(5)
+    plan = Plan.ps(ranks, 1, lr_rule="none", damping="none")
+    naps = {(r, s): 0.005 + rng.random() * 0.01 for r in range(ranks) for s in range(steps)}
+    shapes = ((100, 20), (2000,))
+
+    with cluster(
+        plan, servers=2, processes=True, shapes=shapes, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)
+    ) as made:
+
+        def work(rank: int) -> None:
+            version = 0
+            for step in range(steps):
+                time.sleep(naps[rank, step])
+                flats = [torch.zeros(b.numel + 1) for b in made.buckets]
+                for flat in flats:
+                    flat[rank * steps + step] = 1.0
+                made.clients[rank].push(step=step, version=version, flats=flats, weight=1.0)
+                version = made.clients[rank].wait(DEADLINE_S).version
+
+        def kill() -> None:
+            for index in (1, 0):
+                time.sleep(0.2)
+                made.servers[index].kill()
+                made.wait_event("died")
+                made.settled()
+
+        before = made.clients[0].pull(DEADLINE_S).params
+        run_all(*(lambda r=r: work(r) for r in range(ranks)), kill)
+        after = made.clients[0].pull(DEADLINE_S)
+        assert made.deaths == 2 and after.version == ranks * steps
+        for old, new in zip(before, after.params, strict=True):
+            applied = (old - new)[: ranks * steps]
+            torch.testing.assert_close(applied, torch.ones_like(applied), rtol=0.0, atol=1e-4)
+
+
+def test_a_kill_before_the_seed_or_after_the_cut_loses_nothing() -> None:
+    with cluster(Plan.ps(2, 2), servers=2, processes=True, seed=False) as made:
+        made.servers[1].kill()
+        made.wait_event("died")
+        made.settled()
+        made.seed()
+        run_all(*(lambda r=r: train(made, r, 2) for r in range(2)))
+        made.clients[0].push(step=2, version=2, flats=made.gradients(0, 2), weight=0.0)
+        made.servers[0].cut(0, 4)
+        made.wait_event("cut")
+        assert made.clients[0].wait(DEADLINE_S).kind == "moved"
+        made.servers[0].kill()
+        made.wait_event("died")
+        made.settled()
+        event = made.wait_event("cut")
+        made.clients[1].push(step=2, version=2, flats=made.gradients(1, 2), weight=1.0)
+        reply = made.clients[1].wait(DEADLINE_S)
+        assert (reply.kind, reply.version, reply.epoch) == ("moved", event["version"], 4)
+        assert made.clients[0].state(DEADLINE_S).version == event["version"]
+
+
+def test_a_server_ends_with_its_owner_and_leaves_nothing_behind() -> None:
+    before = set(os.listdir("/dev/shm"))
+    with cluster(Plan.ps(1, 1), processes=True) as made:
+        process = psutil.Process(made.servers[0].pid)
+        assert set(os.listdir("/dev/shm")) == before
+        pipe = made.servers[0]._pipe
+        assert pipe is not None
+        made.servers[0]._stopping = True
+        pipe._socket.shutdown(2)  # What the kernel does when the owner dies.
+        process.wait(10.0)
