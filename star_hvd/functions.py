@@ -9,6 +9,7 @@ must not lose its first gradient for it.
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -23,23 +24,34 @@ from star_hvd.process_sets import prepare_init
 
 __all__ = [
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
     "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
     "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "join",
     "reducescatter",
+    "reducescatter_async",
     "shutdown",
     "synchronize",
 ]
@@ -48,8 +60,32 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def _named(function: Callable[P, R]) -> Callable[P, R]:
+    """Give every operation a name that is equal on all ranks.
+
+    Horovod numbers those without a name by all operations of a process, and in relaxed modes ranks make different
+    numbers of them: the user's own would never find each other again.
+    """
+    signature = inspect.signature(function)
+    if "name" not in signature.parameters:
+        return function
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        run = runtime.current()
+        if run is None or not run.drivers or signature.bind(*args, **kwargs).arguments.get("name") is not None:
+            return function(*args, **kwargs)
+        run.user_calls[function.__name__] += 1
+        given = signature.bind(*args, **kwargs)
+        given.arguments["name"] = f"{function.__name__}.star.{run.user_calls[function.__name__]}"
+        return function(*given.args, **given.kwargs)
+
+    return wrapper
+
+
 def _away(function: Callable[P, R]) -> Callable[P, R]:
     """Mark the caller as away for as long as `function` takes, when ranks may be at different steps."""
+    named = _named(function)
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,10 +94,10 @@ def _away(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         if any(driver.engine.agreement.mixed for driver in run.drivers.values()):
             with run.away(function.__name__, out_of_data=False):
-                return function(*args, **kwargs)
+                return named(*args, **kwargs)
         began_s = time.monotonic()
         try:
-            return function(*args, **kwargs)
+            return named(*args, **kwargs)
         finally:
             for driver in run.drivers.values():
                 driver.timer.add_outside(time.monotonic() - began_s)
@@ -80,6 +116,17 @@ broadcast_ = _away(mpi_ops.broadcast_)
 alltoall = _away(mpi_ops.alltoall)
 reducescatter = _away(mpi_ops.reducescatter)
 grouped_reducescatter = _away(mpi_ops.grouped_reducescatter)
+allreduce_async = _named(mpi_ops.allreduce_async)
+allreduce_async_ = _named(mpi_ops.allreduce_async_)
+grouped_allreduce_async = _named(mpi_ops.grouped_allreduce_async)
+grouped_allreduce_async_ = _named(mpi_ops.grouped_allreduce_async_)
+allgather_async = _named(mpi_ops.allgather_async)
+grouped_allgather_async = _named(mpi_ops.grouped_allgather_async)
+broadcast_async = _named(mpi_ops.broadcast_async)
+broadcast_async_ = _named(mpi_ops.broadcast_async_)
+alltoall_async = _named(mpi_ops.alltoall_async)
+reducescatter_async = _named(mpi_ops.reducescatter_async)
+grouped_reducescatter_async = _named(mpi_ops.grouped_reducescatter_async)
 barrier = _away(mpi_ops.barrier)
 synchronize = _away(mpi_ops.synchronize)
 broadcast_parameters = _away(hvd.broadcast_parameters)

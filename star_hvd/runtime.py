@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import logging
 import queue
@@ -116,6 +117,7 @@ class Runtime:
         self.tensors: TensorServer
         self.services: JobServices
         self.batch_weights: list[float] = []
+        self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
         self._away_depth = 0
         self._away_lock = threading.Lock()
