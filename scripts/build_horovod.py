@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import platform
 import re
@@ -39,6 +40,7 @@ VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCH_DIR = Path(__file__).resolve().parent.parent / "patches"
+PATCH_LIST = "star_patches.json"  # inside the package horovod
 
 # Needed to build (setuptools 81 and later lack what Horovod's setup.py imports) or
 # by Horovod at run time: its wheel is installed with --no-deps, because resolving
@@ -298,6 +300,22 @@ def run_logged(command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, s
         raise BuildError(f"{tail}\nthe build failed with status {status}; the whole log: {log}")
 
 
+def write_patch_list(source: Path, patches: Sequence[Path]) -> None:
+    """Have the wheel say which patches it was built with: horovod/star_patches.json.
+
+    ``{"horovod": "0.28.1", "patches": [{"number", "name", "sha256"}, ...]}``; `star-hvd doctor` and the choice of
+    modes read it.
+    """
+    entries = [
+        {"number": patch.name[:4], "name": patch.stem[5:], "sha256": hashlib.sha256(patch.read_bytes()).hexdigest()}
+        for patch in patches
+    ]
+    text = json.dumps({"horovod": VERSION, "patches": entries}, indent=1) + "\n"
+    (source / "horovod" / PATCH_LIST).write_text(text, encoding="utf-8")
+    with (source / "setup.cfg").open("a", encoding="utf-8") as config:  # Horovod's setup.py names no data files.
+        config.write(f"\n[options.package_data]\nhorovod = {PATCH_LIST}\n")
+
+
 def build_wheel(cache: Path, key: str, env: Mapping[str, str], given: Path | None) -> Path:
     """Build the wheel of `key` into the cache, unless it is there. Returns its path."""
     home = cache / "wheels" / key
@@ -318,6 +336,7 @@ def build_wheel(cache: Path, key: str, env: Mapping[str, str], given: Path | Non
         source = work / "src" / f"horovod-{VERSION}"
         patches = sorted(PATCH_DIR.glob("*.patch"))
         changed = apply_patches(source, patches)
+        write_patch_list(source, patches)
         jobs = os.environ.get("STAR_BUILD_JOBS") or str(len(os.sched_getaffinity(0)))
         say(f"applied {len(patches)} patches to {len(changed)} files; compiling, {jobs} at a time (minutes)")
         # Horovod's setup.py starts make -j8 unless MAKEFLAGS is set.

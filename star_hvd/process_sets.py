@@ -59,6 +59,11 @@ def unavailable_reason() -> str | None:
             f"this Horovod lacks patch {doctor.SURVIVE_DEATH}: under elastic training one dead rank would abort "
             "every survivor of a job with process sets; build it with scripts/build_horovod.py"
         )
+    if doctor.UNEVEN_HOSTS not in patches and mpi_ops.is_initialized() and int(mpi_ops.cross_size()) > 1:
+        return (
+            f"this Horovod lacks patch {doctor.UNEVEN_HOSTS}: a process set with different numbers of ranks on "
+            "different hosts would end the job; build it with scripts/build_horovod.py"
+        )
     if not _dynamic() and not _static:
         return (
             f"process sets are neither dynamic nor made at the start ({_DYNAMIC} is "
@@ -91,12 +96,15 @@ def prepare_init(comm: Any, process_sets: Any) -> Any:
     if mpi_ops.is_initialized():
         return process_sets
     _static.clear()
-    if _DYNAMIC not in os.environ and doctor.CHEAP_DYNAMIC in doctor.horovod_patches():
+    patches = doctor.horovod_patches()
+    if _DYNAMIC not in os.environ and doctor.CHEAP_DYNAMIC in patches:
         os.environ[_DYNAMIC] = "1"
     if _dynamic() or _elastic() or comm is not None or process_sets is not None:
         return process_sets
-    with contextlib.suppress(ValueError):  # Only a launcher tells the number of ranks before Horovod does.
-        _static.update({ranks: ProcessSet(ranks) for ranks in static_catalogue(int(os.environ["HOROVOD_SIZE"]))})
+    if doctor.UNEVEN_HOSTS not in patches and os.environ.get("HOROVOD_CROSS_SIZE", "1") != "1":
+        return process_sets
+    world_size = int(os.environ.get("HOROVOD_SIZE", "1"))  # Set by the launcher; Horovod tells only afterwards.
+    _static.update({ranks: ProcessSet(ranks) for ranks in static_catalogue(world_size)})
     return list(_static.values()) or None
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import difflib
+import hashlib
+import json
 import stat
 import sys
 import threading
@@ -339,3 +342,26 @@ def test_a_cached_wheel_is_installed_without_building(
     assert build.main(["--cache-dir", str(tmp_path)]) == 0
     assert [call[-1] for call in calls] == [str(wheel)]
     assert "--no-deps" in calls[0]
+
+
+def test_the_wheel_carries_a_list_of_its_patches(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write(source / "setup.cfg", "[egg_info]\ntag_build = \n")
+    (source / "horovod").mkdir()
+    patch = write(tmp_path / "0007-some-reason.patch", "text\n")
+    build.write_patch_list(source, [patch])
+    found = json.loads((source / "horovod" / build.PATCH_LIST).read_text())
+    digest = hashlib.sha256(b"text\n").hexdigest()
+    assert found == {
+        "horovod": build.VERSION,
+        "patches": [{"number": "0007", "name": "some-reason", "sha256": digest}],
+    }
+    config = configparser.ConfigParser()
+    config.read(source / "setup.cfg")
+    assert config["options.package_data"]["horovod"] == build.PATCH_LIST
+    assert config["egg_info"]["tag_build"] == ""
+
+
+def test_every_patch_has_a_number_of_its_own() -> None:
+    names = [patch.name for patch in sorted(build.PATCH_DIR.glob("*.patch"))]
+    assert [name[:5] for name in names] == [f"{number:04}-" for number in range(1, len(names) + 1)]

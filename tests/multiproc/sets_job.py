@@ -1,0 +1,182 @@
+"""What every rank of a test of process sets runs: `python -m tests.multiproc.sets_job SCENARIO`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import star_hvd as hvd
+from star_hvd.process_sets import SetKeeper, unavailable_reason
+from tests.support.launch import write_result
+
+DEADLINE_S = 30.0
+FREEZE_S = 1.5
+TRIALS = 3
+
+
+class Told:
+    """A keeper and what it told."""
+
+    def __init__(self) -> None:
+        self.news: queue.SimpleQueue[tuple[tuple[int, ...], str | None]] = queue.SimpleQueue()
+        self.keeper = SetKeeper(int(hvd.size()), lambda ranks, reason: self.news.put((ranks, reason)))
+        self.keeper.start()
+
+    def add(self, *ranks: int) -> str | None:
+        self.keeper.add(ranks)
+        told, reason = self.news.get(timeout=DEADLINE_S)
+        assert told == tuple(sorted(ranks))
+        return reason
+
+
+def total(value: float, name: str, process_set: Any = hvd.global_process_set) -> float:
+    """The sum of one number per rank."""
+    done = hvd.allreduce(torch.tensor([value]), op=hvd.Sum, name=name, process_set=process_set)
+    return float(done.item())
+
+
+def keeper() -> dict[str, Any]:
+    """Sets come and go while the training thread reduces; `total` tells whether a set has the right members."""
+    told, rank = Told(), int(hvd.rank())
+    stop, reduced = threading.Event(), []
+
+    def train() -> None:
+        while total(0.0 if stop.is_set() else 1.0, "train") == hvd.size():
+            reduced.append(1)
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    reasons, sums = [], {}
+    for ranks in ((1, 0), (1, 2), (2,), (0, 1, 2), (0, 1), (0, 3), ()):
+        reasons.append(told.add(*ranks))
+    for ranks in ((0, 1), (1, 2), (2,), (0, 1, 2)):
+        found = told.keeper.get(ranks)
+        if rank in ranks:
+            sums[str(ranks)] = total(10.0**rank, f"sum{ranks}", found)
+    told.keeper.get((0, 1))
+    told.keeper.get((2,))
+    stale = told.keeper.stale(1)
+    told.keeper.remove((1, 2))
+    again = told.add(0, 2)
+    if rank != 1:
+        sums["again"] = total(10.0**rank, "again", told.keeper.get((0, 2)))
+    stop.set()
+    trainer.join(DEADLINE_S)
+    told.keeper.stop(DEADLINE_S)
+    gone = told.keeper.get((1, 2)) is None
+    return {"reasons": reasons, "sums": sums, "stale": stale, "again": again, "gone": gone, "trained": len(reduced)}
+
+
+def taken_over() -> dict[str, Any]:
+    """A set of the user's is found and left alone."""
+    users = hvd.add_process_set([0, 1])
+    told = Told()
+    reason = told.add(0, 1)
+    found = told.keeper.get((0, 1))
+    told.keeper.remove((0, 1))
+    told.keeper.add((0, 2))
+    told.news.get(timeout=DEADLINE_S)
+    sums = total(1.0, "users", users) if hvd.rank() < 2 else 0.0
+    same = found is not None and found.process_set_id == users.process_set_id
+    told.keeper.stop(DEADLINE_S)
+    return {"reason": reason, "same": same, "sum": sums, "stale": told.keeper.stale(0)}
+
+
+def static() -> dict[str, Any]:
+    """Horovod without dynamic sets: those made at the start can be used, others not."""
+    told = Told()
+    reasons = [told.add(0, 1), told.add(1, 2), told.add(2)]
+    found = told.keeper.get((0, 1))
+    told.keeper.remove((0, 1))
+    sums = total(1.0, "static", found) if hvd.rank() < 2 else 0.0
+    told.keeper.stop(DEADLINE_S)
+    return {"reasons": reasons, "sum": sums, "stale": told.keeper.stale(0)}
+
+
+def over_hosts() -> dict[str, Any]:
+    """Four ranks on two hosts, in sets that leave out different ranks on each."""
+    told, rank, sums = Told(), int(hvd.rank()), {}
+    for ranks in ((1, 2, 3), (0, 1, 3), (0, 3)):
+        assert told.add(*ranks) is None
+        if rank in ranks:
+            sums[str(ranks)] = total(10.0**rank, f"sum{ranks}", told.keeper.get(ranks))
+    return {"sums": sums, "hosts": int(hvd.cross_size())}
+
+
+def freeze() -> None:
+    """Stop this process for a while; a process of its own ends it."""
+    subprocess.Popen(["sh", "-c", f"sleep {FREEZE_S}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def while_frozen(name: str) -> tuple[float, float]:
+    """Freeze the last rank and submit a tensor on the others.
+
+    Returns: seconds that submitting took, and the longest gap in the life of another Python thread meanwhile.
+    """
+    total(1.0, f"{name}.ready")
+    if hvd.rank() == hvd.size() - 1:
+        freeze()
+        hvd.synchronize(hvd.allreduce_async(torch.ones(1), name=name))
+        return 0.0, 0.0
+    beats, stop = [time.monotonic()], threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.01):
+            beats.append(time.monotonic())
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    time.sleep(FREEZE_S / 5)
+    began_s = time.monotonic()
+    handle = hvd.allreduce_async(torch.ones(1), name=name)
+    took_s = time.monotonic() - began_s
+    hvd.synchronize(handle)
+    stop.set()
+    heart.join()
+    beats.append(time.monotonic())
+    return took_s, max(after - before for before, after in itertools.pairwise(beats))
+
+
+def frozen() -> dict[str, Any]:
+    """Dynamic sets, and none is being changed."""
+    return {"trials": [while_frozen(f"frozen{i}") for i in range(TRIALS)]}
+
+
+def frozen_in_a_change() -> dict[str, Any]:
+    """A set was added on rank 0 and not yet on the others."""
+    adder = threading.Thread(target=hvd.add_process_set, args=([0, 1],))
+    if hvd.rank() == 0:
+        adder.start()
+        time.sleep(0.2)
+    trials = [while_frozen(f"change{i}") for i in range(TRIALS)]
+    if hvd.rank() != 0:
+        adder.start()
+    adder.join(DEADLINE_S)
+    return {"trials": trials}
+
+
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    f.__name__: f for f in (keeper, taken_over, static, over_hosts, frozen, frozen_in_a_change)
+}
+
+
+def main(scenario: str) -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    write_result(SCENARIOS[scenario]() | {"unavailable": unavailable_reason()})
+    hvd.barrier()  # A rank that leaves early would shut Horovod down for the others.
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,116 @@
+"""What the doctor says of Horovod's patches, and its command."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from scheduler.plans import MODES
+from star_hvd import cli, doctor
+
+ALL = frozenset({"0001", "0002", "0003", "0004", "0005", "0006"})
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    doctor.horovod_patches.cache_clear()
+    yield
+    doctor.horovod_patches.cache_clear()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, numbers: frozenset[str] | None) -> None:
+    """Install a Horovod with these patches in `folder`; None for one without a list."""
+    if numbers is not None:
+        entries = [{"number": number, "name": f"patch-{number}", "sha256": number * 16} for number in sorted(numbers)]
+        (folder / "star_patches.json").write_text(json.dumps({"horovod": "0.28.1", "patches": entries}))
+    real, spec = importlib.util.find_spec, SimpleNamespace(submodule_search_locations=[str(folder)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "horovod" else real(name))
+
+
+def test_patches_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, tmp_path, ALL)
+    assert doctor.horovod_patches() == ALL
+    (tmp_path / "star_patches.json").unlink()
+    assert doctor.horovod_patches() == ALL
+
+
+def test_a_horovod_of_another_make_has_no_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, tmp_path, None)
+    assert doctor.horovod_patches() == frozenset()
+
+
+def test_without_horovod_there_are_no_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert doctor.horovod_patches() == frozenset()
+
+
+def test_with_all_patches_every_mode_is_free() -> None:
+    assert doctor.mode_limits(ALL) == {mode: {} for mode in MODES}
+
+
+@pytest.mark.parametrize(
+    ("missing", "where"),
+    [
+        (doctor.SURVIVE_DEATH, {"elastic"}),
+        (doctor.CHEAP_DYNAMIC, {"always", "elastic"}),
+        (doctor.UNEVEN_HOSTS, {"hosts"}),
+        (doctor.NO_GIL, set()),
+    ],
+)
+def test_a_missing_patch_limits_the_modes_with_process_sets_alone(missing: str, where: set[str]) -> None:
+    limits = doctor.mode_limits(ALL - {missing})
+    for mode in MODES:
+        expected = where if mode in ("subgroup", "grouped") else set()
+        assert set(limits[mode]) == expected, mode
+        assert all(missing in reason for reason in limits[mode].values())
+
+
+@pytest.mark.parametrize("missing", [None, doctor.SURVIVE_DEATH, doctor.CHEAP_DYNAMIC, doctor.NO_GIL])
+def test_the_exit_status_says_whether_anything_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str | None
+) -> None:
+    pretend(monkeypatch, tmp_path, ALL - {missing or ""})
+    assert cli.main(["doctor", "--json"]) == (1 if missing else 0)
+    told = json.loads(capsys.readouterr().out)
+    assert {entry["number"] for entry in told["horovod"]["patches"]} == ALL - {missing or ""}
+    assert told["horovod"]["gloo"] is True and told["versions"]["torch"]
+    assert set(told["machine"]) >= {"cgroup", "network_namespaces", "gpus", "channel", "shm_free_bytes"}
+    if missing:
+        assert missing in told["problems"][0] and "scripts/build_horovod.py" in told["problems"][0]
+
+
+def test_the_table_names_patches_modes_and_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    pretend(monkeypatch, tmp_path, ALL - {doctor.SURVIVE_DEATH})
+    assert cli.main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "patch 0004" in shown and "patch-0004 (000400040004)" in shown
+    assert "needs patch 0003" in shown and "problem: Horovod lacks the patches 0003" in shown
+
+
+def test_a_broken_horovod_is_a_problem_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"patches": [], "gloo": False, "nccl": False, "mpi": False, "error": "ImportError: undefined symbol"}
+    (problem,) = doctor._problems(facts, doctor.mode_limits(frozenset()))
+    assert "undefined symbol" in problem and "build_horovod.py" in problem
+
+
+def test_an_unknown_subcommand_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["cure"])
+    assert caught.value.code == 2
+    assert "doctor" in capsys.readouterr().err
+
+
+def test_every_subcommand_is_a_module_with_arguments_and_run() -> None:
+    for name, module, text in cli.SUBCOMMANDS:
+        assert name and text
+        if importlib.util.find_spec(module) is not None:
+            loaded = importlib.import_module(module)
+            assert callable(loaded.add_arguments) and callable(loaded.run)
