@@ -345,6 +345,8 @@ def main() -> int:
     logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
     sys.path.extend(path for path in config["path"] if path not in sys.path)
     torch.set_num_threads(int(config["threads"]))
+    # The first optimizer of a process makes torch import its compiler, which takes seconds: now, not at the switch.
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
     return serve(pipe, config)
 
 
@@ -371,4 +373,6 @@ def serve(pipe: Pipe, config: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # Taking the interpreter and torch down in order takes seconds and serves nobody.
