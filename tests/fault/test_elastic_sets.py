@@ -21,7 +21,7 @@ def test_survivors_with_process_sets_go_on_from_their_last_commit(tmp_path: Path
     result = run_job(
         "tests.fault.elastic_sets_job",
         ranks=4,
-        env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "8"},
+        env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "12"},
         timeout_s=100.0,
         horovodrun_args=("--min-np", "2", "--max-np", "4", "--host-discovery-script", str(script)),
     )
