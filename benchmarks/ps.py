@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -183,7 +184,8 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 process.start()
             for pipe in pipes:
                 _answer(pipe)
-            blocks_s = _turns(args, pipes, console)
+            cpu = {"tcp": [processes[0].pid], "ps": [server.pid for server in started if server.pid is not None]}
+            blocks_s, cpu_s = _turns(args, pipes, cpu, console)
             for pipe in pipes:
                 pipe.send(None)
     finally:
@@ -193,20 +195,31 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
                 process.terminate()
         listener.close()
     summary = summarize(blocks_s, sum(sizes))
+    summary |= {f"{kind}_server_cpu_s": used / args.blocks / args.exchanges for kind, used in cpu_s.items()}
     names = ("workers", "servers", "mbytes", "chunk_kib", "curve", "no_mirror")
     return {**{name: getattr(args, name) for name in names}, **summary, "versions": versions()}
 
 
-def _turns(args: argparse.Namespace, pipes: Sequence[Any], console: Console) -> dict[str, list[list[float]]]:
+def _turns(
+    args: argparse.Namespace, pipes: Sequence[Any], pids: dict[str, list[int]], console: Console
+) -> tuple[dict[str, list[list[float]]], dict[str, float]]:
+    """Seconds per exchange of every block, and seconds of CPU the servers used in all of them."""
     blocks_s: dict[str, list[list[float]]] = {"tcp": [], "ps": []}
+    cpu_s = {"tcp": 0.0, "ps": 0.0}
     with progress_view(console, 2 * args.blocks) as view:
         for kind in ("tcp", "ps"):
             _block(pipes, kind, 3)  # The first exchanges grow buffers and make the optimizer's state.
         for number in range(args.blocks):
             for kind in ("tcp", "ps") if number % 2 == 0 else ("ps", "tcp"):
+                before_s = _cpu_s(pids[kind])
                 blocks_s[kind].append(_block(pipes, kind, args.exchanges))
+                cpu_s[kind] += _cpu_s(pids[kind]) - before_s
                 view.update({"done": 1, "text": f"block {number + 1}, {kind}"})
-    return blocks_s
+    return blocks_s, cpu_s
+
+
+def _cpu_s(pids: Sequence[int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 def _block(pipes: Sequence[Any], kind: str, count: int) -> list[float]:
@@ -248,11 +261,14 @@ def summarize(blocks_s: dict[str, list[list[float]]], model_bytes: int) -> dict[
 def _table(summary: dict[str, Any]) -> Table:
     title = f"{summary['workers']} workers, {summary['servers']} servers, {summary['model_bytes'] / 1e6:.0f} MB"
     result = Table(title=title, title_justify="left")
-    for name in ("", "exchange", "per worker, both ways"):
+    for name in ("", "exchange", "per worker, both ways", "CPU of servers"):
         result.add_column(name, justify="right", no_wrap=True)
     for kind, name in (("tcp", "TCP sockets, copy only"), ("ps", "parameter servers")):
         result.add_row(
-            name, f"{1e3 * summary[f'{kind}_exchange_s']:.0f} ms", f"{summary[f'{kind}_bytes_per_s'] / 1e6:.0f} MB/s"
+            name,
+            f"{1e3 * summary[f'{kind}_exchange_s']:.0f} ms",
+            f"{summary[f'{kind}_bytes_per_s'] / 1e6:.0f} MB/s",
+            f"{1e3 * summary[f'{kind}_server_cpu_s']:.0f} ms",
         )
     low, high = min(summary["block_ratios"]), max(summary["block_ratios"])
     result.add_row("ratio", f"{summary['ratio']:.2f}", f"blocks {low:.2f} - {high:.2f}")
@@ -275,7 +291,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
     for name in ("workers", "servers", "mbytes", "chunk_kib", "blocks", "exchanges"):
         if not 1 <= getattr(args, name) < 1e6:
-            errors.print(f"error: --{name.replace('_', '-')} is {getattr(args, name)}; expected at least 1", markup=False)
+            option = f"--{name.replace('_', '-')}"
+            errors.print(f"error: {option} is {getattr(args, name)}; expected at least 1", markup=False)
             return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:

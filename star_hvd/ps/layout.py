@@ -357,7 +357,7 @@ def _piece(param: int, start: int, stop: int, group: int, shape: tuple[int, ...]
 
 def _cut(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Piece, ...]]:
     """Pieces of chunks of at most `capacity` elements (or `_ALIGN`, if that is more)."""
-    filled, pieces = 0, list[Piece]()
+    capacity, filled, pieces = max(capacity, _ALIGN), 0, list[Piece]()
     for number, (shape, group) in enumerate(zip(bucket.shapes, bucket.groups, strict=True)):
         numel, start = math.prod(shape), 0
         while start < numel:
@@ -365,8 +365,6 @@ def _cut(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Piec
             take = numel - start
             if take > room:
                 take = room // _ALIGN * _ALIGN
-                if take == 0 and not pieces:
-                    take = min(_ALIGN, numel - start)
             if take:
                 pieces.append(_piece(first + number, start, start + take, group, shape))
                 filled, start = filled + take, start + take

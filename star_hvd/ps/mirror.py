@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from star_hvd.ps.store import Record
+from star_hvd.ps.wire import Lent
 
 __all__ = ["Mirror", "new_memory"]
 
@@ -48,32 +49,49 @@ class Mirror:
             os.ftruncate(descriptor, size)
         self._table = mmap.mmap(descriptor, size)
         self._regions: dict[int, torch.Tensor] = {}
+        self._places: dict[int, dict[int, int]] = {}
+        self._lent: dict[int, Lent] = {}
 
-    def write(self, entry: int, record: Record) -> None:
-        """Replace a record; a reader sees the old one or the new one, never a mixture."""
+    def write(self, entry: int, record: Record) -> Lent:
+        """Replace a record; a reader sees the old one or the new one, never a mixture.
+
+        Returns:
+            The bytes of the record's first tensor there. They stay as they are until the next write but one, and for
+            as long as they are being sent.
+        """
         slots = [self._slot(entry, 0), self._slot(entry, 1)]
         which = 0 if slots[0][3] <= slots[1][3] else 1
-        at = self._at(entry, which)
-        offset, capacity, _, _ = slots[which]
+        at, need = self._at(entry, which), record.nbytes
         _TAG.pack_into(self._table, at + _TAG_AT, 0)
-        need = record.nbytes
-        if capacity < need:
-            self._regions.pop(at, None)
-            offset, capacity = self._allocate(need)
-            _SLOT.pack_into(self._table, at, offset, capacity, 0, 0)
-        record.write(self._region(at, offset, capacity))
+        offset, capacity = self._free(entry, slots, slots[1 - which][0], need)
         _SLOT.pack_into(self._table, at, offset, capacity, need, 0)
+        region = self._region(offset, capacity)
+        record.write(region)
         _TAG.pack_into(self._table, at + _TAG_AT, slots[1 - which][3] + 1)
+        self._lent[offset] = Lent(region[record.first])
+        return self._lent[offset]
+
+    def _free(self, entry: int, slots: list[Any], current: int, need: int) -> tuple[int, int]:
+        """A place that is neither the current record's nor being sent; a new one if a slow receiver has them all."""
+        known = self._places.setdefault(entry, {slot[0]: slot[1] for slot in slots if slot[1]})
+        for offset, capacity in known.items():
+            idle = offset not in self._lent or self._lent[offset].free()
+            if offset != current and capacity >= need and idle:
+                return offset, capacity
+        offset, capacity = self._allocate(need)
+        known[offset] = capacity
+        return offset, capacity
 
     def read(self, entry: int) -> torch.Tensor | None:
         """The bytes of the last whole record, not copied; None if there is none."""
         which = 0 if self._slot(entry, 0)[3] > self._slot(entry, 1)[3] else 1
         offset, capacity, length, tag = self._slot(entry, which)
-        return self._region(self._at(entry, which), offset, capacity)[:length] if tag else None
+        return self._region(offset, capacity)[:length] if tag else None
 
     def close(self) -> None:
         """Give the memory up on this side."""
         self._regions.clear()
+        self._lent.clear()
         self._table.close()
         os.close(self._fd)
 
@@ -89,10 +107,10 @@ class Mirror:
         os.ftruncate(self._fd, offset + capacity)
         return offset, capacity
 
-    def _region(self, at: int, offset: int, capacity: int) -> torch.Tensor:
-        if at not in self._regions:
-            self._regions[at] = torch.frombuffer(mmap.mmap(self._fd, capacity, offset=offset), dtype=torch.uint8)
-        return self._regions[at]
+    def _region(self, offset: int, capacity: int) -> torch.Tensor:
+        if offset not in self._regions:
+            self._regions[offset] = torch.frombuffer(mmap.mmap(self._fd, capacity, offset=offset), dtype=torch.uint8)
+        return self._regions[offset]
 
 
 def _pages(size: int) -> int:

@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from star_hvd.ps.store import ChunkStore
-from star_hvd.ps.wire import Header, Kind, pack, parts, raw
+from star_hvd.ps.wire import Header, Kind, Lent, pack, parts, raw
 
 __all__ = ["Outbox", "shard_identity", "worker_identity"]
 
@@ -28,24 +28,11 @@ def shard_identity(engine: int, session: int, index: int) -> bytes:
     return _IDENTITY.pack(b"S", engine, session, index)
 
 
-class _Buffer:
-    """Memory that is being sent, perhaps to several."""
-
-    __slots__ = ("data", "trackers")
-
-    def __init__(self, size: int) -> None:
-        self.data = torch.empty(size, dtype=torch.uint8)
-        self.trackers: list[Any] = []
-
-    def free(self) -> bool:
-        self.trackers = [tracker for tracker in self.trackers if not tracker.done]
-        return not self.trackers
-
-
 class Outbox:
     """Sends on the server's ROUTER.
 
-    A chunk is copied once, however many it goes to, because the next update changes it while it is still under way.
+    A chunk goes out of the mirror's memory, which the next update leaves alone; without a mirror it is copied once,
+    however many it goes to.
     What is meant for somebody who has not said hello here yet waits for that.
 
     Args:
@@ -56,8 +43,8 @@ class Outbox:
         self._router = router
         self._known: set[bytes] = set()
         self._parked: dict[bytes, dict[tuple[int, ...], Any]] = {}
-        self._pool: list[_Buffer] = []
-        self._last: tuple[tuple[int, ...], _Buffer] | None = None
+        self._pool: list[Lent] = []
+        self._last: tuple[tuple[int, ...], Lent] | None = None
 
     def welcome(self, identity: bytes) -> None:
         """Somebody said hello: send what waited for him."""
@@ -84,18 +71,18 @@ class Outbox:
         data, size = raw(buffer.data), buffer.data.numel()
         for begin, end in parts(size):
             head = pack(header._replace(offset=begin, size=size))
-            tracker = self._router.send_multipart([identity, head, data[begin:end]], copy=False, track=True)
-            if tracker is not None and not tracker.done:
-                buffer.trackers.append(tracker)
+            buffer.sending(self._router.send_multipart([identity, head, data[begin:end]], copy=False, track=True))
 
-    def _filled(self, header: Header, store: ChunkStore) -> _Buffer:
+    def _filled(self, header: Header, store: ChunkStore) -> Lent:
         whole = header.kind == Kind.STATED
+        if not whole and store.mirrored is not None:
+            return store.mirrored
         key = (header.engine, header.session, header.chunk, store.version, int(whole))
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         if whole:
             record = store.record()
-            buffer = _Buffer(record.nbytes)  # Rare: not worth keeping.
+            buffer = Lent(torch.empty(record.nbytes, dtype=torch.uint8))  # Rare: not worth keeping.
             record.write(buffer.data)
         else:
             source = store.params.view(torch.uint8)
@@ -104,13 +91,13 @@ class Outbox:
         self._last = (key, buffer)
         return buffer
 
-    def _take(self, size: int) -> _Buffer:
+    def _take(self, size: int) -> Lent:
         self._last = None
         for position, buffer in enumerate(self._pool):
             if buffer.data.numel() == size and buffer.free():
                 self._pool.append(self._pool.pop(position))
                 return buffer
-        buffer = _Buffer(size)
+        buffer = Lent(torch.empty(size, dtype=torch.uint8))
         if len(self._pool) < _POOLED:
             self._pool.append(buffer)
         return buffer

@@ -6,7 +6,6 @@ all shards are done with them, so a shard, or the primary itself, that comes bac
 
 from __future__ import annotations
 
-import logging
 import math
 import pickle
 from collections import deque
@@ -16,10 +15,9 @@ from typing import Any
 
 from scheduler.plans import Plan
 from scheduler.server_rules import Drop, Event, Push, ServerRule, Update, pushers
+from star_hvd.errors import ChannelError
 
 __all__ = ["Links", "Primary"]
-
-logger = logging.getLogger("star_hvd")
 
 _NOTES_KEPT = 512
 Order = dict[str, Any]
@@ -160,9 +158,8 @@ class Primary:
     def member(self, rank: int, what: str) -> None:
         """A rank is `absent`, `present`, `lost` (absent, and nothing more will come of it), or new (`forget`)."""
         memory = self._memory
-        if not 0 <= rank < memory.rule.plan.world_size:
-            logger.warning("a server was told that rank %d is %s; there is no such rank", rank, what)
-            return
+        if not 0 <= rank < memory.rule.plan.world_size or what not in ("absent", "present", "lost", "forget"):
+            raise ChannelError(f"a server was told that rank {rank} is {what!r}; there is no such thing")
         if what == "lost":
             self._lose(rank)
         if what == "forget":

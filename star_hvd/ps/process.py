@@ -56,7 +56,8 @@ class ServerProcess:
         on_event: Called on the supervising thread with a mapping: `event` is `ready`, `seeded`, `update` (`version`,
             `ranks`, `staleness`, `gradients`, `damped`, `loss`), `drop` (`ranks`, `reason`), `refused` (a plan;
             `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed` (`reason`) or `died` (`returncode`); all but
-            `died` name `engine`, `session` and the shard's `index` where they concern one. It must only note and return.
+            `died` name `engine`, `session` and the shard's `index` where they concern one. It must only note and
+            return.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
         threads: Threads a server computes with.
         faults: For tests, see `Shard`.

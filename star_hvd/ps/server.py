@@ -252,6 +252,8 @@ class Server:
         identity = frames[0].bytes
         key, between = (header.engine, header.session), header.kind in (Kind.JOIN, Kind.ARRIVED, Kind.DONE)
         expected = (shard_identity if between else worker_identity)(*key, header.rank)
+        if header.kind == Kind.ORDER:
+            raise ChannelError(f"an order came from {identity!r}; expected orders of the primary only")
         if identity != expected:
             raise ChannelError(f"a message of {header.rank} came from {identity!r}; expected {expected!r}")
         job = self._jobs.get(key)
@@ -347,17 +349,11 @@ def main() -> int:
     torch.set_num_threads(int(config["threads"]))
     # The first optimizer of a process makes torch import its compiler, which takes seconds: now, not at the switch.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
-    return serve(pipe, config)
+    return serve(Server(pipe, config), pipe)
 
 
-def serve(pipe: Pipe, config: dict[str, Any]) -> int:
-    """Serve until the owner says stop or is gone.
-
-    Args:
-        pipe: The socket to the owner.
-        config: Its first message.
-    """
-    server = Server(pipe, config)
+def serve(server: Server, pipe: Pipe) -> int:
+    """Serve until the owner says stop or is gone, then close server and pipe; the process's exit status."""
     try:
         server.run()
     except (BrokenPipeError, ConnectionResetError):

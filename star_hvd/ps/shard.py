@@ -147,7 +147,7 @@ class Shard:
 
     def _write(self, chunk: int) -> None:
         if self._mirror is not None:
-            self._mirror.write(chunk + 1, self.stores[chunk].record())
+            self.stores[chunk].mirrored = self._mirror.write(chunk + 1, self.stores[chunk].record())
 
     # ---- pushes -------------------------------------------------------------------------------------------
 

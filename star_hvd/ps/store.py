@@ -15,6 +15,7 @@ import torch
 from star_hvd.errors import ChannelError
 from star_hvd.execute.hyper import HyperRow
 from star_hvd.ps.layout import Chunk, Layout, LayoutError, State, class_path, load_class
+from star_hvd.ps.wire import Lent
 
 __all__ = ["ChunkStore", "OptimizerSpec", "Record", "RowReader", "make_record", "read_record"]
 
@@ -172,6 +173,14 @@ class Record:
         return offsets, offset
 
     @property
+    def first(self) -> slice:
+        """Where the bytes of the first tensor are."""
+        if not self.tensors:
+            return slice(0, 0)
+        begin = self._offsets()[0][0]
+        return slice(begin, begin + self.tensors[0].numel() * self.tensors[0].element_size())
+
+    @property
     def nbytes(self) -> int:
         """Size as bytes."""
         return self._offsets()[1]
@@ -202,6 +211,7 @@ class ChunkStore:
         version: Updates applied so far.
         applied: Per rank the last of its pushes that is in the parameters.
         params: The parameters, one flat tensor.
+        mirrored: The mirror's copy of them, None until it is made.
         seq: Number of the last order that changed them.
     """
 
@@ -211,6 +221,7 @@ class ChunkStore:
         self.seq = 0
         self.applied: dict[int, int] = {}
         self.row: list[float] | None = None
+        self.mirrored: Lent | None = None
         self.params = torch.zeros(chunk.numel, dtype=layout.dtype(chunk))
         self.reference: torch.Tensor | None = None
         self._reader = reader
@@ -231,6 +242,7 @@ class ChunkStore:
 
     def load(self, params: torch.Tensor, states: Sequence[State], version: int) -> None:
         """Take parameters and optimizer state over; nothing of them is copied but the parameters."""
+        self.mirrored = None
         self.params.copy_(params)
         self.optimizer.state.clear()
         for param, state in zip(self._pieces, states, strict=True):
@@ -262,6 +274,7 @@ class ChunkStore:
             row: Hyperparameters from this step on.
         """
         self.use_row(row)
+        self.mirrored = None
         if buffers:
             total = self._sum(parts, buffers)
             if self.reference is not None:

@@ -23,6 +23,7 @@ __all__ = [
     "Assembly",
     "Header",
     "Kind",
+    "Lent",
     "pack",
     "parts",
     "raw",
@@ -124,6 +125,26 @@ def parts(size: int) -> Iterator[tuple[int, int]]:
     """Begin and end of the messages that a chunk of `size` bytes is sent in."""
     for begin in range(0, max(size, 1), PART_BYTES):
         yield begin, min(size, begin + PART_BYTES)
+
+
+class Lent:
+    """Memory that is being sent, perhaps to several; it must not change while it is."""
+
+    __slots__ = ("_trackers", "data")
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self._trackers: list[Any] = []
+
+    def sending(self, tracker: Any) -> None:
+        """ZeroMQ has it, until this tracker is done."""
+        if tracker is not None and not tracker.done:
+            self._trackers.append(tracker)
+
+    def free(self) -> bool:
+        """Whether nobody needs it any more."""
+        self._trackers = [tracker for tracker in self._trackers if not tracker.done]
+        return not self._trackers
 
 
 class Assembly:

@@ -19,7 +19,7 @@ from star_hvd.execute.hyper import HyperRow
 from star_hvd.execute.state import Snapshot
 from star_hvd.ps import Client, Endpoint, JobKey, Layout, OptimizerSpec, ServerProcess
 from star_hvd.ps.pipe import Pipe
-from star_hvd.ps.server import serve
+from star_hvd.ps.server import Server, serve
 
 __all__ = ["DEADLINE_S", "Cluster", "ThreadServer", "cluster", "plain_steps", "run_all"]
 
@@ -45,7 +45,9 @@ class _ThreadProcess:
         self._thread.start()
 
     def _run(self, pipe: Pipe) -> None:
-        self.returncode = serve(pipe, pipe.wait(DEADLINE_S))
+        config = pipe.wait(DEADLINE_S)
+        self.server = Server(pipe, config)
+        self.returncode = serve(self.server, pipe)
 
     def poll(self) -> int | None:
         return None if self._thread.is_alive() else self.returncode
@@ -163,6 +165,12 @@ class Cluster:
                 other.replace(index, endpoint)
         for client in self.clients:
             client.replace(index, endpoint)
+
+    def server_of(self, index: int) -> Server:
+        """The server object of a shard in a thread."""
+        process: Any = self.servers[index]._process
+        found: Server = process.server
+        return found
 
     def settled(self) -> None:
         """Wait until all servers that died are back."""

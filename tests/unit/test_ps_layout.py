@@ -1,0 +1,159 @@
+"""Cutting a model into chunks and pieces, and optimizer state with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from star_hvd.buckets import pack
+from star_hvd.execute.hyper import HyperRow
+from star_hvd.ps import Layout, LayoutError, OptimizerSpec
+from star_hvd.ps.layout import class_path
+
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
+
+
+def build(
+    shapes: list[tuple[int, ...]], base: Any, servers: int, chunk_bytes: int, bucket_bytes: int = 400, **keywords: Any
+) -> tuple[list[Any], torch.optim.Optimizer, Layout]:
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    half = len(params) // 2
+    groups = [{"params": params[:half]}, {"params": params[half:], "lr": 0.3}] if half else params
+    optimizer = base(groups, lr=0.1, **keywords)
+    buckets = pack(params, bucket_bytes)
+    return buckets, optimizer, Layout.build(buckets, optimizer.param_groups, base, servers, chunk_bytes)
+
+
+class Whole(torch.optim.SGD):
+    """A subclass: nobody knows whether it treats every element by itself."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(SHAPES, st.sampled_from([torch.optim.SGD, torch.optim.Adam, Whole]), st.integers(1, 4), st.integers(1, 900))
+def test_every_element_is_in_exactly_one_piece(
+    shapes: list[tuple[int, ...]], base: Any, servers: int, chunk_bytes: int
+) -> None:
+    buckets, optimizer, layout = build(shapes, base, servers, chunk_bytes)
+    ordered = [param for bucket in buckets for param in bucket.params]
+    seen = [torch.zeros(param.numel(), dtype=torch.int64) for param in ordered]
+    ends = dict.fromkeys(range(len(buckets)), 0)
+    for number, chunk in enumerate(layout.chunks):
+        assert chunk.index == number and chunk.start == ends[chunk.bucket] and 0 <= chunk.server < servers
+        assert chunk.numel == sum(piece.numel for piece in chunk.pieces) > 0
+        ends[chunk.bucket] = chunk.stop
+        position = chunk.start
+        for piece in chunk.pieces:
+            seen[piece.param][piece.start : piece.stop] += 1
+            assert any(ordered[piece.param] is p for p in optimizer.param_groups[piece.group]["params"])
+            if base is Whole:
+                assert piece.numel == ordered[piece.param].numel() and piece.shape == tuple(ordered[piece.param].shape)
+            else:
+                assert piece.start % 64 == 0
+            # A chunk is a range of the bucket: its pieces are where the bucket has them.
+            bucket = buckets[chunk.bucket]
+            bucket.flat.zero_()
+            bucket.views[[p is ordered[piece.param] for p in bucket.params].index(True)].view(-1)[piece.start] = 7.0
+            assert bucket.flat[position] == 7.0
+            position += piece.numel
+        limit = max(chunk_bytes, 64 * 4)
+        assert layout.nbytes(chunk) <= limit or (base is Whole and len(chunk.pieces) == 1)
+    assert all(bool((count == 1).all()) for count in seen)
+    assert [ends[i] for i in range(len(buckets))] == [bucket.numel for bucket in buckets]
+    assert Layout.from_dict(msgpack.unpackb(msgpack.packb(layout.to_dict()))) == layout
+
+
+def test_chunks_are_spread_by_bytes() -> None:
+    layout = build([(100,)] * 37, torch.optim.SGD, 3, 400, bucket_bytes=4000)[2]
+    loads = [sum(layout.nbytes(chunk) for chunk in layout.of_server(index)) for index in range(3)]
+    assert max(loads) - min(loads) <= 400 and sum(loads) == 37 * 400
+    assert layout.holders == {0, 1, 2}
+    assert build([(3,)], torch.optim.SGD, 3, 400)[2].holders == {0}
+
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.RMSprop, {"centered": True, "momentum": 0.1}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.ASGD, {}),
+    (Whole, {"momentum": 0.5}),
+    (torch.optim.Adafactor, {}),
+]
+
+
+@pytest.mark.parametrize(("base", "keywords"), OPTIMIZERS, ids=lambda v: getattr(v, "__name__", ""))
+def test_parameters_and_state_come_back_as_they_were(base: Any, keywords: dict[str, Any]) -> None:
+    shapes = [(30, 20), (), (1,), (7,), (500,), (2, 3, 4)]
+    buckets, optimizer, layout = build(shapes, base, 2, 300, bucket_bytes=1500, **keywords)
+    ordered = [param for bucket in buckets for param in bucket.params]
+    for param in ordered[1:]:  # The first has no state yet.
+        param.grad = torch.randn(param.shape)
+    optimizer.step()
+    states = [dict(optimizer.state.get(param, {})) for param in ordered]
+    params = layout.join_params({chunk.index: layout.cut_params(ordered, chunk) for chunk in layout.chunks})
+    joined = layout.join_state({chunk.index: layout.cut_state(states, chunk) for chunk in layout.chunks})
+    assert all(torch.equal(a, b.detach()) and a.shape == b.shape for a, b in zip(params, ordered, strict=True))
+    for mine, theirs in zip(joined, states, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            if isinstance(value, torch.Tensor):
+                assert mine[key].shape == value.shape and mine[key].dtype == value.dtype
+                assert torch.equal(mine[key], value)
+            else:
+                assert mine[key] == value
+
+
+def test_channels_last_state_is_cut_in_the_order_of_the_bucket() -> None:
+    param = torch.nn.Parameter(torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    layout = Layout.build(pack([param], 10**6), optimizer.param_groups, torch.optim.SGD, 1, 256)
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    states = [dict(optimizer.state[param])]
+    joined = layout.join_state({chunk.index: layout.cut_state(states, chunk) for chunk in layout.chunks})
+    assert torch.equal(joined[0]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+
+
+def test_what_servers_cannot_do_is_refused_with_a_reason() -> None:
+    class Local(torch.optim.SGD):
+        pass
+
+    with pytest.raises(LayoutError, match="cannot import it"):
+        class_path(Local)
+    with pytest.raises(LayoutError, match="LBFGS evaluates the loss several times"):
+        class_path(torch.optim.LBFGS)
+    Main = type("Main", (torch.optim.SGD,), {"__module__": "__main__"})
+    with pytest.raises(LayoutError, match="defined in __main__"):
+        class_path(Main)
+    Elsewhere = type("SGD", (torch.optim.SGD,), {"__module__": "torch.optim.sgd"})
+    with pytest.raises(LayoutError, match="another class"):
+        class_path(Elsewhere)
+    complex_ = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(LayoutError, match="complex64"):
+        Layout.build(pack([complex_], 99), [{"params": [complex_]}], torch.optim.SGD, 1, 99)
+    stray = torch.nn.Parameter(torch.zeros(3))
+    with pytest.raises(LayoutError, match="in no parameter group"):
+        Layout.build(pack([stray], 99), [{"params": []}], torch.optim.SGD, 1, 99)
+    with pytest.raises(ValueError, match="servers 0"):
+        Layout.build([], [], torch.optim.SGD, 0, 99)
+
+
+def test_hyperparameters_travel_and_later_entries_do_not() -> None:
+    params = [torch.nn.Parameter(torch.zeros(3))]
+    optimizer = torch.optim.Adam(params, lr=0.1, betas=(0.8, 0.9))
+    hyper = HyperRow(optimizer.param_groups)
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    assert "initial_lr" in optimizer.param_groups[0]
+    spec = OptimizerSpec.of(torch.optim.Adam, optimizer.param_groups, hyper)
+    again = OptimizerSpec.from_dict(msgpack.unpackb(msgpack.packb(spec.to_dict())))
+    assert again == spec and again.groups[0]["betas"] == (0.8, 0.9) and "initial_lr" not in again.groups[0]
+    optimizer.param_groups[0]["schedule"] = lambda step: step
+    with pytest.raises(LayoutError, match="'schedule' of group 0 is a function"):
+        OptimizerSpec.of(torch.optim.Adam, optimizer.param_groups, hyper)

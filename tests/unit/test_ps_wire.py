@@ -1,0 +1,146 @@
+"""Messages that are damaged, truncated or from strangers are counted and change nothing."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import msgpack
+import pytest
+import torch
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.plans import Plan
+from star_hvd.errors import ChannelError
+from star_hvd.ps.auth import JobKey, connect
+from star_hvd.ps.outbox import worker_identity
+from star_hvd.ps.wire import HEADER_BYTES, PART_BYTES, Assembly, Header, Kind, pack, parts, raw, read_meta, unpack
+from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster
+
+FIELD = st.integers(0, 2**31)
+
+
+@given(st.sampled_from(Kind), st.lists(FIELD, min_size=7, max_size=7))
+def test_headers_come_back(kind: Kind, numbers: list[int]) -> None:
+    header = Header(kind, *numbers, size=max(numbers))
+    assert unpack(pack(header)) == header and len(pack(header)) == HEADER_BYTES
+
+
+@given(st.binary(max_size=100))
+def test_no_bytes_make_a_header_fail_otherwise(data: bytes) -> None:
+    try:
+        unpack(data)
+    except ChannelError:
+        pass
+
+
+def test_what_a_header_may_not_say() -> None:
+    good = pack(Header(Kind.CHUNK, 0, 0, size=5))
+    with pytest.raises(ChannelError, match="expected b'STPS' 1"):
+        unpack(b"PICK" + good[4:])
+    with pytest.raises(ChannelError, match="kind 99"):
+        unpack(good[:5] + b"\x63" + good[6:])
+    with pytest.raises(ChannelError, match="impossible"):
+        unpack(pack(Header(Kind.CHUNK, 0, 0, offset=9, size=5)))
+    with pytest.raises(ChannelError, match="impossible"):
+        unpack(good[:-8] + struct.pack("<Q", 1 << 60))
+    for damaged in (b"", b"\xc1", msgpack.packb([1]), msgpack.packb({"a": 1})[:-1]):
+        with pytest.raises(ChannelError):
+            read_meta(damaged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bytes_of_a_tensor_are_not_copied(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(10, dtype=dtype)
+    view = raw(tensor[2:5])
+    assert len(view) == 3 * tensor.element_size()
+    tensor[2] = 1.0
+    assert any(view[: tensor.element_size()])
+
+
+def test_a_chunk_in_parts_comes_together_in_any_order() -> None:
+    size = 2 * PART_BYTES + 77
+    data = torch.randint(0, 255, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    spans = list(parts(size))
+    assert spans[-1] == (2 * PART_BYTES, size)
+    assembly = Assembly(size)
+    view = raw(data)
+    order = [2, 0, 0, 1]
+    assert [assembly.add(spans[i][0], view[slice(*spans[i])]) for i in order] == [False, False, False, True]
+    assert torch.equal(assembly.buffer, data)
+    for offset, length in ((1, 5), (0, 5), (size, 1), (2 * PART_BYTES, 78)):
+        with pytest.raises(ChannelError, match="does not fit"):
+            assembly.add(offset, b"x" * length)
+
+
+def answer(made: Cluster, step: int) -> None:
+    made.clients[0].push(step=step, version=step, flats=made.gradients(0, step), weight=1.0)
+    assert made.clients[0].wait(DEADLINE_S).version == step + 1
+
+
+@pytest.mark.parametrize("curve", [False, True])
+def test_strangers_are_turned_away_and_counted(curve: bool) -> None:
+    with cluster(Plan.ps(1, 1), curve=curve) as made:
+        answer(made, 0)
+        context = zmq.Context()
+        endpoint = made.endpoints[0]
+        other = JobKey.new(curve=curve)
+        strangers = [connect(context, other, endpoint, worker_identity(0, 0, 0))]
+        plain = context.socket(zmq.DEALER)
+        plain.connect(f"tcp://{endpoint.host}:{endpoint.port}")
+        strangers.append(plain)
+        for stranger in strangers:
+            stranger.linger = 0
+            stranger.send_multipart([pack(Header(Kind.PRESENCE, 0, 0)), msgpack.packb({"what": "absent"})])
+        server = made.server_of(0)
+        for _ in range(200):
+            if server.door.denied >= 2:
+                break
+            plain.poll(20)
+        assert server.door.denied >= 2
+        answer(made, 1)
+        for stranger in strangers:
+            assert not stranger.poll(0)
+            stranger.close()
+        context.term()
+        assert server.malformed == 0
+
+
+def test_damaged_messages_are_counted_and_change_nothing() -> None:
+    with cluster(Plan.ps(1, 1), servers=2) as made:
+        answer(made, 0)
+        context, rng = zmq.Context(), random.Random(0)
+        bad = connect(context, made.key, made.endpoints[0], worker_identity(0, 0, 5))
+        chunk = made.layout.of_server(0)[0]
+        size = made.layout.nbytes(chunk)
+        mine = {"engine": 0, "session": 0, "rank": 5}
+        messages = [
+            [b""],
+            [b"x" * HEADER_BYTES, b""],
+            [pack(Header(Kind.CHUNK, chunk=chunk.index, size=size, **mine))],
+            [pack(Header(Kind.CHUNK, chunk=chunk.index, size=size, **mine)), b"x" * (size - 1)],
+            [pack(Header(Kind.CHUNK, chunk=10**6, size=size, **mine)), b"x" * size],
+            [pack(Header(Kind.CHUNK, chunk=chunk.index, size=size + 1, **mine)), b"x" * (size + 1)],
+            [pack(Header(Kind.PUSH, **mine)), b"\xc1"],
+            [pack(Header(Kind.PUSH, 0, 0, rank=0)), msgpack.packb({})],  # In the name of another.
+            [pack(Header(Kind.PUSH, 7, 3, rank=5)), b"", b""],
+            [pack(Header(Kind.ORDER, **mine)), msgpack.packb({"no": "order"})],
+            [pack(Header(Kind.PARAMS, **mine)), b""],
+            [pack(Header(Kind.PRESENCE, **mine)), msgpack.packb({"what": "nonsense"})],
+        ]
+        for message in messages:
+            bad.send_multipart(message)
+        for _ in range(50):
+            bad.send_multipart([rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 4))])
+        server = made.server_of(0)
+        for _ in range(200):
+            if server.malformed >= len(messages) + 50:
+                break
+            bad.poll(20)
+        assert server.malformed == len(messages) + 50
+        bad.close(linger=0)
+        context.term()
+        answer(made, 1)
+        assert made.clients[0].malformed == 0
