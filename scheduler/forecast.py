@@ -1,0 +1,405 @@
+"""Forecast of every rank's next iteration time, with quantiles, from the times of the past.
+
+What there is to know is little. In STAR's logs (8 workers, nobody disturbed) a worker's time correlates with its last
+one by 0.1 (alexnet) to 0.5 (transformer) once what all workers share is taken out, and what they share is noise from
+one iteration to the next. So the last value is a bad forecast and the running mean a good one, and a better one takes a
+little of everything:
+
+    log t[w] = level of the iteration + y[w],   y = log of the time over the lower median over the ranks
+    y[w] next = b . (level of w, short deviation, its trends, large deviation, y before) + residual
+
+`level` is a running mean that starts anew when three reports in a row lie far on one side of it (a change point). The
+weights b are fitted while the job runs, by ridge regression over all ranks together towards a prior, so they are
+useful from the first iterations on. A deviation past three times the usual scatter is a feature of its own: jitter is
+forgotten at once, contention stays (runs of 3.4 iterations on average). The quantiles are those of recent residuals,
+each in units of its rank's scatter.
+
+Medians, not means, are forecast: times are skewed, and the median has the smallest absolute error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Forecast", "Forecaster", "LastValue", "RunningMean", "RunningMedian"]
+
+Array = npt.NDArray[np.float64]
+
+_PRIOR = np.array([0.85, 0.35, 0.15, 0.0, 0.9, 0.05])
+"""Weights before anything is known: rounded means of fits to the first 70 % of the twenty matrices in STAR's logs, but
+for the large deviation, of which those have none: contention that lasts 3.4 iterations goes on with 1 - 1 / 3.4."""
+_PRIOR_REPORTS = 400.0
+"""Reports the prior counts for: 50 iterations of 8 ranks."""
+_MEMORY = 256  # Iterations the fit looks back, by exponential forgetting.
+_LEVEL_MEMORY = 128  # Reports in a level.
+_SHRINK = 10.0  # Reports before half of a rank's level is believed to be its own.
+_LOSS_MEMORY = 64  # Iterations.
+_TRUST = 0.25  # Log odds per unit of loss.
+_RESIDUALS = 64  # Iterations whose residuals make the quantiles.
+_MOST_RESIDUALS = 8192  # In all: with a thousand ranks fewer iterations tell as much.
+_FAR = 3.0  # Scatters: what jitter does not reach.
+_PERSISTENCE = 3  # Reports on one side that make a change point (`causes.PERSISTENCE`).
+_LEAST_SCATTER = 0.005  # Of the logarithm: clocks and schedulers are no better than 0.5 %.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The next iteration.
+
+    Attributes:
+        median_s: Median of every rank's time in seconds, shape (n_ranks,); NaN for a rank never heard of.
+        quantiles: Which quantiles `quantile_s` holds, ascending, between 0 and 1.
+        quantile_s: Shape (n_quantiles, n_ranks).
+        slow: Probability of every rank to be slower than the lower median of its iteration by the threshold asked for.
+        spread: Probability that the slowest rank exceeds the fastest one by the threshold (STAR's definition of a
+            straggling iteration).
+    """
+
+    median_s: Array
+    quantiles: tuple[float, ...]
+    quantile_s: Array
+    slow: Array
+    spread: float
+
+
+class Forecaster:
+    """Learns from one row of times per iteration and forecasts the next. Constant work and memory per iteration.
+
+    Args:
+        n_ranks: Number of ranks.
+
+    Raises:
+        ValueError: No ranks.
+    """
+
+    def __init__(self, n_ranks: int) -> None:
+        if n_ranks < 1:
+            raise ValueError(f"n_ranks is {n_ranks}; expected at least 1")
+        self.n_ranks = n_ranks
+        self.iterations = 0
+        self._common = _Level(1)
+        self._own = _Level(n_ranks)
+        self._slow_trend = np.zeros(n_ranks)
+        self._fast_trend = np.zeros(n_ranks)
+        self._last = np.full(n_ranks, np.nan)
+        self._before = np.full(n_ranks, np.nan)
+        self._last_log = np.full(n_ranks, np.nan)
+        size = len(_PRIOR)
+        self._gram, self._moment = np.zeros((size, size)), np.zeros(size)
+        self._weights = _PRIOR.copy()
+        self._scatter = _Scatter(n_ranks)
+        self._unrest = _Unrest()
+        self._rows = max(8, min(_RESIDUALS, _MOST_RESIDUALS // n_ranks))
+        self._pooled: list[Array] = []
+        self._common_residuals: list[float] = []
+        self._middle = self._common_middle = 0.0
+        self._heard = np.zeros(n_ranks, dtype=bool)
+        self._median = _TrackedMedian(n_ranks)
+        self._losses = np.zeros(3)
+
+    def update(self, times_s: Sequence[float] | Array) -> None:
+        """Learn one iteration.
+
+        Args:
+            times_s: Every rank's time in seconds, shape (n_ranks,). NaN, or anything not above 0, for a rank that told
+                none (it is late, or gone): what is known of it stays as it was.
+
+        Raises:
+            ValueError: Another number of ranks.
+        """
+        times = np.asarray(times_s, dtype=np.float64)
+        if times.shape != (self.n_ranks,):
+            raise ValueError(f"times_s has shape {times.shape}; expected ({self.n_ranks},)")
+        known = np.isfinite(times) & (times > 0.0)
+        if not known.any():
+            return
+        logs = np.where(known, np.log(np.where(known, times, 1.0)), np.nan)
+        common = float(np.sort(logs[known])[(int(known.sum()) - 1) // 2])
+        y = logs - common
+        self._learn(y, common, known)
+        self._remember(y, common, known)
+
+    def forecast(self, quantiles: Sequence[float] = (0.1, 0.5, 0.9), threshold: float = 1.2) -> Forecast:
+        """The next iteration, from what was learned so far.
+
+        Args:
+            quantiles: Ascending, between 0 and 1.
+            threshold: Multiple of the iteration's lower median above which a rank is called slow.
+
+        Raises:
+            ValueError: A quantile or a threshold out of range.
+        """
+        if any(not 0.0 < q < 1.0 for q in quantiles) or list(quantiles) != sorted(quantiles):
+            raise ValueError(f"quantiles is {tuple(quantiles)}; expected ascending numbers between 0 and 1")
+        if not threshold > 1.0:
+            raise ValueError(f"threshold is {threshold}; expected a number above 1")
+        own, _ = self._predict()
+        spread = self._scatter.value * self._unrest.factor
+        rows = np.stack(self._pooled) if self._pooled else np.zeros((1, self.n_ranks))
+        pooled = rows[np.isfinite(rows)]
+        common = np.asarray(self._common_residuals) if self._common_residuals else np.zeros(1)
+        # A rank's residual and the iteration's are independent as far as the logs tell: variances add.
+        z = np.quantile(pooled, quantiles) if quantiles else np.zeros(0)
+        c = np.quantile(common, quantiles) if quantiles else np.zeros(0)
+        middle, shared = float(np.median(pooled)), float(np.median(common))
+        median = np.where(self._heard, self._trust() @ self._candidates(own), np.nan)
+        own_width = (z - middle)[:, None] * spread[None, :]
+        width = np.sign(own_width) * np.hypot(own_width, (c - shared)[:, None])
+        needed = (math.log(threshold) - own) / spread
+        ordered = np.sort(pooled)
+        above = 1.0 - np.searchsorted(ordered, needed, side="right") / len(ordered)
+        # A smooth part keeps probabilities apart that lie past the last residual.
+        smooth = 0.5 * np.array([math.erfc(value / math.sqrt(2.0)) for value in needed])
+        slow = np.where(self._heard, 0.5 * (above + smooth), np.nan)
+        if self._pooled:
+            # Whole iterations are drawn: what makes one rank slow often makes another fast.
+            drawn = np.where(np.isfinite(rows), rows, middle) * spread + own
+            heard = drawn[:, self._heard]
+            wide = float(np.mean(heard.max(axis=1) - heard.min(axis=1) > math.log(threshold)))
+        else:
+            wide = math.nan
+        return Forecast(
+            spread=wide,
+            median_s=np.exp(median),
+            quantiles=tuple(quantiles),
+            quantile_s=np.exp(median[None, :] + width),
+            slow=slow,
+        )
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _features(self) -> Array:
+        """Shape (n_ranks, n_features)."""
+        level = self._own.mean * self._own.count / (self._own.count + _SHRINK)
+        deviation = np.nan_to_num(self._last - self._own.mean)
+        limit = _FAR * self._scatter.value
+        small = np.clip(deviation, -limit, limit)
+        large = deviation - small
+        before = np.clip(np.nan_to_num(self._before - self._own.mean), -limit, limit)
+        fast = np.clip(self._fast_trend - self._own.mean, -limit, limit)
+        slow = np.clip(self._slow_trend - self._own.mean, -limit, limit)
+        return np.stack([level, small, fast, slow, large, before], axis=1)
+
+    def _predict(self) -> tuple[Array, Array]:
+        features = self._features()
+        return features @ self._weights, features
+
+    def _learn(self, y: Array, common: float, known: npt.NDArray[np.bool_]) -> None:
+        """Compare with what was forecast, and correct the weights."""
+        if self.iterations == 0:
+            return
+        own, features = self._predict()
+        judged = known & self._heard
+        if not judged.any():
+            return
+        residual = (y - own)[judged]
+        self._judge(own, y + common, judged)
+        row = np.where(judged, (y - own) / (self._scatter.value * self._unrest.factor), np.nan)
+        self._pooled = [*self._pooled[-(self._rows - 1) :], row]
+        self._common_residuals = [*self._common_residuals[-(_RESIDUALS - 1) :], common - float(self._common.mean[0])]
+        if self.iterations < _RESIDUALS or self.iterations % 8 == 0:  # Medians move slowly, and cost most of the work.
+            self._middle = float(np.nanmedian(np.stack(self._pooled)))
+            self._common_middle = float(np.median(self._common_residuals))
+        deviation = np.abs(y - self._own.mean)[judged] / self._scatter.value[judged]
+        self._unrest.update(float(np.mean(np.minimum(deviation, _FAR))))
+        self._scatter.update(residual, judged)
+        # Far residuals would decide the fit: they are cut, as in Huber's regression.
+        limit = _FAR * self._scatter.value[judged]
+        x, target = features[judged], own[judged] + np.clip(residual, -limit, limit)
+        keep = 1.0 - 1.0 / _MEMORY
+        self._gram = keep * self._gram + x.T @ x
+        self._moment = keep * self._moment + x.T @ target
+        seen = float(np.trace(self._gram))
+        if seen > 0.0:
+            # In units of what a feature carries: features differ in size by 10, and ridge would notice.
+            unit = float(np.mean(self._scatter.value**2))
+            ridge = _PRIOR_REPORTS * unit * np.array([1.0, 1.0, 1.0, 1.0, 4.0, 1.0])
+            self._weights = np.linalg.solve(self._gram + np.diag(ridge), self._moment + ridge * _PRIOR)
+
+    def _candidates(self, own: Array) -> Array:
+        """What the fit, the plain median and the last value say of the next logarithms, shape (3, n_ranks)."""
+        shift = float(self._common.mean[0]) + self._common_middle
+        own = own + self._middle * self._scatter.value
+        last = np.where(self._heard, self._last_log, 0.0)
+        return np.stack([own + shift, self._median.value, last])
+
+    def _trust(self) -> Array:
+        """How much each candidate counts, by what it has cost lately: where nothing can be learned the plain median is
+        best, in long contention the last value. Shape (3,), sum 1."""
+        odds = np.exp(-_TRUST * (self._losses - self._losses.min()))
+        return np.asarray(odds / odds.sum())
+
+    def _judge(self, own: Array, logs: Array, judged: npt.NDArray[np.bool_]) -> None:
+        """Charge the candidates of this iteration with their errors, in units of the usual scatter."""
+        unit = float(np.mean(self._scatter.value[judged]))
+        errors = np.abs(logs - self._candidates(own))[:, judged].mean(axis=1) / unit
+        self._losses = (1.0 - 1.0 / _LOSS_MEMORY) * self._losses + errors
+
+    def _remember(self, y: Array, common: float, known: npt.NDArray[np.bool_]) -> None:
+        self._common.update(np.array([common]), np.array([True]), np.array([self._common_scatter()]))
+        self._own.update(y, known, self._scatter.value)
+        self._median.update(y + common, known, self._scatter.value)
+        first = known & ~self._heard
+        for trend, gain in ((self._fast_trend, 0.3), (self._slow_trend, 0.1)):
+            trend[known] += gain * (y[known] - trend[known])
+            trend[first] = y[first]
+        self._before = np.where(known, self._last, self._before)
+        self._last = np.where(known, y, self._last)
+        self._last_log = np.where(known, y + common, self._last_log)
+        self._heard |= known
+        self.iterations += 1
+
+    def _common_scatter(self) -> float:
+        if len(self._common_residuals) < 4:
+            return 1.0
+        return max(_LEAST_SCATTER, 1.4826 * float(np.median(np.abs(self._common_residuals))))
+
+
+class _Level:
+    """Running means that start anew at a change point."""
+
+    def __init__(self, size: int) -> None:
+        self.mean = np.zeros(size)
+        self.count = np.zeros(size)
+        self._side = np.zeros(size)
+        self._run = np.zeros(size)
+        self._run_sum = np.zeros(size)
+
+    def update(self, values: Array, known: npt.NDArray[np.bool_], scatter: Array) -> None:
+        """Add one value each where `known`; `scatter` says what is far."""
+        value = np.where(known, values, self.mean)
+        side = np.where(known, np.sign(value - self.mean) * (np.abs(value - self.mean) > _FAR * scatter), self._side)
+        side = np.where(self.count >= 2, side, 0.0)
+        same = (side != 0.0) & (side == self._side)
+        self._run = np.where(known, np.where(same, self._run + 1, np.abs(side)), self._run)
+        self._run_sum = np.where(known, np.where(same, self._run_sum + value, value), self._run_sum)
+        self._side = side
+        # A far value waits until it is known whether it begins something new.
+        usual = known & (side == 0.0)
+        self.count = np.where(usual, np.minimum(self.count + 1, _LEVEL_MEMORY), self.count)
+        self.mean = np.where(usual, self.mean + (value - self.mean) / np.maximum(self.count, 1), self.mean)
+        new = known & (self._run >= _PERSISTENCE)
+        self.mean = np.where(new, self._run_sum / np.maximum(self._run, 1), self.mean)
+        self.count = np.where(new, self._run, self.count)
+        self._side = np.where(new, 0.0, self._side)
+        self._run = np.where(new, 0.0, self._run)
+
+
+class _TrackedMedian:
+    """Medians of the logarithms, followed by steps that shrink with the number of reports (Robbins and Monro)."""
+
+    def __init__(self, size: int) -> None:
+        self.value = np.zeros(size)
+        self._count = np.zeros(size)
+
+    def update(self, logs: Array, known: npt.NDArray[np.bool_], scatter: Array) -> None:
+        """Add one value each where `known`."""
+        self._count = np.where(known, np.minimum(self._count + 1, _LEVEL_MEMORY), self._count)
+        gain = 1.0 / np.maximum(self._count, 1)
+        delta = np.where(known, logs, self.value) - self.value
+        # Far from the value a step goes by the distance, near it by the side alone.
+        step = np.clip(delta, -2.0 * scatter, 2.0 * scatter)
+        self.value = np.where(known & (self._count <= 3), self.value + gain * delta, self.value + gain * step)
+
+
+class _Scatter:
+    """Typical size of each rank's residuals: running means of absolute values, shrunk to that of all ranks."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self._mean = np.zeros(n_ranks)
+        self._count = np.zeros(n_ranks)
+        self._common, self._common_count = 0.1, 1.0
+
+    @property
+    def value(self) -> Array:
+        """In units of the logarithm, shape (n_ranks,)."""
+        weight = self._count / (self._count + 4 * _SHRINK)
+        return np.maximum(_LEAST_SCATTER, 1.2533 * (weight * self._mean + (1 - weight) * self._common))
+
+    def update(self, residual: Array, judged: npt.NDArray[np.bool_]) -> None:
+        """Add the residuals of the ranks that were judged; far ones count as far and no more."""
+        size = np.minimum(np.abs(residual), _FAR * self.value[judged])
+        self._count[judged] = np.minimum(self._count[judged] + 1, _LEVEL_MEMORY)
+        self._mean[judged] += (size - self._mean[judged]) / self._count[judged]
+        self._common_count = min(self._common_count + 1, _LEVEL_MEMORY)
+        self._common += (float(np.mean(size)) - self._common) / self._common_count
+
+
+class _Unrest:
+    """Whether iterations scatter more now than usual: unrest goes on for a while (autoregression of its logarithm)."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self._mean, self._count, self._last, self._seen = 0.0, 0.0, 0.0, 0.0
+        self._products, self._squares = 0.0, 1e-9
+
+    def update(self, size: float) -> None:
+        """Add an iteration whose ranks deviate by `size` scatters in the mean."""
+        value = math.log(max(size, 0.05))
+        deviation = value - self._mean
+        if self._count >= 3:
+            self._seen += 1.0
+            self._products += self._last * deviation
+            self._squares += self._last * self._last
+        self._count = min(self._count + 1, _LEVEL_MEMORY)
+        self._mean += deviation / self._count
+        self._last = value - self._mean
+        # What chance alone makes of so many iterations is taken off.
+        part = min(0.9, max(0.0, self._products / self._squares - 1.0 / math.sqrt(self._seen + 1.0)))
+        self.factor = math.exp(part * self._last)
+
+
+class LastValue:
+    """Baseline: the next time is the last one."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self._value = np.full(n_ranks, np.nan)
+
+    def update(self, times_s: Sequence[float] | Array) -> None:
+        """Learn one iteration."""
+        times = np.asarray(times_s, dtype=np.float64)
+        self._value = np.where(np.isfinite(times), times, self._value)
+
+    def median_s(self) -> Array:
+        """The forecast in seconds, shape (n_ranks,)."""
+        return self._value
+
+
+class RunningMean:
+    """Baseline: the next time is the mean of all so far."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self._sum = np.zeros(n_ranks)
+        self._count = np.zeros(n_ranks)
+
+    def update(self, times_s: Sequence[float] | Array) -> None:
+        """Learn one iteration."""
+        times = np.asarray(times_s, dtype=np.float64)
+        known = np.isfinite(times)
+        self._sum[known] += times[known]
+        self._count[known] += 1
+
+    def median_s(self) -> Array:
+        """The forecast in seconds, shape (n_ranks,)."""
+        return np.where(self._count > 0, self._sum / np.maximum(self._count, 1), np.nan)
+
+
+class RunningMedian:
+    """Baseline: the next time is the median of all so far; linear memory, for comparisons only."""
+
+    def __init__(self, n_ranks: int) -> None:
+        self._rows: list[Array] = []
+        self._n_ranks = n_ranks
+
+    def update(self, times_s: Sequence[float] | Array) -> None:
+        """Learn one iteration."""
+        self._rows.append(np.asarray(times_s, dtype=np.float64))
+
+    def median_s(self) -> Array:
+        """The forecast in seconds, shape (n_ranks,)."""
+        return np.nanmedian(self._rows, axis=0) if self._rows else np.full(self._n_ranks, np.nan)
