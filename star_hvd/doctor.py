@@ -224,7 +224,7 @@ def _show(facts: dict[str, Any]) -> None:
     for entry in facts["horovod"]["patches"]:
         table.add_row(f"patch {entry['number']}", f"{entry['name']} ({entry['sha256'][:12]})")
     console.print(table)
-    table = Table("mode", "always", "elastic training", "several hosts", title="modes", title_justify="left")
+    table = Table("mode", "always", "elastic training", "several hosts", title="modes this Horovod allows", title_justify="left")
     for mode, limits in facts["modes"].items():
         table.add_row(mode, *(limits.get(when, "yes") for when in ("always", "elastic", "hosts")))
     console.print(table)
@@ -236,4 +236,4 @@ def _show(facts: dict[str, Any]) -> None:
     for problem in facts["problems"]:
         console.print(f"problem: {problem}", style="bold red", markup=False)
     if not facts["problems"]:
-        console.print("every mode works here", style="bold green")
+        console.print("Horovod stands in the way of no mode", style="bold green")

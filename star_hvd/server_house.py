@@ -196,15 +196,12 @@ class ServerHouse:
         )
         self._process.seed(engine, session.number, snapshot)
 
-    def final_state(self, engine: int, version: int, deadline_s: float) -> Snapshot | None:
-        """The state with which the servers ended at `version`, None where that is not to be had any more."""
-        with self._changed:
-            sessions = list(self._sessions.get(engine, []))
-        for session in reversed(sessions):
-            with contextlib.suppress(ChannelError, DeadlineError):
-                snapshot = session.client.state(deadline_s)
-                if snapshot.version == version:
-                    return snapshot
+    def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
+        """The state with which the servers of a plan ended at `version`, None where it is not to be had any more."""
+        with contextlib.suppress(ChannelError, DeadlineError, StarError):
+            snapshot = self._session_of(engine, plan).client.state(deadline_s)
+            if snapshot.version == version:
+                return snapshot
         return None
 
     # ---- events of the own server, in its supervising thread --------------------------------------------------------

@@ -158,6 +158,7 @@ class JobServices:
                 engine,
                 chunk_bytes=self._config.chunk_bytes,
                 pace_bytes_per_s=self._config.late_bytes_per_s,
+                deadline_s=deadline_s,
             )
             return ChildSteps(driver.engine, link, deadline_s=deadline_s, on_step=driver.note_step)
         common: dict[str, Any] = {
@@ -181,6 +182,6 @@ class JobServices:
         """All ranks are ready to go on to `new`: let servers here change their rule, or make their last update."""
         self.house.end(engine, plan, new)
 
-    def final_state(self, engine: int, version: int, deadline_s: float) -> Snapshot | None:
-        """The state with which servers ended at `version`."""
-        return self.house.final_state(engine, version, deadline_s)
+    def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
+        """The state with which the servers of a plan ended at `version`."""
+        return self.house.final_state(engine, plan, version, deadline_s)

@@ -32,6 +32,7 @@ from star_hvd.control.messages import (
     Unregister,
 )
 from star_hvd.control.switch_messages import (
+    Cannot,
     CutDone,
     Presence,
     Ready,
@@ -50,6 +51,7 @@ ALL = -1  # Destination: every rank.
 _FROM_RANKS = (
     Arrive,
     Away,
+    Cannot,
     CutDone,
     Finished,
     Heartbeat,
@@ -144,6 +146,8 @@ class Board:
                 self._engine(message.engine).round_note(message)
             case Refuse():
                 self._engine(message.engine).refuse(rank, message, now_s)
+            case Cannot():
+                self._engine(message.engine).cannot(rank, message)
             case Ready():
                 self._engine(message.engine).ready(rank, message)
             case ServerUp():

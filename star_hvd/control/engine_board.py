@@ -17,7 +17,7 @@ from star_hvd.config import Config
 from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
 from star_hvd.control.resolve import resolve
 from star_hvd.control.switch import Switch
-from star_hvd.control.switch_messages import CutDone, Moved, Ready, ServerUp, StepNote, Switched
+from star_hvd.control.switch_messages import Cannot, CutDone, Moved, Ready, ServerUp, StepNote, Switched
 
 __all__ = ["EngineBoard"]
 
@@ -59,6 +59,7 @@ class EngineBoard:
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
         self._refused_by = -1
+        self.impossible: dict[str, str] = {}
         self.noise = NoiseScale()
         self.stragglers: tuple[Straggler, ...] = ()
         self.loss = math.nan
@@ -172,6 +173,15 @@ class EngineBoard:
             state_bytes=0,
         )
 
+    def cannot(self, rank: int, message: Cannot) -> None:
+        """A rank cannot prepare the plan on its way, for want of something; other plans may be possible."""
+        if self._switch is not None and message.epoch == self._switch.plan.epoch and not self._switch.irrevocable:
+            plan = self._switch.plan
+            if plan.mode not in self.impossible:
+                logger.warning("mode %s is not possible here: rank %d: %s", plan.mode, rank, message.reason)
+            self.impossible[plan.mode] = message.reason
+            self._abandon(message.reason)
+
     def ready(self, rank: int, message: Ready) -> None:
         """A rank has prepared the plan on its way."""
         if self._switch is not None and message.epoch == self._switch.plan.epoch:
@@ -195,7 +205,8 @@ class EngineBoard:
         self._note_epoch(message.epoch, message.version)
         self._note_report(rank, message.version, message, late=message.staleness > 0, wait_s=message.comm_s)
         self._wait_s[rank].append(message.comm_s)
-        self.rule.round = max(self.rule.round, message.version)
+        if self.active.family in ("ps", "grouped"):  # A subgroup's members say themselves where they are.
+            self.rule.round = max(self.rule.round, message.version)
         self.steps = max(self.steps, message.version)
         if not math.isnan(message.loss):
             self.loss = message.loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * message.loss

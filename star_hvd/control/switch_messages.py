@@ -12,6 +12,7 @@ from typing import ClassVar
 from star_hvd.control.messages import Message, message_kind
 
 __all__ = [
+    "Cannot",
     "Commit",
     "CutDone",
     "DropSet",
@@ -38,6 +39,17 @@ class Ready(Message):
     kind: ClassVar[str] = "ready"
     engine: int
     epoch: int
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class Cannot(Message):
+    """A rank cannot prepare the plan of this epoch, because of what there is and is not; others may be possible."""
+
+    kind: ClassVar[str] = "cannot"
+    engine: int
+    epoch: int
+    reason: str
 
 
 @message_kind

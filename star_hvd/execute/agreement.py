@@ -82,11 +82,11 @@ class Agreement:
         self.codec = HeaderCodec(self.plan.world_size, self._applier.hyper.size)
         self._row = None
 
-    def contribution(self, round_: Round, own_steps: int, *, fresh: bool) -> Contribution:
+    def contribution(self, round_: Round, own_steps: int, *, fresh: bool, away: bool = False) -> Contribution:
         """This rank's part of the header: flag, leadership, folds and, of a fresh rank, the checksum when due."""
         item = Contribution(fresh=fresh, own_steps=own_steps)
         # Two own steps first: what forbids relaxed modes (a GradScaler, sparse gradients) shows itself in the first.
-        if self.prepared is not None and self._may_flag(self.prepared, own_steps, fresh=fresh):
+        if self.prepared is not None and self._may_flag(self.prepared, own_steps, fresh=fresh, away=away):
             item.flag_epoch_delta = self.prepared.epoch - self.plan.epoch
             round_.flagged = self.prepared
         if self._leader == self.rank:
@@ -98,9 +98,11 @@ class Agreement:
             item.checksum = self._applier.checksum()
         return item
 
-    def _may_flag(self, prepared: Plan, own_steps: int, *, fresh: bool) -> bool:
+    def _may_flag(self, prepared: Plan, own_steps: int, *, fresh: bool, away: bool) -> bool:
         if own_steps < 2 and prepared.relaxed:
             return False
+        if away and prepared.family != self.plan.family:
+            return False  # A training thread has to be there to enter another family; it comes back soon.
         # Whoever brings the state into the next plan must have that of the very step it begins with.
         return fresh or prepared.family == self.plan.family or self.rank not in prepared.sources
 

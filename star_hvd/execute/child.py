@@ -20,6 +20,9 @@ from star_hvd.execute.servers import StepInfo
 __all__ = ["ChildSteps"]
 
 
+_PATIENCE_S = 1.0  # For a parent's newest parameters; a step of the members is usually far shorter.
+
+
 class ChildSteps:
     """See the module's text.
 
@@ -73,7 +76,7 @@ class ChildSteps:
             engine.keep_late([flat.clone() for flat in flats], version)
             return None
         began_s = time.monotonic()
-        contained = self._link.push(flats, version, self._deadline_s)
+        contained = self._link.push(flats, version)
         engine.counters.late += 1
         # The parent counts it as produced there, and what becomes of it.
         engine.counters.produced_weight -= weight
@@ -82,7 +85,8 @@ class ChildSteps:
         return None
 
     def _receive(self, least: int) -> None:
-        snapshot = self._link.parameters(least, self._deadline_s, self._given_up)
+        # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
+        snapshot = self._link.parameters(least, _PATIENCE_S, self._given_up)
         if snapshot is not None and not self.over:
             with self._engine.replica.apply_lock, torch.no_grad():
                 self._engine.replica.load(snapshot)
@@ -101,9 +105,7 @@ class ChildSteps:
     def refresh_state(self) -> None:
         """The optimizer's state is the members'; a checkpoint of this rank needs theirs."""
         if not self.over:
-            snapshot = self._link.parameters(
-                self._engine.version, self._deadline_s, self._given_up, state_too=True
-            )
+            snapshot = self._link.parameters(0, self._deadline_s, self._given_up, state_too=True)
             if snapshot is not None:
                 self._engine.adopt_state(snapshot)
 

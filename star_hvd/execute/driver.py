@@ -17,7 +17,7 @@ from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.config import Config
 from star_hvd.control import messages
-from star_hvd.control.switch_messages import Commit, Moved, Ready, StepNote, Switched
+from star_hvd.control.switch_messages import Cannot, Commit, Moved, Ready, StepNote, Switched
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.execute.collective import wait_all
 from star_hvd.execute.device import helper_stream
@@ -84,19 +84,22 @@ class EngineDriver:
         self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
         self.engine: RoundEngine
         self.handover: Handover
+        self.local: LocalSteps
         self._previous = Plan.sync(1)
 
     def start(self, engine: RoundEngine, services: Services) -> None:
         """Take charge of an engine and start its helper."""
         self.engine = engine
         self._previous = engine.plan
+        self.local = engine.averaging = LocalSteps(engine, self._await_own)
         self.handover = Handover(
             self.number,
             engine,
             services,
             ready=self._tell_ready,
             fetch=self._fetch,
-            local=lambda: LocalSteps(engine, self._await_own),
+            local=self.local.begin,
+            later=self._preparer,
             deadline_s=self._config.control_deadline_s,
         )
         self._thread.start()
@@ -221,6 +224,7 @@ class EngineDriver:
     def _settle(self) -> None:
         """Where a step ends: leave a mode that has ended, enter the one in force."""
         self.handover.leave()
+        self.local.take_over()
         if self.handover.needs_state:
             self._catch_up()
         self.handover.enter()
@@ -301,8 +305,10 @@ class EngineDriver:
     def _tell_ready(self, plan: Plan, reason: str | None) -> None:
         if reason is None:
             self._send(Ready(self.number, plan.epoch))
-        else:
+        elif self.engine.agreement.pinned:
             self._send(messages.Refuse(self.number, plan.epoch, reason))
+        else:
+            self._send(Cannot(self.number, plan.epoch, reason))
 
     def note_step(self, info: StepInfo) -> None:
         """A step outside the rounds has ended."""
@@ -430,6 +436,8 @@ class EngineDriver:
     def on_switch(self, round_: int, plan: Plan) -> None:
         logger.info("rank %d: step %d: switch to %s", self.engine.rank, round_, plan.label)
         previous, self._previous = self._previous, plan
+        if plan.family in ("ps", "grouped"):
+            self._preparer(lambda: self.handover.plan_taken(plan))
         if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
             self._send(Switched(self.number, plan.epoch, round_))  # The children were not asked.
 

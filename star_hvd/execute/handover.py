@@ -67,8 +67,8 @@ class Services(Protocol):
         """All ranks are ready to go from `plan` on to `new`: let servers make their last update, where here are any."""
         ...
 
-    def final_state(self, engine: int, version: int, deadline_s: float) -> Snapshot | None:
-        """The state with which servers ended, None where this rank has no servers to ask."""
+    def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
+        """The state with which the servers of a plan ended, None where it is not to be had any more."""
         ...
 
 
@@ -82,6 +82,7 @@ class Handover:
         ready: Tells the coordinator that a plan is prepared, or why it cannot be.
         fetch: Gets parameters from a rank that is up to date.
         local: Makes the steps of `local`.
+        later: Runs something in the preparer's thread.
         deadline_s: Longest wait for orders.
     """
 
@@ -94,6 +95,7 @@ class Handover:
         ready: Callable[[Plan, str | None], None],
         fetch: Callable[[int], Snapshot],
         local: Callable[[], Steps],
+        later: Callable[[Callable[[], None]], None],
         deadline_s: float,
     ) -> None:
         self.outside: Steps | None = None
@@ -103,10 +105,14 @@ class Handover:
         self._ready = ready
         self._fetch = fetch
         self._local = local
+        self._later = later
+        self._seeded = -1  # Epoch of the plan whose servers here began without the training thread.
         self._deadline_s = deadline_s
         self._held: dict[int, Plan] = {}
         self._lock = threading.Lock()
-        self._ended_at: int | None = None
+        self._steps_lock = threading.RLock()
+        self._steps: tuple[int, Steps] | None = None
+        self._ended: tuple[Plan, int] | None = None
         self._away = False
 
     # ---- preparer and agent threads -----------------------------------------------------------------------------
@@ -146,9 +152,23 @@ class Handover:
         if plan is None:
             self._engine.fail(StarError(f"the plan of epoch {epoch} is in force and was never prepared here"))
             return
-        self._ended_at = round_ if self._engine.plan.family in ("ps", "grouped") else None
+        present = self._engine.plan
+        if present.epoch < epoch:
+            self._ended = (present, round_) if present.family in ("ps", "grouped") else None
+            if self._ended is not None and self.rank in plan.servers:
+                # From servers to servers: the training thread may be in a collective of the user's for long.
+                self._seeded = epoch
+                self._later(lambda: self._pass_on(plan))
         if self._engine.resume(plan, round_) and self.outside is not None:
             self.outside.wake()
+
+    def _pass_on(self, plan: Plan) -> None:
+        assert self._ended is not None
+        snapshot = self._services.final_state(self._number, *self._ended, self._deadline_s)
+        if snapshot is None:
+            self._engine.fail(StarError(f"the last state of {self._ended[0].label} is lost; {plan.label} cannot begin"))
+            return
+        self._services.seed(self._number, plan, lambda: snapshot)
 
     # ---- training thread ----------------------------------------------------------------------------------------
 
@@ -161,7 +181,11 @@ class Handover:
     def needs_state(self) -> bool:
         """Whether this rank, at the end of its step, must have the state of the step the others are at."""
         plan = self._engine.plan
-        return self.outside is None and (self._engine.taking_part or self.rank in plan.sources)
+        return self.outside is None and (self._engine.taking_part or self._brings_state(plan))
+
+    def _brings_state(self, plan: Plan) -> bool:
+        """Whether others wait for the state that this rank's training thread has."""
+        return self.rank in plan.sources and self._seeded != plan.epoch
 
     def enter(self) -> None:
         """At the end of a step: enter what the plan in force asks for, once this rank is where it begins."""
@@ -171,19 +195,38 @@ class Handover:
         with engine.lock:
             plan, behind = engine.plan, engine.version != engine.next_round or engine.replica.foreign
             inside = engine.taking_part and plan.mode != "local"
-        if inside or (behind and (plan.mode == "local" or self.rank in plan.sources)):
+        if inside or (behind and (plan.mode == "local" or self._brings_state(plan))):
             return  # While behind, its gradients are late; it comes here again.
         if plan.mode == "local":
             self.outside = self._local()
         else:
-            if self.rank in plan.servers:
+            if self.rank in plan.servers and self._brings_state(plan):
                 version = engine.version
                 self._services.seed(self._number, plan, lambda: self._own_state(version))
-            self.outside = self._services.steps(self._number, plan)
+            self.outside = self._steps_of(plan)
             if behind:
-                self.outside.bring_up()
-        if self._away:
-            self.outside.set_away(True)
+                self._begin_behind(self.outside)
+    def _steps_of(self, plan: Plan) -> Steps:
+        """The steps of a plan, made once: by the training thread, or for it while it is away."""
+        with self._steps_lock:
+            if self._steps is None or self._steps[0] != plan.epoch:
+                self._steps = plan.epoch, self._services.steps(self._number, plan)
+            return self._steps[1]
+
+    def plan_taken(self, plan: Plan) -> None:
+        """A plan of servers is in force: while the training thread is away nobody may wait for it. In the preparer."""
+        with self._steps_lock:
+            if self._away and self._engine.plan.epoch == plan.epoch:
+                self._steps_of(plan).set_away(True)
+
+    def _begin_behind(self, outside: Steps) -> None:
+        """Parameters to begin with: of the servers that have just ended, or from those who go on."""
+        if self._ended is not None and self._engine.next_round == self._ended[1]:
+            snapshot = self._services.final_state(self._number, *self._ended, self._deadline_s)
+            if snapshot is not None:
+                self._engine.adopt_state(snapshot)
+                return
+        outside.bring_up()
 
     @property
     def rank(self) -> int:
@@ -209,16 +252,20 @@ class Handover:
 
     def state_for(self, engine: int) -> Snapshot:
         """The state this rank lacks: from the servers that have just ended, or from a rank that has it."""
-        ended_at = self._ended_at
-        if ended_at is not None and self._engine.next_round == ended_at:
+        ended = self._ended
+        if ended is not None and self._engine.next_round == ended[1]:
             with contextlib.suppress(DeadlineError):
-                snapshot = self._services.final_state(engine, ended_at, self._deadline_s)
+                snapshot = self._services.final_state(engine, *ended, self._deadline_s)
                 if snapshot is not None:
                     return snapshot
         return self._fetch(engine)
 
     def set_away(self, away: bool) -> None:
         """The training thread, which calls this, delivers no gradients for now."""
-        self._away = away
-        if self.outside is not None:
-            self.outside.set_away(away)
+        with self._steps_lock:
+            self._away = away
+            steps = self.outside
+            if steps is None and self._steps is not None and self._steps[0] == self._engine.plan.epoch:
+                steps = self._steps[1]
+        if steps is not None:
+            steps.set_away(away)

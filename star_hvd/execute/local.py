@@ -41,7 +41,11 @@ class LocalSteps:
         self._steps = 0
         self._began_s = time.monotonic()
         self._stood_in: tuple[Result, list[torch.Tensor]] | None = None
-        engine.averaging = self
+
+    def begin(self) -> LocalSteps:
+        """The training thread enters the mode, at the parameters all ranks have."""
+        self.plan, self._weight, self._steps, self._began_s = self._engine.plan, 0.0, 0, time.monotonic()
+        return self
 
     @property
     def gone(self) -> bool:
@@ -71,7 +75,7 @@ class LocalSteps:
         If a rank is late: the others wait for it at the averaging, not before.
         """
         engine, weight = self._engine, self._engine.weight
-        self._take_over()
+        self.take_over()
         engine.own_steps += 1
         for bucket in engine.applier.buckets:
             self._fold(bucket, weight)
@@ -120,24 +124,29 @@ class LocalSteps:
 
     def bring_up(self) -> None:
         """Average where all ranks meet: they leave an epoch, or an optimizer, with equal parameters."""
-        self._take_over()
+        self.take_over()
         self.average()
 
-    def _take_over(self) -> None:
-        """Use an averaging that ended while this rank was away."""
-        with self._engine.lock:
-            stood_in, self._stood_in = self._stood_in, None
-        if stood_in is not None:
-            self._write(*stood_in)
-            self._steps, self._began_s = 0, time.monotonic()
+    def take_over(self) -> None:
+        """Use an averaging that ended without the training thread, which calls this."""
+        engine = self._engine
+        if self._stood_in is None:
+            return
+        with engine.replica.apply_lock:
+            with engine.lock:
+                stood_in, self._stood_in = self._stood_in, None
+            if stood_in is not None:
+                self._write(*stood_in)
+                self._steps, self._began_s = 0, time.monotonic()
+                with engine.lock:
+                    engine.replica.foreign = engine.needs_fetch
 
     def refresh_state(self) -> None:
         """The optimizer's state is this rank's own between two averagings."""
 
     def leave(self) -> None:
         """The mode has ended, right after an averaging."""
-        self._take_over()
-        self._engine.averaging = None
+        self.take_over()
 
     # ---- averaging: the engine's side -------------------------------------------------------------------------
 

@@ -68,6 +68,11 @@ class Replica:
         self.queue.clear()
         self._shadow = None
 
+    def replaced(self, version: int) -> None:
+        """The whole state of `version` has come and waits for the training thread to take it over."""
+        self.leave()
+        self.version, self.computing = version, False
+
     def leave(self) -> None:
         """Parameters come from elsewhere from now on; what waits to be applied is void."""
         self.foreign, self.needs_fetch = True, False

@@ -263,7 +263,8 @@ class RoundEngine:
         with self.lock:
             self._raise_failure()
             incomplete = self.needs_fetch or self.replica.queue or self._inflight is not None
-            if incomplete and self.version < target:
+            stateless = self.needs_fetch and self.replica.foreign
+            if stateless or (incomplete and self.version < target):
                 return False
             self.replica.computing = True
             self._local_sqr = 0.0
@@ -541,7 +542,7 @@ class RoundEngine:
         # The last owner applied or queued its step before anybody can get here: one step in flight at a time.
         assert self._inflight is None, "two steps in flight"
         fresh = owner == "trainer"
-        item = self.agreement.contribution(round_, self.own_steps, fresh=fresh)
+        item = self.agreement.contribution(round_, self.own_steps, fresh=fresh, away=self.away)
         if fresh:
             item.manual, item.weight, item.loss = manual, self.weight, self.loss
             item.local_sqr = self.weight * self._local_sqr if self._samples_norm(round_.number) else None
@@ -605,7 +606,7 @@ class RoundEngine:
         self._inflight = None
         if round_.averaging is not None:
             round_.averaging.stood_in(result, round_.extras)
-            self.replica.version += 1
+            self.replica.replaced(result.round + 1)
         else:
             self.replica.push(result)
         self._changed()

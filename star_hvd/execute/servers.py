@@ -348,6 +348,8 @@ class GroupSteps(ServerSteps):
             super().set_away(away)
             return
         if away:
+            if self._away.is_set():
+                return
             self._away.set()
             self._stand_in = threading.Thread(target=self._take_part, name="star-group", daemon=True)
             self._stand_in.start()
