@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -22,6 +22,7 @@ from star_hvd.ps.auth import Endpoint, JobKey, connect
 from star_hvd.ps.exchange import Exchange, Reply, StateExchange
 from star_hvd.ps.layout import Layout
 from star_hvd.ps.outbox import worker_identity
+from star_hvd.ps.relay import Relay
 from star_hvd.ps.wire import Header, Kind, pack, parts, raw, read_meta, unpack
 
 __all__ = ["Client", "Reply"]
@@ -71,6 +72,7 @@ class Client:
         self._layout, self._key, self._config = layout, key, config or Config()
         self._context = zmq.Context()
         self._sockets: list[zmq.Socket[Any]] = []
+        self._gate: zmq.Socket[Any] = None  # type: ignore[assignment]  # Made by the thread: where pushes go.
         self._poller = zmq.Poller()
         self._todo: deque[tuple[str, Any]] = deque()
         self._bell = os.pipe()
@@ -85,9 +87,27 @@ class Client:
         self._error: str | None = None
         self._flats: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
+        self._relay: Relay | None = None
+        self._held: _Push | None = None
+        self._parent: Endpoint | None = None
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
     # ---- life ---------------------------------------------------------------------------------------------
+
+    def adopt(self, children: Iterable[int], host: str) -> Endpoint:
+        """Before `start`: take these ranks' pushes in, add them to every own push, and pass answers on.
+
+        A push then goes out when all children that are not absent have pushed too.
+
+        Returns:
+            Where the children find this client (`follow`).
+        """
+        self._relay = Relay(self._context, self._key, host, self.engine, self.session, self._layout, children)
+        return self._relay.endpoint
+
+    def follow(self, parent: Endpoint) -> None:
+        """Before `start`: push through a parent, and get its answers, instead of through the servers."""
+        self._parent = parent
 
     def start(self) -> None:
         """Connect to the servers; they need not listen yet."""
@@ -160,7 +180,7 @@ class Client:
 
     def _borrow(self, flats: Sequence[torch.Tensor], keep: bool) -> list[torch.Tensor]:
         """The buffers themselves where they may be kept, else copies in memory that is used again."""
-        if keep and all(flat.device.type == "cpu" and flat.is_contiguous() for flat in flats):
+        if keep and self._relay is None and all(flat.device.type == "cpu" and flat.is_contiguous() for flat in flats):
             return list(flats)
         if not self._lent:
             self._lent = [torch.empty(b.numel, dtype=b.dtype) for b in self._layout.buckets]
@@ -269,12 +289,18 @@ class Client:
         try:
             self._poller.register(self._bell[0], zmq.POLLIN)
             for index in range(len(self._endpoints)):
-                self._sockets.append(self._connect(index))
+                self._sockets.append(self._connect(self._endpoints[index]))
+            self._gate = self._sockets[0] if self._parent is None else self._connect(self._parent)
+            if self._relay is not None:
+                self._poller.register(self._relay.socket, zmq.POLLIN)
             while not self._closed:
                 for source, _ in self._poller.poll(_POLL_MS):
                     if source == self._bell[0]:
                         with contextlib.suppress(BlockingIOError):
                             os.read(self._bell[0], 4096)
+                    elif self._relay is not None and source is self._relay.socket:
+                        self._drain(source, self._relay)
+                        self._send_held()
                     else:
                         self._drain(source)
                 while self._todo:
@@ -287,10 +313,14 @@ class Client:
         finally:
             for each in self._sockets:
                 each.close()
+            if self._parent is not None and self._gate is not None:
+                self._gate.close()
+            if self._relay is not None:
+                self._relay.close()
 
-    def _connect(self, index: int) -> zmq.Socket[Any]:
+    def _connect(self, endpoint: Endpoint) -> zmq.Socket[Any]:
         identity = worker_identity(self.engine, self.session, self.rank)
-        socket = connect(self._context, self._key, self._endpoints[index], identity)
+        socket = connect(self._context, self._key, endpoint, identity)
         self._poller.register(socket, zmq.POLLIN)
         socket.send_multipart([pack(self._header(Kind.HELLO)), b""])
         return socket
@@ -300,9 +330,8 @@ class Client:
 
     def _carry_out(self, what: str, argument: Any) -> None:
         if what == "push":
-            self._announce(argument)
-            for index in range(len(self._sockets)):
-                self._send_chunks(argument, index)
+            self._held = argument
+            self._send_held()
         elif what == "read":
             self._ask(argument)
         elif what == "presence":
@@ -310,19 +339,32 @@ class Client:
         else:
             self._reconnect(*argument)
 
+    def _send_held(self) -> None:
+        """Send the push, once the children's are in."""
+        push = self._held
+        if push is None or (self._relay is not None and not self._relay.ready()):
+            return
+        self._held = None
+        if self._relay is not None:
+            push.meta = self._relay.add(push.meta, push.flats)
+        self._announce(push)
+        for index, socket in enumerate(self._sockets):
+            self._send_chunks(push, index, socket if self._parent is None else self._gate)
+
     def _announce(self, push: _Push, again: int | None = None) -> None:
         self._meta(Kind.PUSH, push.step, push.meta if again is None else {**push.meta, "again": again})
 
     def _meta(self, kind: Kind, step: int, meta: dict[str, Any]) -> None:
-        self._sockets[0].send_multipart([pack(self._header(kind, step)), msgpack.packb(meta)])
+        through = self._gate if kind in (Kind.PUSH, Kind.PRESENCE) else self._sockets[0]
+        through.send_multipart([pack(self._header(kind, step)), msgpack.packb(meta)])
 
-    def _send_chunks(self, push: _Push, index: int) -> None:
+    def _send_chunks(self, push: _Push, index: int, socket: zmq.Socket[Any]) -> None:
         header = self._header(Kind.CHUNK, push.step)
         for chunk in self._layout.of_server(index):
             data = raw(push.flats[chunk.bucket][chunk.start : chunk.stop])
             for begin, end in parts(len(data)):
                 head = pack(header._replace(chunk=chunk.index, offset=begin, size=len(data)))
-                self._sockets[index].send_multipart([head, data[begin:end]], copy=False)
+                socket.send_multipart([head, data[begin:end]], copy=False)
 
     def _ask(self, exchange: Exchange) -> None:
         self._requests += 1
@@ -335,24 +377,30 @@ class Client:
         self._poller.unregister(self._sockets[index])
         self._sockets[index].close(linger=0)
         self._endpoints[index] = endpoint
-        self._sockets[index] = self._connect(index)
+        self._sockets[index] = self._connect(endpoint)
+        if self._parent is None:
+            self._gate = self._sockets[0]
         push = self._push
-        if push is not None and not push.exchange.complete:
+        # What goes through a parent is sent again by the parent.
+        if push is not None and not push.exchange.complete and push is not self._held and self._parent is None:
             self._announce(push, again=index)
-            self._send_chunks(push, index)
+            self._send_chunks(push, index, self._sockets[index])
         with self._changed:
             unanswered = [each for each in self._reads.values() if not each.complete]
             self._reads.clear()
         for exchange in unanswered:
             self._ask(exchange)
 
-    def _drain(self, socket: zmq.Socket[Any]) -> None:
+    def _drain(self, socket: zmq.Socket[Any], relay: Relay | None = None) -> None:
         while True:
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             try:
+                if relay is not None:
+                    relay.take(frames)
+                    continue
                 if len(frames) != 2:
                     raise ChannelError(f"a message has {len(frames)} frames; expected a header and a payload")
                 self._take(unpack(frames[0]), frames[1])
@@ -372,6 +420,8 @@ class Client:
             raise ChannelError(f"a worker got a message of kind {Kind(header.kind).name}")
         if exchange is None or exchange.complete:
             return  # Sent twice after a server's death.
+        if self._relay is not None and header.kind in (Kind.PARAMS, Kind.VERDICT):
+            self._relay.forward(header, payload.buffer)
         if header.kind == Kind.VERDICT:
             exchange.judge(read_meta(payload))
         else:
@@ -380,5 +430,7 @@ class Client:
 
     def _announce_complete(self, exchange: Exchange) -> None:
         if exchange.complete:
+            if self._relay is not None and self._push is not None and exchange is self._push.exchange:
+                self._relay.done()
             with self._changed:
                 self._changed.notify_all()

@@ -117,7 +117,7 @@ class Cluster:
         self.clients: list[Client] = []
         self._guards: list[threading.Thread] = []
 
-    def start(self, *, seed: bool = True, session: int = 0) -> None:
+    def start(self, *, seed: bool = True, session: int = 0, clients: bool = True) -> None:
         """Start the servers, seed them and connect a client per rank."""
         starters = [threading.Thread(target=server.start, args=(DEADLINE_S,)) for server in self.servers]
         for thread in starters:
@@ -129,12 +129,17 @@ class Cluster:
         self.open(session)
         if seed:
             self.seed(session)
-        self.start_clients(session)
+        if clients:
+            self.start_clients(session)
 
-    def start_clients(self, session: int = 0) -> None:
+    def make_clients(self, session: int = 0) -> None:
         for rank in range(self.plan.world_size):
             self.clients.append(Client(rank, 0, session, self.endpoints, self.layout, self.key))
-            self.clients[-1].start()
+
+    def start_clients(self, session: int = 0) -> None:
+        self.make_clients(session)
+        for client in self.clients:
+            client.start()
 
     def open(self, session: int = 0) -> None:
         spec = OptimizerSpec.of(self.base, self.optimizer.param_groups, self.hyper)

@@ -334,3 +334,38 @@ def test_a_client_that_is_closed_says_so() -> None:
         made.clients[0].close()
         with pytest.raises(ChannelError, match="closed"):
             made.clients[0].wait(1.0)
+
+
+def test_children_push_through_their_parent() -> None:
+    plan = Plan.ps(4, 4, parents=((1, 0), (3, 0)))
+    made = Cluster(plan, servers=2)
+    try:
+        made.start(clients=False)
+        made.make_clients()
+        endpoint = made.clients[0].adopt((1, 3), "127.0.0.1")
+        for rank in (1, 3):
+            made.clients[rank].follow(endpoint)
+        for client in made.clients:
+            client.start()
+        replies = run_all(*(lambda r=r: worker(made, r, 4) for r in range(4)))
+        plain_steps(made, 4, 4)
+        assert_equal_state(made, exact=False)
+        for of_rank in replies:
+            assert [reply.version for reply in of_rank] == [1, 2, 3, 4]
+            assert all(torch.equal(a, b) for a, b in zip(of_rank[-1].params, replies[2][-1].params, strict=True))
+        assert replies[1][-1].notes[-1]["ranks"] == [0, 2] and replies[1][-1].notes[-1]["gradients"] == 4
+        assert replies[1][-1].notes[-1]["loss"] == pytest.approx(1.5)
+        made.clients[3].absent(True)  # Its parent and its sibling go on without it.
+        for rank in (0, 1, 2):
+            made.clients[rank].push(step=4, version=4, flats=made.gradients(rank, 4), weight=1.0)
+        assert made.clients[1].wait(DEADLINE_S).notes[-1]["gradients"] == 3
+        made.servers[0].cut(0, 9)
+        made.wait_event("cut")
+        assert all(made.clients[rank].wait(DEADLINE_S).version == 5 for rank in (0, 2))
+        for rank in (1, 0):
+            made.clients[rank].push(step=5, version=5, flats=made.gradients(rank, 5), weight=1.0)
+        assert [made.clients[rank].wait(DEADLINE_S).kind for rank in (0, 1)] == ["moved", "moved"]
+        made.clients[1].push(step=6, version=5, flats=made.gradients(1, 6), weight=1.0)
+        assert made.clients[1].wait(DEADLINE_S).kind == "moved"
+    finally:
+        made.close()
