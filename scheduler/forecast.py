@@ -8,13 +8,15 @@ little of everything:
     log t[w] = level of the iteration + y[w],   y = log of the time over the lower median over the ranks
     y[w] next = b . (level of w, short deviation, its trends, large deviation, y before) + residual
 
-`level` is a running mean that starts anew when three reports in a row lie far on one side of it (a change point). The
+`level` is a running mean that starts anew when five reports in a row lie far on one side of it (a change point). The
 weights b are fitted while the job runs, by ridge regression over all ranks together towards a prior, so they are
 useful from the first iterations on. A deviation past three times the usual scatter is a feature of its own: jitter is
 forgotten at once, contention stays (runs of 3.4 iterations on average). The quantiles are those of recent residuals,
 each in units of its rank's scatter.
 
-Medians, not means, are forecast: times are skewed, and the median has the smallest absolute error.
+Medians, not means, are forecast: times are skewed, and the median has the smallest absolute error. What is told in the
+end is a mean of this fit, the plain median of the past and the last value, each trusted by what it has cost lately:
+where there is nothing to learn the second is best, in contention that comes and goes the third.
 """
 
 from __future__ import annotations
@@ -42,8 +44,10 @@ _LOSS_MEMORY = 64  # Iterations.
 _TRUST = 0.25  # Log odds per unit of loss.
 _RESIDUALS = 64  # Iterations whose residuals make the quantiles.
 _MOST_RESIDUALS = 8192  # In all: with a thousand ranks fewer iterations tell as much.
+_LEAST_SHIFT = math.log(1.3)  # No change point is smaller (`causes.THRESHOLD`).
+_LARGEST_LOG = 300.0  # Absurd times must not overflow.
 _FAR = 3.0  # Scatters: what jitter does not reach.
-_PERSISTENCE = 3  # Reports on one side that make a change point (`causes.PERSISTENCE`).
+_PERSISTENCE = 5  # Reports on one side that make a change point; with three, undisturbed logs have some.
 _LEAST_SCATTER = 0.005  # Of the logarithm: clocks and schedulers are no better than 0.5 %.
 
 
@@ -139,43 +143,51 @@ class Forecaster:
         if not threshold > 1.0:
             raise ValueError(f"threshold is {threshold}; expected a number above 1")
         own, _ = self._predict()
-        spread = self._scatter.value * self._unrest.factor
+        scale = self._scatter.value * self._unrest.factor
         rows = np.stack(self._pooled) if self._pooled else np.zeros((1, self.n_ranks))
         pooled = rows[np.isfinite(rows)]
-        common = np.asarray(self._common_residuals) if self._common_residuals else np.zeros(1)
-        # A rank's residual and the iteration's are independent as far as the logs tell: variances add.
-        z = np.quantile(pooled, quantiles) if quantiles else np.zeros(0)
-        c = np.quantile(common, quantiles) if quantiles else np.zeros(0)
-        middle, shared = float(np.median(pooled)), float(np.median(common))
         median = np.where(self._heard, self._trust() @ self._candidates(own), np.nan)
-        own_width = (z - middle)[:, None] * spread[None, :]
-        width = np.sign(own_width) * np.hypot(own_width, (c - shared)[:, None])
-        needed = (math.log(threshold) - own) / spread
-        ordered = np.sort(pooled)
-        above = 1.0 - np.searchsorted(ordered, needed, side="right") / len(ordered)
-        # A smooth part keeps probabilities apart that lie past the last residual.
-        smooth = 0.5 * np.array([math.erfc(value / math.sqrt(2.0)) for value in needed])
-        slow = np.where(self._heard, 0.5 * (above + smooth), np.nan)
-        if self._pooled:
-            # Whole iterations are drawn: what makes one rank slow often makes another fast.
-            drawn = np.where(np.isfinite(rows), rows, middle) * spread + own
-            heard = drawn[:, self._heard]
-            wide = float(np.mean(heard.max(axis=1) - heard.min(axis=1) > math.log(threshold)))
-        else:
-            wide = math.nan
+        centre = np.clip(median, -_LARGEST_LOG, _LARGEST_LOG)
+        width = self._widths(pooled, scale, quantiles)
+        slow, spread = self._probabilities(own, rows, pooled, scale, math.log(threshold))
         return Forecast(
-            spread=wide,
-            median_s=np.exp(median),
+            median_s=np.exp(centre),
             quantiles=tuple(quantiles),
-            quantile_s=np.exp(median[None, :] + width),
+            quantile_s=np.exp(np.clip(centre[None, :] + width, -2 * _LARGEST_LOG, 2 * _LARGEST_LOG)),
             slow=slow,
+            spread=spread,
         )
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
+    def _widths(self, pooled: Array, scale: Array, quantiles: Sequence[float]) -> Array:
+        """Distance of the quantiles from the median, shape (n_quantiles, n_ranks)."""
+        if not quantiles:
+            return np.zeros((0, self.n_ranks))
+        common = np.asarray(self._common_residuals) if self._common_residuals else np.zeros(1)
+        own_width = (np.quantile(pooled, quantiles) - np.median(pooled))[:, None] * scale[None, :]
+        shared = (np.quantile(common, quantiles) - np.median(common))[:, None]
+        # A rank's residual and the iteration's are independent as far as the logs tell: variances add.
+        return np.asarray(np.sign(own_width) * np.hypot(own_width, shared))
+
+    def _probabilities(
+        self, own: Array, rows: Array, pooled: Array, scale: Array, limit: float
+    ) -> tuple[Array, float]:
+        """Of every rank to exceed the lower median by `limit`, and of the slowest to exceed the fastest by it."""
+        needed = (limit - own) / scale
+        above = 1.0 - np.searchsorted(np.sort(pooled), needed, side="right") / len(pooled)
+        # A smooth part keeps probabilities apart that lie past the last residual.
+        smooth = 0.5 * np.array([math.erfc(value / math.sqrt(2.0)) for value in needed])
+        slow = np.where(self._heard, 0.5 * (above + smooth), np.nan)
+        if not self._pooled:
+            return slow, math.nan
+        # Whole iterations are drawn: what makes one rank slow often makes another fast.
+        drawn = (np.where(np.isfinite(rows), rows, self._middle) * scale + own)[:, self._heard]
+        return slow, float(np.mean(drawn.max(axis=1) - drawn.min(axis=1) > limit))
+
     def _features(self) -> Array:
         """Shape (n_ranks, n_features)."""
-        level = self._own.mean * self._own.count / (self._own.count + _SHRINK)
+        level = self._own.mean * self._own.total / (self._own.total + _SHRINK)
         deviation = np.nan_to_num(self._last - self._own.mean)
         limit = _FAR * self._scatter.value
         small = np.clip(deviation, -limit, limit)
@@ -242,8 +254,9 @@ class Forecaster:
 
     def _remember(self, y: Array, common: float, known: npt.NDArray[np.bool_]) -> None:
         self._common.update(np.array([common]), np.array([True]), np.array([self._common_scatter()]))
-        self._own.update(y, known, self._scatter.value)
+        new = self._own.update(y, known, self._scatter.value)
         self._median.update(y + common, known, self._scatter.value)
+        self._median.restart(new, self._own.mean + common)
         first = known & ~self._heard
         for trend, gain in ((self._fast_trend, 0.3), (self._slow_trend, 0.1)):
             trend[known] += gain * (y[known] - trend[known])
@@ -266,12 +279,13 @@ class _Level:
     def __init__(self, size: int) -> None:
         self.mean = np.zeros(size)
         self.count = np.zeros(size)
+        self.total = np.zeros(size)
         self._side = np.zeros(size)
         self._run = np.zeros(size)
         self._run_sum = np.zeros(size)
 
-    def update(self, values: Array, known: npt.NDArray[np.bool_], scatter: Array) -> None:
-        """Add one value each where `known`; `scatter` says what is far."""
+    def update(self, values: Array, known: npt.NDArray[np.bool_], scatter: Array) -> npt.NDArray[np.bool_]:
+        """Add one value each where `known`; `scatter` says what is far. Where a level has just started anew."""
         value = np.where(known, values, self.mean)
         side = np.where(known, np.sign(value - self.mean) * (np.abs(value - self.mean) > _FAR * scatter), self._side)
         side = np.where(self.count >= 2, side, 0.0)
@@ -283,11 +297,14 @@ class _Level:
         usual = known & (side == 0.0)
         self.count = np.where(usual, np.minimum(self.count + 1, _LEVEL_MEMORY), self.count)
         self.mean = np.where(usual, self.mean + (value - self.mean) / np.maximum(self.count, 1), self.mean)
-        new = known & (self._run >= _PERSISTENCE)
+        shift = np.abs(self._run_sum / np.maximum(self._run, 1) - self.mean)
+        new = known & (self._run >= _PERSISTENCE) & (shift > _LEAST_SHIFT)
         self.mean = np.where(new, self._run_sum / np.maximum(self._run, 1), self.mean)
         self.count = np.where(new, self._run, self.count)
         self._side = np.where(new, 0.0, self._side)
         self._run = np.where(new, 0.0, self._run)
+        self.total += known
+        return new
 
 
 class _TrackedMedian:
@@ -305,6 +322,11 @@ class _TrackedMedian:
         # Far from the value a step goes by the distance, near it by the side alone.
         step = np.clip(delta, -2.0 * scatter, 2.0 * scatter)
         self.value = np.where(known & (self._count <= 3), self.value + gain * delta, self.value + gain * step)
+
+    def restart(self, new: npt.NDArray[np.bool_], logs: Array) -> None:
+        """Begin again with `logs` where a change point was found."""
+        self.value = np.where(new, logs, self.value)
+        self._count = np.where(new, 3.0, self._count)
 
 
 class _Scatter:
