@@ -24,7 +24,7 @@ def worker_identity(engine: int, session: int, rank: int) -> bytes:
 
 
 def shard_identity(engine: int, session: int, index: int) -> bytes:
-    """How a shard's socket is known to the primary."""
+    """How a shard's socket is known to the primary; behind it come bytes of this connection alone."""
     return _IDENTITY.pack(b"S", engine, session, index)
 
 
@@ -56,10 +56,10 @@ class Outbox:
                 self.meta(identity, header, item)
 
     def meta(self, identity: bytes, header: Header, values: dict[str, Any]) -> None:
-        """Send a short message. Orders for a shard that is not here are not kept: it gets them when it joins."""
+        """Send a short message."""
         if identity in self._known:
             self._router.send_multipart([identity, pack(header), msgpack.packb(values)])
-        elif header.kind != Kind.ORDER:
+        else:
             self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, values)
 
     def chunk(self, identity: bytes, header: Header, store: ChunkStore) -> None:

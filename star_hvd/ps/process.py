@@ -223,7 +223,7 @@ class ServerProcess:
 
         Args:
             engine: Number of the optimizer.
-            session: Counts up each time the optimizer enters a mode of servers; the one before the last is closed.
+            session: Counts up each time the optimizer enters a mode of servers; all but the last two are closed.
             index: Which shard; 0 orders the updates.
             endpoints: Of all shards, in order.
             layout: The layout.
@@ -245,7 +245,7 @@ class ServerProcess:
             "recover": False,
         }
         with self._lock:
-            for key in [key for key in self._opened if key[0] == engine and key[1] < session - 1]:
+            for key in sorted(key for key in self._opened if key[0] == engine)[:-1]:
                 self._release(key)
             opened = _Opened(message, layout, new_memory() if self._mirror else None)
             self._opened[engine, session] = opened

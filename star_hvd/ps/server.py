@@ -48,6 +48,7 @@ class _Job(Outlet):
         self.engine, self.session, self.index = values["engine"], values["session"], values["index"]
         self.endpoints = [Endpoint.from_list(each) for each in values["endpoints"]]
         self.mirror = mirror
+        self.peers: dict[int, bytes] = {}
         layout = Layout.from_dict(values["layout"])
         spec = OptimizerSpec.from_dict(values["spec"])
         plan = Plan.from_dict(values["plan"])
@@ -75,7 +76,8 @@ class _Job(Outlet):
         """Connect to the primary, or to the one that took its place, and tell what is known here."""
         if self.link is not None:
             self.server.drop_link(self.link)
-        identity = shard_identity(self.engine, self.session, self.index)
+        # A name of its own: a new process must not get orders meant for the old one before those it has missed.
+        identity = shard_identity(self.engine, self.session, self.index) + os.urandom(8)
         self.link = connect(self.server.context, self.server.key, self.endpoints[0], identity)
         self.server.add_link(self.link, self)
         self._report(Kind.JOIN, version=self.shard.seq)
@@ -103,9 +105,9 @@ class _Job(Outlet):
     def _order(self, shard: int, order: dict[str, Any]) -> None:
         if shard == 0:
             self.shard.order(order)
-        else:
-            identity = shard_identity(self.engine, self.session, shard)
-            self.server.outbox.meta(identity, Header(Kind.ORDER, self.engine, self.session, shard), order)
+        elif shard in self.peers:  # Else it gets the log when it joins.
+            header = Header(Kind.ORDER, self.engine, self.session, shard)
+            self.server.outbox.meta(self.peers[shard], header, order)
 
     # ---- to workers and the owner -------------------------------------------------------------------------
 
@@ -252,6 +254,8 @@ class Server:
         identity = frames[0].bytes
         key, between = (header.engine, header.session), header.kind in (Kind.JOIN, Kind.ARRIVED, Kind.DONE)
         expected = (shard_identity if between else worker_identity)(*key, header.rank)
+        if between:
+            identity = identity[: len(expected)]
         if header.kind == Kind.ORDER:
             raise ChannelError(f"an order came from {identity!r}; expected orders of the primary only")
         if identity != expected:
@@ -261,7 +265,9 @@ class Server:
             self._keep(key, frames)
             return
         if header.kind in (Kind.HELLO, Kind.JOIN):
-            self.outbox.welcome(identity)
+            self.outbox.welcome(frames[0].bytes)
+        if header.kind == Kind.JOIN:
+            job.peers[header.rank] = frames[0].bytes
         job.take(header, frames[2])
 
     def _keep(self, key: Key, frames: list[Any]) -> None:
@@ -322,7 +328,7 @@ class Server:
         mirror = None
         if descriptor is not None:
             mirror = Mirror(descriptor, len(message["layout"]["chunks"]) + 1)
-        for old in [each for each in self._jobs if each[0] == key[0] and each[1] < key[1] - 1]:
+        for old in sorted(each for each in self._jobs if each[0] == key[0])[:-1]:
             self._jobs.pop(old).close()
         if key in self._jobs:
             raise ChannelError(f"optimizer {key[0]} is open here already in session {key[1]}")

@@ -108,6 +108,7 @@ class Cluster:
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self.log: list[dict[str, Any]] = []
         self.deaths = 0
+        self.recovers = True
         kind = ServerProcess if processes else ThreadServer
         self.servers = [
             kind(i, self.key, "127.0.0.1", on_event=lambda e, i=i: self.note(i, e), faults=(faults or {}).get(i))
@@ -141,10 +142,12 @@ class Cluster:
         for client in self.clients:
             client.start()
 
+    def spec(self) -> OptimizerSpec:
+        return OptimizerSpec.of(self.base, self.optimizer.param_groups, self.hyper)
+
     def open(self, session: int = 0) -> None:
-        spec = OptimizerSpec.of(self.base, self.optimizer.param_groups, self.hyper)
         for index, server in enumerate(self.servers):
-            server.open(0, session, index, self.endpoints, self.layout, self.plan, spec, 0)
+            server.open(0, session, index, self.endpoints, self.layout, self.plan, self.spec(), 0)
 
     def seed(self, session: int = 0) -> None:
         for server in self.servers:
@@ -155,7 +158,7 @@ class Cluster:
         return Snapshot(version, [p.detach().clone() for p in self.ordered], state)
 
     def note(self, index: int, event: dict[str, Any]) -> None:
-        if event["event"] == "died":
+        if event["event"] == "died" and self.recovers:
             guard = threading.Thread(target=self.recover, args=(index,), daemon=True)
             guard.start()
             self._guards.append(guard)
