@@ -24,7 +24,7 @@ from typing import Any
 from scheduler.plans import Plan
 from scheduler.records import StepReport
 from star_hvd.run_log import layout
-from star_hvd.run_log.spool import SpoolWriter
+from star_hvd.run_log.spool import SpoolWriter, line_of
 
 __all__ = ["RunLog"]
 
@@ -33,6 +33,7 @@ logger = logging.getLogger("star_hvd")
 _QUEUE = 4096  # Events kept while the disk refuses them: minutes of steps.
 _WRITE_INTERVAL_S = 0.5
 _WINDOW_INTERVAL_S = 1.0
+_GIVE_WAY_AFTER = 16  # Events, of 10 to 20 us each.
 _MAX_BYTES = 256 << 20  # Of one file: a million steps.
 _END_BYTES = 1 << 20  # Room for the end of a file that is full.
 _SHIPPER_AFTER_S = 3.0  # A job that fails at once should not have paid for MLflow's import.
@@ -86,7 +87,7 @@ class RunLog:
         self._queue: deque[tuple[int, bool, _Event]] = deque(maxlen=_QUEUE)
         self._numbers = itertools.count()
         self._expected = 0
-        self._held: dict[bool, list[_Event]] = {False: [], True: []}
+        self._held: dict[bool, list[str]] = {False: [], True: []}
         self._files: dict[bool, SpoolWriter] = {}
         self._window_due_s = 0.0
         self._ship = ship and rank == 0
@@ -237,17 +238,19 @@ class RunLog:
         with contextlib.suppress(IndexError):
             while len(taken) < _QUEUE:
                 taken.append(self._queue.popleft())
-        for number, of_job, event in taken:
+        for position, (number, of_job, event) in enumerate(taken):
             self.dropped += number - self._expected if number >= self._expected else -1  # Threads may overtake.
             self._expected = max(self._expected, number + 1)
-            self._held[of_job].append(event)
+            self._held[of_job].append(_line(event))
+            if position % _GIVE_WAY_AFTER == _GIVE_WAY_AFTER - 1:
+                time.sleep(0.0005)  # The training thread may be waiting for the interpreter.
         for of_job, held in self._held.items():
             if len(held) > _QUEUE:
                 self.dropped += len(held) - _QUEUE
                 del held[:-_QUEUE]
             try:
                 if held:
-                    self._files[of_job].append([made for event in held if (made := _made(event)) is not None])
+                    self._files[of_job].append_lines(held)
             except OSError as error:
                 self._note_failure(error)
                 continue
@@ -285,14 +288,18 @@ def start_shipper(directory: Path) -> subprocess.Popen[bytes] | None:
         )
 
 
-def _made(event: _Event) -> dict[str, Any] | None:
+def _line(event: _Event) -> str:
     try:
-        return event()
+        return line_of(event())
     except Exception:
         logger.exception("an entry of the run log is left out")
-        return None
+        return ""
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass, those with slots too, without a deep copy."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+    """The fields of a flat dataclass, those with slots too; null where a number is none."""
+    found = {}
+    for name in record.__dataclass_fields__:
+        value = getattr(record, name)
+        found[name] = value if value == value else None
+    return found

@@ -11,7 +11,18 @@ from typing import Any
 
 from star_hvd.run_log.layout import clean
 
-__all__ = ["SpoolWriter", "read_events"]
+__all__ = ["SpoolWriter", "line_of", "read_events"]
+
+
+def line_of(event: dict[str, Any]) -> str:
+    """An event as one line of JSON, its end included."""
+    try:
+        return f"{_encode(event)}\n"
+    except (TypeError, ValueError):  # Numbers that are none, objects of numpy: rare, and five times as slow.
+        return f"{_encode(clean(event))}\n"
+
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class SpoolWriter:
@@ -36,13 +47,16 @@ class SpoolWriter:
             OSError: The disk is full, for example; the file ends with a whole line as before, and nothing of `events`
                 is in it.
         """
-        lines = [json.dumps(clean(event), separators=(",", ":"), allow_nan=False) for event in events]
-        data = "".join(f"{line}\n" for line in lines).encode()
+        self.append_lines([line_of(event) for event in events])
+
+    def append_lines(self, lines: list[str]) -> None:
+        """As `append`, for events that are lines already (`line_of`)."""
+        data = "".join(lines).encode()
         if self._fd is None:
             self._open()
         assert self._fd is not None
         if self._size + len(data) > self.max_bytes:
-            self.dropped += len(events)
+            self.dropped += len(lines)
             return
         try:
             written = 0

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("mlflow")
 
-from star_hvd.run_log import command, layout
+from star_hvd.run_log import layout, sync_logs
 from star_hvd.run_log.sender import connect
 from star_hvd.run_log.spool import read_events
 from tests.support.launch import run_job
@@ -113,9 +113,8 @@ def database(root: Path) -> str:
 
 def sync(root: Path, uri: str | None = None) -> int:
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(["sync-logs", "--logs", str(root), "--to", uri or database(root)])
-    return int(args.run(args))
+    sync_logs.add_arguments(parser)
+    return int(sync_logs.run(parser.parse_args(["--logs", str(root), "--to", uri or database(root)])))
 
 
 def the_run(root: Path, name: str) -> object:

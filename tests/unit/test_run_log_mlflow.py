@@ -16,7 +16,7 @@ pytest.importorskip("mlflow")
 
 from scheduler.plans import Plan
 from scheduler.records import StepReport
-from star_hvd.run_log import RunLog, command, layout
+from star_hvd.run_log import RunLog, layout, report_page, sync_logs
 from star_hvd.run_log import sender as sender_module
 from star_hvd.run_log.sender import Sender, connect
 
@@ -256,7 +256,7 @@ def test_the_sender_imports_neither_torch_nor_horovod(root: Path) -> None:
 
 
 def command_line(words: list[str]) -> int:
+    module: Any = {"sync-logs": sync_logs, "report": report_page}[words[0]]
     parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers(required=True))
-    args = parser.parse_args(words)
-    return int(args.run(args))
+    module.add_arguments(parser)
+    return int(module.run(parser.parse_args(words[1:])))

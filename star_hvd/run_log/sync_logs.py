@@ -1,0 +1,65 @@
+"""`star-hvd sync-logs`: send runs to MLflow that are not there yet. May be repeated: nothing is sent twice."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from star_hvd.run_log import layout
+
+__all__ = ["add_arguments", "add_places", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's arguments."""
+    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs; all runs of the log folder if left out")
+    add_places(parser)
+    parser.add_argument("--again", action="store_true", help="also runs that are complete")
+
+
+def add_places(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say where logs and MLflow are."""
+    parser.add_argument("--logs", type=Path, default=None, help="log folder (default: STAR_LOG_DIR or training_logs)")
+    parser.add_argument("--to", default=None, metavar="URI", help="MLflow (default: MLFLOW_TRACKING_URI or its SQLite)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Send; the exit status is 0 unless a run failed."""
+    root = (options.logs or layout.default_root()).resolve()
+    chosen = [path.resolve() for path in options.runs] or layout.run_directories(root)
+    if not chosen:
+        sys.stdout.write(f"no runs in {root}\n")
+        return 0
+    outcomes = []
+    for path in chosen:
+        outcomes.append(_send(path, options.to or layout.tracking_uri(path.parent.parent), options.again))
+    done, failed = outcomes.count("sent"), outcomes.count("failed")
+    sys.stdout.write(f"{done} sent, {failed} failed, {len(outcomes) - done - failed} skipped\n")
+    return 1 if failed else 0
+
+
+def _send(directory: Path, uri: str, again: bool) -> str:
+    """`sent`, `failed` or `skipped`; says which and why."""
+    from star_hvd.run_log.sender import Sender
+
+    name = directory.name
+    if layout.is_live(directory):
+        sys.stdout.write(f"{name}: its job is running; skipped\n")
+        return "skipped"
+    lock = layout.RunLock(directory, sending=True)
+    try:
+        sender = Sender(directory, uri)
+        if sender.complete and not again:
+            return "skipped"
+        if not lock.take():
+            sys.stdout.write(f"{name}: another process is sending it; skipped\n")
+            return "skipped"
+        sender.finish("KILLED")
+    except Exception as error:
+        sys.stderr.write(f"{name}: not sent: {type(error).__name__}: {str(error)[:300]}\n")
+        return "failed"
+    finally:
+        lock.free()
+    sys.stdout.write(f"{name}: sent to {uri}\n")
+    return "sent"
