@@ -169,10 +169,10 @@ class JobServices:
         }
         client = self.house.client(engine, plan)
         if plan.mode == "ps":
-            return ServerSteps(driver.engine, client, **common)
+            return ServerSteps(driver.engine, plan, client, **common)
         group = next(ranks for ranks in plan.groups if self._rank in ranks)
         collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None
-        return GroupSteps(driver.engine, client, collective, group, **common)
+        return GroupSteps(driver.engine, plan, client, collective, group, **common)
 
     def seed(self, engine: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
         """The state with which servers begin, where this rank runs any."""

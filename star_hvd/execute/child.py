@@ -21,6 +21,7 @@ __all__ = ["ChildSteps"]
 
 
 _PATIENCE_S = 1.0  # For a parent's newest parameters; a step of the members is usually far shorter.
+_SHORT_PATIENCE_S = 0.02  # As long as the parent is known to be elsewhere.
 
 
 class ChildSteps:
@@ -41,7 +42,7 @@ class ChildSteps:
         self._link = link
         self._deadline_s = deadline_s
         self._on_step = on_step
-        engine.leave_rounds()
+        self._answered = True
 
     @property
     def gone(self) -> bool:
@@ -79,14 +80,16 @@ class ChildSteps:
         contained = self._link.push(flats, version)
         engine.counters.late += 1
         # The parent counts it as produced there, and what becomes of it.
-        engine.counters.produced_weight -= weight
+        engine.counters.produced_weight -= sum(float(flat[-1]) for flat in flats) / len(flats)
         self._receive(contained)
         self._on_step(StepInfo(contained, max(0, contained - 1 - version), time.monotonic() - began_s))
         return None
 
     def _receive(self, least: int) -> None:
         # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
-        snapshot = self._link.parameters(least, _PATIENCE_S, self._given_up)
+        patience_s = _PATIENCE_S if self._answered else _SHORT_PATIENCE_S
+        snapshot = self._link.parameters(least, patience_s, self._given_up)
+        self._answered = snapshot is not None
         if snapshot is not None and not self.over:
             with self._engine.replica.apply_lock, torch.no_grad():
                 self._engine.replica.load(snapshot)
@@ -114,6 +117,9 @@ class ChildSteps:
 
     def wake(self) -> None:
         """Waits here look for the end of the mode themselves."""
+
+    def finish(self) -> None:
+        """Nobody waits for this rank here."""
 
     def leave(self) -> None:
         """The mode has ended."""

@@ -45,6 +45,10 @@ class Steps(Protocol):
     def refresh_state(self) -> None: ...
     def set_away(self, away: bool) -> None: ...
     def wake(self) -> None: ...
+    def finish(self) -> None:
+        """Take part, with nothing, until the end that others wait for."""
+        ...
+
     def leave(self) -> None: ...
 
 
@@ -174,6 +178,10 @@ class Handover:
 
     def leave(self) -> None:
         """At the end of a step: leave what the plan in force does not ask for any more."""
+        with self._steps_lock:
+            made = self._steps
+        if self.outside is None and made is not None and made[0] != self._engine.plan.epoch and not made[1].over:
+            made[1].finish()  # A mode that began and ended while this rank was busy; others wait for it there.
         if self.outside is not None and self.outside.over:
             self._leave(self.outside)
 
@@ -204,6 +212,7 @@ class Handover:
                 version = engine.version
                 self._services.seed(self._number, plan, lambda: self._own_state(version))
             self.outside = self._steps_of(plan)
+            engine.leave_rounds()
             if behind:
                 self._begin_behind(self.outside)
     def _steps_of(self, plan: Plan) -> Steps:
@@ -216,8 +225,10 @@ class Handover:
     def plan_taken(self, plan: Plan) -> None:
         """A plan of servers is in force: while the training thread is away nobody may wait for it. In the preparer."""
         with self._steps_lock:
-            if self._away and self._engine.plan.epoch == plan.epoch:
-                self._steps_of(plan).set_away(True)
+            if self._engine.plan.epoch == plan.epoch and (self._away or plan.mode == "grouped"):
+                steps = self._steps_of(plan)
+                if self._away:
+                    steps.set_away(True)
 
     def _begin_behind(self, outside: Steps) -> None:
         """Parameters to begin with: of the servers that have just ended, or from those who go on."""
@@ -265,7 +276,7 @@ class Handover:
         with self._steps_lock:
             self._away = away
             steps = self.outside
-            if steps is None and self._steps is not None and self._steps[0] == self._engine.plan.epoch:
+            if steps is None and self._steps is not None and not self._steps[1].over:
                 steps = self._steps[1]
         if steps is not None:
             steps.set_away(away)

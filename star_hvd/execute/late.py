@@ -69,8 +69,15 @@ class LateGradients:
             self._counters.drops += 1
             self._kept.clear()
 
-    def fold(self, bucket: Bucket, flat: torch.Tensor, round_: int, plan: Plan) -> bool:
+    def fold(self, bucket: Bucket, flat: torch.Tensor, round_: int, plan: Plan, *, count: bool = True) -> bool:
         """Add what is kept for a bucket to `flat`, damped by its staleness in step `round_`.
+
+        Args:
+            bucket: The bucket.
+            flat: What it joins.
+            round_: The step.
+            plan: The plan in force.
+            count: Whether it counts as applied, because `flat` is sure to be in a step.
 
         Returns:
             Whether something was folded; a gradient past the bound is dropped and counted instead.
@@ -87,7 +94,7 @@ class LateGradients:
             self._counters.drops += last
             return False
         flat.add_(kept.flat, alpha=factor)
-        self._counters.applied_weight += weight * factor
+        self._counters.applied_weight += weight * factor if count else 0.0
         self._counters.damped_weight += weight * (1.0 - factor)
         self._counters.folds += last
         self._counters.max_staleness = max(self._counters.max_staleness, staleness)

@@ -9,7 +9,7 @@ average is the moment of the average trajectory, and all replicas go on bit-equa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,12 +75,14 @@ class LocalSteps:
         If a rank is late: the others wait for it at the averaging, not before.
         """
         engine, weight = self._engine, self._engine.weight
-        self.take_over()
         engine.own_steps += 1
+        if self.over:  # The mode ended while this rank was elsewhere.
+            engine.keep_late([self._weighted(bucket, weight).clone() for bucket in engine.applier.buckets], engine.version)
+            return None
+        self.take_over()
         for bucket in engine.applier.buckets:
-            self._fold(bucket, weight)
+            engine.counters.applied_weight += self._fold(bucket, weight) / len(engine.applier.buckets)
         value = None if skip else engine.applier.step(None)
-        engine.counters.applied_weight += weight
         engine.counters.fresh += 1
         self._weight += weight
         self._steps += 1
@@ -88,16 +90,21 @@ class LocalSteps:
             self.average()
         return value
 
-    def _fold(self, bucket: Bucket, weight: float) -> None:
-        """A gradient from before this mode joins this rank's next one: mean over both weights."""
-        flat = bucket.flat
-        flat[-1] = weight
-        if weight != 1.0:
-            flat[:-1].mul_(weight)
+    def _fold(self, bucket: Bucket, weight: float) -> float:
+        """A gradient from before this mode joins this rank's next one: mean over both weights. Returns their sum."""
+        flat = self._weighted(bucket, weight)
         self._engine.fold_late(bucket, flat)
         total = float(flat[-1])
         if total not in (0.0, 1.0):
             flat[:-1].div_(total)
+        return total
+
+    def _weighted(self, bucket: Bucket, weight: float) -> torch.Tensor:
+        flat = bucket.flat
+        flat[-1] = weight
+        if weight != 1.0:
+            flat[:-1].mul_(weight)
+        return flat
 
     def _due(self) -> bool:
         plan = self._engine.plan
@@ -125,24 +132,45 @@ class LocalSteps:
     def bring_up(self) -> None:
         """Average where all ranks meet: they leave an epoch, or an optimizer, with equal parameters."""
         self.take_over()
-        self.average()
+        if not self.over:
+            self.average()
 
     def take_over(self) -> None:
         """Use an averaging that ended without the training thread, which calls this."""
+        if self._settle(lambda result, extras: self._write(result, extras)):
+            self._steps, self._began_s = 0, time.monotonic()
+
+    def absorb(self) -> bool:
+        """Put such an averaging onto a shadow, in the helper's thread, so that later steps can be replayed on it."""
+
+        def shadow(result: Result, extras: list[torch.Tensor]) -> None:
+            self._engine.replica.shadow_with(lambda *copied: self._write(result, extras, *copied))
+
+        return self._settle(shadow)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an averaging has ended that nobody has used yet."""
+        return self._stood_in is not None
+
+    def _settle(self, use: Callable[[Result, list[torch.Tensor]], None]) -> bool:
         engine = self._engine
         if self._stood_in is None:
-            return
+            return False
         with engine.replica.apply_lock:
             with engine.lock:
-                stood_in, self._stood_in = self._stood_in, None
-            if stood_in is not None:
-                self._write(*stood_in)
-                self._steps, self._began_s = 0, time.monotonic()
+                found, self._stood_in = self._stood_in, None
+            if found is not None:  # Not used by the other thread meanwhile.
+                use(*found)
                 with engine.lock:
                     engine.replica.foreign = engine.needs_fetch
+            return found is not None
 
     def refresh_state(self) -> None:
         """The optimizer's state is this rank's own between two averagings."""
+
+    def finish(self) -> None:
+        """Nobody waits for this rank here."""
 
     def leave(self) -> None:
         """The mode has ended, right after an averaging."""
@@ -163,7 +191,7 @@ class LocalSteps:
         """The optimizer's float state times this rank's weight, one tensor per bucket and kind of state."""
         found = []
         for bucket in self._engine.applier.buckets:
-            for key in self._keys(bucket):
+            for key in self._keys(bucket, self._engine.applier.optimizer.state):
                 own = torch.zeros(bucket.numel, dtype=bucket.flat.dtype, device=bucket.flat.device)
                 for view, param in zip(bucket.split(own), bucket.params, strict=True):
                     value = self._engine.applier.optimizer.state.get(param, {}).get(key)
@@ -177,9 +205,8 @@ class LocalSteps:
         self._stood_in = (result, extras)
         self._weight = 0.0
 
-    def _keys(self, bucket: Bucket) -> list[str]:
+    def _keys(self, bucket: Bucket, state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
         """State that has the parameters' shape. It is the same on all ranks once all have stepped."""
-        state = self._engine.applier.optimizer.state
         return sorted(
             {
                 key
@@ -190,16 +217,23 @@ class LocalSteps:
             }
         )
 
-    def _write(self, result: Result, extras: list[torch.Tensor]) -> None:
-        position = 0
-        for bucket, mean in zip(self._engine.applier.buckets, result.means, strict=True):
+    def _write(
+        self,
+        result: Result,
+        extras: list[torch.Tensor],
+        buckets: Sequence[Bucket] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Write averages into the live parameters and state, or into those of a copy."""
+        position, state = 0, (optimizer or self._engine.applier.optimizer).state
+        for bucket, mean in zip(buckets or self._engine.applier.buckets, result.means, strict=True):
             weight = float(mean[-1])
             with torch.no_grad():
                 for view, param in zip(bucket.split(mean), bucket.params, strict=True):
                     param.copy_(view)
-            for key in self._keys(bucket):
+            for key in self._keys(bucket, state):
                 own = extras[position].div_(weight or 1.0)
                 position += 1
                 for view, param in zip(bucket.split(own), bucket.params, strict=True):
-                    if key in self._engine.applier.optimizer.state.get(param, {}):
-                        self._engine.applier.optimizer.state[param][key].copy_(view)
+                    if key in state.get(param, {}):
+                        state[param][key].copy_(view)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -142,6 +142,10 @@ class Shadow:
         """
         self._applier.step_with(means, row)
         self.version += 1
+
+    def fill(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
+        """Let `write` put other parameters and state into the copy."""
+        write(self._buckets, self._applier.optimizer)
 
     def take_over(self) -> None:
         """Copy the shadow's parameters into the live ones and move its optimizer state there."""

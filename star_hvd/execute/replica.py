@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from star_hvd.buckets import Bucket
 from star_hvd.errors import StarError
 from star_hvd.execute.device import fence
 from star_hvd.execute.replay import Applier, Shadow
@@ -71,7 +72,15 @@ class Replica:
     def replaced(self, version: int) -> None:
         """The whole state of `version` has come and waits for the training thread to take it over."""
         self.leave()
-        self.version, self.computing = version, False
+        self.version = version
+
+    def shadow_with(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
+        """Make a shadow whose contents `write` fills in; under `apply_lock`."""
+        shadow = Shadow(self.applier, self.version)
+        shadow.fill(write)
+        with self.lock:
+            self._shadow = shadow
+            self._changed()
 
     def leave(self) -> None:
         """Parameters come from elsewhere from now on; what waits to be applied is void."""
@@ -81,7 +90,7 @@ class Replica:
 
     def may_replay(self) -> bool:
         """Whether the helper has a step to replay."""
-        return bool(self.queue) and self.computing
+        return bool(self.queue) and self.computing and not self.foreign
 
     # ---- training thread --------------------------------------------------------------------------------------
 

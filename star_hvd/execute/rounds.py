@@ -320,9 +320,9 @@ class RoundEngine:
             self.note_outside(snapshot.version)
 
     def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
-        """Add what was kept for a bucket to a contribution that does not go through a round."""
+        """Add what was kept for a bucket to a contribution that does not go through a round; who sends it counts it."""
         with self.lock:
-            return self._late.fold(bucket, flat, self.version, self.plan)
+            return self._late.fold(bucket, flat, self.version, self.plan, count=False)
 
     def keep_late(self, flats: Sequence[torch.Tensor], version: int, *, foreign: bool = False) -> int:
         """Keep contributions (gradients times weight, then the weight), computed on step `version`, for the next step.
@@ -407,6 +407,8 @@ class RoundEngine:
             if self._may_close():
                 self._stand_in()
                 return True
+        if self._may_absorb() and self.averaging is not None and self.averaging.absorb():
+            return True
         return self.replica.replay_one()
 
     # ---- any thread -----------------------------------------------------------------------------------------
@@ -473,7 +475,12 @@ class RoundEngine:
             self._carrier.carry(self.agreement.codec.size)
 
     def _due(self) -> bool:
-        return self._helper_owns() or self._may_close() or self.replica.may_replay() or bool(self._deferred)
+        own = self._helper_owns() or self._may_close() or self._may_absorb()
+        return own or self.replica.may_replay() or bool(self._deferred)
+
+    def _may_absorb(self) -> bool:
+        """Whether the helper may use an averaging that ended without the training thread."""
+        return self.replica.computing and self.averaging is not None and self.averaging.waiting
 
     def _changed(self) -> None:
         """Wake the training thread if it waits, and the helper if there is work: a thread woken for nothing costs the

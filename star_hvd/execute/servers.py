@@ -80,7 +80,7 @@ class ServerSteps:
 
     Args:
         engine: This rank's engine; its rounds rest meanwhile.
-        plan: The plan in force.
+        plan: The plan.
         client: Connection to the servers.
         deadline_s: Longest wait for the servers.
         on_step: Told about every step.
@@ -91,6 +91,7 @@ class ServerSteps:
     def __init__(
         self,
         engine: RoundEngine,
+        plan: Plan,
         client: Client,
         *,
         deadline_s: float,
@@ -98,7 +99,7 @@ class ServerSteps:
         on_notes: Callable[[list[Any]], None],
         plan_of: Callable[[int], Plan | None],
     ) -> None:
-        self.plan: Plan = engine.plan
+        self.plan = plan
         self.client = client
         self._engine = engine
         self._deadline_s = deadline_s
@@ -107,7 +108,6 @@ class ServerSteps:
         self._plan_of = plan_of
         self._pushes = 0
         self._moved = False
-        engine.leave_rounds()
 
     @property
     def wanted(self) -> bool:
@@ -212,7 +212,8 @@ class ServerSteps:
 
     def _account(self, flats: Sequence[torch.Tensor], version: int, outcome: Outcome) -> None:
         """Count what became of this rank's own gradient; one that came after the last update waits for the next."""
-        counters, weight = self._engine.counters, self._engine.weight
+        counters = self._engine.counters
+        weight = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
         if outcome.applied:
             counters.fresh += 1
             counters.applied_weight += weight * (1.0 - outcome.damped)
@@ -258,6 +259,9 @@ class ServerSteps:
         """Something changed that a wait should notice."""
         self.client.wake()
 
+    def finish(self) -> None:
+        """Nobody waits for this rank here."""
+
     def leave(self) -> None:
         """The mode has ended; the client stays until the final state has been fetched."""
 
@@ -278,12 +282,13 @@ class GroupSteps(ServerSteps):
     def __init__(
         self,
         engine: RoundEngine,
+        plan: Plan,
         client: Client,
         collective: Collective | None,
         ranks: tuple[int, ...],
         **common: Any,
     ) -> None:
-        super().__init__(engine, client, **common)
+        super().__init__(engine, plan, client, **common)
         self._collective = collective
         self._ranks = ranks
         self._one_at_a_time = threading.Lock()
@@ -357,6 +362,13 @@ class GroupSteps(ServerSteps):
             self._away.clear()
             if self._stand_in is not None:
                 self._stand_in.join(self._deadline_s)
+
+    def finish(self) -> None:
+        """Take part, with nothing, until the leader has learned of the end."""
+        while not self.over and self._engine.failure is None:
+            with self._one_at_a_time:
+                outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
+            self._moved = outcome.kind == "moved"
 
     def _take_part(self) -> None:
         zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]

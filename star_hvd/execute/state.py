@@ -38,6 +38,15 @@ class Averaging(Protocol):
         """An averaging has ended without this rank's training thread; called under the engine's lock."""
         ...
 
+    @property
+    def waiting(self) -> bool:
+        """Whether such an averaging waits to be used."""
+        ...
+
+    def absorb(self) -> bool:
+        """Use it in the helper's thread. Whether there was one."""
+        ...
+
 
 class Listener(Protocol):
     """Who wants to know what happens in an engine. Called under its lock: it must only note and return."""

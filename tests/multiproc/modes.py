@@ -73,7 +73,7 @@ def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
 
 def switching(seed: int, switches: int, modes: list[str], *, slow: bool) -> Facts:
     """Random switches among `modes` at random steps while ranks train, one of them slow or none."""
-    chosen = random.Random(seed)
+    chosen, which = random.Random(seed), random.Random(1000 + seed)
     net = model(seed)
     inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="sync", config=CONFIG)
@@ -90,7 +90,7 @@ def switching(seed: int, switches: int, modes: list[str], *, slow: bool) -> Fact
                 previous = optimizer.mode
                 seen.append(previous)
         if int(hvd.rank()) == 0:
-            publish(optimizer, chosen.choice([mode for mode in modes if mode != optimizer.mode]))
+            publish(optimizer, which.choice([mode for mode in modes if mode != optimizer.mode]))
         rounds += 1
         if rounds % 8 == 0:  # A collective of the user's own, in the middle of it all.
             done = hvd.broadcast(torch.tensor([float(len(seen) > switches or time.monotonic() > limit_s)]), 0)
