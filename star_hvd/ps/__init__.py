@@ -16,7 +16,13 @@ How the parts are used, in order:
 
 Pushes may come before the seed; they are kept. After a death (event `died`): `endpoint = server.recover(deadline_s)`,
 then `client.replace(index, endpoint)` on every worker and `replace(index, endpoint)` on the other `ServerProcess`es;
-nothing is lost and nothing applied twice. `server.member(engine, rank, "lost")` tells that a worker died.
+nothing is lost and nothing applied twice. `server.member(engine, rank, "lost")` tells shard 0 that a worker died.
+
+Fan-in tree (`plan.parents`, x = n): before `start`, `endpoint = parent_client.adopt(children, host)` on the parent and
+`child_client.follow(endpoint)` on its children.
+
+Limits: clipping to a norm over all parameters (`max_grad_norm`) is no part of an update here. After a server's death
+in an asynchronous mode a reply can hold chunks of neighbouring versions; its version is the least of them.
 
 The data channel authenticates and, by default, does not encrypt; see `auth`.
 """

@@ -10,7 +10,7 @@ import torch
 import zmq
 
 from star_hvd.ps.store import ChunkStore
-from star_hvd.ps.wire import Header, Kind, Lent, pack, parts, raw
+from star_hvd.ps.wire import Header, Kind, Lent, pack, parts
 
 __all__ = ["Outbox", "shard_identity", "worker_identity"]
 
@@ -68,10 +68,10 @@ class Outbox:
             self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, store)
             return
         buffer = self._filled(header, store)
-        data, size = raw(buffer.data), buffer.data.numel()
+        size = buffer.data.numel()
         for begin, end in parts(size):
             head = pack(header._replace(offset=begin, size=size))
-            buffer.sending(self._router.send_multipart([identity, head, data[begin:end]], copy=False, track=True))
+            self._router.send_multipart([identity, head, buffer.frame(begin, end)], copy=False)
 
     def _filled(self, header: Header, store: ChunkStore) -> Lent:
         whole = header.kind == Kind.STATED

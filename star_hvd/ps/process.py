@@ -149,6 +149,8 @@ class ServerProcess:
     def _environment(self) -> dict[str, str]:
         found = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMI_"))}
         found["OMP_NUM_THREADS"] = str(self._threads)
+        # Messages come and go all the time: do not give their memory back to the system and take page faults anew.
+        found |= {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
         found["CUDA_VISIBLE_DEVICES"] = ""  # Servers compute in host memory.
         found["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         return found

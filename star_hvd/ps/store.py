@@ -242,13 +242,18 @@ class ChunkStore:
 
     def load(self, params: torch.Tensor, states: Sequence[State], version: int) -> None:
         """Take parameters and optimizer state over; nothing of them is copied but the parameters."""
-        self.mirrored = None
+        self._outdate()
         self.params.copy_(params)
         self.optimizer.state.clear()
         for param, state in zip(self._pieces, states, strict=True):
             if state:
                 self.optimizer.state[param] = dict(state)
         self.version = version
+
+    def _outdate(self) -> None:
+        if self.mirrored is not None:
+            self.mirrored.drop()
+        self.mirrored = None
 
     def states(self) -> list[State]:
         """Optimizer state per piece, not copied."""
@@ -274,7 +279,7 @@ class ChunkStore:
             row: Hyperparameters from this step on.
         """
         self.use_row(row)
-        self.mirrored = None
+        self._outdate()
         if buffers:
             total = self._sum(parts, buffers)
             if self.reference is not None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 import torch
+import zmq
 
 from star_hvd.errors import ChannelError
 
@@ -130,19 +131,28 @@ def parts(size: int) -> Iterator[tuple[int, int]]:
 class Lent:
     """Memory that is being sent, perhaps to several; it must not change while it is."""
 
-    __slots__ = ("_trackers", "data")
+    __slots__ = ("_frames", "_trackers", "data")
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
-        self._trackers: list[Any] = []
+        self._frames: dict[int, zmq.Frame] = {}
+        self._trackers: list[zmq.MessageTracker] = []
 
-    def sending(self, tracker: Any) -> None:
-        """ZeroMQ has it, until this tracker is done."""
-        if tracker is not None and not tracker.done:
-            self._trackers.append(tracker)
+    def frame(self, begin: int, end: int) -> zmq.Frame:
+        """A part as ZeroMQ's message, not copied; the same one for all receivers."""
+        if begin not in self._frames:
+            frame = zmq.Frame(raw(self.data)[begin:end], copy=False, track=True)
+            self._frames[begin] = frame
+            self._trackers.append(frame.tracker)
+        return self._frames[begin]
+
+    def drop(self) -> None:
+        """It is not sent to anybody any more; what is under way goes on."""
+        self._frames.clear()
 
     def free(self) -> bool:
-        """Whether nobody needs it any more."""
+        """Whether nothing of it is under way any more."""
+        self.drop()
         self._trackers = [tracker for tracker in self._trackers if not tracker.done]
         return not self._trackers
 
