@@ -101,8 +101,9 @@ class ServerHouse:
         session = _Session(plan.epoch, plan, client, endpoints, layout, spec)
         with self._changed:
             kept = self._sessions.setdefault(engine, [])
-            kept.append(session)
-            old, kept[:] = kept[:-2], kept[-2:]
+            past = [each for each in kept if each.number <= driver.engine.plan.epoch]
+            old = past[:-2]  # The last but one may still be asked for its last state.
+            self._sessions[engine] = [each for each in kept if each not in old] + [session]
         for each in old:
             each.client.close()
         return None

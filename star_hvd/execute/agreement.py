@@ -133,6 +133,8 @@ class Agreement:
         flagged = round_.flagged
         assert flagged is not None and flagged.epoch - self.plan.epoch == delta
         self.plan = flagged
+        if flagged.family != "rounds":
+            self.mixed = True  # From now on ranks are at different steps, and nothing more is read here.
         if self.prepared is not None and self.prepared.epoch <= flagged.epoch:
             self.prepared = None
         self._checksum_round = round_.number + 1

@@ -115,7 +115,7 @@ class Handover:
         self._held: dict[int, Plan] = {}
         self._lock = threading.Lock()
         self._steps_lock = threading.RLock()
-        self._steps: tuple[int, Steps] | None = None
+        self._made: dict[int, Steps] = {}
         self._ended: tuple[Plan, int] | None = None
         self._away = False
 
@@ -178,12 +178,15 @@ class Handover:
 
     def leave(self) -> None:
         """At the end of a step: leave what the plan in force does not ask for any more."""
-        with self._steps_lock:
-            made = self._steps
-        if self.outside is None and made is not None and made[0] != self._engine.plan.epoch and not made[1].over:
-            made[1].finish()  # A mode that began and ended while this rank was busy; others wait for it there.
         if self.outside is not None and self.outside.over:
             self._leave(self.outside)
+        if self.outside is None and self._made:
+            with self._steps_lock:
+                passed = [steps for epoch, steps in self._made.items() if epoch != self._engine.plan.epoch]
+            for steps in passed:
+                steps.finish()  # A mode that began and ended while this rank was busy; others wait for it there.
+            with self._steps_lock:
+                self._made = {epoch: steps for epoch, steps in self._made.items() if steps not in passed}
 
     @property
     def needs_state(self) -> bool:
@@ -204,7 +207,18 @@ class Handover:
             plan, behind = engine.plan, engine.version != engine.next_round or engine.replica.foreign
             inside = engine.taking_part and plan.mode != "local"
         if inside or (behind and (plan.mode == "local" or self._brings_state(plan))):
+            if not inside:
+                logger.debug(
+                    "rank %d: step %d of %d: too far behind for %s (foreign %s, fetch %s)",
+                    self.rank,
+                    engine.version,
+                    engine.next_round,
+                    plan.label,
+                    engine.replica.foreign,
+                    engine.needs_fetch,
+                )
             return  # While behind, its gradients are late; it comes here again.
+        logger.debug("rank %d: step %d: enters %s, behind %s", self.rank, engine.version, plan.label, behind)
         if plan.mode == "local":
             self.outside = self._local()
         else:
@@ -218,14 +232,15 @@ class Handover:
     def _steps_of(self, plan: Plan) -> Steps:
         """The steps of a plan, made once: by the training thread, or for it while it is away."""
         with self._steps_lock:
-            if self._steps is None or self._steps[0] != plan.epoch:
-                self._steps = plan.epoch, self._services.steps(self._number, plan)
-            return self._steps[1]
+            if plan.epoch not in self._made:
+                self._made[plan.epoch] = self._services.steps(self._number, plan)
+            return self._made[plan.epoch]
 
     def plan_taken(self, plan: Plan) -> None:
         """A plan of servers is in force: while the training thread is away nobody may wait for it. In the preparer."""
         with self._steps_lock:
-            if self._engine.plan.epoch == plan.epoch and (self._away or plan.mode == "grouped"):
+            grouped = plan.mode == "grouped"  # Its members wait for this rank until their leader learns of its end.
+            if grouped or (self._away and self._engine.plan.epoch == plan.epoch):
                 steps = self._steps_of(plan)
                 if self._away:
                     steps.set_away(True)
@@ -275,8 +290,6 @@ class Handover:
         """The training thread, which calls this, delivers no gradients for now."""
         with self._steps_lock:
             self._away = away
-            steps = self.outside
-            if steps is None and self._steps is not None and not self._steps[1].over:
-                steps = self._steps[1]
-        if steps is not None:
+            concerned = [steps for steps in self._made.values() if not steps.over]
+        for steps in concerned:
             steps.set_away(away)

@@ -126,6 +126,7 @@ class LocalSteps:
         extras = engine.own_extras()
         result = engine.finish_own()
         engine.apply_own(result, lambda row: self._write(result, extras))
+        engine.averaged()
         engine.weight = weight
         self._weight, self._steps, self._began_s = 0.0, 0, time.monotonic()
 
@@ -139,6 +140,7 @@ class LocalSteps:
         """Use an averaging that ended without the training thread, which calls this."""
         if self._settle(lambda result, extras: self._write(result, extras)):
             self._steps, self._began_s = 0, time.monotonic()
+        self._engine.replica.bring_up()  # The helper may have put it onto a shadow, with later steps behind it.
 
     def absorb(self) -> bool:
         """Put such an averaging onto a shadow, in the helper's thread, so that later steps can be replayed on it."""

@@ -208,6 +208,12 @@ class RoundEngine:
             self._claim_header("trainer")
             self._listener.on_arrive(self.version, self.plan.epoch)
 
+    def averaged(self) -> None:
+        """`local`: the training thread computes again; from here on the helper may work for it while it is away."""
+        with self.lock:
+            self.replica.computing = True
+            self._changed()
+
     def own_extras(self) -> list[torch.Tensor]:
         """`local`: what is averaged besides the parameters, summed after the handles have ended."""
         with self.lock:
@@ -498,8 +504,10 @@ class RoundEngine:
         return self._out_of_rounds() or self._current.claimed(index)
 
     def _out_of_rounds(self) -> bool:
-        """Whether the parameters the training thread computes on are not those the current step begins with."""
-        return self.version != self.next_round or not self.taking_part or self.replica.foreign
+        """Whether the training thread's gradient is none of the current step: it computes on other parameters, or the
+        step is made of something else (`local`, which it has not entered yet)."""
+        elsewhere = not self.taking_part or self.plan.mode == "local"
+        return elsewhere or self.version != self.next_round or self.replica.foreign
 
     def _helper_owns(self) -> bool:
         return self._inflight is not None and self._inflight.owner == "helper"

@@ -108,7 +108,7 @@ def main(wanted: list[str]) -> None:
     torch.set_num_threads(1)
     _wait_without_spinning()
     if os.environ.get("STAR_TEST_LOG"):
-        logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
+        logging.basicConfig(level=logging.DEBUG, format="%(relativeCreated)d %(message)s")
     hvd.init()
     facts: dict[str, Facts] = {}
     for name in wanted:
