@@ -224,7 +224,8 @@ def _show(facts: dict[str, Any]) -> None:
     for entry in facts["horovod"]["patches"]:
         table.add_row(f"patch {entry['number']}", f"{entry['name']} ({entry['sha256'][:12]})")
     console.print(table)
-    table = Table("mode", "always", "elastic training", "several hosts", title="modes this Horovod allows", title_justify="left")
+    columns = ("mode", "always", "elastic training", "several hosts")
+    table = Table(*columns, title="modes this Horovod allows", title_justify="left")
     for mode, limits in facts["modes"].items():
         table.add_row(mode, *(limits.get(when, "yes") for when in ("always", "elastic", "hosts")))
     console.print(table)
