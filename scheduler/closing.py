@@ -112,7 +112,8 @@ class ClosingRule:
 
     def restart(self, round_: int, now_s: float) -> None:
         """Every rank begins at `round_`, with a state handed over."""
-        self.round, self._ready, self._closed = max(self.round, round_), {}, False
+        if round_ > self.round:  # Else some have arrived there already, before this word of it.
+            self.round, self._ready, self._closed = round_, {}, False
         for state in self._ranks:
             state.version, state.started_s = max(state.version, round_), now_s
 

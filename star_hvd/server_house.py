@@ -63,6 +63,7 @@ class ServerHouse:
         self._changed = threading.Condition()
         self._found: dict[tuple[int, int], list[Endpoint]] = {}
         self._sessions: dict[int, list[_Session]] = {}
+        self._serves: dict[tuple[int, int], int] = {}  # (optimizer, epoch of a plan) -> session
         self._stopped = False
 
     def stop(self) -> None:
@@ -83,8 +84,9 @@ class ServerHouse:
             Why the plan cannot be carried out here, or None.
         """
         driver = self._drivers[engine]
-        if driver.engine.plan.family == plan.family == "ps":
-            return None  # The same servers go on under another rule.
+        if driver.engine.plan.family == plan.family == "ps":  # The same servers go on under another rule.
+            self._serves[engine, plan.epoch] = self._session_of(engine, driver.engine.plan).number
+            return None
         applier = driver.engine.applier
         groups = applier.optimizer.param_groups
         try:
@@ -99,6 +101,7 @@ class ServerHouse:
         client = Client(self._rank, engine, plan.epoch, endpoints, layout, self._key, self._config)
         client.start()
         session = _Session(plan.epoch, plan, client, endpoints, layout, spec)
+        self._serves[engine, plan.epoch] = plan.epoch
         with self._changed:
             kept = self._sessions.setdefault(engine, [])
             past = [each for each in kept if each.number <= driver.engine.plan.epoch]
@@ -156,19 +159,16 @@ class ServerHouse:
 
     def _leads(self, engine: int) -> bool:
         """Whether this rank runs the first server of an optimizer's present session, which orders the updates."""
-        session = self._session(engine)
-        return session is not None and session.plan.servers[0] == self._rank
-
-    def _session(self, engine: int) -> _Session | None:
-        with self._changed:
-            sessions = self._sessions.get(engine)
-            return sessions[-1] if sessions else None
+        with contextlib.suppress(StarError):
+            return self._session_of(engine, self._drivers[engine].engine.plan).plan.servers[0] == self._rank
+        return False
 
     def _session_of(self, engine: int, plan: Plan) -> _Session:
-        """The session that serves a plan: the latest that began with it or before."""
+        """The session that serves a plan."""
+        number = self._serves.get((engine, plan.epoch))
         with self._changed:
-            for session in reversed(self._sessions.get(engine, [])):
-                if session.number <= plan.epoch:
+            for session in self._sessions.get(engine, []):
+                if session.number == number:
                     return session
         raise StarError(f"{plan.label} has no servers here: its plan was never prepared")
 
@@ -181,6 +181,11 @@ class ServerHouse:
             self._process.set_plan(engine, new)
         else:
             self._process.cut(engine, new.epoch)
+
+    def same_session(self, engine: int, one: Plan, other: Plan) -> bool:
+        """Whether two plans are served by the same servers without an end between them."""
+        numbers = [self._serves.get((engine, plan.epoch), -1 - i) for i, plan in enumerate((one, other))]
+        return numbers[0] == numbers[1]
 
     # ---- for the training thread --------------------------------------------------------------------------------
 

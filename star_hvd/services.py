@@ -166,6 +166,7 @@ class JobServices:
             "on_step": driver.note_step,
             "on_notes": driver.note_updates,
             "plan_of": driver.handover.plan_of,
+            "same_session": lambda one, other: self.house.same_session(engine, one, other),
         }
         client = self.house.client(engine, plan)
         if plan.mode == "ps":

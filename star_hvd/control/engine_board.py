@@ -205,7 +205,8 @@ class EngineBoard:
         self._note_epoch(message.epoch, message.version)
         self._note_report(rank, message.version, message, late=message.staleness > 0, wait_s=message.comm_s)
         self._wait_s[rank].append(message.comm_s)
-        if self.active.family in ("ps", "grouped"):  # A subgroup's members say themselves where they are.
+        served = self.active.family in ("ps", "grouped")  # A subgroup's members say themselves where they are.
+        if served and message.epoch == self.active.epoch:
             self.rule.round = max(self.rule.round, message.version)
         self.steps = max(self.steps, message.version)
         if not math.isnan(message.loss):

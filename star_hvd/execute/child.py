@@ -112,7 +112,7 @@ class ChildSteps:
             if snapshot is not None:
                 self._engine.adopt_state(snapshot)
 
-    def set_away(self, away: bool) -> None:
+    def set_away(self, away: bool, *, settle: bool = True) -> None:
         """Nobody waits for a child anyway."""
 
     def wake(self) -> None:

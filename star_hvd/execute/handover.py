@@ -43,7 +43,7 @@ class Steps(Protocol):
     def step(self, *, skip: bool) -> Any: ...
     def bring_up(self) -> None: ...
     def refresh_state(self) -> None: ...
-    def set_away(self, away: bool) -> None: ...
+    def set_away(self, away: bool, *, settle: bool = True) -> None: ...
     def wake(self) -> None: ...
     def finish(self) -> None:
         """Take part, with nothing, until the end that others wait for."""
@@ -243,7 +243,7 @@ class Handover:
             if grouped or (self._away and self._engine.plan.epoch == plan.epoch):
                 steps = self._steps_of(plan)
                 if self._away:
-                    steps.set_away(True)
+                    steps.set_away(True, settle=False)
 
     def _begin_behind(self, outside: Steps) -> None:
         """Parameters to begin with: of the servers that have just ended, or from those who go on."""
@@ -290,6 +290,9 @@ class Handover:
         """The training thread, which calls this, delivers no gradients for now."""
         with self._steps_lock:
             self._away = away
+            plan = self._engine.plan
+            if away and plan.family in ("ps", "grouped"):
+                self._steps_of(plan)  # It may have begun this very moment.
             concerned = [steps for steps in self._made.values() if not steps.over]
         for steps in concerned:
-            steps.set_away(away)
+            steps.set_away(away, settle=steps is self.outside)

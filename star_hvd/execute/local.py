@@ -57,7 +57,7 @@ class LocalSteps:
         """Whether the plan in force is no longer one of local steps; plans change at averagings only."""
         return self._engine.plan.mode != "local"
 
-    def set_away(self, away: bool) -> None:
+    def set_away(self, away: bool, *, settle: bool = True) -> None:
         """The helper takes part in averagings meanwhile."""
 
     def wake(self) -> None:

@@ -86,6 +86,7 @@ class ServerSteps:
         on_step: Told about every step.
         on_notes: Gets the servers' notes of their updates.
         plan_of: The plan of an epoch that the servers have taken up, None where it is unknown here.
+        same_session: Whether two plans are served without an end between them.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class ServerSteps:
         on_step: Callable[[StepInfo], None],
         on_notes: Callable[[list[Any]], None],
         plan_of: Callable[[int], Plan | None],
+        same_session: Callable[[Plan, Plan], bool],
     ) -> None:
         self.plan = plan
         self.client = client
@@ -106,6 +108,7 @@ class ServerSteps:
         self._on_step = on_step
         self._on_notes = on_notes
         self._plan_of = plan_of
+        self._same_session = same_session
         self._pushes = 0
         self._moved = False
 
@@ -113,7 +116,7 @@ class ServerSteps:
     def wanted(self) -> bool:
         """Whether the plan in force is still served by this object's servers."""
         plan = self._engine.plan
-        return plan.epoch == self.plan.epoch or plan.family == self.plan.family == "ps"
+        return plan.epoch == self.plan.epoch or self._same_session(self.plan, plan)
 
     @property
     def gone(self) -> bool:
@@ -249,10 +252,15 @@ class ServerSteps:
         if not self.over:
             self._engine.adopt_state(self.client.state(self._deadline_s))
 
-    def set_away(self, away: bool) -> None:
-        """This rank delivers no gradients for now: servers do not wait for it."""
+    def set_away(self, away: bool, *, settle: bool = True) -> None:
+        """This rank delivers no gradients for now: servers do not wait for it.
+
+        Args:
+            away: Whether it leaves or is back.
+            settle: Wait until the servers have taken it in.
+        """
         self.client.absent(away)
-        if away and not self.over:
+        if away and settle and not self.over:
             self.client.pull(self._deadline_s)  # Answered after the word: whoever comes here later finds it taken.
 
     def wake(self) -> None:
@@ -347,10 +355,10 @@ class GroupSteps(ServerSteps):
         handles = [self._collective.submit(f"{prefix}.{name}", tensor) for name, tensor in items]
         wait_all(self._collective, handles, self._deadline_s, f"a step of the group of ranks {self._ranks}")
 
-    def set_away(self, away: bool) -> None:
+    def set_away(self, away: bool, *, settle: bool = True) -> None:
         """While away, a stand-in takes part in the group's steps with nothing."""
         if self._collective is None:
-            super().set_away(away)
+            super().set_away(away, settle=settle)
             return
         if away:
             if self._away.is_set():
