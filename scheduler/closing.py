@@ -110,10 +110,14 @@ class ClosingRule:
         """Ranks whose gradients a step is made of: the members of a subgroup, else all."""
         return self.plan.members_or_all
 
+    def skip_to(self, round_: int) -> None:
+        """Steps up to `round_` have ended without arrivals told here."""
+        if round_ > self.round:
+            self.round, self._ready, self._closed = round_, {}, False
+
     def restart(self, round_: int, now_s: float) -> None:
         """Every rank begins at `round_`, with a state handed over."""
-        if round_ > self.round:  # Else some have arrived there already, before this word of it.
-            self.round, self._ready, self._closed = round_, {}, False
+        self.skip_to(round_)  # If some have arrived there already, before this word of it, they stay.
         for state in self._ranks:
             state.version, state.started_s = max(state.version, round_), now_s
 

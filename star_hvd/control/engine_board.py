@@ -207,7 +207,7 @@ class EngineBoard:
         self._wait_s[rank].append(message.comm_s)
         served = self.active.family in ("ps", "grouped")  # A subgroup's members say themselves where they are.
         if served and message.epoch == self.active.epoch:
-            self.rule.round = max(self.rule.round, message.version)
+            self.rule.skip_to(message.version)
         self.steps = max(self.steps, message.version)
         if not math.isnan(message.loss):
             self.loss = message.loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * message.loss

@@ -21,6 +21,7 @@ __all__ = ["ChildSteps"]
 
 
 _PATIENCE_S = 1.0  # For a parent's newest parameters; a step of the members is usually far shorter.
+_MEETING_PATIENCE_S = 10.0  # Where all ranks meet the parent soon has what is newest.
 _SHORT_PATIENCE_S = 0.02  # As long as the parent is known to be elsewhere.
 
 
@@ -81,13 +82,12 @@ class ChildSteps:
         engine.counters.late += 1
         # The parent counts it as produced there, and what becomes of it.
         engine.counters.produced_weight -= sum(float(flat[-1]) for flat in flats) / len(flats)
-        self._receive(contained)
+        # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
+        self._receive(contained, _PATIENCE_S if self._answered else _SHORT_PATIENCE_S)
         self._on_step(StepInfo(contained, max(0, contained - 1 - version), time.monotonic() - began_s))
         return None
 
-    def _receive(self, least: int) -> None:
-        # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
-        patience_s = _PATIENCE_S if self._answered else _SHORT_PATIENCE_S
+    def _receive(self, least: int, patience_s: float) -> None:
         snapshot = self._link.parameters(least, patience_s, self._given_up)
         self._answered = snapshot is not None
         if snapshot is not None and not self.over:
@@ -103,7 +103,7 @@ class ChildSteps:
     def bring_up(self) -> None:
         """Get the parent's parameters, at the end of an epoch for example."""
         if not self.over:
-            self._receive(self._engine.version)
+            self._receive(self._engine.version, _MEETING_PATIENCE_S)
 
     def refresh_state(self) -> None:
         """The optimizer's state is the members'; a checkpoint of this rank needs theirs."""

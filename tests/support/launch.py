@@ -120,7 +120,7 @@ def write_result(result: Mapping[str, Any]) -> None:
 
 def _environment(folder: str, added: Mapping[str, str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("STAR_", "HOROVOD_"))}
-    environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", STAR_RUN_LOG="0")
     environment.update({RESULTS: folder}, **added)
     return environment
 

@@ -1,0 +1,60 @@
+"""Every mode in real jobs of four ranks, and random switches among all of them: invariants 2 and 3 of the design."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from tests.support.launch import JobResult, run_job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
+
+RANKS = 4
+FIXED = ("local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", "ssp(2)", "dynsgd", "ps(backup=1)")
+FIXED += ("ps(dynamic)", "grouped(2)")
+SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even")
+
+
+@functools.cache
+def _job(names: tuple[str, ...]) -> JobResult:
+    return run_job("tests.multiproc.modes", *names, ranks=RANKS, timeout_s=380.0)
+
+
+def facts_of(names: tuple[str, ...], name: str) -> list[dict[str, Any]]:
+    job = _job(names)
+    facts = [result.get("facts", {}).get(name) for result in job.results]
+    assert all(facts), f"the job ended during {[r.get('running') for r in job.results]}:\n{job.tail}"
+    return facts  # type: ignore[return-value]
+
+
+def check(facts: list[dict[str, Any]]) -> None:
+    """Replicas are bit-equal at the end, and every gradient was applied or counted."""
+    assert len({rank["digest"] for rank in facts}) == 1
+    assert len({rank["stats"]["steps"] for rank in facts}) == 1
+    produced = applied = 0.0
+    for rank in facts:
+        s = rank["stats"]
+        assert s["mismatches"] == 0 and s["pending_weight"] == 0
+        produced += s["produced_weight"]
+        applied += s["applied_weight"] + s["damped_weight"] + s["dropped_weight"]
+        assert s["produced_weight"] == pytest.approx(s["applied_weight"] + s["damped_weight"] + s["dropped_weight"])
+    assert produced == pytest.approx(applied) and produced > 0
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_mode_trains_and_ends_with_equal_replicas(name: str) -> None:
+    facts = facts_of(FIXED, name)
+    check(facts)
+    assert all(rank["modes"] != ["sync"] for rank in facts), "the mode never came into force"
+    assert all(rank["state"] == 4 for rank in facts), "the optimizer's state did not come back"
+
+
+@pytest.mark.parametrize("name", SWITCHING)
+def test_random_switches(name: str) -> None:
+    facts = facts_of(SWITCHING, name)
+    check(facts)
+    seen = facts[0]["seen"]
+    assert len(seen) > 70, f"only {len(seen)} switches in time: {seen[-5:]}"
+    assert {mode.partition("(")[0] for mode in seen} == {"sync", "partial", "subgroup", "local", "grouped", "ps"}
