@@ -18,13 +18,13 @@ from horovod.torch.functions import allgather_object
 
 from scheduler.records import Plan
 from star_hvd.channel.keys import Keyring, Peer, own_address
-from star_hvd.channel.late import LatePushes
+from star_hvd.channel.late import PROBE, LatePushes
 from star_hvd.channel.tensors import TensorServer, fetch
 from star_hvd.config import Config
 from star_hvd.control import messages
 from star_hvd.control.agent import Agent
 from star_hvd.control.coordinator import Coordinator
-from star_hvd.control.switch_messages import Commit, DropSet, MakeSet, Moved, Presence, ServerMoved, Servers
+from star_hvd.control.switch_messages import Commit, DropSet, MakeSet, Moved, Presence, Probe, ServerMoved, Servers
 from star_hvd.errors import ChannelError, DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.rounds import RoundEngine
@@ -178,7 +178,8 @@ class Runtime:
         self.drivers[driver.number] = driver
         driver.start(engine, self.services)
         wanted = plan.to_dict() if plan is not None else {}
-        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted))
+        size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
+        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size))
 
     def detach(self, driver: EngineDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
@@ -383,7 +384,7 @@ class Runtime:
                 driver.hurry = message.now
         elif isinstance(message, messages.SourceReply):
             self._sources.put(message)
-        elif isinstance(message, (MakeSet, DropSet, Servers, ServerMoved, Presence)):
+        elif isinstance(message, (MakeSet, DropSet, Servers, ServerMoved, Presence, Probe)):
             self.services.on_message(message)
         elif isinstance(message, messages.Bye):
             self._lost = message.lost
@@ -398,6 +399,8 @@ class Runtime:
         return driver.engine.replica.snapshot(state_too=state_too)
 
     def _accept_late(self, engine: int, rank: int, version: int, body: bytearray) -> int:
+        if engine == PROBE:
+            return 0
         driver = self.drivers.get(engine)
         if driver is None:
             raise ChannelError(f"a late gradient of rank {rank} is for optimizer {engine}, which is not here")

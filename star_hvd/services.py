@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -9,12 +10,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import zmq
+
 from scheduler.records import Plan
 from star_hvd.channel.keys import Keyring
-from star_hvd.channel.late import ParentLink
+from star_hvd.channel.late import ParentLink, probe
 from star_hvd.config import Config
 from star_hvd.control.messages import Message
-from star_hvd.control.switch_messages import DropSet, MakeSet, Presence, ServerMoved, Servers
+from star_hvd.control.switch_messages import DropSet, LinkRate, MakeSet, Presence, Probe, ServerMoved, Servers
 from star_hvd.errors import StarError
 from star_hvd.execute.child import ChildSteps
 from star_hvd.execute.collective import HorovodCollective
@@ -59,6 +62,7 @@ class JobServices:
         self._rank = rank
         self._config = config
         self._keyring = keyring
+        self._send = send
         self._drivers = drivers
         self._sets = SetKeeper(len(keyring.peers), self._set_done)
         self._changed = threading.Condition()
@@ -99,8 +103,23 @@ class JobServices:
             with self._changed:
                 self._set_reasons.pop(tuple(message.ranks), None)
             self._sets.remove(message.ranks)
+        elif isinstance(message, Probe):
+            threading.Thread(target=self._probe, args=(message,), name="star-probe", daemon=True).start()
         elif isinstance(message, (Servers, ServerMoved, Presence)):
             self.house.on_message(message)
+
+    def _probe(self, message: Probe) -> None:
+        """Measure this rank's link, in a thread of its own."""
+        with contextlib.suppress(StarError, zmq.ZMQError):
+            rate = probe(
+                self._keyring,
+                message.target,
+                self._rank,
+                message.size_bytes,
+                chunk_bytes=self._config.chunk_bytes,
+                deadline_s=self._config.control_deadline_s,
+            )
+            self._send(LinkRate(rate))
 
     # ---- process sets -----------------------------------------------------------------------------------------
 

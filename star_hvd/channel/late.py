@@ -22,7 +22,9 @@ from star_hvd.channel.tensors import receive_snapshot, request
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 
-__all__ = ["LatePushes", "ParentLink"]
+__all__ = ["PROBE", "LatePushes", "ParentLink", "probe"]
+
+PROBE = 0xFFFFFFFF  # Number of an optimizer that is none: what comes for it measures the link.
 
 _HEADER = struct.Struct("<4sBIIQQQQ")  # magic, protocol, engine, rank, push, version, offset, size
 _MAGIC, _PROTOCOL = b"STAL", 1
@@ -114,6 +116,24 @@ class ParentLink:
         """Close the socket."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.close(linger=0)
+
+
+def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_bytes: int, deadline_s: float) -> float:
+    """Rate in bytes per second at which this rank can send to another one, the answer included.
+
+    Raises:
+        DeadlineError: There was no answer within `deadline_s`.
+    """
+    link = ParentLink(
+        keyring, target, rank, PROBE, chunk_bytes=chunk_bytes, pace_bytes_per_s=0.0, deadline_s=deadline_s
+    )
+    try:
+        link.push([torch.zeros(1, dtype=torch.uint8)], 0)  # The handshake is not the link's rate.
+        began_s = time.monotonic()
+        link.push([torch.zeros(size_bytes, dtype=torch.uint8)], 0)
+        return size_bytes / max(1e-9, time.monotonic() - began_s)
+    finally:
+        link.close()
 
 
 @dataclass(slots=True)

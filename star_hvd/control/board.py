@@ -10,6 +10,7 @@ from scheduler.records import Plan, PlanError
 from scheduler.workqueue import WorkQueue
 from star_hvd.config import Config
 from star_hvd.control.engine_board import EngineBoard
+from star_hvd.control.links import LinkSurvey
 from star_hvd.control.messages import (
     Arrive,
     Away,
@@ -34,6 +35,7 @@ from star_hvd.control.messages import (
 from star_hvd.control.switch_messages import (
     Cannot,
     CutDone,
+    LinkRate,
     Presence,
     Ready,
     ServerMoved,
@@ -58,6 +60,7 @@ _FROM_RANKS = (
     Hello,
     Join,
     Late,
+    LinkRate,
     Ready,
     Refuse,
     Register,
@@ -107,6 +110,7 @@ class Board:
         self._closed: set[int] = set()
         self._away: set[int] = set()
         self._absent: set[int] = set()
+        self.links = LinkSurvey(world_size)
         self._hurrying_until_s: float | None = None
 
     def handle(self, rank: int, message: Message, now_s: float) -> None:
@@ -132,7 +136,9 @@ class Board:
                 pass
             case Register():
                 plan = Plan.from_dict(message.plan) if message.plan else None
-                self._engine(message.engine).register(rank, Plan.from_dict(message.initial), plan, now_s)
+                engine = self._engine(message.engine)
+                engine.gradient_bytes = message.gradient_bytes
+                engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
             case Unregister():
                 self.engines.pop(message.engine, None)
                 self._closed.add(message.engine)
@@ -146,6 +152,8 @@ class Board:
                 self._engine(message.engine).round_note(message)
             case Refuse():
                 self._engine(message.engine).refuse(rank, message, now_s)
+            case LinkRate():
+                self.links.note(rank, message.bytes_per_s)
             case Cannot():
                 self._engine(message.engine).cannot(rank, message)
             case Ready():
@@ -178,7 +186,12 @@ class Board:
             self._hurrying_until_s = None
             self._broadcast(Hurry(False))
         wake_s = now_s + self._config.heartbeat_s
+        due = self.links.due(now_s, wanted=any(engine.suspects_links for engine in self.engines.values()))
+        if due is not None:
+            self.outbox.append(due)
+        silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
         for engine in self.engines.values():
+            engine.link_bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
             wake_s = min(wake_s, engine.tick(now_s))
         return wake_s
 
@@ -212,6 +225,9 @@ class Board:
         engine = getattr(message, "engine", 0)
         if not 0 <= engine < 1024:
             raise ChannelError(f"optimizer number {engine} is outside 0..1023")
+        rate = getattr(message, "bytes_per_s", 1.0)
+        if not 0.0 < rate < 1e15:
+            raise ChannelError(f"bytes_per_s of a {message.kind} message is {rate!r}; expected a rate above 0")
         for name in ("compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"):
             value = getattr(message, name, 0.0)
             if not 0.0 <= value < 1e9:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import statistics
@@ -12,7 +13,7 @@ from scheduler.causes import Straggler, find_stragglers
 from scheduler.closing import Close, ClosingRule
 from scheduler.noise import NoiseScale
 from scheduler.policy import RulePolicy
-from scheduler.records import Plan, PlanError, RankStats, StepReport, Window
+from scheduler.records import MODES, Plan, PlanError, RankStats, StepReport, Window
 from star_hvd.config import Config
 from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
 from star_hvd.control.resolve import resolve
@@ -24,6 +25,8 @@ __all__ = ["EngineBoard"]
 logger = logging.getLogger("star_hvd")
 
 _HISTORY = 64
+_COMM_S, _COMM_SHARE = 0.01, 0.2  # Communication below this, or this part of a step, is not worth measuring links.
+_REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
 
@@ -72,6 +75,11 @@ class EngineBoard:
         self._registered: dict[int, Plan | None] = {}
         self._policy: RulePolicy | None = None
         self._hosts = tuple(hosts) or ("localhost",) * world_size
+        self.gradient_bytes = 0
+        self.link_bytes_per_s: Sequence[float] = [math.nan] * world_size
+        self.silent_s: Sequence[float] = [0.0] * world_size
+        self._comm_s: deque[float] = deque(maxlen=_HISTORY)
+        self._other_groups = 0
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
         self._published: dict[int, Plan] = {}
@@ -100,7 +108,9 @@ class EngineBoard:
         if differing:
             logger.warning("ranks %s ask for another mode than rank 0; rank 0's is used on all ranks", differing)
         if wanted is None:
-            self._policy = RulePolicy(self.world_size)
+            self._policy = RulePolicy(
+                self.world_size, damping=self._config.damping, hosts=self._hosts if len(set(self._hosts)) > 1 else None
+            )
         elif wanted.mode != self.active.mode:
             self._wanted = wanted  # Published again when it was refused for a passing reason.
             self.publish(wanted, now_s)
@@ -168,9 +178,9 @@ class EngineBoard:
             times_s=[_usual_s(reports) for reports in self.history],
             hosts=self._hosts,
             slow=[straggler.rank for straggler in self.stragglers],
-            link_bytes_per_s=[math.nan] * self.world_size,
+            link_bytes_per_s=self.link_bytes_per_s,
             free_cpu_cores=[math.nan] * self.world_size,
-            state_bytes=0,
+            state_bytes=2 * self.gradient_bytes,
         )
 
     def cannot(self, rank: int, message: Cannot) -> None:
@@ -246,9 +256,30 @@ class EngineBoard:
         oversubscribed = shares[(len(shares) - 1) // 2] > _OVERSUBSCRIBED
         return Window(
             step=self.rule.round,
-            ranks=tuple(_stats(rank, reports, oversubscribed) for rank, reports in enumerate(self.history)),
+            ranks=tuple(
+                dataclasses.replace(
+                    _stats(rank, reports, oversubscribed),
+                    link_bytes_per_s=self.link_bytes_per_s[rank],
+                    comm_s=tuple(self._comm_s),
+                    silent_s=self.silent_s[rank],
+                )
+                for rank, reports in enumerate(self.history)
+            ),
             noise_scale=self.noise.value,
+            comm_bytes=self.gradient_bytes,
+            allowed=frozenset(MODES) - set(self.impossible),
         )
+
+    @property
+    def suspects_links(self) -> bool:
+        """Whether communication costs enough to look at the links, or a mode is in force that answers a slow one."""
+        if self.active.mode in ("subgroup", "ps"):
+            return self._policy is not None
+        compute_s = [_usual_s(reports) for reports in self.history if reports]
+        if self._policy is None or len(self._comm_s) < 4 or not compute_s:
+            return False
+        comm_s = statistics.median(self._comm_s)
+        return comm_s > _COMM_S and comm_s > _COMM_SHARE * (comm_s + statistics.median_low(compute_s))
 
     def arrival_offsets_s(self) -> list[float]:
         """Median arrival of every rank behind the first one of its step; NaN if unknown.
@@ -280,6 +311,7 @@ class EngineBoard:
         waits[rank] = wait_s
         if len(waits) == self.world_size:
             del self._step_waits_s[step]
+            self._comm_s.append(min(waits.values()))  # Of the last to come: it waited for nobody.
             for other, other_s in waits.items():
                 self._offset_s[other].append(max(waits.values()) - other_s)
         self._step_waits_s.pop(step - _HISTORY, None)
@@ -346,11 +378,26 @@ class EngineBoard:
     def _decide(self, now_s: float) -> None:
         window = self.window()
         self._report_stragglers(find_stragglers(window), now_s)
-        if self._policy is None or self._switch is not None or self.refused is not None:
+        if self._switch is not None or self.refused is not None:
+            return
+        if self._policy is None:
+            self._regroup(now_s)
             return
         plan = self._policy.decide(window, self.active)
         if plan is not None:
             self.publish(plan, now_s)
+
+    def _regroup(self, now_s: float) -> None:
+        """Form the groups anew, where the user left them open, once other ones have fitted better for a while."""
+        wanted = self._wanted
+        if wanted is None or wanted.groups or self.active.mode != wanted.mode or not self.active.groups:
+            return
+        best = self._resolve(wanted).groups
+        same = {frozenset(group) for group in best} == {frozenset(group) for group in self.active.groups}
+        self._other_groups = 0 if same else self._other_groups + 1
+        if self._other_groups >= _REGROUP_AFTER:
+            self._other_groups = 0
+            self.publish(wanted.replace(reason="other ranks are alike by now"), now_s)
 
     def _report_stragglers(self, found: tuple[Straggler, ...], now_s: float) -> None:
         self.stragglers = found

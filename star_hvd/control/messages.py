@@ -88,6 +88,7 @@ class Register(Message):
     engine: int
     initial: dict[str, Any]
     plan: dict[str, Any]
+    gradient_bytes: int = 0
 
 
 @message_kind

@@ -77,7 +77,8 @@ class LocalSteps:
         engine, weight = self._engine, self._engine.weight
         engine.own_steps += 1
         if self.over:  # The mode ended while this rank was elsewhere.
-            engine.keep_late([self._weighted(bucket, weight).clone() for bucket in engine.applier.buckets], engine.version)
+            flats = [self._weighted(bucket, weight).clone() for bucket in engine.applier.buckets]
+            engine.keep_late(flats, engine.version)
             return None
         self.take_over()
         for bucket in engine.applier.buckets:
