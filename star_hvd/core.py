@@ -226,7 +226,8 @@ class BucketCore:
 
     def refresh_state(self) -> None:
         """Make the optimizer's state here that of the job, for a checkpoint."""
-        if self._attached is not None and not self._given:
+        running = runtime.current()  # None between two worlds of an elastic job: the state is what it is.
+        if running is not None and self.attached_to(running) and not self._given:
             self.driver.refresh_state()
 
     def forget(self) -> None:

@@ -1,0 +1,99 @@
+"""Training on parameter servers with something killed: `python -m tests.fault.ps_job WHAT`.
+
+WHAT is `nothing`, `server` (a static job of four ranks in ps(4)) or `worker` (an elastic one in ps(2)).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+import star_hvd as hvd
+from star_hvd import runtime
+from tests.support.launch import write_result
+
+STEPS, KILL_AT, VICTIM = 60, 20, 3
+
+
+def model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    return net, torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+
+
+def step(net: torch.nn.Module, optimizer: Any, number: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * int(hvd.rank()) + number)
+    inputs = torch.randn(4, 8, generator=generator)
+    optimizer.zero_grad()
+    time.sleep(0.005)
+    (net(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+
+
+def digest(net: torch.nn.Module) -> str:
+    raw = b"".join(param.detach().numpy().tobytes() for param in net.parameters())
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def server(kill: bool) -> None:
+    net, inner = model()
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="ps(4)")
+    number = 0
+    while optimizer.mode == "sync":  # All ranks compute the same number of steps until the servers are there.
+        step(net, optimizer, 0)
+        number += 1
+    before = digest(net)
+    for again in range(STEPS):
+        step(net, optimizer, again)
+        run = runtime.current()
+        if kill and again in (KILL_AT, 2 * KILL_AT) and run is not None and run.services.house._process.pid:
+            os.kill(run.services.house._process.pid, signal.SIGKILL)
+    optimizer.close()
+    steps = optimizer.stats()["steps"] - number
+    write_result({"digest": digest(net), "before": before, "sync_steps": number, "steps": steps})
+
+
+def worker() -> None:
+    net, inner = model()
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="ps(2)")
+    state = hvd.elastic.TorchState(net, optimizer, step=0, ready=0)
+    facts: dict[str, Any] = {"resumed": [], "worst_gap_s": 0.0, "after": 0}
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        facts["resumed"].append(state.step)
+        last_s, alone = time.monotonic(), int(hvd.size()) < 4
+        while state.step < (10 * STEPS if not alone else 12 * STEPS):
+            served = optimizer.mode != "sync"
+            if served and not alone and int(hvd.rank()) == VICTIM and state.ready == KILL_AT:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step(net, optimizer, state.step)
+            now_s = time.monotonic()
+            if served and not alone:
+                state.ready += 1
+                facts["worst_gap_s"] = max(facts["worst_gap_s"], now_s - last_s)
+                facts["after"] = state.ready
+            last_s = now_s
+            state.step += 1
+            if state.ready and state.step % 400 == 0:
+                facts["committed"] = state.step
+                state.commit()
+
+    train(state)
+    optimizer.close()
+    write_result({"digest": digest(net), "size": int(hvd.size()), "step": state.step, **facts})
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    hvd.init()
+    if sys.argv[1] == "worker":
+        worker()
+    else:
+        server(sys.argv[1] == "server")
