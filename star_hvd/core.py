@@ -230,6 +230,16 @@ class BucketCore:
         if running is not None and self.attached_to(running) and not self._given:
             self.driver.refresh_state()
 
+    def bring_state_home(self) -> None:
+        """Before a state is loaded, on all ranks alike: where servers have the optimizer's, end that mode first."""
+        running = runtime.current()
+        if running is None or not self.attached_to(running):
+            return
+        if self.driver.state_is_elsewhere:
+            with running.away("load_state_dict"):
+                running.await_all("load_state_dict", self._config.step_deadline_s)
+            self.driver.bring_state_home()
+
     def forget(self) -> None:
         """Give up a step that was begun, on all ranks alike: what is on its way is reduced and not applied."""
         if self._given and self._attached is not None and self.driver.engine.failure is None:

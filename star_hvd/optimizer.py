@@ -391,6 +391,8 @@ class _Methods:
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's state, on all ranks alike; a step that was begun is forgotten."""
         self._star.core.forget()
+        if isinstance(self._star.core, BucketCore):
+            self._star.core.bring_state_home()
         self._star.synchronized, self._star.should_synchronize = False, True
         self._star.base.load_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
 

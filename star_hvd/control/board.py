@@ -38,6 +38,7 @@ from star_hvd.control.switch_messages import (
     LinkRate,
     Presence,
     Ready,
+    Restart,
     ServerMoved,
     ServerUp,
     StepNote,
@@ -64,6 +65,7 @@ _FROM_RANKS = (
     Ready,
     Refuse,
     Register,
+    Restart,
     RoundNote,
     ServerMoved,
     ServerUp,
@@ -158,6 +160,8 @@ class Board:
                 self._engine(message.engine).cannot(rank, message)
             case Ready():
                 self._engine(message.engine).ready(rank, message)
+            case Restart():
+                self._engine(message.engine).restart(now_s)
             case ServerUp():
                 self._engine(message.engine).server_up(message)
             case ServerMoved():

@@ -82,6 +82,7 @@ class EngineBoard:
         self._other_groups = 0
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
+        self._again: Plan | None = None
         self._published: dict[int, Plan] = {}
         self._next_epoch = 1
         self._wait_s: list[deque[float]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
@@ -196,6 +197,13 @@ class EngineBoard:
         """A rank has prepared the plan on its way."""
         if self._switch is not None and message.epoch == self._switch.plan.epoch:
             self._send_all(self._switch.rank_ready(rank))
+
+    def restart(self, now_s: float) -> None:
+        """All ranks are about to load a state, which the servers do not have: `sync`, and then the same plan again."""
+        self._again = self._switch.plan if self._switch is not None else self.active
+        if self._switch is not None and not self._switch.irrevocable:
+            self._abandon("a state is being loaded")
+        self.publish(self._sync("a state is being loaded"), now_s)
 
     def server_up(self, message: ServerUp) -> None:
         """A rank runs a server of the plan on its way."""
@@ -379,6 +387,10 @@ class EngineBoard:
         window = self.window()
         self._report_stragglers(find_stragglers(window), now_s)
         if self._switch is not None or self.refused is not None:
+            return
+        if self._again is not None and self.active.mode == "sync" and self.rule.ready:
+            again, self._again = self._again, None
+            self.publish(again.replace(servers=(), reason="the loaded state is in force"), now_s)
             return
         if self._policy is None:
             self._regroup(now_s)

@@ -22,6 +22,7 @@ __all__ = [
     "Presence",
     "Probe",
     "Ready",
+    "Restart",
     "ServerMoved",
     "ServerUp",
     "Servers",
@@ -71,6 +72,15 @@ class CutDone(Message):
     engine: int
     epoch: int
     round: int
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class Restart(Message):
+    """All ranks are about to load a state: end the servers' mode, and begin it again with what was loaded."""
+
+    kind: ClassVar[str] = "restart"
+    engine: int
 
 
 @message_kind

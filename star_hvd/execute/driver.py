@@ -17,7 +17,7 @@ from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.config import Config
 from star_hvd.control import messages
-from star_hvd.control.switch_messages import Cannot, Commit, Moved, Ready, StepNote, Switched
+from star_hvd.control.switch_messages import Cannot, Commit, Moved, Ready, Restart, StepNote, Switched
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.execute.collective import wait_all
 from star_hvd.execute.device import helper_stream
@@ -215,6 +215,33 @@ class EngineDriver:
         if position != len(body):
             raise ChannelError(f"a late gradient of rank {rank} has {len(body)} bytes; expected {position}")
         return self.engine.keep_late(flats, version, foreign=True)
+
+    @property
+    def state_is_elsewhere(self) -> bool:
+        """Whether servers have the optimizer's state, so that loading one here would change nothing."""
+        return self.engine.plan.family in ("ps", "grouped")
+
+    def bring_state_home(self) -> None:
+        """End a mode of servers, on all ranks alike: the state is here afterwards, in `sync`.
+
+        Raises:
+            DeadlineError: It did not end in time.
+        """
+        if self.engine.rank == 0:
+            self._send(Restart(self.number))
+        limit_s = time.monotonic() + self._config.control_deadline_s
+        with self._named_failures():
+            while self.state_is_elsewhere or self.outside is not None:
+                if time.monotonic() > limit_s:
+                    raise DeadlineError(
+                        f"{self.engine.plan.label} did not end within {self._config.control_deadline_s:g} s; "
+                        "load_state_dict has to be called on all ranks alike"
+                    )
+                time.sleep(_POLL_S)
+                if not self.state_is_elsewhere:
+                    if self.outside is not None:
+                        self.outside.finish()
+                    self._settle()
 
     def set_away(self, away: bool) -> None:
         """The training thread, which calls this, leaves its training loop, or is back."""

@@ -331,6 +331,8 @@ class GroupSteps(ServerSteps):
         if present:
             return self._push(sums, count=present)
         time.sleep(_IDLE_S)  # Nobody in the group works: nothing to push.
+        if not self.wanted:
+            return Outcome("moved", self._engine.version, self._engine.plan.epoch, [], applied=False)
         reply = self.client.pull(self._deadline_s)
         return Outcome(reply.kind, reply.version, reply.epoch, reply.params, applied=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import logging
 import os
@@ -66,6 +67,37 @@ def train(mode: str, steps: int, *, make: Any = None, slow: bool = True) -> Fact
     return finish(net, optimizer) | {"modes": sorted(modes), "first": losses[0], "last": sum(losses[-5:]) / 5}
 
 
+def checkpoint(mode: str) -> Facts:
+    """A checkpoint taken in a mode is loaded in it again, and resumes in `sync` with the same momentum."""
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=mode)
+    number = 0
+    while optimizer.mode == "sync" or number < 30:
+        optimizer.zero_grad()
+        compute(net, batch(number), FAST_S)
+        optimizer.step()
+        number += 1
+    state = copy.deepcopy(hvd.broadcast_object((optimizer.state_dict(), net.state_dict()), 0, name="checkpoint"))
+    for again in range(5):
+        optimizer.zero_grad()
+        compute(net, batch(again), FAST_S)
+        optimizer.step()
+    optimizer.load_state_dict(state[0])
+    net.load_state_dict(state[1])
+    loaded, mode_then = digest(net), optimizer.mode
+    momentum = [entry["momentum_buffer"] for entry in optimizer._star.base.state_dict(optimizer)["state"].values()]
+    same = all(torch.equal(a, b["momentum_buffer"]) for a, b in zip(momentum, state[0]["state"].values(), strict=True))
+    limit = number + 400
+    while optimizer.mode == "sync" and number < limit:
+        optimizer.zero_grad()
+        compute(net, batch(number), FAST_S)
+        optimizer.step()
+        number += 1
+    facts = {"loaded": loaded, "same": same, "mode_then": mode_then, "mode_again": optimizer.mode}
+    return finish(net, optimizer) | facts
+
+
 def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
     """Close the optimizer; all ranks then have every step."""
     optimizer.close()
@@ -120,6 +152,8 @@ def main(wanted: list[str]) -> None:
             if name.startswith("switch:"):
                 _, seed, count, slow = name.split(":")
                 facts[name] = switching(int(seed), int(count), slow=slow == "slow")
+            elif name.startswith("checkpoint:"):
+                facts[name] = checkpoint(name.partition(":")[2])
             else:
                 facts[name] = train(name, 40)
             facts[name]["seconds"] = time.monotonic() - began_s

@@ -12,6 +12,7 @@ from tests.support.launch import JobResult, run_job
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
 
 RANKS = 4
+CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup(0,1,2)", "checkpoint:local(4)")
 FIXED = ("local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", "ssp(2)", "dynsgd", "ps(backup=1)")
 FIXED += ("ps(dynamic)", "grouped(2)")
 SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even")
@@ -58,3 +59,13 @@ def test_random_switches(name: str) -> None:
     seen = facts[0]["seen"]
     assert len(seen) > 70, f"only {len(seen)} switches in time: {seen[-5:]}"
     assert {mode.partition("(")[0] for mode in seen} == {"sync", "partial", "subgroup", "local", "grouped", "ps"}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_taken_in_a_mode_can_be_loaded_in_it(name: str) -> None:
+    facts = facts_of(CHECKPOINTS, name)
+    check(facts)
+    assert len({rank["loaded"] for rank in facts}) == 1 and all(rank["same"] for rank in facts)
+    mode = name.partition(":")[2]
+    assert {rank["mode_again"] for rank in facts} == {mode}, "the mode did not come back"
+    assert {rank["mode_then"] for rank in facts} == ({"sync"} if mode.startswith(("ps", "grouped")) else {mode})
