@@ -46,7 +46,7 @@ class Ranks:
         for ring in self.rings:
             ring.admit(self.peers)
         self.snapshot: Snapshot | None = Snapshot(3, [torch.arange(20_000.0)], [{"n": 1}])
-        self.server = TensorServer(tensors, lambda engine: self.snapshot, 1024)
+        self.server = TensorServer(tensors, lambda engine, state_too, least: self.snapshot, 1024)
         self.coordinator = Coordinator(control, world_size, config)
         self.came: list[list[m.Message]] = [[] for _ in range(world_size)]
         self.agents = [self._agent(rank, config) for rank in range(world_size)]
