@@ -1,0 +1,163 @@
+"""A plan on its way, completed from measurements; links measured in turn; the closing rule across a handover."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from scheduler.closing import ClosingRule
+from scheduler.plans import Plan, PlanError
+from star_hvd.buckets import pack
+from star_hvd.channel.late import LatePushes
+from star_hvd.control.links import LinkSurvey
+from star_hvd.control.messages import PlanMessage
+from star_hvd.control.resolve import resolve
+from star_hvd.control.switch import Switch
+from star_hvd.control.switch_messages import Commit, MakeSet, Servers
+from star_hvd.errors import ChannelError
+from star_hvd.execute.late import LateGradients
+from star_hvd.execute.state import Counters
+
+SYNC = Plan.sync(4)
+
+
+def completed(plan: Plan, active: Plan = SYNC, **known: Any) -> Plan:
+    given: dict[str, Any] = {
+        "times_s": [0.1, 0.1, 0.1, 0.4],
+        "hosts": ("a", "a", "b", "b"),
+        "slow": [],
+        "link_bytes_per_s": [math.nan] * 4,
+        "free_cpu_cores": [math.nan] * 4,
+        "state_bytes": 1000,
+    }
+    return resolve(plan, active, **{**given, **known})
+
+
+def test_a_switch_waits_for_all_ranks_and_says_once_that_they_are_ready() -> None:
+    plan = Plan.subgroup(4, [0, 1, 2], epoch=3)
+    switch = Switch(7, plan, SYNC, 10.0)
+    assert switch.first_messages() == [MakeSet([0, 1, 2]), PlanMessage(7, plan.to_dict())]
+    assert [switch.rank_ready(rank) for rank in (2, 0, 0, 1)] == [[]] * 4
+    assert switch.rank_ready(3) == [Commit(7, 3)]
+    assert switch.rank_ready(3) == [] and switch.committed and not switch.irrevocable
+
+
+def test_servers_are_told_once_all_of_them_run() -> None:
+    switch = Switch(0, Plan.ps(4, 2, epoch=2, servers=(1, 3)), SYNC, 10.0)
+    assert switch.server_up(1, ["b", "2", ""]) == []
+    assert switch.server_up(0, ["a", "1", ""]) == [Servers(0, 2, ["a", "1", "", "b", "2", ""])]
+
+
+def test_only_servers_that_were_told_to_end_cannot_be_taken_back() -> None:
+    served = Plan.ps(4, 2, epoch=1)
+    for new, hands_over, irrevocable in (
+        (Plan.sync(4, epoch=2), True, True),
+        (Plan.ps(4, 3, epoch=2), True, False),
+        (Plan.grouped(4, [[0, 1], [2, 3]], epoch=2), True, True),
+    ):
+        switch = Switch(0, new, served, 10.0)
+        assert not switch.irrevocable
+        for rank in range(4):
+            switch.rank_ready(rank)
+        assert (switch.hands_over, switch.irrevocable) == (hands_over, irrevocable)
+    assert not Switch(0, Plan.partial(4, 3, epoch=2), SYNC, 10.0).hands_over
+
+
+def test_groups_are_formed_by_speed() -> None:
+    assert {frozenset(g) for g in completed(Plan.grouped(4, 2)).groups} == {frozenset({0, 1, 2}), frozenset({3})}
+    dynamic = completed(Plan.ps(4, 1, rule="groups"))
+    assert {frozenset(group) for group in dynamic.groups} == {frozenset({0, 1, 2}), frozenset({3})}
+    unknown = completed(Plan.grouped(4, 2), times_s=[math.nan] * 4)
+    assert sorted(rank for group in unknown.groups for rank in group) == [0, 1, 2, 3]
+
+
+def test_servers_are_placed_where_nobody_is_slow_and_stay_under_another_rule() -> None:
+    assert completed(Plan.ps(4, 2), slow=[0]).servers == (2,)
+    assert completed(Plan.ps(4, 2), slow=[0], hosts=("a",) * 4).servers == (1,)
+    assert completed(Plan.ps(4, 2, servers=(3,))).servers == (3,)
+    assert completed(Plan.ps(4, 2), Plan.ps(4, 1, servers=(2,))).servers == (2,)
+    assert completed(Plan.ps(4, 2), Plan.subgroup(4, [1, 2])).servers[0] in (1, 2), "only members have the state"
+
+
+def test_a_subgroup_needs_somebody_of_the_one_before() -> None:
+    assert completed(Plan.subgroup(4, [1, 2]), Plan.subgroup(4, [2, 3])).members == (1, 2)
+    with pytest.raises(PlanError, match="go through sync"):
+        completed(Plan.subgroup(4, [0, 1]), Plan.subgroup(4, [2, 3]))
+
+
+def test_links_are_measured_in_turn_and_only_when_wanted() -> None:
+    survey = LinkSurvey(3)
+    assert survey.due(0.0, wanted=False) is None
+    asked = []
+    for tenth in range(100):
+        due = survey.due(tenth / 10, wanted=True)
+        if due is not None:
+            asked.append((due[0], due[1].target))
+    assert asked[:6] == [(0, 1), (1, 2), (2, 0)] * 2
+    survey.note(1, 5.0)
+    assert survey.bytes_per_s[1] == 5.0 and math.isnan(survey.bytes_per_s[0])
+    assert LinkSurvey(1).due(0.0, wanted=True) is None
+
+
+def test_arrivals_told_before_the_end_of_the_old_mode_are_kept() -> None:
+    rule = ClosingRule(Plan.sync(2))
+    rule.skip_to(10)
+    rule.arrive(0, 10, 0.1, 1.0)
+    rule.restart(10, 1.1)
+    assert rule.ready == (0,) and rule.round == 10
+    rule.restart(12, 1.2)
+    assert rule.ready == () and rule.round == 12
+
+
+def test_a_subgroup_closes_without_its_members_that_are_away_and_never_waits_for_children() -> None:
+    rule = ClosingRule(Plan.subgroup(4, [0, 1, 2]))
+    rule.arrive(0, 0, 0.1, 1.0)
+    rule.arrive(1, 0, 0.1, 1.0)
+    assert rule.evaluate(100.0) == (None, None), "a member that is only slow is waited for"
+    rule.leave(2)
+    order, _ = rule.evaluate(100.0)
+    assert order is not None and order.missing == (2,) and order.reason == "away"
+
+
+def push_frames(body: bytes, chunk: int, *, number: int = 1) -> list[list[bytes]]:
+    from star_hvd.channel.late import _HEADER
+
+    return [
+        [_HEADER.pack(b"STAL", 1, 0, 3, number, 5, offset, len(body)), body[offset : offset + chunk]]
+        for offset in range(0, len(body), chunk)
+    ]
+
+
+def test_late_gradients_are_put_together_once_and_damaged_ones_leave_nothing() -> None:
+    taken: list[tuple[int, int, int, bytes]] = []
+
+    def accept(engine: int, rank: int, version: int, body: bytearray) -> int:
+        taken.append((engine, rank, version, bytes(body)))
+        return 9
+
+    pushes = LatePushes(accept)
+    frames = push_frames(b"abcdefgh", 3)
+    assert pushes.take(b"p", frames[0]) is None and pushes.take(b"p", frames[1]) is None
+    answer = pushes.take(b"p", frames[2])
+    assert answer is not None and taken == [(0, 3, 5, b"abcdefgh")]
+    assert pushes.take(b"p", frames[2]) == answer and len(taken) == 1, "sent again, taken once"
+    second = push_frames(b"ijklmnop", 3, number=2)
+    pushes.take(b"p", second[0])
+    with pytest.raises(ChannelError, match="does not follow"):
+        pushes.take(b"p", second[2])
+    with pytest.raises(ChannelError, match="expected a header"):
+        pushes.take(b"p", [b"x", b"y"])
+    assert len(taken) == 1
+
+
+def test_a_late_gradient_that_leaves_with_a_push_is_not_yet_applied() -> None:
+    buckets = pack([torch.nn.Parameter(torch.zeros(3))], 1024)
+    counters = Counters(produced_weight=1.0)
+    late = LateGradients(buckets, counters)
+    late.keep(buckets[0], 1.0, 0)
+    flat = buckets[0].new_flat()
+    assert late.fold(buckets[0], flat, 1, Plan.partial(2, 1), count=False)
+    assert float(flat[-1]) == 0.5 and counters.applied_weight == 0.0 and counters.damped_weight == 0.5
