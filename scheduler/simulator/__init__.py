@@ -1,0 +1,23 @@
+"""An event simulator of a training job: ranks, links, servers, contention, all modes, and the live job's policies.
+
+`job` runs a job under a policy, or many under fixed plans; `scenario` and `episodes` say what is simulated;
+`whatif` replays a logged run. The modes are in `rounds`, `subsets` and `servers`, the arithmetic of progress in
+`account` and `scheduler.progress`.
+"""
+
+from scheduler.simulator.episodes import ContentionError, Episode, read_contention
+from scheduler.simulator.job import Job, Outcome, run_plans
+from scheduler.simulator.scenario import Cluster, Network, Scenario, draw_scenario
+
+__all__ = [
+    "Cluster",
+    "ContentionError",
+    "Episode",
+    "Job",
+    "Network",
+    "Outcome",
+    "Scenario",
+    "draw_scenario",
+    "read_contention",
+    "run_plans",
+]

@@ -1,0 +1,228 @@
+"""Contention: who is disturbed, how, when and for how long; generated, or read from a file.
+
+File formats (`read_contention`):
+
+    JSON   {"episodes": [{"rank": 3, "kind": "compute", "start_s": 10.0, "end_s": 70.0, "factor": 4.0}, ...]}
+           `factor` is how many times slower the rank, or its link, is; left out for kind `frozen`.
+    JSON   {"slowdown": [[1.0, 1.0, 4.0], [1.0, 2.5, 1.0], ...]}
+    CSV    first line `rank0,rank1,...`, then one line per global step
+
+The last two are the traces of the laboratory: one row per global step, one factor per rank, repeating after the last.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["KINDS", "PATTERNS", "ContentionError", "Episode", "Rows", "generate", "read_contention", "write_episodes"]
+
+KINDS = ("compute", "input", "starved", "frozen", "link")
+"""`compute`, `input`: own work takes longer. `starved`: the process gets 1 / factor of a processor, so its helper
+threads are late too. `frozen`: it stands still. `link`: its network carries 1 / factor."""
+
+PATTERNS = ("none", "one", "several", "rotating", "bursts", "mixed", "frozen", "links")
+
+Rows = tuple[tuple[float, ...], ...]
+
+
+class ContentionError(ValueError):
+    """Contention that cannot be simulated; the message says what was got and what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One rank is disturbed for a while.
+
+    Attributes:
+        rank: The rank.
+        kind: One of `KINDS`.
+        start_s: Begin, seconds since the job began.
+        end_s: End; infinite for a lasting disturbance, but not of kind `frozen`.
+        factor: How many times slower, 1 or more; not used for `frozen`.
+    """
+
+    rank: int
+    kind: str
+    start_s: float
+    end_s: float
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ContentionError(f"episode kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
+        if self.rank < 0 or not 0.0 <= self.start_s < self.end_s or not 1.0 <= self.factor < math.inf:
+            raise ContentionError(f"{self} is no episode; expected rank >= 0, 0 <= start < end and factor >= 1")
+        if self.kind == "frozen" and math.isinf(self.end_s):
+            raise ContentionError(f"{self} never ends; a frozen rank must thaw, or the job is over")
+
+
+def read_contention(path: Path) -> tuple[tuple[Episode, ...], Rows]:
+    """Episodes, or rows of slowdowns per step, from a file; the other one is empty.
+
+    Raises:
+        ContentionError: Missing or malformed; the message names the file and what was expected.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix.lower() == ".csv":
+            return (), _rows(_csv_rows(text))
+        document = json.loads(text)
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ContentionError(f"cannot read contention from {path}: {error}") from None
+    if isinstance(document, dict) and isinstance(document.get("slowdown"), list):
+        return (), _rows(document["slowdown"])
+    if isinstance(document, dict) and isinstance(document.get("episodes"), list):
+        return tuple(_episode(item) for item in document["episodes"]), ()
+    raise ContentionError(f'{path} has neither {{"episodes": [...]}} nor {{"slowdown": [[...], ...]}}')
+
+
+def write_episodes(path: Path, episodes: Iterable[Episode]) -> None:
+    """Write episodes in the format that `read_contention` reads; a lasting one ends after 1e9 s there."""
+    items = [
+        {"rank": e.rank, "kind": e.kind, "start_s": e.start_s, "end_s": min(e.end_s, 1e9), "factor": e.factor}
+        for e in episodes
+    ]
+    path.write_text(json.dumps({"episodes": items}, indent=1) + "\n", encoding="utf-8")
+
+
+def _episode(item: Any) -> Episode:
+    known = {"rank", "kind", "start_s", "end_s", "factor"}
+    if not isinstance(item, dict) or not set(item) <= known or not {"rank", "kind", "start_s", "end_s"} <= set(item):
+        raise ContentionError(f"an episode is {item!r}; expected rank, kind, start_s, end_s and factor")
+    try:
+        return Episode(
+            rank=int(item["rank"]),
+            kind=str(item["kind"]),
+            start_s=float(item["start_s"]),
+            end_s=float(item["end_s"]),
+            factor=float(item.get("factor", 1.0)),
+        )
+    except (TypeError, ValueError) as error:
+        raise ContentionError(f"an episode is {item!r}: {error}") from None
+
+
+def _csv_rows(text: str) -> list[list[str]]:
+    lines = [line for line in csv.reader(text.splitlines()) if line]
+    if not lines or [cell.strip() for cell in lines[0]] != [f"rank{index}" for index in range(len(lines[0]))]:
+        raise ContentionError(f"it starts with {lines[0] if lines else 'nothing'}; expected rank0,rank1,...")
+    return lines[1:]
+
+
+def _rows(rows: Sequence[Any]) -> Rows:
+    """Checked rows: equally long, factors above 0."""
+    try:
+        checked = tuple(tuple(float(value) for value in row) for row in rows)
+    except (TypeError, ValueError):
+        raise ContentionError("a row of slowdowns has something that is no number; expected factors") from None
+    if not checked or not checked[0] or any(len(row) != len(checked[0]) for row in checked):
+        raise ContentionError("rows of slowdowns are missing or of different lengths; expected one factor per rank")
+    if any(not 0.0 < value < math.inf for row in checked for value in row):
+        raise ContentionError("a slowdown is not above 0; expected factors, 1 for normal speed")
+    return checked
+
+
+# ---- generated ------------------------------------------------------------------------------------------------------
+
+
+def generate(
+    rng: np.random.Generator, world_size: int, *, step_s: float, horizon_s: float, pattern: str = ""
+) -> tuple[Episode, ...]:
+    """Draw the contention of one job.
+
+    Args:
+        rng: Source of randomness.
+        world_size: Ranks of the job.
+        step_s: Usual step time, the unit of short disturbances.
+        horizon_s: Expected length of the job, the unit of long ones.
+        pattern: One of `PATTERNS`; drawn if empty. `one` and `several` last from a few seconds to the whole job,
+            `rotating` moves on every few steps, `bursts` are short, independent and everywhere, `mixed` overlays
+            two patterns.
+    """
+    drawn = pattern or str(rng.choice(PATTERNS, p=(0.12, 0.2, 0.14, 0.12, 0.12, 0.1, 0.1, 0.1)))
+    if drawn not in PATTERNS:
+        raise ContentionError(f"pattern is {drawn!r}; expected one of {', '.join(PATTERNS)}")
+    if drawn == "none":
+        return ()
+    if drawn == "mixed":
+        two = rng.choice([p for p in PATTERNS if p not in ("none", "mixed")], size=2, replace=False)
+        return tuple(e for p in two for e in generate(rng, world_size, step_s=step_s, horizon_s=horizon_s, pattern=p))
+    if drawn == "rotating":
+        return _rotating(rng, world_size, step_s, horizon_s)
+    if drawn == "bursts":
+        return _bursts(rng, world_size, step_s, horizon_s)
+    if drawn == "frozen":
+        return _frozen(rng, world_size, step_s, horizon_s)
+    most = 1 if drawn == "one" else max(1, world_size // 2 - 1)
+    count = 1 if drawn == "one" else int(rng.integers(min(2, most), most + 1))
+    ranks = rng.choice(world_size, size=count, replace=False)
+    kind = "link" if drawn == "links" else str(rng.choice(("compute", "input", "starved"), p=(0.6, 0.15, 0.25)))
+    return tuple(e for rank in ranks for e in _spells(rng, int(rank), kind, step_s, horizon_s))
+
+
+def _factor(rng: np.random.Generator, kind: str) -> float:
+    """Mostly 1.5 to 6, sometimes up to 20; links lose more, to a tenth or a hundredth."""
+    return float(1.0 + rng.lognormal(2.2 if kind == "link" else 0.6, 0.7))
+
+
+def _spells(rng: np.random.Generator, rank: int, kind: str, step_s: float, horizon_s: float) -> list[Episode]:
+    """Disturbed and undisturbed periods of one rank, of log-uniform length between ten steps and twice the job."""
+    spells, now_s = [], float(rng.choice((0.0, rng.uniform(0.0, 0.5 * horizon_s))))
+    length_s = math.exp(rng.uniform(math.log(10.0 * step_s), math.log(2.0 * horizon_s)))
+    factor = _factor(rng, kind)
+    while now_s < 1.5 * horizon_s and len(spells) < 200:
+        last_s = length_s * float(rng.exponential())
+        spells.append(
+            Episode(rank=rank, kind=kind, start_s=now_s, end_s=now_s + max(last_s, step_s), factor=factor)
+        )
+        now_s += last_s + length_s * float(rng.exponential()) + step_s
+    return spells
+
+
+def _rotating(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
+    """One rank at a time, moving on after a few steps: what STAR's logs show, at 3.4 steps."""
+    factor, turn_s = _factor(rng, "compute"), step_s * float(rng.uniform(3.0, 40.0))
+    count = min(2000, int(1.5 * horizon_s / turn_s) + 1)
+    ranks = rng.integers(0, n, size=count)
+    return tuple(
+        Episode(rank=int(rank), kind="compute", start_s=i * turn_s, end_s=(i + 1) * turn_s, factor=factor)
+        for i, rank in enumerate(ranks)
+    )
+
+
+def _bursts(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
+    """Every rank now and then, independently, for a few steps."""
+    share, length_s = float(rng.uniform(0.02, 0.2)), step_s * float(rng.uniform(2.0, 15.0))
+    each = min(200, max(1, int(1.5 * horizon_s * share / length_s)))
+    episodes = []
+    for rank in range(n):
+        for start_s in np.sort(rng.uniform(0.0, 1.5 * horizon_s, size=each)):
+            last_s = length_s * float(rng.exponential()) + 0.5 * step_s
+            kind = str(rng.choice(("compute", "starved"), p=(0.8, 0.2)))
+            episodes.append(
+                Episode(
+                    rank=rank, kind=kind, start_s=start_s, end_s=start_s + last_s, factor=_factor(rng, "compute")
+                )
+            )
+    return tuple(episodes)
+
+
+def _frozen(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
+    """One or two ranks that stand still again and again."""
+    episodes = []
+    for rank in rng.choice(n, size=min(n, int(rng.integers(1, 3))), replace=False):
+        pause_s = max(1.0, step_s * float(rng.uniform(5.0, 60.0)))
+        every_s = pause_s * float(rng.uniform(2.0, 12.0))
+        now_s = every_s * float(rng.uniform(0.1, 1.0))
+        while now_s < 1.5 * horizon_s and len(episodes) < 400:
+            last_s = pause_s * float(rng.uniform(0.5, 1.5))
+            episodes.append(Episode(rank=int(rank), kind="frozen", start_s=now_s, end_s=now_s + last_s))
+            now_s += last_s + every_s * float(rng.exponential()) + step_s
+    return tuple(episodes)

@@ -1,0 +1,383 @@
+"""One simulated job under a policy, or many under fixed plans, to the target.
+
+The policy is the one of the live job: `decide(window, active)` gives a plan or None. A plan is taken up one step after
+it was decided; inside the rounds that costs `switch_s`, any other change waits for the batches in hand, and moves the
+state. A policy with a method `observe(plan, updates, gain, drift)` is told what training achieved, as loss decrease.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from scheduler.causes import lower_median
+from scheduler.grouping import progressive_groups, similar_groups, speed_groups
+from scheduler.plans import Plan
+from scheduler.records import RankStats, Window
+from scheduler.simulator.account import Account
+from scheduler.simulator.base import HISTORY, Mode, State
+from scheduler.simulator.machines import Ints, Machines
+from scheduler.simulator.rounds import Rounds
+from scheduler.simulator.scenario import Scenario
+from scheduler.simulator.servers import Arrivals, Server
+from scheduler.simulator.subsets import Local, Subgroup
+
+__all__ = ["Job", "Outcome", "Policy", "make_mode", "mean_times_s", "run_plans", "vectorised"]
+
+_STATE_COPIES = 3.0
+"""Parameters and two moments move at a hand-over."""
+
+_SILENT_S, _SILENT_STEPS = 1.5, 12.0
+"""A step as long as that gives the coordinator time to decide while it lasts."""
+
+_UPDATES = 60.0
+"""A job ends without its target after as many times the updates that synchronous steps would take, per gradient."""
+
+
+class Policy(Protocol):
+    """What decides, in a live job and here."""
+
+    def decide(self, window: Window, active: Plan) -> Plan | None:
+        """The plan to switch to, None to keep the active one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        label: Name of the plan, or of the policy.
+        time_s: To the target; infinite where it was not reached in time.
+        reach: Probability that the target's accuracy is reached at all, under the noise and drift there was.
+        updates: Updates made.
+        step_s: Mean time between updates.
+        efficiency: Mean progress of an update, in synchronous steps.
+        drift: Mean drift of updates.
+        switches: Changes of plan as (time in seconds, label, reason).
+    """
+
+    label: str
+    time_s: float
+    reach: float
+    updates: float
+    step_s: float
+    efficiency: float
+    drift: float
+    switches: tuple[tuple[float, str, str], ...] = ()
+
+    def expected_s(self, again_s: float) -> float:
+        """Expected time to the target where a job that misses it is run again in a way that takes `again_s`."""
+        return self.time_s + (1.0 - self.reach) * again_s
+
+
+def vectorised(plan: Plan) -> bool:
+    """Whether many replicas of the plan advance together; else it runs event by event."""
+    fixed = plan.rule in ("x", "backup") and not plan.parents and plan.guard == "none"
+    return plan.mode in ("sync", "partial", "subgroup", "local") or (plan.mode == "ps" and fixed)
+
+
+def make_mode(state: State, plans: Sequence[Plan]) -> Mode:
+    """The mode of these plans, one per replica, all of one kind.
+
+    Raises:
+        ValueError: Plans of different kinds.
+    """
+    kinds = {_kind(plan) for plan in plans}
+    if len(kinds) != 1:
+        raise ValueError(f"plans are of kinds {sorted(kind.__name__ for kind in kinds)}; expected one kind")
+    return kinds.pop()(state, plans)
+
+
+def _kind(plan: Plan) -> type[Mode]:
+    if plan.mode in ("sync", "partial"):
+        return Rounds
+    if plan.mode in ("ps", "grouped"):
+        return Arrivals if vectorised(plan) else Server
+    return Subgroup if plan.mode == "subgroup" else Local
+
+
+def resolved(plan: Plan, times_s: Sequence[float]) -> Plan:
+    """The plan with its groups formed, where it leaves them to the coordinator."""
+    if plan.mode == "grouped" and not plan.groups:
+        count = plan.group_count
+        groups = speed_groups(times_s, count) if count else progressive_groups(times_s)
+        return plan.replace(groups=groups, group_count=len(groups))
+    if plan.mode == "ps" and plan.rule == "groups" and not plan.groups:
+        return plan.replace(groups=similar_groups(times_s))
+    return plan
+
+
+def mean_times_s(scenario: Scenario) -> list[float]:
+    """Mean time of a gradient of every rank over the expected length of the job, contention included, seconds."""
+    network, n = scenario.network, scenario.world_size
+    horizon_s = 1.5 * network.target_steps * network.compute_s
+    speed = np.ones((200, n))
+    at_s = (np.arange(200) + 0.5) / 200 * horizon_s
+    for e in scenario.episodes:
+        inside = (at_s >= e.start_s) & (at_s < e.end_s)
+        if e.kind != "link":
+            speed[inside, e.rank] *= 0.0 if e.kind == "frozen" else 1.0 / e.factor
+    for row in scenario.rows[:1000]:
+        speed = np.concatenate([speed, 1.0 / np.asarray(row)[None, :n]])
+    if scenario.rows:
+        speed = speed[200:]
+    mean = np.maximum(speed.mean(axis=0), 1e-3)
+    return [float(v) for v in network.compute_s * np.asarray(scenario.cluster.relative_s) / mean]
+
+
+class Job:
+    """One job under a policy.
+
+    Args:
+        scenario: What is simulated.
+        plan: The first plan; `sync` if None.
+        policy: Who decides; nobody if None.
+        every_steps: Steps between two decisions.
+    """
+
+    def __init__(
+        self, scenario: Scenario, plan: Plan | None = None, policy: Policy | None = None, *, every_steps: int = 4
+    ) -> None:
+        self.scenario, self.policy, self.every_steps = scenario, policy, every_steps
+        self.state = State(Machines([scenario]), Account([scenario]))
+        self.state.machines.look(self.state.now_s)
+        usual = [scenario.network.compute_s * relative for relative in scenario.cluster.relative_s]
+        self.plan = resolved(plan or Plan.sync(scenario.world_size), usual)
+        self.mode = make_mode(self.state, [self.plan])
+        self.switches: list[tuple[float, str, str]] = []
+        self.steps = 0
+        self._pending: Plan | None = None
+        self._told = (0.0, 0.0, 0.0)
+        self._frozen = sorted(
+            (e.start_s, e.end_s, e.rank) for e in scenario.episodes if e.kind == "frozen"
+        )
+        self._rng = np.random.default_rng(scenario.seed + 1)
+        self._measured = (0.0, np.zeros(scenario.world_size))
+
+    @property
+    def now_s(self) -> float:
+        return float(self.state.now_s[0])
+
+    @property
+    def reached(self) -> bool:
+        return bool(np.isfinite(self.state.account.reached_s[0]))
+
+    def run(self, *, label: str = "", limit_s: float = math.inf) -> Outcome:
+        """To the target, or until `limit_s` or too many updates have passed."""
+        network = self.scenario.network
+        most = _UPDATES * network.target_steps * self.scenario.world_size
+        while not self.reached and self.now_s < limit_s and float(self.state.account.gradients[0]) < most:
+            self.advance()
+        return self.outcome(label)
+
+    def advance(self, steps: int = 1) -> None:
+        """Go on by some updates, deciding on the way."""
+        for _ in range(steps):
+            if self._pending is not None:
+                self._switch(self._pending)
+                self._pending = None
+            before_s = self.now_s
+            self.mode.step()
+            self.steps += 1
+            if self.policy is None:
+                continue
+            usual_s = self.scenario.network.compute_s
+            if self.now_s - before_s > max(_SILENT_S, _SILENT_STEPS * usual_s):
+                self._decide(self._silences(before_s))
+            if self._pending is None and self.steps % self.every_steps == 0:
+                self._tell()
+                self._decide({})
+
+    def outcome(self, label: str = "") -> Outcome:
+        """What there is so far."""
+        return _outcome(self.state, 0, label or self.plan.label, tuple(self.switches))
+
+    def window(self, silent_s: dict[int, float] | None = None) -> Window:
+        """What the coordinator would know now. Links and noise are measured with an error of a few percent."""
+        state, scenario = self.state, self.scenario
+        machines = state.machines
+        machines.look(state.now_s)
+        noise, links = self._errors()
+        known = np.minimum(state.reported[0], HISTORY)
+        silent = {rank: self.now_s - start for start, end, rank in self._frozen if start < self.now_s < end}
+        silent.update(silent_s or {})
+        n, ring = scenario.world_size, 2.0 * (scenario.world_size - 1) / scenario.world_size
+        ranks = []
+        for rank in range(n):
+            count = int(known[rank])
+            first = int(state.reported[0, rank]) - count
+            slots = np.arange(first, first + count) % HISTORY
+            total_s = max(float(state.history_s[0, rank, slots].sum()), 1e-12)
+            rate = float(machines.rate[0, rank]) * math.exp(0.03 * links[rank])
+            ranks.append(
+                RankStats(
+                    rank=rank,
+                    compute_s=tuple(state.history_s[0, rank, slots].tolist()),
+                    steps=tuple(state.history_step[0, rank, slots].tolist()),
+                    input_share=float(state.history_input_s[0, rank, slots].sum()) / total_s,
+                    starved_share=float(state.history_starved_s[0, rank, slots].sum()) / total_s,
+                    late_share=float(state.history_late[0, rank, slots].mean()) if count else 0.0,
+                    link_bytes_per_s=rate,
+                    comm_s=(ring * scenario.network.comm_bytes / rate + scenario.cluster.cycle_s,) * min(count, 3),
+                    silent_s=silent.get(rank, 0.0),
+                )
+            )
+        return Window(
+            step=int(state.step[0]),
+            ranks=tuple(ranks),
+            noise_scale=float(state.account.noise[0]) * math.exp(0.2 * noise),
+            comm_bytes=scenario.network.comm_bytes,
+            allowed=scenario.allowed,
+        )
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _errors(self) -> tuple[float, np.ndarray]:  # type: ignore[type-arg]
+        """Errors of the measured noise scale and link rates, slowly changing, of unit variance."""
+        noise, links = self._measured
+        keep, new = 0.9, math.sqrt(1.0 - 0.9 * 0.9)
+        noise = keep * noise + new * float(self._rng.standard_normal())
+        links = keep * links + new * self._rng.standard_normal(len(links))
+        self._measured = (noise, links)
+        return noise, links
+
+    def _silences(self, since_s: float) -> dict[int, float]:
+        """Ranks that stood still during the last step, and for how long."""
+        found: dict[int, float] = {}
+        for start, end, rank in self._frozen:
+            silent_s = min(end, self.now_s) - max(start, since_s)
+            if silent_s > 0.0:
+                found[rank] = max(found.get(rank, 0.0), silent_s)
+        return found
+
+    def _decide(self, silent_s: dict[int, float]) -> None:
+        assert self.policy is not None
+        plan = self.policy.decide(self.window(silent_s), self.plan)
+        if plan is not None:
+            self._pending = plan
+
+    def _tell(self) -> None:
+        """Tell the policy what training achieved, with 10 % of noise: that is what a loss curve tells."""
+        observe = getattr(self.policy, "observe", None)
+        account = self.state.account
+        total = (float(account.updates[0]), float(account.gain[0]), float(account.drift[0]))
+        updates, gain, drift = (new - old for new, old in zip(total, self._told, strict=True))
+        if observe is None or updates < 1.0:
+            return
+        self._told = total
+        noisy = gain * (1.0 + 0.1 * float(self._rng.standard_normal()))
+        observe(self.plan, updates, noisy, drift / updates)
+
+    def _switch(self, plan: Plan) -> None:
+        state = self.state
+        plan = resolved(plan, self._usual_s())
+        before, self.plan = self.plan, plan
+        self.switches.append((self.now_s, plan.label, plan.reason))
+        self.mode = _switched(state, self.mode, before, plan)
+
+    def _usual_s(self) -> list[float]:
+        """Median of the last 16 compute times of every rank."""
+        state, usual = self.state, []
+        for rank in range(self.scenario.world_size):
+            count = int(state.reported[0, rank])
+            slots = np.arange(max(0, count - 16), count) % HISTORY
+            usual.append(lower_median(state.history_s[0, rank, slots].tolist()) if count else math.nan)
+        known = [time_s for time_s in usual if not math.isnan(time_s)]
+        return [time_s if not math.isnan(time_s) else lower_median(known or [1.0]) for time_s in usual]
+
+
+def _switched(state: State, mode: Mode, before: Plan, plan: Plan) -> Mode:
+    """The mode of `plan`, once the state is where it has to be."""
+    machines = state.machines
+    if isinstance(mode, Rounds) and plan.mode in ("sync", "partial"):
+        mode.set_plans([plan] * machines.replicas)
+        state.now_s = state.now_s + machines.switch_s
+        return mode
+    machines.look(np.maximum(state.now_s, 0.0))
+    end_s = machines.thawed(mode.leave_s())
+    if before.family == plan.family == "rounds":
+        cost_s = machines.switch_s
+    elif before.family == plan.family == "ps":
+        cost_s = machines.switch_s
+    else:
+        cost_s = machines.handover_s + _STATE_COPIES * machines.bytes / machines.rate.min(axis=1)
+    state.now_s = end_s + cost_s
+    state.step = np.maximum(state.step, state.version.max(axis=1)) + 1
+    everybody = np.arange(state.version.size)
+    state.report(everybody)
+    state.begin(everybody, np.repeat(state.now_s, machines.n), np.repeat(state.step, machines.n))
+    return make_mode(state, [plan] * machines.replicas)
+
+
+def _outcome(
+    state: State, row: int, label: str, switches: tuple[tuple[float, str, str], ...] = ()
+) -> Outcome:
+    account = state.account
+    updates = max(float(account.updates[row]), 1e-12)
+    return Outcome(
+        label=label,
+        time_s=float(account.reached_s[row]),
+        reach=float(account.reach[row]),
+        updates=updates,
+        step_s=float(state.now_s[row]) / updates,
+        efficiency=float(account.gain[row]) / updates,
+        drift=float(account.drift[row]) / updates,
+        switches=switches,
+    )
+
+
+def run_plans(scenarios: Sequence[Scenario], plans: Sequence[Plan], *, limit_s: float = math.inf) -> list[Outcome]:
+    """Run one job per (scenario, plan) to its target, those of one kind together.
+
+    Args:
+        scenarios: One per job, of equal world size; give the same object where it is the same scenario.
+        plans: One per job.
+        limit_s: Time after which a job ends without its target.
+
+    Returns:
+        Outcomes in the order of the jobs. Groups that a plan leaves open are formed by the mean times of the whole
+        job: a fixed plan is given what only hindsight knows.
+    """
+    found: dict[int, Outcome] = {}
+    kinds: dict[type[Mode], list[int]] = {}
+    settled = []
+    for index, (scenario, plan) in enumerate(zip(scenarios, plans, strict=True)):
+        settled.append(resolved(plan, mean_times_s(scenario)))
+        kinds.setdefault(_kind(settled[-1]), []).append(index)
+    for kind, jobs in kinds.items():
+        if kind is Server:
+            for index in jobs:
+                found[index] = Job(scenarios[index], settled[index]).run(limit_s=limit_s)
+            continue
+        found.update(_run_together(scenarios, settled, jobs, limit_s))
+    return [dataclasses.replace(found[index], label=plan.label) for index, plan in enumerate(plans)]
+
+
+def _run_together(
+    scenarios: Sequence[Scenario], plans: Sequence[Plan], jobs: Sequence[int], limit_s: float
+) -> dict[int, Outcome]:
+    chosen = [scenarios[index] for index in jobs]
+    state = State(Machines(chosen), Account(chosen))
+    state.machines.look(state.now_s)
+    mode = make_mode(state, [plans[index] for index in jobs])
+    most = np.array([_UPDATES * s.network.target_steps * s.world_size for s in chosen])
+    left: Ints = np.arange(len(jobs))
+    found: dict[int, Outcome] = {}
+    while len(left):
+        for _ in range(8):
+            mode.step()
+        state = mode.state
+        over = np.isfinite(state.account.reached_s) | (state.now_s > limit_s)
+        over |= state.account.gradients > most[left]
+        for row in np.flatnonzero(over):
+            job = jobs[int(left[row])]
+            found[job] = _outcome(state, int(row), plans[job].label)
+        if over.any():
+            rows = np.flatnonzero(~over)
+            left, mode = left[rows], mode.take(rows)
+    return found

@@ -1,0 +1,228 @@
+"""`sync` and `partial(m)`, many replicas at once, with the closing rule of the live job.
+
+The rule is `scheduler.closing.ClosingRule` in arrays: quorum, then a grace for ranks that work on this very step, are
+not known to be slow and should arrive in time. Only what happens from the quorum on is taken event by event; before
+it nothing can be decided. A test drives both with the same batches and compares every closing time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.plans import Plan
+from scheduler.simulator.base import Mode, State, damped
+from scheduler.simulator.machines import Array, Flags, Ints
+
+__all__ = ["Rounds"]
+
+_GRACE_FRACTION, _GRACE_MADS, _DEADLINE_S = 0.25, 4.0, 60.0  # Defaults of ClosingRule.
+_RECENT, _SLOW, _OFFSETS = 5, 1.3, 64  # As there.
+
+
+class Rounds(Mode):
+    """All ranks reduce together; a step waits for `quorum` of them, or, where that is all, for all.
+
+    Args:
+        state: The job.
+        plans: One plan of mode `sync` or `partial` per replica.
+
+    Attributes:
+        closed_s: When the last step was closed, before its communication.
+        left_out: Ranks that the last step did without.
+    """
+
+    def __init__(self, state: State, plans: Sequence[Plan]) -> None:
+        super().__init__(state, plans)
+        shape = state.version.shape
+        self.recent = np.full((*shape, _RECENT), math.inf)
+        self.seen = np.zeros(shape, dtype=np.int64)
+        self.usual = np.full(shape, math.nan)
+        self.offsets = np.full((shape[0], _OFFSETS), math.inf)
+        self.offset_count = np.zeros(shape[0], dtype=np.int64)
+        self.closed_s = state.now_s.copy()
+        self.left_out = np.zeros(shape, dtype=np.bool_)
+        self.late = np.full(shape, -1, dtype=np.int64)  # Staleness of a gradient to fold into this step.
+        state.step = np.maximum(state.step, state.version.max(axis=1))
+        self.set_plans(plans)
+
+    def set_plans(self, plans: Sequence[Plan]) -> None:
+        """Go on under other plans of the same family, with everybody where they are."""
+        self.quorum = np.array([plan.quorum for plan in plans])
+        self.strict = self.quorum == self.state.machines.n
+        self._damping(plans)
+
+    def step(self) -> None:
+        state, machines = self.state, self.state.machines
+        fresh = state.version == state.step[:, None]
+        if self.strict.all() and fresh.all():
+            close_s, arrived = machines.finish_s.max(axis=1), fresh
+            where = np.arange(fresh.size)
+            self._learn(where)
+            state.report(where)
+        else:
+            close_s, arrived = self._close(fresh)
+        self.closed_s, self.left_out = close_s, ~arrived
+        machines.look(close_s)
+        end_s = machines.thawed(close_s)
+        end_s = end_s + machines.ring_s() + machines.helper_delay_s(~arrived)
+        stale = np.where(arrived, 0, self.late).astype(np.float64)
+        # A rank that came late and then in time gives both: its late gradient is folded into the fresh one.
+        both = arrived & (self.late > 0)
+        weights = damped(self, np.maximum(stale, 0.0), arrived | (self.late > 0))
+        if both.any():
+            extra = damped(self, np.where(both, self.late, 0).astype(np.float64), both)
+            weights = np.concatenate([weights, extra], axis=1)
+            stale = np.concatenate([stale, np.where(both, self.late, 0)], axis=1)
+        state.account.add_mean(end_s, weights, np.maximum(stale, 0.0))
+        self.late.fill(-1)
+        state.now_s = end_s
+        state.step = state.step + 1
+        where = np.flatnonzero(arrived)
+        row = where // machines.n
+        state.begin(where, end_s[row], state.step[row])
+
+    # ---- the closing rule -------------------------------------------------------------------------------------------
+
+    def _close(self, fresh: Flags) -> tuple[Array, Flags]:
+        """When the step closes, and who is in it; ranks that end a late batch before that join it."""
+        together = fresh.copy()
+        arrive_s = np.where(fresh, self.state.machines.finish_s, math.inf)
+        quorum_s = self._quorum(fresh, arrive_s)
+        arrived = arrive_s <= quorum_s[:, None]
+        self._arrived(arrived)
+        close_s = quorum_s.copy()
+        open_ = ~arrived.all(axis=1) & (arrived.sum(axis=1) >= self.quorum)
+        # The rule learns from the first arrival when those began that were ready for the last step.
+        rows, start_s = np.arange(len(close_s)), self.state.machines.start_s
+        first_s = start_s[rows, arrive_s.argmin(axis=1)]
+        began_s = np.where(together, first_s[:, None], start_s)
+        # Offsets change at the end of a step only.
+        offset_s = self._offset_s()
+        while open_.any():
+            limit_s = quorum_s + self._grace_s(offset_s)
+            worth = self._worth_waiting(fresh & ~arrived, began_s, limit_s)
+            shut = open_ & ((close_s >= limit_s) | ~worth.any(axis=1))
+            open_ &= ~shut
+            if not open_.any():
+                break
+            coming_s = np.where(arrived, math.inf, arrive_s).min(axis=1)
+            behind_s = self._behind_s(fresh)
+            following_s = np.minimum(np.minimum(limit_s, coming_s), behind_s.min(axis=1))
+            close_s = np.where(open_, following_s, close_s)
+            new = (arrive_s <= close_s[:, None]) & ~arrived & open_[:, None]
+            self._arrived(new)
+            arrived |= new
+            joins = (behind_s <= close_s[:, None]) & open_[:, None]
+            self._join(joins, behind_s, fresh, arrive_s)
+            began_s = np.where(joins, behind_s, began_s)
+            open_ &= ~arrived.all(axis=1)
+        self._note_offsets(arrived, arrive_s)
+        return close_s, arrived
+
+    def _quorum(self, fresh: Flags, arrive_s: Array) -> Array:
+        """When the quorum is there. Ranks that end a late batch before that join, one after the other."""
+        rows = np.arange(len(self.quorum))
+        while True:
+            ordered = np.sort(arrive_s, axis=1)
+            quorum_s = ordered[rows, self.quorum - 1]
+            quorum_s = np.where(self.strict, quorum_s, np.minimum(quorum_s, ordered[:, 0] + _DEADLINE_S))
+            behind_s = self._behind_s(fresh)
+            first = behind_s.argmin(axis=1)
+            due = (behind_s[rows, first] <= quorum_s) & np.isfinite(behind_s[rows, first])
+            if not due.any():
+                return quorum_s
+            joins = np.zeros_like(fresh)
+            joins[rows[due], first[due]] = True
+            self._join(joins, behind_s, fresh, arrive_s)
+
+    def _behind_s(self, fresh: Flags) -> Array:
+        """When each rank that is behind can join this step; infinite for the others."""
+        ready_s = np.maximum(self.state.machines.finish_s, self.state.now_s[:, None])
+        return np.where(fresh, math.inf, ready_s)
+
+    def _join(self, joins: Flags, behind_s: Array, fresh: Flags, arrive_s: Array) -> None:
+        """These ranks end a late batch and begin one for this step."""
+        where = np.flatnonzero(joins)
+        if not len(where):
+            return
+        state = self.state
+        row = where // state.machines.n
+        self._learn(where)
+        state.report(where, late=True)
+        self.late.reshape(-1)[where] = (state.step[row] - state.version.reshape(-1)[where]).astype(np.int64)
+        state.begin(where, behind_s.reshape(-1)[where], state.step[row])
+        fresh.reshape(-1)[where] = True
+        arrive_s.reshape(-1)[where] = state.machines.finish_s.reshape(-1)[where]
+
+    def _arrived(self, new: Flags) -> None:
+        where = np.flatnonzero(new)
+        if len(where):
+            self._learn(where)
+            self.state.report(where)
+
+    def _learn(self, where: Ints) -> None:
+        """Add a compute time to the last five of these ranks, whose median is their usual one."""
+        machines = self.state.machines
+        recent, seen = self.recent.reshape(-1, _RECENT), self.seen.reshape(-1)
+        recent[where, seen[where] % _RECENT] = (
+            machines.finish_s.reshape(-1)[where] - machines.start_s.reshape(-1)[where]
+        )
+        seen[where] += 1
+        count = np.minimum(seen[where], _RECENT)
+        ordered = np.sort(recent[where], axis=1)
+        index = np.arange(len(where))
+        self.usual.reshape(-1)[where] = 0.5 * (ordered[index, (count - 1) // 2] + ordered[index, count // 2])
+
+    def _typical_s(self) -> Array:
+        """Lower median over the ranks of their usual times, 0 where nothing is known."""
+        known = np.isfinite(self.usual)
+        count = known.sum(axis=1)
+        ordered = np.sort(np.where(known, self.usual, math.inf), axis=1)
+        middle = ordered[np.arange(len(count)), np.maximum(count - 1, 0) // 2]
+        return np.where(count > 0, middle, 0.0)
+
+    def _grace_s(self, offset_s: Array) -> Array:
+        typical_s = self._typical_s()
+        return np.minimum(np.maximum(_GRACE_FRACTION * typical_s, offset_s), np.maximum(typical_s, 1e-3))
+
+    def _offset_s(self) -> Array:
+        """median + 4 MAD of recent arrival offsets; 0 where there are none."""
+        count = np.minimum(self.offset_count, _OFFSETS)
+        middle = np.where(count > 0, _median(self.offsets, count), 0.0)
+        deviation = np.abs(self.offsets - middle[:, None])
+        with np.errstate(invalid="ignore"):
+            value = middle + _GRACE_MADS * _median(deviation, count)
+        return np.where(count > 0, value, 0.0)
+
+    def _worth_waiting(self, missing: Flags, began_s: Array, limit_s: Array) -> Flags:
+        with np.errstate(invalid="ignore"):
+            slow = self.usual > _SLOW * self._typical_s()[:, None]
+            return missing & ~slow & ~(began_s + self.usual > limit_s[:, None])
+
+    def _note_offsets(self, arrived: Flags, arrive_s: Array) -> None:
+        """Add the arrivals, behind the first, of ranks that are not slow; the last 64 are kept."""
+        with np.errstate(invalid="ignore"):
+            fast = arrived & ~(self.usual > _SLOW * self._typical_s()[:, None]) & ~self.strict[:, None]
+        first_s = np.where(arrived, arrive_s, math.inf).min(axis=1)
+        fast &= arrive_s > first_s[:, None]
+        if not fast.any():
+            return
+        order = np.argsort(np.where(fast, arrive_s, math.inf), axis=1, kind="stable")
+        count = fast.sum(axis=1)
+        place = np.arange(arrive_s.shape[1])[None, :]
+        kept = (place < count[:, None]) & (place >= count[:, None] - _OFFSETS)
+        row, column = np.nonzero(kept)
+        slot = (self.offset_count[row] + column) % _OFFSETS
+        self.offsets[row, slot] = arrive_s[row, order[row, column]] - first_s[row]
+        self.offset_count = self.offset_count + count
+
+
+def _median(values: Array, count: Ints) -> Array:
+    """Median of the `count` finite values of each row, the others being infinite."""
+    ordered = np.sort(values, axis=1)
+    row = np.arange(len(values))
+    low = ordered[row, np.maximum(count - 1, 0) // 2]
+    return np.asarray(0.5 * (low + ordered[row, np.minimum(count // 2, values.shape[1] - 1)]))

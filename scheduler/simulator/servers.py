@@ -1,0 +1,234 @@
+"""`ps` and `grouped`: arrivals at servers, in arrays for a fixed x and through the real `ServerRule` for all rules.
+
+A push takes latency and bytes over the rank's link; the servers together carry a number of bytes per second each way,
+so that many pushes at once queue (incast). The answer takes the same way back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.plans import Plan
+from scheduler.progress import alignment
+from scheduler.server_rules import Push, Release, ServerRule, Update, lr_factor
+from scheduler.simulator.base import Mode, State
+from scheduler.simulator.machines import Array, Flags, Ints, Machines
+
+__all__ = ["Arrivals", "Server"]
+
+
+def _capacity(machines: Machines, servers: Sequence[tuple[int, ...]]) -> Array:
+    """Bytes per second all servers take in together; each has an equal part, so the slowest counts."""
+    return np.array(
+        [
+            max(1, len(chosen)) * float(machines.rate[row, list(chosen) or slice(None)].min() if chosen
+            else machines.rate[row].max())
+            for row, chosen in enumerate(servers)
+        ]
+    )
+
+
+class Arrivals(Mode):
+    """`ps(x)`, rule `x` or `backup`: any x arrivals make an update. Many replicas at once.
+
+    Args:
+        state: The job. Batches begun before count as computed on the parameters the servers begin with.
+        plans: One plan per replica, without parents or guard.
+    """
+
+    def __init__(self, state: State, plans: Sequence[Plan]) -> None:
+        super().__init__(state, plans)
+        self._plans = tuple(plans)
+        self.x = np.array([plan.quorum for plan in plans])
+        self.backup = np.array([plan.rule == "backup" for plan in plans])
+        self.length = np.array([lr_factor(plan, plan.quorum) for plan in plans])
+        self._damping(plans)
+        self.relative_ = np.array([plan.damping == "relative" for plan in plans])
+        machines = state.machines
+        machines.look(state.now_s)
+        self.base = state.version.copy()  # Version of the parameters behind each rank's gradient.
+        self.base[:] = state.step[:, None]
+        self.arrive_s = machines.finish_s + self._way_s()
+
+    def take(self, rows: Ints) -> Arrivals:
+        other = super().take(rows)
+        other._plans = tuple(self._plans[int(row)] for row in rows)
+        return other
+
+    def _way_s(self) -> Array:
+        machines = self.state.machines
+        return np.asarray(machines.latency_s[:, None] + machines.bytes[:, None] / machines.rate)
+
+    def step(self) -> None:
+        state, machines = self.state, self.state.machines
+        self._drop_stale()
+        order = np.argsort(self.arrive_s, axis=1, kind="stable")
+        place = np.empty_like(order)
+        np.put_along_axis(place, order, np.broadcast_to(np.arange(machines.n), order.shape), axis=1)
+        chosen = place < self.x[:, None]
+        last_s = np.where(chosen, self.arrive_s, -math.inf).max(axis=1)
+        machines.look(last_s)
+        capacity = _capacity(machines, [plan.servers for plan in self._plans])
+        # The servers cannot take in faster than their links carry.
+        busy_s = self.x * machines.bytes / capacity + machines.server_s
+        end_s = np.maximum(last_s + machines.server_s, state.now_s + busy_s)
+        self._account(chosen, end_s)
+        state.now_s, state.step = end_s, state.step + 1
+        where = np.flatnonzero(chosen)
+        row = where // machines.n
+        state.report(where)
+        way_s = self._way_s().reshape(-1)
+        state.begin(where, end_s[row] + way_s[where], state.step[row])
+        self.base.reshape(-1)[where] = state.step[row]
+        self.arrive_s.reshape(-1)[where] = machines.finish_s.reshape(-1)[where] + way_s[where]
+
+    def _drop_stale(self) -> None:
+        """Rule `backup`: a gradient of older parameters is thrown away when it comes, and its rank starts anew."""
+        if not self.backup.any():
+            return
+        state, machines = self.state, self.state.machines
+        while True:
+            fresh = self.base == state.step[:, None]
+            current = np.where(fresh, self.arrive_s, math.inf)
+            x_th = np.sort(current, axis=1)[np.arange(len(self.x)), self.x - 1]
+            stale = ~fresh & self.backup[:, None] & (self.arrive_s <= x_th[:, None])
+            where = np.flatnonzero(stale)
+            if not len(where):
+                # Old gradients that come later do not count for x.
+                break
+            row, way_s = where // machines.n, self._way_s().reshape(-1)[where]
+            state.report(where, late=True)
+            begin_s = np.maximum(self.arrive_s.reshape(-1)[where], state.now_s[row]) + way_s
+            state.begin(where, begin_s, state.step[row])
+            self.base.reshape(-1)[where] = state.step[row]
+            self.arrive_s.reshape(-1)[where] = machines.finish_s.reshape(-1)[where] + way_s
+
+    def _account(self, chosen: Flags, end_s: Array) -> None:
+        account = self.state.account
+        stale = (self.state.step[:, None] - self.base).astype(np.float64)
+        kept = np.where(self.inverse[:, None], 1.0 / (1.0 + stale), 1.0)
+        spread = np.minimum(1.0, self.state.machines.n / self.x[:, None] / (1.0 + stale))
+        kept = np.where(self.relative_[:, None], spread, kept)
+        factor = np.where(chosen, kept * (self.length / self.x)[:, None], 0.0)
+        length = factor.sum(axis=1)
+        drift = stale * self.length[:, None]
+        account.add(
+            end_s,
+            length=length,
+            signal=(factor * alignment(drift, account.price[:, None])).sum(axis=1),
+            effective=length * length / np.maximum((factor * factor).sum(axis=1), 1e-24),
+            drift=(factor * drift).sum(axis=1) / np.maximum(length, 1e-12),
+            gradients=self.x.astype(np.float64),
+        )
+
+
+class Server(Mode):
+    """`ps` with any rule, and `grouped`, through `ServerRule`; each replica event by event.
+
+    In `grouped` the groups push: a group's gradient is there when its slowest member's and its ring are.
+
+    Args:
+        state: The job, of one replica.
+        plans: Its plan; `grouped` with its groups.
+    """
+
+    def __init__(self, state: State, plans: Sequence[Plan]) -> None:
+        super().__init__(state, plans)
+        (plan,) = plans
+        self.plan, machines = plan, state.machines
+        self.rule = ServerRule(plan, version=int(state.step[0]))
+        if plan.mode == "grouped":
+            self.crews = {group[0]: np.array(group) for group in plan.groups}
+        else:
+            parents = {parent for _, parent in plan.parents}
+            children = {child for child, _ in plan.parents}
+            self.crews = {
+                rank: np.array([rank, *plan.children_of(rank)]) if rank in parents else np.array([rank])
+                for rank in range(plan.world_size)
+                if rank not in children
+            }
+        self.base = dict.fromkeys(self.crews, int(state.step[0]))
+        self.pushes = dict.fromkeys(self.crews, 0)
+        self.lengths = {int(state.step[0]): 0.0}  # Sum of the lengths of all updates before a version.
+        self.moved = 0.0
+        self.busy_s = float(state.now_s[0])
+        machines.look(state.now_s)
+        self.arrive_s = {leader: self._push_s(leader) for leader in self.crews}
+
+    def _push_s(self, leader: int) -> float:
+        """When the push of the batches begun last is at the server."""
+        machines, crew = self.state.machines, self.crews[leader]
+        ready_s = float(machines.finish_s[0, crew].max())
+        if len(crew) > 1 and self.plan.mode == "grouped":
+            members = np.zeros((1, machines.n), dtype=np.bool_)
+            members[0, crew] = True
+            ready_s += float(machines.ring_s(members)[0] + machines.helper_delay_s(members)[0])
+        elif len(crew) > 1:
+            ready_s += float((machines.bytes / machines.rate[0, crew[1:]].min())[0])
+        return ready_s + self._way_s(leader)
+
+    def _way_s(self, leader: int) -> float:
+        machines = self.state.machines
+        return float(machines.latency_s[0] + machines.bytes[0] / machines.rate[0, leader])
+
+    def step(self) -> None:
+        """Up to and with the next update."""
+        before = self.rule.version
+        while self.rule.version == before:
+            leader = min(self.arrive_s, key=lambda one: (self.arrive_s[one], one))
+            self._arrive(leader)
+
+    def _arrive(self, leader: int) -> None:
+        state, machines, crew = self.state, self.state.machines, self.crews[leader]
+        machines.look(np.array([max(self.arrive_s[leader], float(state.now_s[0]))]))
+        capacity = float(_capacity(machines, [self.plan.servers])[0])
+        now_s = max(self.arrive_s[leader], self.busy_s + float(machines.bytes[0]) / capacity)
+        self.busy_s, self.arrive_s[leader] = now_s, math.inf
+        state.report(crew)
+        self.pushes[leader] += 1
+        push = Push(
+            rank=leader,
+            step=self.pushes[leader],
+            version=self.base[leader],
+            weight=float(len(crew)),
+            count=len(crew),
+        )
+        for event in self.rule.push(push):
+            released = event.ranks if isinstance(event, Release) else event.release
+            if isinstance(event, Update):
+                now_s += float(machines.server_s[0])
+                self._account(event, now_s)
+            version = event.number + 1 if isinstance(event, Update) else self.rule.version
+            for rank in released:
+                self._release(rank, now_s, version)
+        state.now_s, state.step = np.array([max(now_s, float(state.now_s[0]))]), np.array([self.rule.version])
+
+    def _release(self, leader: int, now_s: float, version: int) -> None:
+        crew = self.crews[leader]
+        begin_s = now_s + self._way_s(leader)
+        self.base[leader] = version
+        self.state.begin(crew, np.full(len(crew), begin_s), np.full(len(crew), version))
+        self.arrive_s[leader] = self._push_s(leader)
+
+    def _account(self, event: Update, now_s: float) -> None:
+        account = self.state.account
+        factor = np.array([part.factor * len(self.crews[part.rank]) for part in event.parts])
+        weight = np.array([float(len(self.crews[part.rank])) for part in event.parts])
+        drift = np.array([self.moved - self.lengths.get(self.base[part.rank], 0.0) for part in event.parts])
+        length = float(factor.sum())
+        self.moved += length
+        self.lengths[event.number + 1] = self.moved
+        if len(self.lengths) > 4096:
+            oldest = min(self.base.values())
+            self.lengths = {version: moved for version, moved in self.lengths.items() if version >= oldest}
+        account.add(
+            np.array([now_s]),
+            length=np.array([length]),
+            signal=np.array([float((factor * alignment(drift, float(account.price[0]))).sum())]),
+            effective=np.array([length * length / max(float((factor * factor / weight).sum()), 1e-24)]),
+            drift=np.array([float((factor * drift).sum()) / max(length, 1e-12)]),
+            gradients=np.array([float(event.gradients)]),
+        )

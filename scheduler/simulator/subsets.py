@@ -1,0 +1,132 @@
+"""`subgroup(members)` and `local(H)`, many replicas at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.plans import Plan
+from scheduler.progress import alignment
+from scheduler.simulator.base import Mode, State, damped
+from scheduler.simulator.machines import Array, Flags
+
+__all__ = ["Local", "Subgroup"]
+
+_LOCAL_DRIFT = 0.15
+"""Drift per local step of the others that a rank does not see. Much less than a stale gradient's: each rank goes
+downhill by its own steps, and only their difference is lost. Chosen so that 4 local steps cost a few percent at a
+small learning rate and up to a third at a large one, as local SGD is reported to (early phases suffer most)."""
+
+
+class Subgroup(Mode):
+    """The members all-reduce; every other rank sends its gradients late to a parent and gets parameters back.
+
+    A child's gradient is in the first step that its parent closes after it came; the child begins its next batch when
+    the parameters of that step have come over its link. Nobody waits for a child, but a frozen one holds up all:
+    Horovod's cycle meets every process (so does a starved one, for half a pause).
+
+    Args:
+        state: The job, all ranks having the newest parameters or being on a batch for an older step.
+        plans: One plan of mode `subgroup` per replica.
+    """
+
+    def __init__(self, state: State, plans: Sequence[Plan]) -> None:
+        super().__init__(state, plans)
+        self.members = np.array([[rank in plan.members for rank in range(state.machines.n)] for plan in plans])
+        self._damping(plans)
+
+    def step(self) -> None:
+        state, machines = self.state, self.state.machines
+        fresh = self.members & (state.version == state.step[:, None])
+        behind = self.members & ~fresh
+        if behind.any():
+            self._catch_up(behind)
+        close_s = np.where(self.members, machines.finish_s, 0.0).max(axis=1)
+        machines.look(close_s)
+        push_s = machines.finish_s + machines.latency_s[:, None] + machines.bytes[:, None] / machines.rate
+        came = ~self.members & (push_s <= close_s[:, None])
+        end_s = machines.thawed(close_s)
+        end_s = end_s + machines.ring_s(self.members) + machines.helper_delay_s(~self.members & ~came)
+        stale = np.where(came, state.step[:, None] - state.version, 0).astype(np.float64)
+        state.account.add_mean(end_s, damped(self, stale, self.members | came), stale)
+        state.now_s, state.step = end_s, state.step + 1
+        self._go_on(came, end_s)
+
+    def _catch_up(self, behind: Flags) -> None:
+        """Members on an old batch, after a switch, end it without effect and begin one for this step."""
+        state, machines = self.state, self.state.machines
+        where = np.flatnonzero(behind)
+        row = where // machines.n
+        state.report(where, late=True)
+        begin_s = np.maximum(machines.finish_s.reshape(-1)[where], state.now_s[row])
+        state.begin(where, begin_s, state.step[row])
+
+    def _go_on(self, came: Flags, end_s: Array) -> None:
+        state, machines = self.state, self.state.machines
+        for mask, late in ((self.members, False), (came, True)):
+            where = np.flatnonzero(mask)
+            row = where // machines.n
+            state.report(where, late=late)
+            begin_s = end_s[row]
+            if late:
+                begin_s = begin_s + machines.latency_s[row] + machines.bytes[row] / machines.rate.reshape(-1)[where]
+            state.begin(where, begin_s, state.step[row])
+
+
+class Local(Mode):
+    """Every rank makes `local_steps` steps, or as many as fit into `local_s`, of its own; then all average.
+
+    Args:
+        state: The job.
+        plans: One plan of mode `local` per replica.
+    """
+
+    def __init__(self, state: State, plans: Sequence[Plan]) -> None:
+        super().__init__(state, plans)
+        self.local_steps = np.array([plan.local_steps for plan in plans])
+        self.local_s = np.array([plan.local_s for plan in plans])
+
+    def step(self) -> None:
+        state, machines = self.state, self.state.machines
+        begin_s, done = state.now_s.copy(), np.zeros(state.version.shape)
+        working = np.ones(state.version.shape, dtype=np.bool_)
+        end_s = machines.finish_s.copy()
+        while True:
+            where = np.flatnonzero(working)
+            row = where // machines.n
+            state.report(where)
+            done += working
+            end_s = np.where(working, machines.finish_s, end_s)
+            # The rank stops where the step that follows would not fit, judged by its last one.
+            fits = machines.finish_s + machines.duration_s <= (begin_s + self.local_s)[:, None]
+            working &= np.where((self.local_steps > 0)[:, None], done < self.local_steps[:, None], fits)
+            where = np.flatnonzero(working)
+            if not len(where):
+                break
+            row = where // machines.n
+            state.begin(where, machines.finish_s.reshape(-1)[where], state.version.reshape(-1)[where] + 1)
+        close_s = end_s.max(axis=1)
+        machines.look(close_s)
+        end = machines.thawed(close_s)
+        end = end + machines.ring_s()
+        self._account(done, end)
+        state.now_s, state.step = end, state.step + done.max(axis=1).astype(np.int64)
+        everybody = np.arange(done.size)
+        state.begin(everybody, np.repeat(end, machines.n), np.repeat(state.step, machines.n))
+
+    def _account(self, done: Array, end_s: Array) -> None:
+        """An average of n walks of `done` steps: as many steps of n gradients, drifting apart between averagings."""
+        account, count = self.state.account, done.mean(axis=1)
+        drift = _LOCAL_DRIFT * 0.5 * (count - 1.0) * (1.0 - 1.0 / account.world)
+        account.add(
+            np.where(count > 0.0, end_s, math.inf),
+            length=np.ones_like(count),
+            signal=np.asarray(alignment(drift, account.price)),
+            # Unequal walks average less noise out.
+            effective=done.sum(axis=1) ** 2 / np.maximum((done * done).sum(axis=1), 1e-12),
+            drift=drift,
+            gradients=account.world,
+            times=count,
+        )
