@@ -83,6 +83,7 @@ def worker() -> None:
             state.step += 1
             if state.ready and state.step % 400 == 0:
                 facts["committed"] = state.step
+                write_result({"digest": digest(net), "size": int(hvd.size()), "step": state.step, **facts})
                 state.commit()
 
     train(state)
