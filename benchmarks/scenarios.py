@@ -5,12 +5,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["SCENARIOS", "Scenario", "ScenarioError", "bound_s", "make_scenario"]
+__all__ = [
+    "FREEZE_EVERY_S",
+    "FREEZE_S",
+    "KILLED",
+    "MEANS",
+    "SCENARIOS",
+    "Scenario",
+    "ScenarioError",
+    "bound_s",
+    "default_modes",
+    "link_slowdown",
+    "make_scenario",
+]
 
-SCENARIOS = ("none", "one-slow", "two-slow", "rotating", "trace", "quota")
+# How a scenario makes a rank slow. Only `device` acts by the schedule, in the emulated device time.
+MEANS = {
+    "none": "device",
+    "one-slow": "device",
+    "two-slow": "device",
+    "rotating": "device",
+    "trace": "device",
+    "quota": "quota",
+    "slow-link": "link",
+    "frozen": "freeze",
+    "starved": "starve",
+    "killed-worker": "kill",
+    "killed-server": "kill",
+}
+SCENARIOS = tuple(MEANS)
+KILLED = ("killed-worker", "killed-server")
 ONE_SLOWDOWN = 4.0
 TWO_SLOWDOWN = 2.0
+LINK_SLOWDOWN = 10.0
+STARVED_SLOWDOWN = 10.0  # of its fair share of the cores: 5 % of a core for one of 4 ranks on 2 cores
 ROTATE_EVERY_STEPS = 5
+FREEZE_S, FREEZE_EVERY_S = 2.0, 6.0
+FIXED_SLOWDOWN = ("none", "trace", "frozen", *KILLED)
 # A rank whose mean slowdown is above this counts as a straggler when `partial(m)` needs an m.
 STRAGGLER_SLOWDOWN = 1.5
 
@@ -26,7 +57,8 @@ class Scenario:
     Attributes:
         name: One of `SCENARIOS`.
         rows: One row per global step, one factor per rank, shape (n_steps, n_ranks); step k uses row
-            k % n_steps. 1.0 is a rank at normal speed.
+            k % n_steps. 1.0 is a rank at normal speed. Where the means is not `device`, what the factor is of
+            depends on it: CPU share, rate of the link, part of the time in which the rank is not stopped.
     """
 
     name: str
@@ -37,9 +69,18 @@ class Scenario:
         """Number of ranks."""
         return len(self.rows[0])
 
+    @property
+    def means(self) -> str:
+        """How ranks are made slow, a value of `MEANS`."""
+        return MEANS[self.name]
+
     def slowdown(self, rank: int, step: int) -> float:
         """Factor by which `rank` is slower than normal in global step `step`."""
         return self.rows[step % len(self.rows)][rank]
+
+    def device_slowdown(self, rank: int, step: int) -> float:
+        """Factor on the emulated device time: 1 where the scenario slows by other means."""
+        return self.slowdown(rank, step) if self.means == "device" else 1.0
 
     def capacity(self) -> float:
         """Speed of all ranks together, in units of one normal rank, averaged over the schedule."""
@@ -71,34 +112,44 @@ def make_scenario(
         name: One of `SCENARIOS`.
         ranks: Number of ranks of the job.
         trace: Rows of the trace, for `trace` only; more columns than ranks are cut.
-        slowdown: Factor instead of the scenario's own, for all but `none` and `trace`.
+        slowdown: Factor instead of the scenario's own; `none`, `trace`, `frozen` and the killed ones have none.
 
     Raises:
         ScenarioError: Unknown name, too few ranks, or a trace that does not fit.
     """
     if name not in SCENARIOS:
         raise ScenarioError(f"scenario is {name!r}; expected one of {', '.join(SCENARIOS)}")
-    least_ranks = 3 if name == "two-slow" else 1 if name == "none" else 2
+    least_ranks = 3 if name in ("two-slow", *KILLED) else 1 if name == "none" else 2
     if ranks < least_ranks:
         raise ScenarioError(f"scenario {name} with {ranks} ranks; it needs at least {least_ranks}: raise --ranks")
     if slowdown is not None and not 1.0 <= slowdown <= 1000.0:
         raise ScenarioError(f"slowdown is {slowdown}; expected 1 to 1000")
+    if slowdown is not None and name in FIXED_SLOWDOWN:
+        raise ScenarioError(f"slowdown is {slowdown}; scenario {name} takes none: leave --slowdown out")
     if name == "trace":
         return _from_trace(ranks, trace)
-    one = slowdown or ONE_SLOWDOWN
-    if name == "none":
+    if name in ("none", *KILLED):
         rows = [[1.0] * ranks]
     elif name == "two-slow":
         rows = [[1.0] * (ranks - 2) + [slowdown or TWO_SLOWDOWN] * 2]
     elif name == "rotating":
         rows = [
-            [one if rank == turn else 1.0 for rank in range(ranks)]
+            [(slowdown or ONE_SLOWDOWN) if rank == turn else 1.0 for rank in range(ranks)]
             for turn in range(ranks)
             for _ in range(ROTATE_EVERY_STEPS)
         ]
     else:
-        rows = [[1.0] * (ranks - 1) + [one]]
+        rows = [[1.0] * (ranks - 1) + [slowdown or _last_slowdown(name)]]
     return Scenario(name=name, rows=tuple(tuple(row) for row in rows))
+
+
+def _last_slowdown(name: str) -> float:
+    special = {
+        "slow-link": LINK_SLOWDOWN,
+        "starved": STARVED_SLOWDOWN,
+        "frozen": FREEZE_EVERY_S / (FREEZE_EVERY_S - FREEZE_S),
+    }
+    return special.get(name, ONE_SLOWDOWN)
 
 
 def _from_trace(ranks: int, trace: Sequence[Sequence[float]] | None) -> Scenario:
@@ -112,6 +163,20 @@ def _from_trace(ranks: int, trace: Sequence[Sequence[float]] | None) -> Scenario
     return Scenario(name="trace", rows=tuple(tuple(float(v) for v in row[:ranks]) for row in trace))
 
 
+def default_modes(scenario: Scenario) -> tuple[str, ...]:
+    """Fixed modes worth a look beside `auto`: few, so that a run stays short."""
+    m, name = scenario.quorum(), scenario.name
+    if name in ("none", "trace"):
+        return ()
+    if name == "slow-link":
+        return (f"subgroup({','.join(map(str, range(m)))})", f"ps({m})", "local(8)")
+    if name == "killed-server":
+        return (f"ps({m})", "asgd")
+    if name in ("one-slow", "frozen", "starved"):
+        return (f"partial({m})", f"ps({m})", "asgd")
+    return (f"partial({m})", f"ps({m})")
+
+
 def bound_s(straggler_free_s: float, capacity: float, ranks: int) -> float:
     """Time a job would need if every rank always worked at its own speed and nothing was lost.
 
@@ -123,3 +188,17 @@ def bound_s(straggler_free_s: float, capacity: float, ranks: int) -> float:
     if not capacity > 0.0:
         raise ScenarioError(f"capacity is {capacity}; expected more than 0")
     return straggler_free_s * ranks / capacity
+
+
+def link_slowdown(free_step_s: float, model_bytes: float, fast_bits_per_s: float, slow_bits_per_s: float) -> float:
+    """How much slower a step of a rank is whose link is slow, if it sends and receives the model once per step.
+
+    A link carries both directions at once, so a step needs the model's bytes over its rate; the fast link's part is
+    in `free_step_s` already.
+    """
+    if not (free_step_s > 0.0 and 0.0 < slow_bits_per_s <= fast_bits_per_s):
+        raise ScenarioError(
+            f"step of {free_step_s} s, links of {fast_bits_per_s:g} and {slow_bits_per_s:g} bit/s; expected more than "
+            "0, and the second link no faster than the first"
+        )
+    return 1.0 + 8.0 * model_bytes * (1.0 / slow_bits_per_s - 1.0 / fast_bits_per_s) / free_step_s

@@ -80,7 +80,8 @@ class Mode(Replicas):
 
     def leave_s(self) -> Array:
         """When all ranks have ended what they are on, shape (replicas,): the earliest end of the mode."""
-        return np.maximum(self.state.now_s, self.state.machines.finish_s.max(axis=1))
+        ended: Array = np.maximum(self.state.now_s, self.state.machines.finish_s.max(axis=1))
+        return ended
 
     def _damping(self, plans: Sequence[Plan]) -> None:
         self.inverse = np.array([plan.damping == "inverse" for plan in plans])

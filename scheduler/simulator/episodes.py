@@ -174,7 +174,8 @@ def _factor(rng: np.random.Generator, kind: str) -> float:
 
 def _spells(rng: np.random.Generator, rank: int, kind: str, step_s: float, horizon_s: float) -> list[Episode]:
     """Disturbed and undisturbed periods of one rank, of log-uniform length between ten steps and twice the job."""
-    spells, now_s = [], float(rng.choice((0.0, rng.uniform(0.0, 0.5 * horizon_s))))
+    spells: list[Episode] = []
+    now_s = float(rng.choice((0.0, rng.uniform(0.0, 0.5 * horizon_s))))
     length_s = math.exp(rng.uniform(math.log(10.0 * step_s), math.log(2.0 * horizon_s)))
     factor = _factor(rng, kind)
     while now_s < 1.5 * horizon_s and len(spells) < 200:
@@ -216,7 +217,7 @@ def _bursts(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -
 
 def _frozen(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
     """One or two ranks that stand still again and again."""
-    episodes = []
+    episodes: list[Episode] = []
     for rank in rng.choice(n, size=min(n, int(rng.integers(1, 3))), replace=False):
         pause_s = max(1.0, step_s * float(rng.uniform(5.0, 60.0)))
         every_s = pause_s * float(rng.uniform(2.0, 12.0))

@@ -21,7 +21,7 @@ from scheduler.plans import Plan
 from scheduler.records import RankStats, Window
 from scheduler.simulator.account import Account
 from scheduler.simulator.base import HISTORY, Mode, State
-from scheduler.simulator.machines import Ints, Machines
+from scheduler.simulator.machines import Array, Ints, Machines
 from scheduler.simulator.rounds import Rounds
 from scheduler.simulator.scenario import Scenario
 from scheduler.simulator.servers import Arrivals, Server
@@ -237,7 +237,7 @@ class Job:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _errors(self) -> tuple[float, np.ndarray]:  # type: ignore[type-arg]
+    def _errors(self) -> tuple[float, Array]:
         """Errors of the measured noise scale and link rates, slowly changing, of unit variance."""
         noise, links = self._measured
         keep, new = 0.9, math.sqrt(1.0 - 0.9 * 0.9)
@@ -300,9 +300,7 @@ def _switched(state: State, mode: Mode, before: Plan, plan: Plan) -> Mode:
         return mode
     machines.look(np.maximum(state.now_s, 0.0))
     end_s = machines.thawed(mode.leave_s())
-    if before.family == plan.family == "rounds":
-        cost_s = machines.switch_s
-    elif before.family == plan.family == "ps":
+    if before.family == plan.family == "rounds" or before.family == plan.family == "ps":
         cost_s = machines.switch_s
     else:
         cost_s = machines.handover_s + _STATE_COPIES * machines.bytes / machines.rate.min(axis=1)

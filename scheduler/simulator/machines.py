@@ -62,7 +62,9 @@ class Machines(Replicas):
         ValueError: No scenario, or different world sizes.
     """
 
-    shared = frozenset(("_jitter", "_base_s", "_edges", "_slowdown", "_status_edges", "_link", "_starved", "_fed", "_rows"))
+    shared = frozenset(
+        ("_jitter", "_base_s", "_edges", "_slowdown", "_status_edges", "_link", "_starved", "_fed", "_rows")
+    )
 
     def __init__(self, scenarios: Sequence[Scenario]) -> None:
         sizes = {scenario.world_size for scenario in scenarios}
@@ -216,12 +218,14 @@ class Machines(Replicas):
             rate = np.where(members, self.rate, math.inf).min(axis=1)
         wire_s = 2.0 * (count - 1.0) / count * self.bytes / rate
         exposed_s = np.maximum(0.1 * wire_s, wire_s - self.hidden_s)
-        return np.where(count > 1.0, self.cycle_s + 2.0 * self.latency_s + exposed_s, 0.0)
+        total_s: Array = np.where(count > 1.0, self.cycle_s + 2.0 * self.latency_s + exposed_s, 0.0)
+        return total_s
 
     def helper_delay_s(self, missing: Flags) -> Array:
         """How long a collective waits for the helpers of missing ranks that are starved: half a pause."""
         stopped = np.where(missing & np.isfinite(self.starved), 1.0 - 1.0 / self.starved, 0.0)
-        return 0.5 * self.pause_s * stopped.max(axis=1)
+        delay_s: Array = 0.5 * self.pause_s * stopped.max(axis=1)
+        return delay_s
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

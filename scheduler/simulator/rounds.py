@@ -133,7 +133,8 @@ class Rounds(Mode):
             first = behind_s.argmin(axis=1)
             due = (behind_s[rows, first] <= quorum_s) & np.isfinite(behind_s[rows, first])
             if not due.any():
-                return quorum_s
+                settled: Array = quorum_s
+                return settled
             joins = np.zeros_like(fresh)
             joins[rows[due], first[due]] = True
             self._join(joins, behind_s, fresh, arrive_s)
@@ -200,7 +201,8 @@ class Rounds(Mode):
     def _worth_waiting(self, missing: Flags, began_s: Array, limit_s: Array) -> Flags:
         with np.errstate(invalid="ignore"):
             slow = self.usual > _SLOW * self._typical_s()[:, None]
-            return missing & ~slow & ~(began_s + self.usual > limit_s[:, None])
+            worth: Flags = missing & ~slow & ~(began_s + self.usual > limit_s[:, None])
+            return worth
 
     def _note_offsets(self, arrived: Flags, arrive_s: Array) -> None:
         """Add the arrivals, behind the first, of ranks that are not slow; the last 64 are kept."""

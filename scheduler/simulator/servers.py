@@ -51,6 +51,8 @@ class Arrivals(Mode):
         machines.look(state.now_s)
         self.base = state.version.copy()  # Version of the parameters behind each rank's gradient.
         self.base[:] = state.step[:, None]
+        self.moved = np.zeros(machines.replicas)  # Sum of the lengths of all updates.
+        self.base_moved = np.zeros(self.base.shape)
         self.arrive_s = machines.finish_s + self._way_s()
 
     def take(self, rows: Ints) -> Arrivals:
@@ -79,6 +81,7 @@ class Arrivals(Mode):
         state.now_s, state.step = end_s, state.step + 1
         where = np.flatnonzero(chosen)
         row = where // machines.n
+        self.base_moved.reshape(-1)[where] = self.moved[row]
         state.report(where)
         way_s = self._way_s().reshape(-1)
         state.begin(where, end_s[row] + way_s[where], state.step[row])
@@ -104,6 +107,7 @@ class Arrivals(Mode):
             begin_s = np.maximum(self.arrive_s.reshape(-1)[where], state.now_s[row]) + way_s
             state.begin(where, begin_s, state.step[row])
             self.base.reshape(-1)[where] = state.step[row]
+            self.base_moved.reshape(-1)[where] = self.moved[row]
             self.arrive_s.reshape(-1)[where] = machines.finish_s.reshape(-1)[where] + way_s
 
     def _account(self, chosen: Flags, end_s: Array) -> None:
@@ -114,7 +118,8 @@ class Arrivals(Mode):
         kept = np.where(self.relative_[:, None], spread, kept)
         factor = np.where(chosen, kept * (self.length / self.x)[:, None], 0.0)
         length = factor.sum(axis=1)
-        drift = stale * self.length[:, None]
+        drift = self.moved[:, None] - self.base_moved
+        self.moved = self.moved + length
         account.add(
             end_s,
             length=length,

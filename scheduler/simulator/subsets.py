@@ -95,7 +95,6 @@ class Local(Mode):
         end_s = machines.finish_s.copy()
         while True:
             where = np.flatnonzero(working)
-            row = where // machines.n
             state.report(where)
             done += working
             end_s = np.where(working, machines.finish_s, end_s)
@@ -105,7 +104,6 @@ class Local(Mode):
             where = np.flatnonzero(working)
             if not len(where):
                 break
-            row = where // machines.n
             state.begin(where, machines.finish_s.reshape(-1)[where], state.version.reshape(-1)[where] + 1)
         close_s = end_s.max(axis=1)
         machines.look(close_s)

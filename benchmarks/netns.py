@@ -1,0 +1,206 @@
+"""Hosts on one machine: network namespaces on a bridge, every link with a rate of its own, removed afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+__all__ = ["INTERFACE", "Host", "Network", "NetworkError", "burst_bytes", "check_tools", "hosts_text", "stale_names"]
+
+INTERFACE = "e0"  # of every host, inside its namespace
+PREFIX = "slab"
+NAMES = re.compile(rf"{PREFIX}([0-9a-f]+)(?:[-v]\d+)?")
+SETTINGS = Path("/etc/netns")
+COMMAND_DEADLINE_S = 20.0
+# The kernel refills a token bucket at least 250 times a second; a bucket smaller than one refill loses rate.
+REFILLS_PER_S = 250
+LEAST_BURST_BYTES = 64 * 1024  # one segmentation-offload packet
+QUEUE_MS = 50
+
+
+class NetworkError(RuntimeError):
+    """No rated links can be had here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One host: a namespace with one interface.
+
+    Attributes:
+        name: Host name, known inside all namespaces.
+        namespace: Name of the network namespace.
+        address: IPv4 address of its interface.
+        outer: Name of the other end of its link, at the bridge.
+    """
+
+    name: str
+    namespace: str
+    address: str
+    outer: str
+
+
+def check_tools() -> None:
+    """See whether namespaces can be had at all.
+
+    Raises:
+        NetworkError: Not root, or a program is missing.
+    """
+    missing = [name for name in ("ip", "tc") if _program(name) is None]
+    if missing:
+        raise NetworkError(f"{' and '.join(missing)} not found: on Debian or Ubuntu, apt-get install iproute2")
+    if os.geteuid() != 0:
+        raise NetworkError(f"network namespaces need root; this is user {os.geteuid()}: use sudo or a container")
+
+
+def burst_bytes(bits_per_s: float) -> int:
+    """Bucket of the token bucket filter: two refills of the kernel, at least one large packet."""
+    return max(LEAST_BURST_BYTES, round(2 * bits_per_s / 8 / REFILLS_PER_S))
+
+
+def hosts_text(own: Host, hosts: list[Host]) -> str:
+    """The hosts file of a namespace; the machine's own name is the namespace's address there."""
+    lines = ["127.0.0.1 localhost", f"{own.address} {socket.gethostname()}"]
+    return "".join(f"{line}\n" for line in [*lines, *(f"{host.address} {host.name}" for host in hosts)])
+
+
+def stale_names(names: list[str]) -> list[str]:
+    """Those of `names` that a driver of this laboratory made which is not running any more."""
+    found = []
+    for name in names:
+        match = NAMES.fullmatch(name)
+        if match and not psutil.pid_exists(int(match.group(1), 16)):
+            found.append(name)
+    return found
+
+
+class Network:
+    """Hosts with rated links, as long as the `with` block lasts.
+
+    Both directions of a link are rated. A run that was killed before it could remove its namespaces is cleaned up
+    after by the next one.
+    """
+
+    def __init__(self, hosts: int, bits_per_s: float) -> None:
+        """Choose names and addresses; nothing is made yet.
+
+        Args:
+            hosts: How many.
+            bits_per_s: Rate of every link until `set_rate`.
+        """
+        tag = f"{PREFIX}{os.getpid():x}"
+        # 198.18.0.0/15 is set aside for measurements of networks (RFC 2544): it is nobody's address.
+        subnet = f"198.{18 + os.getpid() // 256 % 2}.{os.getpid() % 256}"
+        self.bridge, self.gateway = tag, f"{subnet}.254"
+        self.hosts = [
+            Host(name=f"host{i}", namespace=f"{tag}-{i}", address=f"{subnet}.{i + 1}", outer=f"{tag}v{i}")
+            for i in range(hosts)
+        ]
+        self._bits_per_s = bits_per_s
+
+    def __enter__(self) -> Network:
+        check_tools()
+        _remove_stale()
+        try:
+            _ip("link", "add", self.bridge, "type", "bridge")
+            _ip("addr", "add", f"{self.gateway}/24", "dev", self.bridge)
+            _ip("link", "set", self.bridge, "up")
+            for host in self.hosts:
+                self._make(host)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _make(self, host: Host) -> None:
+        inside = ("-n", host.namespace)
+        settings = SETTINGS / host.namespace
+        settings.mkdir(parents=True, exist_ok=True)
+        (settings / "hosts").write_text(hosts_text(host, self.hosts), encoding="utf-8")
+        _ip("netns", "add", host.namespace)
+        _ip("link", "add", host.outer, "type", "veth", "peer", "name", INTERFACE, "netns", host.namespace)
+        _ip("link", "set", host.outer, "master", self.bridge, "up")
+        _ip(*inside, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+        _ip(*inside, "link", "set", INTERFACE, "up")
+        _ip(*inside, "link", "set", "lo", "up")
+        _ip("netns", "exec", host.namespace, "true")
+        self._rate(host, "add", self._bits_per_s)
+
+    def set_rate(self, index: int, bits_per_s: float) -> None:
+        """Rate of both directions of a host's link, from now on."""
+        self._rate(self.hosts[index], "change", bits_per_s)
+
+    def _rate(self, host: Host, verb: str, bits_per_s: float) -> None:
+        shape = ("root", "tbf", "rate", f"{round(bits_per_s)}bit", "burst", f"{burst_bytes(bits_per_s)}b")
+        shape += ("latency", f"{QUEUE_MS}ms")
+        for options, device in ((("-n", host.namespace), INTERFACE), ((), host.outer)):
+            _run("tc", *options, "qdisc", verb, "dev", device, *shape)
+
+    def __exit__(self, *_: object) -> None:
+        """Remove everything, also what was made only in part."""
+        for host in self.hosts:
+            _end_inside(host.namespace)
+            _remove_namespace(host.namespace)
+            _ip("link", "del", host.outer, check=False)
+        _ip("link", "del", self.bridge, check=False)
+
+
+def _end_inside(namespace: str) -> None:
+    """End what still runs in a namespace of ours: it was started by a job that is over."""
+    for text in _ip("netns", "pids", namespace, check=False).split():
+        try:
+            psutil.Process(int(text)).kill()
+        except (psutil.NoSuchProcess, ValueError):
+            pass
+
+
+def _remove_namespace(namespace: str) -> None:
+    _ip("netns", "del", namespace, check=False)
+    shutil.rmtree(SETTINGS / namespace, ignore_errors=True)
+    try:
+        SETTINGS.rmdir()
+    except OSError:  # others have theirs in it, or it is not there
+        pass
+
+
+def _remove_stale() -> None:
+    listed = [line.split()[0] for line in _ip("netns", "list", check=False).splitlines() if line.strip()]
+    kept = [path.name for path in SETTINGS.iterdir()] if SETTINGS.is_dir() else []
+    for namespace in stale_names(sorted({*listed, *kept})):
+        _remove_namespace(namespace)
+    for link in stale_names(list(psutil.net_if_stats())):
+        _ip("link", "del", link, check=False)
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
+
+
+def _ip(*arguments: str, check: bool = True) -> str:
+    return _run("ip", *arguments, check=check)
+
+
+def _run(name: str, *arguments: str, check: bool = True) -> str:
+    try:
+        done = subprocess.run(
+            [_program(name) or name, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_DEADLINE_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        if check:
+            raise NetworkError(f"{name} {' '.join(arguments)}: {error}") from None
+        return ""
+    if check and done.returncode != 0:
+        said = done.stderr.strip() or f"exit status {done.returncode}"
+        raise NetworkError(f"{name} {' '.join(arguments)}: {said}")
+    return done.stdout

@@ -1,0 +1,147 @@
+"""Batch sizes that make the slowest rank as fast as possible: an exact min-max program (BOA, Yang et al. 2020).
+
+    minimize over b  max_i t_i(b_i)    with  sum b_i = B,  l_i <= b_i <= u_i, integers,  t_i(b) = alpha_i + beta_i b
+
+For a time T rank i can have b_i(T) = clamp(floor((T - alpha_i) / beta_i), l_i, u_i) samples, so the least T whose
+sizes sum to B or more is found by bisection, and what is too much is taken back, sample by sample, from whoever is
+then slowest. Equal to brute force on random instances; 512 ranks take milliseconds. Weight each gradient by b_i / B.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Balance", "balance", "fit_linear", "worth_changing"]
+
+Array = npt.NDArray[np.float64]
+
+_GAIN = 0.05
+"""Predicted gain below which sizes stay: a new size costs the loader its prefetched batches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """Batch sizes.
+
+    Attributes:
+        sizes: Samples of every rank.
+        time_s: Time of the slowest rank, seconds.
+    """
+
+    sizes: tuple[int, ...]
+    time_s: float
+
+
+def balance(
+    fixed_s: Sequence[float],
+    per_sample_s: Sequence[float],
+    total: int,
+    *,
+    least: Sequence[int] | None = None,
+    most: Sequence[int] | None = None,
+) -> Balance:
+    """Divide `total` samples so that the slowest rank is as fast as possible.
+
+    Args:
+        fixed_s: alpha of every rank, seconds.
+        per_sample_s: beta of every rank, seconds per sample, above 0.
+        total: B.
+        least: Fewest samples of every rank; 0 if not given.
+        most: Most samples, by memory; B if not given.
+
+    Raises:
+        ValueError: Numbers out of range, of different lengths, or bounds that leave no solution.
+    """
+    n = len(fixed_s)
+    low = np.zeros(n, dtype=np.int64) if least is None else np.asarray(least, dtype=np.int64)
+    high = np.full(n, total, dtype=np.int64) if most is None else np.asarray(most, dtype=np.int64)
+    alpha, beta = np.asarray(fixed_s, dtype=np.float64), np.asarray(per_sample_s, dtype=np.float64)
+    _check(alpha, beta, total, low, high)
+    sizes = _at_time(_least_time_s(alpha, beta, total, low, high), alpha, beta, low, high)
+    surplus = int(sizes.sum()) - total
+    heap = [(-(alpha[i] + beta[i] * sizes[i]), i) for i in range(n) if sizes[i] > low[i]]
+    heapq.heapify(heap)
+    for _ in range(surplus):
+        _, i = heapq.heappop(heap)
+        sizes[i] -= 1
+        if sizes[i] > low[i]:
+            heapq.heappush(heap, (-(alpha[i] + beta[i] * sizes[i]), i))
+    return Balance(sizes=tuple(sizes.tolist()), time_s=_time_s(sizes, alpha, beta))
+
+
+def _least_time_s(
+    alpha: Array, beta: Array, total: int, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
+) -> float:
+    """A time just large enough for `total` samples."""
+    begin, end = 0.0, float((alpha + beta * high).max())
+    for _ in range(200):
+        middle = 0.5 * (begin + end)
+        if middle <= begin or middle >= end:
+            break
+        if int(_at_time(middle, alpha, beta, low, high).sum()) >= total:
+            end = middle
+        else:
+            begin = middle
+    return end
+
+
+def _at_time(
+    time_s: float, alpha: Array, beta: Array, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    # A whole number that rounding left just below itself counts.
+    fit = np.floor((time_s - alpha) / beta * (1.0 + 1e-12) + 1e-9)
+    return np.clip(fit, low, high).astype(np.int64)
+
+
+def _time_s(sizes: npt.NDArray[np.int64], alpha: Array, beta: Array) -> float:
+    """Time of the slowest; a rank without samples takes none."""
+    return float(np.where(sizes > 0, alpha + beta * sizes, 0.0).max(initial=0.0))
+
+
+def _check(
+    alpha: Array, beta: Array, total: int, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
+) -> None:
+    lengths = {len(alpha), len(beta), len(low), len(high)}
+    if len(lengths) != 1 or not len(alpha):
+        raise ValueError(f"balance got lists of lengths {sorted(lengths)}; expected one entry for every rank")
+    if not (np.isfinite(alpha).all() and np.isfinite(beta).all() and (alpha >= 0.0).all() and (beta > 0.0).all()):
+        raise ValueError("balance got times that are no times; expected fixed_s >= 0 and per_sample_s > 0, finite")
+    if total < 1 or (low < 0).any() or (low > high).any() or not int(low.sum()) <= total <= int(high.sum()):
+        raise ValueError(
+            f"balance cannot divide {total} samples: the ranks take {int(low.sum())} to {int(high.sum())}; "
+            "expected bounds around the total"
+        )
+
+
+def fit_linear(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
+    """(alpha, beta) of t(b) = alpha + beta b, by least squares with both at least 0.
+
+    With one size only, everything is counted as proportional: alpha is 0.
+
+    Raises:
+        ValueError: No pairs, or numbers that are none.
+    """
+    b, t = np.asarray(sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
+    if len(b) != len(t) or not len(b) or not ((b > 0.0).all() and np.isfinite(t).all() and (t > 0.0).all()):
+        raise ValueError(f"fit_linear got {len(b)} sizes and {len(t)} times; expected as many, all above 0")
+    proportional = float((t * b).sum() / (b * b).sum())
+    spread = float(((b - b.mean()) ** 2).sum())
+    if spread <= 0.0:
+        return 0.0, proportional
+    beta = float(((b - b.mean()) * (t - t.mean())).sum()) / spread
+    alpha = float(t.mean() - beta * b.mean())
+    if beta <= 0.0:
+        return float(t.mean()), 1e-12
+    return (alpha, beta) if alpha >= 0.0 else (0.0, proportional)
+
+
+def worth_changing(present_s: float, balanced_s: float, *, change_s: float = 0.0, steps: float = math.inf) -> bool:
+    """Whether new sizes gain more than 5 % of the step, and the change itself within `steps` steps."""
+    gain_s = present_s - balanced_s
+    return gain_s > _GAIN * present_s and gain_s * steps > change_s

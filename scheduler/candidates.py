@@ -1,0 +1,185 @@
+"""The plans worth considering at a moment: a small set, the same for the same conditions.
+
+All modes, with the arguments that the expected times suggest: as many ranks left out as are slow at once, groups and
+members by speed and link, servers away from trouble. While nobody is slow there is little to choose from: `sync`, the
+plan in force, and `partial` with one rank to spare. `local` is offered against trouble only, never for communication
+alone: equal ranks stay in `sync`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler.causes import LINK_RATIO, RESOLUTION_S, THRESHOLD
+from scheduler.cost_model import Array, Conditions
+from scheduler.grouping import progressive_groups, similar_groups
+from scheduler.placement import HostLoad, place_servers
+from scheduler.plans import MODES, Plan
+
+__all__ = ["Trouble", "candidates", "find_trouble"]
+
+_SELDOM = 0.08
+"""Part of its reports that make a rank slow now and then; alexnet's 5 ms of jitter reach 3 % past `RESOLUTION_S`."""
+
+_MANY = 128
+"""Ranks from which groups are formed by two cuts instead of a table of n^2 entries."""
+
+_PLACING_S = 0.05  # As in `policy_causes`.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """Who is slow, by the times to expect.
+
+    Attributes:
+        slow: Ranks whose work takes longer on average.
+        now_and_then: Ranks that are slow in some of the steps.
+        links: Ranks with a slow link.
+        at_once: Ranks that are slow in the same step: usually, and in one of ten steps with any, ascending.
+    """
+
+    slow: tuple[int, ...]
+    now_and_then: tuple[int, ...]
+    links: tuple[int, ...]
+    at_once: tuple[int, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.slow or self.now_and_then or self.links)
+
+
+def find_trouble(conditions: Conditions) -> Trouble:
+    """Read off the expected times who is in trouble; nobody beyond half of the ranks."""
+    times = conditions.times_s
+    usual_s, typical_s = conditions.usual_s, conditions.typical_s
+    limit_s = max(THRESHOLD * typical_s, typical_s + RESOLUTION_S)
+    late = times > limit_s
+    share = late.mean(axis=0)
+    slow = np.flatnonzero(usual_s > limit_s)
+    seldom = np.flatnonzero((share > _SELDOM) & ~(usual_s > limit_s))
+    rate = np.sort(conditions.rate)[(conditions.world_size - 1) // 2]
+    finite = bool(np.isfinite(rate)) and conditions.comm_bytes / rate > 0.02 * typical_s
+    links = np.flatnonzero(conditions.rate < LINK_RATIO * rate) if finite else np.zeros(0, dtype=np.int64)
+    # A batch of 4 usual times is late for 4 steps: once nobody waits, more ranks are late at once than begin to be.
+    load = np.ceil(times / typical_s - 0.25) - 1.0
+    overlap = np.where(late, np.maximum(load, 1.0), 0.0).sum(axis=1).mean()
+    counts = late.sum(axis=1)
+    counts = counts[counts > 0]
+    at_once = {int(np.median(counts)), int(np.quantile(counts, 0.9)), round(float(overlap))} if len(counts) else {1}
+    most = max(1, conditions.world_size // 2)
+    if 0 < len(slow) <= most:
+        at_once.add(len(slow))
+    return Trouble(
+        slow=tuple(slow.tolist()),
+        now_and_then=tuple(seldom.tolist()),
+        links=tuple(links.tolist()),
+        at_once=tuple(sorted({min(max(1, count), most) for count in at_once})),
+    )
+
+
+def candidates(
+    conditions: Conditions,
+    active: Plan | None = None,
+    *,
+    allowed: Collection[str] = MODES,
+    hosts: Sequence[str] | None = None,
+) -> list[Plan]:
+    """The plans to choose among: `sync` first, then the active one, each once.
+
+    Args:
+        conditions: What is expected.
+        active: The plan in force, always among them while its mode is allowed. Damping and the bound on staleness of
+            the modes of rounds are carried over from it.
+        allowed: Modes this job can run. `sync` is offered where nothing else is.
+        hosts: Host of every rank, to place servers.
+    """
+    n = conditions.world_size
+    offered = [Plan.sync(n)]
+    if n > 1:
+        trouble = find_trouble(conditions)
+        offered += [active] if active is not None else []
+        offered += [Plan.partial(n, n - out) for out in trouble.at_once if out < n]
+        if trouble:
+            offered += _subgroups(conditions, trouble)
+            offered += _grouped(conditions)
+            offered += _servers(conditions, trouble, hosts)
+            offered += [Plan.local(n, steps=4), Plan.local(n, steps=16)]
+            offered += [Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
+    carried = {"max_staleness": active.max_staleness} if active is not None else {}
+    if active is not None and active.mode in ("sync", "partial", "subgroup"):
+        carried["damping"] = active.damping  # type: ignore[assignment]
+    found: dict[tuple[object, ...], Plan] = {}
+    for plan in offered:
+        if plan.mode not in allowed:
+            continue
+        if plan is not active and plan.mode in ("sync", "partial", "subgroup"):
+            plan = plan.replace(**carried)
+        found.setdefault(_key(plan), plan)
+    return list(found.values()) or [Plan.sync(n)]
+
+
+def _key(plan: Plan) -> tuple[object, ...]:
+    """What makes plans different."""
+    return (plan.mode, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack, plan.servers, plan.local_steps,
+            plan.local_s, plan.lr_rule)
+
+
+def _subgroups(conditions: Conditions, trouble: Trouble) -> list[Plan]:
+    """Without the slow ranks, without the slow links, and without either."""
+    n, plans = conditions.world_size, []
+    for outside in (set(trouble.slow), set(trouble.links), {*trouble.slow, *trouble.links}):
+        if 0 < len(outside) <= n // 2:
+            plans.append(Plan.subgroup(n, [r for r in range(n) if r not in outside]))
+    return plans
+
+
+def _grouped(conditions: Conditions) -> list[Plan]:
+    """Two groups by speed, and as many as pay."""
+    n = conditions.world_size
+    way_s = 2.0 * conditions.comm_bytes / conditions.rate
+    times_s = conditions.usual_s + way_s
+    layouts = [_two_groups(times_s)]
+    if 2 < n <= _MANY:
+        layouts.append(progressive_groups(times_s.tolist()))
+    return [Plan.grouped(n, groups) for groups in layouts if len(groups) > 1]
+
+
+def _two_groups(times_s: Array) -> tuple[tuple[int, ...], ...]:
+    """The two groups of highest throughput: a cut in the order of times."""
+    order = np.argsort(times_s, kind="stable")
+    ordered, n = times_s[order], len(times_s)
+    if n < 2:
+        return (tuple(range(n)),)
+    cut = np.arange(1, n)
+    best = int(cut[np.argmax(cut / ordered[:-1] + (n - cut) / ordered[-1])])
+    fast, slow = sorted(order[:best].tolist()), sorted(order[best:].tolist())
+    return tuple(sorted((tuple(fast), tuple(slow))))
+
+
+def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | None) -> list[Plan]:
+    n = conditions.world_size
+    bad = {*trouble.slow, *trouble.links}
+    loads = [
+        HostLoad(
+            rank=rank,
+            host=hosts[rank] if hosts is not None else f"rank {rank}",
+            link_bytes_per_s=float(rate) if math.isfinite(rate) else math.nan,
+            straggling=rank in bad,
+        )
+        for rank, rate in enumerate(conditions.rate)
+    ]
+    most = 0 if hosts is not None else 1
+    servers = place_servers(loads, int(conditions.comm_bytes), round_s=_PLACING_S, most=most).servers
+    out = [len(bad), *trouble.at_once]
+    wanted = sorted({n - count for count in out if 0 < count <= n // 2}, reverse=True)
+    plans = [Plan.ps(n, x, servers=servers) for x in wanted]
+    plans += [Plan.ps(n, x, rule="backup", lr_rule="none", servers=servers) for x in wanted[:1]]
+    plans.append(Plan.ps(n, 1, servers=servers))
+    if n <= _MANY:
+        groups = similar_groups(conditions.usual_s.tolist())
+        if 1 < len(groups) < n:
+            plans.append(Plan.ps(n, 1, rule="groups", groups=groups, servers=servers))
+    return plans

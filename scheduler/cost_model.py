@@ -1,0 +1,365 @@
+"""What every mode would cost now: step interval from recent times, progress per update, price of staleness.
+
+    relative time to progress = (interval / progress of an update) / (the same of sync)
+
+Intervals come from replaying the ranks' recent times, row by row, under the rules of the mode: a closed form of the
+static order (STAR section 4.3) is 7.5 times too optimistic for seven equal ranks and one of twice the time, where the
+event simulation of section 4.4 gives .13 .29 .50 .67 1.0 1.0 1.0 2.0. Communication is bytes over link rates, behind
+what computing hides. The progress of an update is `scheduler.progress`; with a price of staleness of 0 equal ranks
+would choose ASGD (section 4.10), with any price of at least the learning-rate ratio they choose `sync`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.causes import PERSISTENCE, Readings
+from scheduler.grouping import progressive_groups, similar_groups, speed_groups
+from scheduler.plans import Plan
+from scheduler.progress import alignment, update_progress
+from scheduler.records import Window
+from scheduler.replay import Flow, order_interval, partial_flow, server_flow
+from scheduler.staleness import StalenessPrice
+
+__all__ = ["Conditions", "Prediction", "order_interval", "predict", "rank", "settle"]
+
+Array = npt.NDArray[np.float64]
+
+NOISE = 4.0
+"""phi, in gradients of one rank, where nothing is known: in the middle of STAR's tables at a batch of 128."""
+
+LR_RATIO = 0.5
+"""rho where nothing is known: learning rates are chosen below the edge, by a factor of about two."""
+
+_OVERLAP = 0.4
+"""Part of the compute time under which an all-reduce hides: the backward pass but for its first bucket."""
+
+_CYCLE_S, _WAY_S = 1.5e-3, 2e-4  # A collective's negotiation; a message's latency both ways, and a server's work.
+_PAUSE_S = 0.05  # Half a cgroup period: what a starved helper keeps a collective waiting.
+_DRIFT_LIMIT, _DRIFT_SOFTNESS = 0.9, 0.12
+"""Chance to reach the target falls around a drift of 0.9: ASGD of 8 ranks, 0.875, is where runs begin to miss it
+(Sync-Switch: one of four runs reaches 0.90, none 0.915)."""
+_ROWS, _ROWS_MANY, _MANY = 24, 5, 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a decision knows of a moment.
+
+    Attributes:
+        times_s: Compute times to expect, one row per step, shape (n_steps, n_ranks), seconds.
+        rate: Link of every rank in bytes per second; infinite where unknown.
+        comm_bytes: Gradient bytes.
+        noise: phi in gradients of one rank.
+        starved: Part of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
+        frozen_s: Mean time per step that a rank which freezes keeps every collective waiting, seconds.
+        lr_ratio: rho (`scheduler.progress`).
+        price: Price of staleness.
+        usual_s: Mean time of every rank, shape (n_ranks,).
+        typical_s: Lower median of them.
+        prices: The price, its 5 % and its 95 % quantile.
+    """
+
+    times_s: Array
+    rate: Array
+    comm_bytes: float = 0.0
+    noise: float = NOISE
+    starved: Array = field(default_factory=lambda: np.zeros(0))
+    frozen_s: float = 0.0
+    lr_ratio: float = LR_RATIO
+    price: StalenessPrice = field(default_factory=StalenessPrice)
+    usual_s: Array = field(init=False)
+    typical_s: float = field(init=False)
+    prices: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        usual_s = np.asarray(self.times_s.mean(axis=0))
+        object.__setattr__(self, "usual_s", usual_s)
+        object.__setattr__(self, "typical_s", float(np.sort(usual_s)[(len(usual_s) - 1) // 2]))
+        object.__setattr__(self, "prices", np.array([self.price.value, *self.price.quantiles(0.05, 0.95)]))
+
+    @property
+    def world_size(self) -> int:
+        return int(self.times_s.shape[1])
+
+    @classmethod
+    def from_window(cls, window: Window, price: StalenessPrice | None = None) -> Conditions | None:
+        """Read a window; None while a rank has not reported yet.
+
+        Times to come are those of a rank's present slow run where it is in one, else its recent ones: what comes and
+        goes is expected to come again as often as it did. A rank that is silent is as slow as its silence.
+        """
+        readings = Readings(window)
+        if window.world_size == 0 or not all(readings.reports) or math.isnan(readings.reference_s):
+            return None
+        rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY
+        times = np.stack([_expected(readings, r, rows) for r in range(window.world_size)], axis=1)
+        rate = np.array([_known(stats.link_bytes_per_s, math.inf) for stats in window.ranks])
+        starved = np.array([min(0.99, stats.starved_share) for stats in window.ranks])
+        return cls(
+            times_s=times,
+            rate=rate,
+            comm_bytes=float(window.comm_bytes),
+            noise=_known(window.noise_scale, NOISE),
+            starved=np.where(times.mean(axis=0) > 1.2 * readings.reference_s, starved, 0.0),
+            price=price or StalenessPrice(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan is predicted to do.
+
+    Attributes:
+        plan: The plan.
+        relative: Expected time to equal progress over that of `sync`; below 1 is faster. A target that may be missed
+            counts with the time to train again in `sync`.
+        low: 5 % quantile of it.
+        high: 95 % quantile.
+        interval_s: Time between two updates, seconds.
+        progress: Of an update, in synchronous steps.
+        drift: Mean drift of its gradients.
+        reach: Chance to reach the target's accuracy.
+    """
+
+    plan: Plan
+    relative: float
+    low: float
+    high: float
+    interval_s: float
+    progress: float
+    drift: float
+    reach: float
+
+
+def _known(value: float, instead: float) -> float:
+    return value if math.isfinite(value) and value > 0.0 else instead
+
+
+def _expected(readings: Readings, rank: int, rows: int) -> Array:
+    reports = readings.reports[rank]
+    run = readings.slow_run(rank)
+    chosen = run if len(run) >= PERSISTENCE else reports[-rows:]
+    times = np.array([time_s for _, time_s in chosen[-rows:]])
+    # The newest is last in every column, so that what all ranks shared in a step stays in one row.
+    return np.resize(times[::-1], rows)[::-1]
+
+
+def settle(plan: Plan, conditions: Conditions) -> Plan:
+    """The plan with its groups, where it leaves them to be formed."""
+    times = conditions.usual_s.tolist()
+    if plan.mode == "grouped" and not plan.groups:
+        groups = speed_groups(times, plan.group_count) if plan.group_count else progressive_groups(times)
+        return plan.replace(groups=groups, group_count=len(groups))
+    if plan.mode == "ps" and plan.rule == "groups" and not plan.groups:
+        return plan.replace(groups=similar_groups(times))
+    return plan
+
+
+def rank(candidates: Sequence[Plan], conditions: Conditions) -> list[Prediction]:
+    """Predictions for all candidates, the fastest first; of equals the one named first."""
+    basis = _flow(Plan.sync(conditions.world_size), conditions, {})
+    shared: dict[str, Flow] = _partials(candidates, conditions)
+    found = [predict(plan, conditions, basis=basis, shared=shared) for plan in candidates]
+    return sorted(found, key=lambda prediction: prediction.relative)
+
+
+def predict(
+    plan: Plan, conditions: Conditions, *, basis: Flow | None = None, shared: dict[str, Flow] | None = None
+) -> Prediction:
+    """What one plan would do. `basis` is the flow of `sync`, `shared` flows computed before, by label."""
+    flow = _flow(plan, conditions, shared or {})
+    sync = flow if plan.mode == "sync" else basis or _flow(Plan.sync(conditions.world_size), conditions, {})
+    gains = np.maximum(_progress(flow, conditions), 1e-6)
+    relative = flow.interval_s / gains / sync.interval_s
+    reach = 1.0 / (1.0 + math.exp(min(50.0, (flow.drift - _DRIFT_LIMIT) / _DRIFT_SOFTNESS)))
+    reach = min(1.0, reach / (1.0 / (1.0 + math.exp(-_DRIFT_LIMIT / _DRIFT_SOFTNESS))))
+    missed = 1.0 - reach
+    # Errors of interval and price are independent; the interval of sync moves with the others.
+    scatter = flow.scatter if plan.mode != "sync" else 0.0
+    down = math.hypot(math.log(relative[0] / relative[1]), 1.645 * scatter)
+    up = math.hypot(math.log(relative[2] / relative[0]), 1.645 * scatter)
+    middle = float(relative[0])
+    return Prediction(
+        plan=plan,
+        relative=middle + missed,
+        low=middle * math.exp(-down) + missed,
+        high=middle * math.exp(up) + missed,
+        interval_s=flow.interval_s,
+        progress=float(gains[0]),
+        drift=flow.drift,
+        reach=reach,
+    )
+
+
+def _progress(flow: Flow, conditions: Conditions) -> Array:
+    """Mean progress of an update for the price and its quantiles."""
+    signal = (flow.weights[:, None] * alignment(flow.drifts[:, None], conditions.prices[None, :])).sum(axis=0)
+    return np.asarray(
+        update_progress(
+            flow.length, flow.length * signal, flow.gradients, conditions.noise, conditions.world_size,
+            conditions.lr_ratio,
+        )
+    )
+
+
+# ---- flows of the modes ---------------------------------------------------------------------------------------------
+
+
+def _ring_s(conditions: Conditions, members: Sequence[int] | None = None) -> float:
+    """What an all-reduce takes besides what computing hides: 2 (m - 1) / m of the bytes over the slowest link."""
+    rate = conditions.rate if members is None else conditions.rate[list(members)]
+    if len(rate) < 2:
+        return 0.0
+    wire_s = 2.0 * (len(rate) - 1) / len(rate) * conditions.comm_bytes / float(rate.min())
+    return _CYCLE_S + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
+
+
+def _helpers_s(conditions: Conditions, ranks: Sequence[int]) -> float:
+    """What a collective waits for the helpers of starved ranks that are late, and for frozen ones."""
+    starved = conditions.starved if len(conditions.starved) else np.zeros(conditions.world_size)
+    return _PAUSE_S * max((float(starved[r]) for r in ranks), default=0.0) + conditions.frozen_s
+
+
+def _flow(plan: Plan, conditions: Conditions, shared: dict[str, Flow]) -> Flow:
+    if plan.mode == "partial" and plan.label in shared:
+        return shared[plan.label]
+    return _MODES[plan.mode](plan, conditions)
+
+
+def _sync(plan: Plan, conditions: Conditions) -> Flow:
+    steps = conditions.times_s.max(axis=1)
+    interval_s = float(steps.mean()) + _ring_s(conditions) + conditions.frozen_s
+    return Flow.fresh(interval_s, conditions.world_size, float(steps.std()) / math.sqrt(len(steps)) / interval_s)
+
+
+def _partials(candidates: Sequence[Plan], conditions: Conditions) -> dict[str, Flow]:
+    """Flows of all candidates of mode `partial`, replayed together."""
+    plans = [plan for plan in candidates if plan.mode == "partial"]
+    if not plans:
+        return {}
+    fixed_s = _ring_s(conditions)
+    flows = partial_flow(
+        conditions.times_s, [plan.quorum for plan in plans], fixed_s, relative=[p.damping != "inverse" for p in plans]
+    )
+    found = {}
+    for plan, flow in zip(plans, flows, strict=True):
+        late = np.flatnonzero(conditions.usual_s > 1.2 * conditions.typical_s)
+        found[plan.label] = flow.slower(_helpers_s(conditions, late.tolist()))
+    return found
+
+
+def _partial(plan: Plan, conditions: Conditions) -> Flow:
+    return _partials([plan], conditions)[plan.label]
+
+
+def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
+    members = list(plan.members)
+    outside = sorted(set(range(conditions.world_size)) - set(members))
+    steps = conditions.times_s[:, members].max(axis=1)
+    interval_s = float(steps.mean()) + _ring_s(conditions, members) + _helpers_s(conditions, outside)
+    weights, drifts = [1.0] * len(members), [0.0] * len(members)
+    for child in outside:
+        way_s = 2.0 * conditions.comm_bytes / float(conditions.rate[child]) + _WAY_S
+        late = max(1.0, math.ceil((float(conditions.usual_s[child]) + way_s) / interval_s))
+        kept = 0.0 if late > plan.max_staleness else 1.0 / (1.0 + late) if plan.damping == "inverse" else 1.0
+        # A child gives a gradient every `late` steps.
+        weights.append(kept / late)
+        drifts.append(late)
+    scatter = float(steps.std()) / math.sqrt(len(steps)) / interval_s
+    return Flow.mean(interval_s, weights, drifts, scatter)
+
+
+def _ps(plan: Plan, conditions: Conditions) -> Flow:
+    way_s = _WAY_S + 2.0 * conditions.comm_bytes / conditions.rate
+    if plan.rule == "groups":
+        return _crews(settle(plan, conditions), conditions, conditions.times_s + way_s, 0.0)
+    rates = conditions.rate[list(plan.servers)] if plan.servers else conditions.rate.max(keepdims=True)
+    capacity = len(rates) * float(rates.min())
+    x = 1 if plan.rule == "ssp" else plan.quorum
+    times = conditions.times_s + way_s
+    if plan.rule == "ssp":
+        # Nobody gets further ahead than the slack: in the long run all go at the pace of the slowest.
+        times = np.maximum(times, times.mean(axis=0).max() * np.ones_like(times) * (1.0 if plan.slack < 64 else 0.0))
+    return server_flow(plan, times, x, x * conditions.comm_bytes / capacity)
+
+
+def _grouped(plan: Plan, conditions: Conditions) -> Flow:
+    settled = settle(plan, conditions)
+    return _crews(settled, conditions, conditions.times_s, _WAY_S)
+
+
+def _crews(plan: Plan, conditions: Conditions, times: Array, way_s: float) -> Flow:
+    """Groups that each wait for their own: rates add up, the drift of one is what the others did meanwhile."""
+    n = conditions.world_size
+    groups = plan.groups or (tuple(range(n)),)
+    size = np.array([float(len(group)) for group in groups])
+    cycle = []
+    for group in groups:
+        one_s = float(times[:, list(group)].max(axis=1).mean())
+        if plan.mode == "grouped":
+            rate = float(conditions.rate[group[0]])
+            one_s += _ring_s(conditions, group) + way_s + 2.0 * conditions.comm_bytes / rate
+        cycle.append(one_s)
+    rates = 1.0 / np.array(cycle)
+    stale = (rates.sum() - rates) / rates
+    kept = np.ones(len(size))
+    if plan.damping == "inverse":
+        kept = 1.0 / (1.0 + stale)
+    elif plan.damping == "relative":
+        kept = np.minimum(1.0, n / size / (1.0 + stale))
+    length = size / n * kept if plan.lr_rule == "linear" else kept
+    moved = (rates * length).sum()
+    drift = (moved - rates * length) / rates
+    share = rates * length / moved
+    return Flow(
+        interval_s=float(1.0 / rates.sum()),
+        length=float(moved / rates.sum()),
+        weights=share,
+        drifts=drift,
+        gradients=float((share * size).sum()),
+        drift=float((share * drift).sum()),
+        scatter=0.03,
+    )
+
+
+def _local(plan: Plan, conditions: Conditions) -> Flow:
+    """Walks of `count` steps: their sums even out what is slow only now and then."""
+    times, n = conditions.times_s, conditions.world_size
+    if plan.local_steps:
+        count = float(plan.local_steps)
+        starts = range(0, len(times), 4)
+        walks = [np.resize(np.roll(times, -i, axis=0), (plan.local_steps, n)).sum(axis=0) for i in starts]
+        round_s = float(np.mean([walk.max() for walk in walks]))
+        counts = np.full(n, count)
+    else:
+        counts = np.maximum(1.0, np.floor(plan.local_s / conditions.usual_s))
+        round_s = float((counts * conditions.usual_s).max())
+        count = float(counts.mean())
+    interval_s = (round_s + _ring_s(conditions) + conditions.frozen_s) / count
+    drift = 0.15 * 0.5 * (count - 1.0) * (1.0 - 1.0 / n)
+    gradients = float(counts.sum() ** 2 / (counts * counts).sum())
+    return Flow(
+        interval_s=interval_s,
+        length=1.0,
+        weights=np.ones(1),
+        drifts=np.array([drift]),
+        gradients=gradients,
+        drift=drift,
+        scatter=0.03,
+    )
+
+
+_MODES: dict[str, Callable[[Plan, Conditions], Flow]] = {
+    "sync": _sync,
+    "partial": _partial,
+    "subgroup": _subgroup,
+    "ps": _ps,
+    "grouped": _grouped,
+    "local": _local,
+}
