@@ -81,6 +81,8 @@ class Window:
         noise_scale: Gradient noise scale in units of samples or of reference batches, NaN where unknown.
         comm_bytes: Gradient bytes a rank reduces per step, 0 where unknown.
         allowed: Modes this job can run now; no other is chosen.
+        losses: Training losses of late, averaged over the ranks, oldest first; empty where the user tells none.
+        loss_steps: The global steps they belong to, same length.
     """
 
     step: int
@@ -88,6 +90,8 @@ class Window:
     noise_scale: float = float("nan")
     comm_bytes: int = 0
     allowed: frozenset[str] = frozenset(MODES)
+    losses: tuple[float, ...] = ()
+    loss_steps: tuple[int, ...] = ()
 
     @property
     def world_size(self) -> int:
