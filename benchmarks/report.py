@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S
 from benchmarks.spec import PLAIN_VARIANTS
 
 __all__ = ["ProgressView", "bound_sentence", "progress_view", "sentence", "straggler_phrase", "table"]
@@ -91,6 +92,11 @@ def straggler_phrase(summary: dict[str, Any]) -> str:
         "rotating": f"With one rank after another {times} times slower",
         "trace": "With the slowdowns of the trace",
         "quota": f"With rank {last} held to {100.0 * summary['quota_cores']:.0f} % of a core",
+        "starved": f"With rank {last} held to {100.0 * summary['quota_cores']:.0f} % of a core",
+        "slow-link": f"With the link of rank {last} {times} times slower",
+        "frozen": f"With rank {last} stopped {FREEZE_S:g} s in every {FREEZE_EVERY_S:g} s",
+        "killed-worker": f"With the process of rank {last} killed on the way",
+        "killed-server": "With a parameter server killed on the way",
     }[summary["scenario"]]
 
 
