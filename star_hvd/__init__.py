@@ -90,7 +90,7 @@ from star_hvd.functions import (
 )
 from star_hvd.loader import ShardLoader, shard
 from star_hvd.optimizer import DistributedOptimizer
-from star_hvd.telemetry.report import Report, record_loss, report
+from star_hvd.telemetry.report import Report, explain, record_loss, record_metric, report
 
 __all__ = [
     "Adasum",
@@ -138,6 +138,7 @@ __all__ = [
     "cuda_built",
     "ddl_built",
     "elastic",
+    "explain",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -161,6 +162,7 @@ __all__ = [
     "poll",
     "rank",
     "record_loss",
+    "record_metric",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",

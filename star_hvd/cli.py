@@ -15,6 +15,8 @@ __all__ = ["SUBCOMMANDS", "main"]
 # `add_arguments(parser) -> None` and `run(options) -> int`, the exit status.
 SUBCOMMANDS: Final[tuple[tuple[str, str, str], ...]] = (
     ("doctor", "star_hvd.doctor", "what is installed here and which modes it allows"),
+    ("sync-logs", "star_hvd.run_log.sync_logs", "send what MLflow does not have yet of the runs logged here"),
+    ("report", "star_hvd.run_log.report_page", "make a page of a run: modes, stragglers and accuracy over time"),
 )
 
 

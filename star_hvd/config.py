@@ -16,6 +16,8 @@ class Config:
         bucket_bytes: Size of a flat gradient buffer. 25 MiB as in PyTorch DDP: large enough to amortize a
             collective, small enough to overlap with backward.
         reference_samples: Samples that count as weight 1 in a reduction. 0 takes the first batch `shard` gives.
+        policy: Who decides in mode `auto`: `learned` (a trained predictor of time to accuracy, or the cost model where
+            there is no fitting predictor), `cost` (the cost model alone) or `rule` (thresholds).
         damping: `inverse` weighs a late gradient by 1 / (1 + staleness) (DynSGD); `none` keeps it whole.
         max_staleness: Late gradients older than this many steps are dropped and counted.
         grace_fraction: A step waits at least this part of its usual compute time for ranks that should be on time.
@@ -42,6 +44,7 @@ class Config:
 
     bucket_bytes: int = 25 * 1024 * 1024
     reference_samples: int = 0
+    policy: str = "learned"
     damping: str = "inverse"
     max_staleness: int = 16
     grace_fraction: float = 0.25
@@ -64,11 +67,12 @@ class Config:
     stall_warning_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.damping not in ("inverse", "none"):
-            raise ValueError(f"config damping is {self.damping!r}; expected 'inverse' or 'none'")
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if item.name == "damping":
+            if item.name in _CHOICES:
+                known = _CHOICES[item.name]
+                if value not in known:
+                    raise ValueError(f"config {item.name} is {value!r}; expected one of {', '.join(known)}")
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"config {item.name} is {value!r}; expected a number")
@@ -78,6 +82,8 @@ class Config:
             if not minimum <= value < float("inf"):
                 raise ValueError(f"config {item.name} is {value!r}; expected a finite number of at least {minimum}")
 
+
+_CHOICES = {"policy": ("learned", "cost", "rule"), "damping": ("inverse", "none")}
 
 _MINIMUM = {
     "bucket_bytes": 1024,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["host", "interface", "mode"]
+__all__ = ["host", "interface", "mode", "policy", "target"]
 
 
 def mode() -> str | None:
@@ -24,3 +24,13 @@ def interface() -> str | None:
     """`STAR_INTERFACE`: network interface of the channel. Default: `HOROVOD_GLOO_IFACE`, set by the launcher."""
     value = os.environ.get("STAR_INTERFACE") or os.environ.get("HOROVOD_GLOO_IFACE")
     return value.split(",")[0] if value else None
+
+
+def policy() -> str | None:
+    """`STAR_POLICY`: who decides in mode `auto`, instead of `Config.policy`. Default: unset."""
+    return os.environ.get("STAR_POLICY") or None
+
+
+def target() -> str | None:
+    """`STAR_TARGET`: what the job is to reach, `accuracy>=0.95` for example, for the run log. Default: unset."""
+    return os.environ.get("STAR_TARGET") or None

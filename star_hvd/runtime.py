@@ -17,6 +17,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
 
 from scheduler.records import Plan
+from star_hvd import env
 from star_hvd.channel.keys import Keyring, Peer, own_address
 from star_hvd.channel.late import PROBE, LatePushes
 from star_hvd.channel.tensors import TensorServer, fetch
@@ -29,7 +30,10 @@ from star_hvd.errors import ChannelError, DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Snapshot
+from star_hvd.job_log import JobLog
+from star_hvd.model import LazyRanker
 from star_hvd.ps import JobKey
+from star_hvd.run_log import new_run_name
 from star_hvd.services import JobServices
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
@@ -117,6 +121,7 @@ class Runtime:
         self.tensors: TensorServer
         self.services: JobServices
         self.batch_weights: list[float] = []
+        self._job = ""
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
         self._away_depth = 0
@@ -136,13 +141,17 @@ class Runtime:
         control, control_port = self.keyring.server(host) if self.rank == 0 else (None, 0)
         router, tensor_port = self.keyring.server(host)
         own = (self.keyring.public_key, host, control_port, tensor_port)
-        gathered = allgather_object((own, JobKey.new() if self.rank == 0 else None), name="star.peers")
-        peers, key = [Peer(*item) for item, _ in gathered], gathered[0][1]
+        told = (JobKey.new(), new_run_name()) if self.rank == 0 else None
+        gathered = allgather_object((own, told), name="star.peers")
+        peers, (key, self._job) = [Peer(*item) for item, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()
         if control is not None:
-            self.coordinator = Coordinator(control, self.world_size, self.config, [peer.host for peer in peers])
+            ranker = LazyRanker()
+            ranker.start()
+            hosts = [peer.host for peer in peers]
+            self.coordinator = Coordinator(control, self.world_size, self.config, hosts, ranker)
             self.coordinator.start()
         self._late_pushes = LatePushes(self._accept_late)
         self.tensors = TensorServer(router, self._snapshot, self.config.chunk_bytes, self._late_pushes.take)
@@ -178,6 +187,9 @@ class Runtime:
         self.drivers[driver.number] = driver
         driver.start(engine, self.services)
         wanted = plan.to_dict() if plan is not None else {}
+        hosts = [peer.host for peer in self.keyring.peers]
+        driver.log = JobLog(self._job, driver, hosts, self.coordinator, {"policy": env.policy() or self.config.policy})
+        driver.log.start()
         size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
         self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size))
 
@@ -190,6 +202,7 @@ class Runtime:
             self.await_all("the last steps of an optimizer", self.config.step_deadline_s)
         self.drivers.pop(driver.number, None)
         driver.stop()
+        _close_log(driver)
         self.agent.send(messages.Unregister(driver.number))
 
     def loader_number(self) -> int:
@@ -344,6 +357,7 @@ class Runtime:
             self._drain()
         for driver in self.drivers.values():
             driver.stop()
+            _close_log(driver)
         self.services.stop()
         self.agent.stop()
         self.tensors.stop()
@@ -423,6 +437,11 @@ class Runtime:
             f"rank {self.rank} is behind and found no rank to fetch parameters from within "
             f"{self.config.control_deadline_s:g} s"
         )
+
+
+def _close_log(driver: EngineDriver) -> None:
+    if driver.log is not None:
+        driver.log.close("FAILED" if _crashed or driver.engine.failure is not None else "FINISHED")
 
 
 _hooks_installed = False

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scheduler.cost_policy import Ranker
 from scheduler.records import Plan, PlanError
 from scheduler.workqueue import WorkQueue
 from star_hvd.config import Config
@@ -94,9 +95,17 @@ class Board:
         config: Settings.
         now_s: The present, on the clock used for all later calls.
         hosts: Address of every rank's host; all on one where empty.
+        ranker: The predictor behind mode `auto`, None for the cost model.
     """
 
-    def __init__(self, world_size: int, config: Config, now_s: float, hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        config: Config,
+        now_s: float,
+        hosts: Sequence[str] = (),
+        ranker: Ranker | None = None,
+    ) -> None:
         self.world_size = world_size
         self.outbox: list[tuple[int, Message]] = []
         self.engines: dict[int, EngineBoard] = {}
@@ -104,6 +113,7 @@ class Board:
         self.lost: set[int] = set()
         self._config = config
         self._hosts = tuple(hosts)
+        self._ranker = ranker
         self._epochs: dict[tuple[int, int], _Epoch] = {}
         self._pace_s: dict[tuple[int, int], float] = {}
         self._last_seen_s = [now_s] * world_size
@@ -211,7 +221,7 @@ class Board:
     def _engine(self, engine: int) -> EngineBoard:
         if engine not in self.engines:
             self.engines[engine] = EngineBoard(
-                engine, self.world_size, self._config, self._broadcast, self._hosts
+                engine, self.world_size, self._config, self._broadcast, self._hosts, self._ranker
             )
         return self.engines[engine]
 

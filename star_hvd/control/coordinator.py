@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 
+from scheduler.cost_policy import Ranker
 from star_hvd.config import Config
 from star_hvd.control.board import ALL, Board
 from star_hvd.control.messages import Heartbeat, decode, encode
@@ -30,15 +31,21 @@ class Coordinator:
         world_size: Number of ranks.
         config: Settings.
         hosts: Address of every rank's host; all on one where empty.
+        ranker: The predictor behind mode `auto`, None for the cost model.
     """
 
     def __init__(
-        self, router: zmq.Socket[Any], world_size: int, config: Config, hosts: Sequence[str] = ()
+        self,
+        router: zmq.Socket[Any],
+        world_size: int,
+        config: Config,
+        hosts: Sequence[str] = (),
+        ranker: Ranker | None = None,
     ) -> None:
         self.malformed = 0
         self._router = router
         self._config = config
-        self._board = Board(world_size, config, time.monotonic(), hosts)
+        self._board = Board(world_size, config, time.monotonic(), hosts, ranker)
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="star-coordinator", daemon=True)

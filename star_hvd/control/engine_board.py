@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 
 from scheduler.causes import Straggler, find_stragglers
 from scheduler.closing import Close, ClosingRule
+from scheduler.cost_policy import Ranker
 from scheduler.noise import NoiseScale
-from scheduler.policy import RulePolicy
 from scheduler.records import MODES, Plan, PlanError, RankStats, StepReport, Window
 from star_hvd.config import Config
+from star_hvd.control.choice import Choice
 from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
 from star_hvd.control.resolve import resolve
 from star_hvd.control.switch import Switch
@@ -25,6 +26,7 @@ __all__ = ["EngineBoard"]
 logger = logging.getLogger("star_hvd")
 
 _HISTORY = 64
+_LOSSES = 256
 _COMM_S, _COMM_SHARE = 0.01, 0.2  # Communication below this, or this part of a step, is not worth measuring links.
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
@@ -39,6 +41,7 @@ class EngineBoard:
         config: Settings.
         send: Queues a message to all ranks.
         hosts: Address of every rank's host.
+        ranker: The predictor behind mode `auto`, None for the cost model.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class EngineBoard:
         config: Config,
         send: Callable[[Message], None],
         hosts: Sequence[str] = (),
+        ranker: Ranker | None = None,
     ) -> None:
         self.engine = engine
         self.world_size = world_size
@@ -73,7 +77,9 @@ class EngineBoard:
         self._config = config
         self._send = send
         self._registered: dict[int, Plan | None] = {}
-        self._policy: RulePolicy | None = None
+        self.choice: Choice | None = None
+        self._ranker = ranker
+        self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
         self._hosts = tuple(hosts) or ("localhost",) * world_size
         self.gradient_bytes = 0
         self.link_bytes_per_s: Sequence[float] = [math.nan] * world_size
@@ -109,9 +115,7 @@ class EngineBoard:
         if differing:
             logger.warning("ranks %s ask for another mode than rank 0; rank 0's is used on all ranks", differing)
         if wanted is None:
-            self._policy = RulePolicy(
-                self.world_size, damping=self._config.damping, hosts=self._hosts if len(set(self._hosts)) > 1 else None
-            )
+            self.choice = Choice(self.world_size, self._config, self._hosts, self._ranker)
         elif wanted.mode != self.active.mode:
             self._wanted = wanted  # Published again when it was refused for a passing reason.
             self.publish(wanted, now_s)
@@ -139,8 +143,7 @@ class EngineBoard:
         """What the header of a step said, told by rank 0."""
         self._note_epoch(message.epoch, message.round)
         self.steps = max(self.steps, message.round + 1)
-        if not math.isnan(message.loss):
-            self.loss = message.loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * message.loss
+        self._note_loss(message.round, message.loss)
         if message.local_count == self.world_size and message.folds == 0 and message.weight > 0:
             # Weights are batch sizes over a reference, so both batches and the noise scale are in that unit.
             mean_weight = message.weight / self.world_size
@@ -227,8 +230,7 @@ class EngineBoard:
         if served and message.epoch == self.active.epoch:
             self.rule.skip_to(message.version)
         self.steps = max(self.steps, message.version)
-        if not math.isnan(message.loss):
-            self.loss = message.loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * message.loss
+        self._note_loss(message.version, message.loss)
 
     def _send_all(self, items: Sequence[Message]) -> None:
         for message in items:
@@ -251,7 +253,7 @@ class EngineBoard:
             self._decide_at_s = now_s + self._config.decide_interval_s
             self._decide(now_s)
         self._warn_of_stall(now_s)
-        return min(wake_s, self._decide_at_s) if self._policy is not None else wake_s
+        return min(wake_s, self._decide_at_s) if self.choice is not None else wake_s
 
     def window(self) -> Window:
         """Recent reports of all ranks.
@@ -276,18 +278,34 @@ class EngineBoard:
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
             allowed=frozenset(MODES) - set(self.impossible),
+            losses=tuple(loss for _, loss in self._losses),
+            loss_steps=tuple(step for step, _ in self._losses),
         )
+
+    def explain(self) -> str:
+        """One sentence: why the plan in force is in force."""
+        return (self.choice.explain() if self.choice is not None else "") or self._plain_reason()
+
+    def _plain_reason(self) -> str:
+        if self.refused is not None:
+            return f"{self.active.label}: {self.refused}"
+        return f"{self.active.label}: {self.active.reason or 'asked for'}"
 
     @property
     def suspects_links(self) -> bool:
         """Whether communication costs enough to look at the links, or a mode is in force that answers a slow one."""
         if self.active.mode in ("subgroup", "ps"):
-            return self._policy is not None
+            return self.choice is not None
         compute_s = [_usual_s(reports) for reports in self.history if reports]
-        if self._policy is None or len(self._comm_s) < 4 or not compute_s:
+        if self.choice is None or len(self._comm_s) < 4 or not compute_s:
             return False
         comm_s = statistics.median(self._comm_s)
         return comm_s > _COMM_S and comm_s > _COMM_SHARE * (comm_s + statistics.median_low(compute_s))
+
+    @property
+    def comm_s(self) -> float:
+        """Recent median of a step's communication without waiting for others; NaN if unknown."""
+        return statistics.median(self._comm_s) if self._comm_s else math.nan
 
     def arrival_offsets_s(self) -> list[float]:
         """Median arrival of every rank behind the first one of its step; NaN if unknown.
@@ -346,6 +364,12 @@ class EngineBoard:
             )
         )
 
+    def _note_loss(self, step: int, loss: float) -> None:
+        """The mean over the ranks, or one rank's own under servers; NaN where the user told none."""
+        if not math.isnan(loss):
+            self.loss = loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * loss
+            self._losses.append((step, loss))
+
     def _note_epoch(self, epoch: int, round_: int) -> None:
         """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""
         if epoch <= self.active.epoch or epoch not in self._published:
@@ -392,10 +416,10 @@ class EngineBoard:
             again, self._again = self._again, None
             self.publish(again.replace(servers=(), reason="the loaded state is in force"), now_s)
             return
-        if self._policy is None:
+        if self.choice is None:
             self._regroup(now_s)
             return
-        plan = self._policy.decide(window, self.active)
+        plan = self.choice.decide(window, self.active, self.stragglers, now_s)
         if plan is not None:
             self.publish(plan, now_s)
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepReport
 from star_hvd.buckets import Bucket
 from star_hvd.config import Config
 from star_hvd.control import messages
@@ -29,7 +29,7 @@ from star_hvd.execute.servers import StepInfo
 from star_hvd.execute.state import Result, Snapshot
 from star_hvd.telemetry.timer import ComputeTimes, StepTimer
 
-__all__ = ["EngineDriver", "Send"]
+__all__ = ["EngineDriver", "Send", "StepLog"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -41,6 +41,16 @@ class Send(Protocol):
     """Sends a control message; one that is not urgent may wait for others."""
 
     def __call__(self, message: messages.Message, *, urgent: bool = True) -> None: ...
+
+
+class StepLog(Protocol):
+    """Takes what the run log is told; never blocks."""
+
+    def step(self, report: StepReport) -> None: ...
+
+    def metric(self, name: str, value: float, step: int) -> None: ...
+
+    def close(self, status: str = "FINISHED") -> None: ...
 
 
 class EngineDriver:
@@ -74,6 +84,7 @@ class EngineDriver:
         self._fetch = fetch
         self._diagnose = diagnose
         self._preparer = preparer
+        self.log: StepLog | None = None
         self._times = _NO_TIMES
         self._wait_s = 0.0
         self._last_close_s = 0.0
@@ -152,16 +163,36 @@ class EngineDriver:
     def synchronize(self, *, manual: bool) -> Result | None:
         """Give the step this rank's gradient and wait for its mean; None when the gradient came too late for it."""
         self._times = self.timer.stop()
-        began_s = time.monotonic()
+        began_s, loss, step = time.monotonic(), self.engine.loss, self.engine.version
         with self._named_failures():
             while not self.engine.flush_deferred():
                 time.sleep(_POLL_S)
             if not self.engine.arrive(manual=manual):
+                self._log_step(step, loss, 0.0, late=True)
                 return None
             self._await_own()
             result = self.engine.finish_own()
         self._wait_s = time.monotonic() - began_s
+        self._log_step(step, loss, self._wait_s, late=False)
         return result
+
+    def _log_step(self, step: int, loss: float, wait_s: float, *, late: bool) -> None:
+        if self.log is None:
+            return
+        t = self._times
+        self.log.step(
+            StepReport(
+                rank=self.engine.rank,
+                step=step,
+                compute_s=t.compute_s,
+                wait_s=wait_s,
+                input_s=t.input_s,
+                cpu_s=t.cpu_s,
+                runqueue_s=t.runqueue_s,
+                late=late,
+                loss=loss,
+            )
+        )
 
     def _await_own(self) -> None:
         wait_all(
@@ -342,6 +373,7 @@ class EngineDriver:
         t, loss = self._times, self.engine.loss
         self.engine.loss = math.nan
         self._wait_s = info.comm_s
+        self._log_step(info.version, loss, info.comm_s, late=info.staleness > 0)
         self._send(
             StepNote(
                 self.number,

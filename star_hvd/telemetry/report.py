@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from star_hvd import runtime
+from star_hvd.control.board import Board
 from star_hvd.control.engine_board import EngineBoard
 
-__all__ = ["RankLine", "Report", "record_loss", "report"]
+__all__ = ["RankLine", "Report", "explain", "record_loss", "record_metric", "report"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,51 @@ def record_loss(loss: float | torch.Tensor) -> None:
             driver.engine.loss = value
 
 
+def record_metric(name: str, value: float | torch.Tensor, step: int | None = None) -> None:
+    """Put a point of a curve, the accuracy for example, into the run log; without effect on ranks other than 0.
+
+    With `STAR_TARGET="accuracy>=0.95"` the first `accuracy` that is high enough gives the run's time to accuracy.
+
+    Args:
+        name: Of the curve.
+        value: Its value.
+        step: Global step it belongs to; the present one where left out.
+    """
+    run = runtime.current()
+    if run is None or run.rank != 0:
+        return
+    number = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+    for driver in run.drivers.values():
+        if driver.log is not None:
+            driver.log.metric(name, number, driver.engine.version if step is None else step)
+
+
+def explain(optimizer: int | None = None) -> str:
+    """One sentence: which mode is in force and why, against which alternatives. Empty on ranks other than 0.
+
+    Args:
+        optimizer: Its number in the order in which they were made; the latest one where left out.
+
+    Raises:
+        ValueError: There is no such optimizer.
+    """
+    run = runtime.current()
+    if run is None or run.coordinator is None:
+        return ""
+    with run.coordinator.board() as board:
+        engine = _engine(board, optimizer)
+        return engine.explain() if engine is not None else ""
+
+
+def _engine(board: Board, optimizer: int | None) -> EngineBoard | None:
+    if optimizer is None and not board.engines:
+        return None
+    engine = board.engines.get(max(board.engines) if optimizer is None else optimizer)
+    if engine is None:
+        raise ValueError(f"there is no optimizer {optimizer}; there are {sorted(board.engines)}")
+    return engine
+
+
 def report(optimizer: int | None = None) -> Report | None:
     """What rank 0 knows about an optimizer; None on other ranks, and where nothing is known yet.
 
@@ -111,12 +157,8 @@ def report(optimizer: int | None = None) -> Report | None:
     if run is None or run.coordinator is None:
         return None
     with run.coordinator.board() as board:
-        if optimizer is None and not board.engines:
-            return None
-        engine = board.engines.get(max(board.engines) if optimizer is None else optimizer)
-        if engine is None:
-            raise ValueError(f"there is no optimizer {optimizer}; there are {sorted(board.engines)}")
-        return _build(engine, run.coordinator.malformed, run.keyring.denied)
+        engine = _engine(board, optimizer)
+        return None if engine is None else _build(engine, run.coordinator.malformed, run.keyring.denied)
 
 
 def _build(engine: EngineBoard, malformed: int, denied: int) -> Report:

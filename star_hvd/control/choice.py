@@ -1,0 +1,124 @@
+"""Who chooses the plan in mode `auto`, how often it is asked, and what it learns from the loss. Pure: no clock."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.causes import Straggler
+from scheduler.cost_policy import CostPolicy, Ranker
+from scheduler.plans import Plan
+from scheduler.policy import RulePolicy
+from scheduler.records import Window
+from star_hvd import env
+from star_hvd.config import Config
+
+__all__ = ["Choice"]
+
+logger = logging.getLogger("star_hvd")
+
+_POLICIES = ("learned", "cost", "rule")
+_QUIET_INTERVAL_S = 0.5  # Between two full decisions while nothing has changed: predictions take milliseconds.
+_STRETCH_UPDATES = 64  # Under one plan, before the loss is compared: fewer drown in the noise of batches.
+_SMOOTH = 16  # Losses at each end of a stretch that are averaged.
+
+
+class Choice:
+    """Decides for one optimizer.
+
+    Args:
+        world_size: Number of ranks.
+        config: Settings.
+        hosts: Address of every rank's host.
+        ranker: The trained predictor, None where there is none.
+
+    Raises:
+        ValueError: `STAR_POLICY` names no policy.
+    """
+
+    def __init__(
+        self, world_size: int, config: Config, hosts: Sequence[str], ranker: Ranker | None = None
+    ) -> None:
+        self.kind = env.policy() or config.policy
+        if self.kind not in _POLICIES:
+            raise ValueError(f"STAR_POLICY is {self.kind!r}; expected one of {', '.join(_POLICIES)}")
+        known = hosts if len(set(hosts)) > 1 else None
+        self._rule = RulePolicy(world_size, damping=config.damping, hosts=known)
+        self._predicting: CostPolicy | None = None
+        if self.kind != "rule":
+            self._predicting = CostPolicy(world_size, ranker=ranker if self.kind == "learned" else None, hosts=known)
+        self._next_s = 0.0
+        self._seen: object = None
+        self._stretch: tuple[int, Plan] | None = None
+
+    def decide(
+        self, window: Window, active: Plan, stragglers: Sequence[Straggler], now_s: float
+    ) -> Plan | None:
+        """The plan to switch to, None to keep the active one.
+
+        A change of who is slow is looked at immediately, everything else twice a second.
+        """
+        if self._predicting is None:
+            return self._rule.decide(window, active)
+        seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed))
+        if seen == self._seen and now_s < self._next_s:
+            return None
+        self._seen, self._next_s = seen, now_s + _QUIET_INTERVAL_S
+        self._learn(window, active)
+        try:
+            return self._predicting.decide(window, active)
+        except Exception:  # A defect in a prediction must not end the coordinator: no step would close early any more.
+            logger.exception("predicting modes failed; a rule on the measurements decides from now on")
+            self._predicting = None
+            return None
+
+    def explain(self) -> str:
+        """One sentence on the present choice; empty where the rule decides, whose plans give their reason."""
+        return self._predicting.explain() if self._predicting is not None else ""
+
+    def predictions(self) -> dict[str, Any]:
+        """What the last decision rested on: time of each candidate relative to `sync`, for the run log."""
+        if self._predicting is None:
+            return {}
+        return {
+            p.plan.label: {
+                "relative": p.relative,
+                "low": p.low,
+                "high": p.high,
+                "reach": p.reach,
+                "interval_s": p.interval_s,
+            }
+            for p in self._predicting.last[:12]
+        }
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _learn(self, window: Window, active: Plan) -> None:
+        """Tell the policy how much the loss fell in a stretch under one plan: what staleness costs is learned so."""
+        assert self._predicting is not None
+        if self._stretch is None or self._stretch[1].epoch != active.epoch:
+            self._stretch = (window.step, active)
+            return
+        began, plan = self._stretch
+        if window.step - began < _STRETCH_UPDATES:
+            return
+        inside = [
+            loss
+            for step, loss in zip(window.loss_steps, window.losses, strict=True)
+            if step >= began and math.isfinite(loss)
+        ]
+        self._stretch = (window.step, active)
+        if len(inside) < 3 * _SMOOTH:
+            return
+        first, last = inside[:_SMOOTH], inside[-_SMOOTH:]
+        decrease = sum(first) / len(first) - sum(last) / len(last)
+        self._predicting.observe(plan, float(window.step - began), decrease, self._drift(plan))
+
+    def _drift(self, plan: Plan) -> float:
+        """Drift of a plan's gradients as predicted: arrivals are known, what moved between them is not measured."""
+        assert self._predicting is not None
+        if plan.mode == "sync":
+            return 0.0
+        return next((p.drift for p in self._predicting.last if p.plan.label == plan.label), math.nan)

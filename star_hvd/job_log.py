@@ -1,0 +1,155 @@
+"""Feeds the run log of one optimizer: own steps on every rank; windows, plans and facts of the job on rank 0.
+
+One run per optimizer, so that time to accuracy counts from its first step, not from the start of a program that trains
+several networks. Nothing here runs on the training thread but the hand-over of a step's times to a queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from scheduler.records import StepReport
+from star_hvd import env
+from star_hvd.control.coordinator import Coordinator
+from star_hvd.control.engine_board import EngineBoard
+from star_hvd.run_log import RunLog, enabled, run_directory, window_values
+from star_hvd.run_log.facts import environment, optimizer_facts
+from star_hvd.telemetry.resources import Resources, ResourceSampler
+
+if TYPE_CHECKING:
+    from star_hvd.execute.driver import EngineDriver
+
+__all__ = ["JobLog"]
+
+logger = logging.getLogger("star_hvd")
+
+_LOOK_INTERVAL_S = 0.5  # At a window; the log keeps one per second.
+
+
+class JobLog:
+    """The log of one optimizer, as one rank sees it.
+
+    Args:
+        job: Name of the job, the same on all ranks.
+        driver: The optimizer's driver, its engine started.
+        hosts: Address of every rank's host.
+        coordinator: On rank 0, where windows and plans come from.
+        facts: Parameters of the job known already.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        driver: EngineDriver,
+        hosts: Sequence[str],
+        coordinator: Coordinator | None,
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._driver = driver
+        self._applier = driver.engine.applier
+        self._hosts = hosts
+        self._coordinator = coordinator
+        self._plans_told = 0
+        self._stop = threading.Event()
+        name = job if driver.number == 0 else f"{job}-{driver.number}"
+        known = {**facts, "target": env.target()} if env.target() else facts
+        self._log = RunLog(
+            run_directory(name), rank=driver.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
+        )
+        self._sampler = ResourceSampler(on_sample=self._log.resources, gpu=_gpu(self._applier.optimizer))
+        self._thread = threading.Thread(target=self._run, name="star-job-log", daemon=True)
+
+    def start(self) -> None:
+        """Start the threads; without effect where the log is switched off or cannot be written."""
+        if not self._log.enabled:
+            return
+        self._sampler.start()
+        if self._coordinator is not None:
+            self._thread.start()
+
+    def step(self, report: StepReport) -> None:
+        """A gradient of this rank's own; called by the training thread."""
+        self._log.step(report)
+
+    def metric(self, name: str, value: float, step: int) -> None:
+        """A point of a curve of the user's."""
+        self._log.metric(name, value, step)
+
+    @property
+    def resources(self) -> Resources:
+        """The latest readings of processor, network and GPU of this rank."""
+        return self._sampler.latest
+
+    def close(self, status: str = "FINISHED") -> None:
+        """Write what is left and end; the sender to MLflow goes on by itself for a while.
+
+        Args:
+            status: `FINISHED`, `FAILED` or `KILLED`.
+        """
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(2.0)
+        self._sampler.stop(0.5)
+        self._log.close(status)
+
+    # ---- rank 0, own thread -----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in self._applier.buckets]
+            facts = optimizer_facts(self._applier.optimizer, sizes)
+            self._log.facts({**environment(self._hosts), "optimizer": facts})
+            while not self._stop.wait(_LOOK_INTERVAL_S):
+                self._look()
+            self._look()
+        except Exception:
+            logger.exception("the run log gets no more windows; training goes on")
+
+    def _look(self) -> None:
+        assert self._coordinator is not None
+        with self._coordinator.board() as board:
+            engine = board.engines.get(self._driver.number)
+            if engine is None:
+                return
+            plans, values, predictions = engine.plans[self._plans_told :], self._values(engine), {}
+            if engine.choice is not None:
+                predictions = engine.choice.predictions()
+        for step, plan in plans:
+            self._log.plan(step, plan, predictions)
+            self._plans_told += 1
+        self._log.window(values)
+
+    def _values(self, engine: EngineBoard) -> dict[str, Any]:
+        window = engine.window()
+        stats = self._driver.stats()
+        return window_values(
+            window,
+            mode=engine.active.label,
+            stragglers=engine.stragglers,
+            ranks={
+                "wait_s": engine.waits_s(),
+                "offset_s": engine.arrival_offsets_s(),
+                "silent_s": [s.silent_s for s in window.ranks],
+                "link_bytes_per_s": [s.link_bytes_per_s for s in window.ranks],
+            },
+            loss=engine.loss,
+            closed_early=engine.closed,
+            comm_bytes=window.comm_bytes,
+            comm_s=engine.comm_s,
+            folds=stats["folds"],
+            drops=stats["drops"],
+        )
+
+
+def _gpu(optimizer: Any) -> str | None:
+    """Identity of the device the parameters are on, for NVML; None on a CPU."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.is_cuda:
+                import torch
+
+                return str(torch.cuda.get_device_properties(param.device).uuid)
+    return None

@@ -1,0 +1,48 @@
+"""The trained predictor, loaded beside the job: importing LightGBM takes a second, which training does not wait for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Sequence
+
+from scheduler.cost_model import Conditions, Prediction, rank
+from scheduler.cost_policy import Ranker
+from scheduler.plans import Plan
+from scheduler.records import Window
+
+__all__ = ["LazyRanker"]
+
+logger = logging.getLogger("star_hvd")
+
+
+class LazyRanker:
+    """Predicts by the cost model until the predictor is loaded, and for good where there is none.
+
+    `STAR_MODEL` names the predictor: a folder, or a registered model as `models:/name@alias`. Without it the one
+    shipped with the package is taken. A missing or damaged one costs a warning.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: Ranker | None = None
+        self._thread = threading.Thread(target=self._load, name="star-model", daemon=True)
+
+    def start(self) -> None:
+        """Begin to load."""
+        self._thread.start()
+
+    def __call__(
+        self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
+    ) -> list[Prediction]:
+        """Predictions for plans, the fastest first."""
+        loaded = self._loaded
+        return rank(offered, conditions) if loaded is None else loaded(offered, conditions, window, active)
+
+    def _load(self) -> None:
+        try:
+            from scheduler.predictor import find_ranker
+
+            self._loaded = find_ranker(os.environ, logger.warning)
+        except Exception as error:  # Whatever is wrong with it: the cost model decides as well.
+            logger.warning("no predictor of time to accuracy (%s); the cost model decides", error)
