@@ -1,9 +1,10 @@
-"""A real job with a run log: every rank's steps on disk and the run in MLflow, sent by the process beside rank 0."""
+"""A real job with its run log: every rank's steps on disk, the run in MLflow, and sentences a person can read."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,38 +13,64 @@ pytest.importorskip("mlflow")
 from star_hvd.run_log import layout
 from star_hvd.run_log.sender import connect
 from star_hvd.run_log.spool import read_events
-from tests.support.launch import run_job
+from tests.support.launch import JobResult, run_job
 
 pytestmark = pytest.mark.multiproc
 
-STEPS = 200
+STEPS, RANKS = 120, 3
+
+
+def _run(logs: Path, uri: str, **more: str) -> JobResult:
+    env = {"MLFLOW_TRACKING_URI": uri, "STAR_LOG_DIR": str(logs), "STAR_RUN_LOG": "1", "STAR_TARGET": "accuracy>=0.95"}
+    module = "tests.multiproc.run_log_job"
+    return run_job(module, str(STEPS), ranks=RANKS, env=env | more, timeout_s=150.0).check()
+
+
+def _events(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [event for _, event in read_events(path) if event["kind"] == kind]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_job_is_in_mlflow_soon_after_its_end(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    job = run_job(
-        "tests.multiproc.run_log_job", str(tmp_path), str(STEPS), ranks=2,
-        env={"MLFLOW_TRACKING_URI": uri, "STAR_RUN_LOG": "0"}, timeout_s=120.0,
-    ).check()  # fmt: skip
+    job = _run(tmp_path, uri)
     name = job.results[0]["name"]
     directory = tmp_path / "runs" / name
-    for rank in range(2):
-        kinds = [event["kind"] for _, event in read_events(directory / f"rank{rank}.jsonl")]
-        assert kinds.count("step") == STEPS and job.results[rank]["dropped"] == 0
-    # A step takes 20 ms of sleep and more; three calls of the log must be nothing beside it.
-    assert job.results[0]["call_s"] < 0.02 * 0.05
+    for rank in range(RANKS):
+        steps = _events(directory / f"rank{rank}.jsonl", "step")
+        assert len(steps) == STEPS and job.results[rank]["dropped"] == 0
+        assert all(step["compute_s"] > 0.0 and step["loss"] is not None for step in steps)
+    plans = _events(directory / "events.jsonl", "plan")
+    assert plans[0]["mode"] == "sync" and len(plans) >= 2
+    assert "rank 2" in plans[1]["reason"], "the reason names the slow rank"
+    assert plans[1]["prediction"], "a decision tells what it rested on"
+    assert _events(directory / "events.jsonl", "end")[0]["status"] == "FINISHED"
+
     limit_s = time.monotonic() + 100.0
     while not layout.read_json(directory / "sent.json").get("complete") and time.monotonic() < limit_s:
         time.sleep(0.5)
     client = connect(uri)
     experiment = client.get_experiment_by_name("star-hvd")
+    assert experiment is not None
     runs = {run.data.tags["star.run"]: run for run in client.search_runs([experiment.experiment_id])}
-    assert sorted(runs) == [name, f"{name}/0"]
+    assert set(runs) >= {name, f"{name}/0", f"{name}/1"}, "the job, and a nested run for every segment"
     run = runs[name]
     assert run.info.status == "FINISHED" and run.data.params["optimizer.class"] == "SGD"
-    assert run.data.metrics["steps"] == STEPS - 1 and run.data.params["versions.torch"]
-    assert len(client.get_metric_history(run.info.run_id, "loss")) >= STEPS
+    assert run.data.params["versions.torch"] and run.data.params["policy"] == "learned"
+    assert run.data.metrics["time_to_target_s"] > 0.0
+    assert len(client.get_metric_history(run.info.run_id, "accuracy")) >= STEPS
     files = {Path(item.path).name for item in client.list_artifacts(run.info.run_id, "star")}
-    assert files >= {"rank0.jsonl", "rank1.jsonl", "events.jsonl", "report.html"}
+    assert files >= {"rank0.jsonl", "rank2.jsonl", "events.jsonl", "report.html"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("policy", ["learned", "rule"])
+def test_the_choice_is_explained_on_rank_0_only(tmp_path: Path, policy: str) -> None:
+    job = _run(tmp_path, "", STAR_RUN_LOG="0", STAR_POLICY=policy)
+    first, last = job.results[0]["said"]
+    assert "sync" in first
+    assert "rank 2" in last and "slower" in last and "sync" not in last.split(":")[0]
+    assert all(result["said"] == ["", ""] for result in job.results[1:])
+    assert not (tmp_path / "runs").exists(), "a log that is switched off leaves nothing"
