@@ -11,11 +11,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.scenarios import Scenario, bound_s
-from benchmarks.spec import ALL_VARIANTS, RunRecord, RunSpec
-from benchmarks.tasks import Task, make_network
+from benchmarks.scenarios import KILLED, Scenario, bound_s, link_slowdown
+from benchmarks.spec import ALL_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
+from benchmarks.tasks import USUAL_HIDDEN_UNITS, Task, make_network
 
-__all__ = ["REQUIRED_KEYS", "accuracies", "median_or_none", "summarize", "time_to_accuracy_s"]
+__all__ = [
+    "REQUIRED_KEYS",
+    "accuracies",
+    "in_force",
+    "median_or_none",
+    "model_bytes",
+    "summarize",
+    "time_to_accuracy_s",
+]
 
 SMOOTHED_EVALUATIONS = 3
 CURVE_SAMPLES = 3000  # of the held-out samples; more would take longer to evaluate than to train
@@ -34,12 +42,13 @@ REQUIRED_KEYS = (
     "folds",
     "drops",
     "max_staleness",
+    "modes",
 )
 
 
-def accuracies(snapshots: Path, dataset: str, task: Task) -> list[float]:
+def accuracies(snapshots: Path, dataset: str, task: Task, hidden_units: int = USUAL_HIDDEN_UNITS) -> list[float]:
     """Accuracy of every snapshot in the file `snapshots`: the last on all held-out samples, the others on some."""
-    model = make_network(dataset)
+    model = make_network(dataset, hidden_units)
     values = []
     with np.load(snapshots) as arrays, torch.no_grad():
         vectors = arrays["vectors"]
@@ -90,10 +99,12 @@ def summarize(spec: RunSpec, target: float, records: Sequence[RunRecord]) -> dic
         records: One per variant and seed, with accuracies.
     """
     variants = {name: _variant(name, target, records) for name in ALL_VARIANTS if name in spec.variants}
+    modes = {name: _variant(name, target, records) for name in spec.modes}
     medians = {name: variants[name]["median_s"] if name in variants else None for name in ALL_VARIANTS}
     scenario = Scenario(name=spec.scenario, rows=spec.rows)
     free_s = medians["straggler_free"]
-    bound = None if free_s is None else bound_s(free_s, scenario.capacity(), spec.ranks)
+    capacity = _capacity(spec, scenario, variants)
+    bound = None if free_s is None else bound_s(free_s, capacity, spec.ranks)
     star = variants.get("star", {})
     return {
         "scenario": spec.scenario,
@@ -102,22 +113,72 @@ def summarize(spec: RunSpec, target: float, records: Sequence[RunRecord]) -> dic
         "mode": spec.mode,
         "slowdown": max(map(max, spec.rows)),
         "quota_cores": spec.quota_cores,
+        "link_bits_per_s": spec.link_bits_per_s,
+        "model_bytes": model_bytes(spec),
         "target_accuracy": target,
         **{f"{name}_s": medians[name] for name in ALL_VARIANTS},
         "ratio": _ratio(medians["star"], medians["plain"]),
         "drop_ratio": _ratio(medians["drop"], medians["plain"]),
         "bound_s": bound,
         "bound_ratio": _ratio(medians["star"], bound),
-        "own_bound_ratio": _own_bound_ratio(medians, scenario),
+        "own_bound_ratio": _own_bound_ratio(medians, capacity, spec.ranks),
         "final_accuracy": {name: values["final_accuracy"] for name, values in variants.items()},
         "folds": star.get("folds"),
         "drops": star.get("drops"),
         "max_staleness": star.get("max_staleness"),
         "train_s": {name: values["train_median_s"] for name, values in variants.items()},
         "train_ratio": _ratio(*(variants.get(name, {}).get("train_median_s") for name in ("star", "plain"))),
-        "train_bound_ratio": _train_bound_ratio(variants, scenario),
+        "train_bound_ratio": _train_bound_ratio(variants, capacity, spec.ranks),
         "mode_timeline": [_plans(record) for record in records if record.variant == "star"],
+        "modes": {name: _mode(values, medians["plain"]) for name, values in modes.items()},
+        **(_recovery(variants, modes) if spec.scenario in KILLED else {}),
         "variants": variants,
+    }
+
+
+def model_bytes(spec: RunSpec) -> int:
+    """Size of the parameters, and of a gradient."""
+    return sum(4 * parameter.numel() for parameter in make_network(spec.dataset, spec.hidden_units).parameters())
+
+
+def _capacity(spec: RunSpec, scenario: Scenario, variants: dict[str, Any]) -> float:
+    """Speed of all ranks together, in units of a normal rank; of a link, from what it adds to a step."""
+    free = variants.get("straggler_free")
+    if scenario.means != "link" or free is None:
+        return scenario.capacity()
+    slow_bits_per_s = spec.link_bits_per_s / scenario.slowdown(spec.ranks - 1, 0)
+    last = link_slowdown(free["step_s"], model_bytes(spec), spec.link_bits_per_s, slow_bits_per_s)
+    return spec.ranks - 1 + 1.0 / last
+
+
+def _mode(values: dict[str, Any], plain_s: float | None) -> dict[str, Any]:
+    """Figures of a fixed mode, beside those of `auto`."""
+    return {
+        "seconds": values["median_s"],
+        "ratio": _ratio(values["median_s"], plain_s),
+        "train_s": values["train_median_s"],
+        "global_steps": statistics.median(run["global_steps"] for run in values["seeds"]),
+        "final_accuracy": values["final_accuracy"],
+        "in_force": statistics.fmean(in_force(run["timeline"]) for run in values["seeds"]),
+        **{name: values[name] for name in ("step_s", "reached", "folds", "drops", "max_staleness")},
+        "per_seed": values["seeds"],
+    }
+
+
+def in_force(timeline: Sequence[dict[str, Any]]) -> float:
+    """Part of the steps that were not made in lockstep; below 1 where a mode took its time, or was refused."""
+    return statistics.fmean(entry["mode"] != "sync" for entry in timeline) if timeline else 0.0
+
+
+def _recovery(variants: dict[str, Any], modes: dict[str, Any]) -> dict[str, Any]:
+    """What the death of a process cost star_hvd: the worst of all seeds and of all modes in which one was killed."""
+    of_star = [values for name, values in {**variants, **modes}.items() if name not in PLAIN_VARIANTS]
+    runs = [run for values in of_star for run in values["seeds"]]
+    struck = [run for run in runs if run["killed"]]
+    return {
+        "killed": len(struck),
+        "recovery_s": max((run["recovery_s"] for run in struck), default=None),
+        "lost_steps": max((run["lost_steps"] for run in struck), default=None),
     }
 
 
@@ -137,18 +198,18 @@ def _variant(name: str, target: float, records: Sequence[RunRecord]) -> dict[str
     }
 
 
-def _own_bound_ratio(medians: dict[str, float | None], scenario: Scenario) -> float | None:
+def _own_bound_ratio(medians: dict[str, float | None], capacity: float, ranks: int) -> float | None:
     """Against star_hvd's own time without a straggler: what is lost to the straggler alone."""
     free_s = medians["star_free"]
     if free_s is None:
         return None
-    return _ratio(medians["star"], bound_s(free_s, scenario.capacity(), scenario.ranks))
+    return _ratio(medians["star"], bound_s(free_s, capacity, ranks))
 
 
-def _train_bound_ratio(variants: dict[str, Any], scenario: Scenario) -> float | None:
+def _train_bound_ratio(variants: dict[str, Any], capacity: float, ranks: int) -> float | None:
     if "star" not in variants or "straggler_free" not in variants:
         return None
-    bound = bound_s(variants["straggler_free"]["train_median_s"], scenario.capacity(), scenario.ranks)
+    bound = bound_s(variants["straggler_free"]["train_median_s"], capacity, ranks)
     return _ratio(variants["star"]["train_median_s"], bound)
 
 

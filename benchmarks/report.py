@@ -65,13 +65,16 @@ def table(summary: dict[str, Any]) -> Table:
     percent = 100.0 * summary["target_accuracy"]
     result = Table(title=f"{summary['scenario']}, {summary['ranks']} ranks, {summary['dataset']}", title_justify="left")
     result.add_column("variant", no_wrap=True)
-    for name in (f"to {percent:.1f} %", "min - max", "final", "ms/step", "folds", "drops", "stale"):
+    for name in (f"to {percent:.1f} %", "of plain", "min - max", "final", "ms/step", "folds", "drops", "stale"):
         result.add_column(name, justify="right", no_wrap=True)
-    for name, values in summary["variants"].items():
+    modes = summary["modes"].items()
+    fixed = {name: {**one, "median_s": one["seconds"], "seeds": one["per_seed"]} for name, one in modes}
+    for name, values in {**summary["variants"], **fixed}.items():
         relaxed = name not in PLAIN_VARIANTS
         result.add_row(
-            TITLES[name],
+            TITLES.get(name, f"  {name}"),
             _seconds(values["median_s"]),
+            _ratio(values["median_s"], summary["plain_s"]),
             _spread([run["time_to_accuracy_s"] for run in values["seeds"]]),
             f"{100.0 * values['final_accuracy']:.1f} %",
             f"{1000.0 * values['step_s']:.0f}",
@@ -134,6 +137,10 @@ def bound_sentence(summary: dict[str, Any]) -> str:
 
 def _seconds(value: float | None) -> str:
     return "not reached" if value is None else f"{value:.1f} s"
+
+
+def _ratio(value: float | None, plain_s: float | None) -> str:
+    return "-" if value is None or not plain_s else f"{value / plain_s:.2f}"
 
 
 def _spread(values: list[float | None]) -> str:

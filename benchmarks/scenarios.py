@@ -13,6 +13,7 @@ __all__ = [
     "SCENARIOS",
     "Scenario",
     "ScenarioError",
+    "baseline",
     "bound_s",
     "default_modes",
     "link_slowdown",
@@ -175,6 +176,17 @@ def default_modes(scenario: Scenario) -> tuple[str, ...]:
     if name in ("one-slow", "frozen", "starved"):
         return (f"partial({m})", f"ps({m})", "asgd")
     return (f"partial({m})", f"ps({m})")
+
+
+def baseline(name: str, stragglers: int) -> str:
+    """The mode that a name of the literature stands for; other names are returned as they are.
+
+    Args:
+        name: `ASGD`, `SSP` (bound 3), `DynSGD` (Jiang et al. 2017),
+            `Sync-opt` (Chen et al. 2016: synchronous with backup workers), or a mode of star_hvd.
+        stragglers: Ranks that are slow at the same time, as many as there are backup workers.
+    """
+    return {"ssp": "ssp(3)", "sync-opt": f"ps(backup={max(1, stragglers)})"}.get(name.lower(), name)
 
 
 def bound_s(straggler_free_s: float, capacity: float, ranks: int) -> float:

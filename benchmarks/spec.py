@@ -33,6 +33,7 @@ class RunSpec:
         rows: Slowdown factors, shape (n_steps, n_ranks), repeating.
         ranks: Number of ranks.
         variants: What to train, a subset of `ALL_VARIANTS`.
+        modes: Fixed modes of star_hvd to train beside them, as `parse_mode` takes them.
         seeds: Every variant is trained once per seed.
         dataset: Name of the data set.
         train_samples: Training samples used.
@@ -46,6 +47,8 @@ class RunSpec:
         quorum: The m of the `drop` variant's `partial(m)`.
         quota_cores: Part of a core the slow rank may use in scenario `quota`, 0 in all others.
         quota_period_s: Accounting period of that quota.
+        hidden_units: Width of the network's hidden layers.
+        link_bits_per_s: Rate of a usual host's link in scenario `slow-link`, 0 in all others.
     """
 
     scenario: str
@@ -65,13 +68,22 @@ class RunSpec:
     quorum: int = 1
     quota_cores: float = 0.0
     quota_period_s: float = 0.1
+    modes: tuple[str, ...] = ()
+    hidden_units: int = 32
+    link_bits_per_s: float = 0.0
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Everything that is trained once per seed: variants and modes."""
+        return (*self.variants, *self.modes)
 
     @classmethod
     def read(cls, path: Path) -> RunSpec:
         """The inverse of `write_json(path, dataclasses.asdict(spec))`."""
         values = json.loads(path.read_text(encoding="utf-8"))
         values["rows"] = tuple(tuple(row) for row in values["rows"])
-        values["variants"], values["seeds"] = tuple(values["variants"]), tuple(values["seeds"])
+        for name in ("variants", "seeds", "modes"):
+            values[name] = tuple(values[name])
         return cls(**values)
 
 
@@ -80,7 +92,7 @@ class RunRecord:
     """One training of one variant with one seed, as rank 0 wrote it; the snapshots are beside it as .npz.
 
     Attributes:
-        variant: Which of `ALL_VARIANTS`.
+        variant: Which of `ALL_VARIANTS`, or a fixed mode.
         seed: Of initialization and sample order.
         train_s: From the barrier at the start to the end of the last epoch on rank 0.
         global_steps: Updates of the parameters.
@@ -92,6 +104,9 @@ class RunRecord:
         stats: Counters of every rank as star_hvd gave them.
         report: `hvd.report().to_dict()` of rank 0.
         timeline: One entry per global step: step, time_s, members, mode.
+        killed: Processes that were killed on the way.
+        recovery_s: Longest time between two steps of a surviving rank from then on; 0 where nothing was killed.
+        lost_steps: Steps that had to be made again, or were lost, because something was killed.
         times_s, steps, accuracies: The curve; accuracies are filled in after the run.
     """
 
@@ -107,6 +122,9 @@ class RunRecord:
     stats: list[dict[str, Any]] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
     timeline: list[dict[str, Any]] = field(default_factory=list)
+    killed: int = 0
+    recovery_s: float = 0.0
+    lost_steps: int = 0
     times_s: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)

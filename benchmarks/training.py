@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,19 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from benchmarks.device import BurnDevice, Device, SleepDevice
+from benchmarks.freezer import Freezer
+from benchmarks.link_rates import ask_for_rate
 from benchmarks.quota import CpuQuota
-from benchmarks.scenarios import Scenario
+from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S, Scenario, baseline
 from benchmarks.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
 from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, make_network
 
 __all__ = ["Job", "Setting", "Snapshots", "train"]
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+FORCE_LIMIT_STEPS = 4000
+FORCE_STEP_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +42,7 @@ class Setting:
         rank: This rank.
         slow: Slowdowns of the variants with a straggler.
         burns: Whether device time uses the CPU instead of sleeping.
+        run_dir: Folder of the run.
         on_epoch: Called on rank 0 after every epoch with the epoch's number and its mean loss.
     """
 
@@ -45,6 +52,7 @@ class Setting:
     rank: int
     slow: Scenario
     burns: bool
+    run_dir: Path
     on_epoch: Callable[[str, int, int, float], None]
 
 
@@ -93,15 +101,17 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
 
     Args:
         setting: Shared by all trainings of this rank.
-        variant: One of `ALL_VARIANTS`.
+        variant: One of `ALL_VARIANTS`, or a fixed mode.
         seed: Of initialization and sample order.
 
     Returns:
         The record, complete on rank 0, and the snapshots, empty on other ranks.
     """
     spec, hvd = setting.spec, setting.hvd
+    if variant in spec.modes:
+        _bring_into_force(hvd, _plan(spec, variant))
     torch.manual_seed(seed)
-    model = make_network(spec.dataset)
+    model = make_network(spec.dataset, spec.hidden_units)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
     plain = variant in PLAIN_VARIANTS
@@ -143,7 +153,9 @@ def _plain_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimi
 def _star_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, variant: str) -> Job:
     hvd, spec = setting.hvd, setting.spec
     mode, config = spec.mode, hvd.Config()
-    if variant == "drop":
+    if variant in spec.modes:
+        mode = _plan(spec, variant)
+    elif variant == "drop":
         mode = hvd.Plan.partial(spec.ranks, spec.quorum, max_staleness=0, reason="backup workers")
         config = hvd.Config(max_staleness=0)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), mode=mode, config=config)
@@ -151,11 +163,45 @@ def _star_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimiz
     return Job(optimizer=wrapped, batches=lambda _: loader, global_step=lambda _: int(wrapped.stats()["steps"]))
 
 
+def _plan(spec: RunSpec, variant: str) -> str:
+    return baseline(variant, spec.ranks - spec.quorum)
+
+
+def _bring_into_force(hvd: Any, mode: str) -> None:
+    """Let a tiny optimizer get the mode ready: server processes take seconds to start, once per job."""
+    model = nn.Linear(4, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters(), mode=mode)
+    for _ in range(FORCE_LIMIT_STEPS):
+        if optimizer.mode != "sync":
+            break
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        time.sleep(FORCE_STEP_S)
+    optimizer.close()
+
+
 def _limits(setting: Setting, scenario: Scenario) -> contextlib.AbstractContextManager[object]:
-    """The CPU quota where this rank is the slow one of scenario `quota`."""
-    if setting.burns and scenario.slowdown(setting.rank, 0) > 1.0:
-        return CpuQuota(setting.spec.quota_cores, setting.spec.quota_period_s)
+    """What makes this rank slow other than a longer device time."""
+    spec, slow = setting.spec, scenario.slowdown(setting.rank, 0) > 1.0
+    if setting.burns and slow:
+        return CpuQuota(spec.quota_cores, spec.quota_period_s)
+    if scenario.means == "freeze" and slow:
+        return Freezer(FREEZE_S, FREEZE_EVERY_S)
+    if scenario.means == "link" and setting.rank == 0:
+        return _slow_link(setting, scenario)
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _slow_link(setting: Setting, scenario: Scenario) -> Iterator[None]:
+    usual = setting.spec.link_bits_per_s
+    ask_for_rate(setting.run_dir, usual / scenario.slowdown(scenario.ranks - 1, 0))
+    try:
+        yield
+    finally:
+        ask_for_rate(setting.run_dir, usual)
 
 
 def _loop(
@@ -176,7 +222,7 @@ def _loop(
     for epoch in range(spec.epochs):
         losses = []
         for x, y in job.batches(epoch):
-            slowdown = scenario.slowdown(setting.rank, job.global_step(own_batches))
+            slowdown = scenario.device_slowdown(setting.rank, job.global_step(own_batches))
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x), y)
             device.run(slowdown)

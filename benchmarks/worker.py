@@ -43,10 +43,10 @@ def register(run_dir: Path) -> None:
 def run_all(setting: Setting, run_dir: Path) -> None:
     """Train everything, variants in turning order, so that a drift of the machine hits all of them."""
     spec = setting.spec
-    for variant in spec.variants:
+    for variant in spec.variants:  # Fixed modes are brought into force before every training.
         _warm_up(setting, variant)
     for turn, seed in enumerate(spec.seeds):
-        for variant in spec.variants if turn % 2 == 0 else tuple(reversed(spec.variants)):
+        for variant in spec.trained if turn % 2 == 0 else tuple(reversed(spec.trained)):
             record, snapshots = train(setting, variant, seed)
             if setting.rank == 0:
                 _write(run_dir, record, snapshots)
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
     register(run_dir)
     spec = RunSpec.read(run_dir / "spec.json")
     torch.set_num_threads(1)
-    plain_only = set(spec.variants) <= set(PLAIN_VARIANTS)
+    plain_only = set(spec.trained) <= set(PLAIN_VARIANTS)
     hvd: Any = importlib.import_module("horovod.torch" if plain_only else "star_hvd")
     hvd.init()
     setting = Setting(
@@ -90,6 +90,7 @@ def main(argv: list[str]) -> int:
         rank=hvd.rank(),
         slow=Scenario(name=spec.scenario, rows=spec.rows),
         burns=spec.quota_cores > 0.0,
+        run_dir=run_dir,
         on_epoch=lambda variant, seed, epoch, loss: progress(
             text=f"seed {seed} {variant}: epoch {epoch} of {spec.epochs}, loss {loss:.3f}", done=1
         ),

@@ -1,0 +1,63 @@
+"""Rates of the hosts' links while a job runs: ranks ask, the driver, which is outside the namespaces, sets them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from benchmarks.netns import Network, NetworkError
+
+__all__ = ["LinkRates", "ask_for_rate"]
+
+POLL_S = 0.02
+ASK_DEADLINE_S = 30.0
+
+
+class LinkRates:
+    """Answers the job's wishes for the rate of the last host's link, as long as the `with` block lasts.
+
+    Args:
+        network: The hosts.
+        run_dir: Folder of the run, in which wishes are left.
+    """
+
+    def __init__(self, network: Network, run_dir: Path) -> None:
+        self._network, self._run_dir = network, run_dir
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> LinkRates:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(ASK_DEADLINE_S)
+
+    def _run(self) -> None:
+        while not self._stop.wait(POLL_S):
+            for wish in sorted(self._run_dir.glob("rate-*.wish")):
+                try:
+                    self._network.set_rate(len(self._network.hosts) - 1, float(wish.name.split("-")[1]))
+                except (NetworkError, ValueError) as error:
+                    wish.with_suffix(".failed").write_text(str(error), encoding="utf-8")
+                wish.rename(wish.with_suffix(".done"))
+
+
+def ask_for_rate(run_dir: Path, bits_per_s: float) -> None:
+    """Have the last host's link rated; by one rank, which returns once it is.
+
+    Raises:
+        NetworkError: It could not be done, or nobody answered.
+    """
+    wish = run_dir / f"rate-{round(bits_per_s)}-{time.monotonic_ns()}.wish"
+    wish.touch()
+    done, limit_s = wish.with_suffix(".done"), time.monotonic() + ASK_DEADLINE_S
+    while not done.exists():
+        if time.monotonic() > limit_s:
+            raise NetworkError(f"nobody rated a link within {ASK_DEADLINE_S:g} s: is the driver still running?")
+        time.sleep(POLL_S)
+    failed = wish.with_suffix(".failed")
+    if failed.exists():
+        raise NetworkError(failed.read_text(encoding="utf-8"))

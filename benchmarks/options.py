@@ -1,0 +1,183 @@
+"""The command line of `benchmarks.tta`, and what the workers are told because of it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.netns import check_tools
+from benchmarks.quota import find_cpu_group
+from benchmarks.scenarios import MEANS, SCENARIOS, Scenario, ScenarioError, baseline, default_modes, make_scenario
+from benchmarks.spec import ALL_VARIANTS, PLAIN_VARIANTS, RunSpec
+from benchmarks.tasks import DATASETS, USUAL_HIDDEN_UNITS, TaskDefaults, defaults_for
+from benchmarks.traces import read_trace
+from scheduler.mode_names import parse_mode
+
+__all__ = ["build_spec", "make_parser"]
+
+DEVICE_MS = 30.0
+SHORT_VARIANTS = ("straggler_free", "plain", "star")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Special:
+    """What a scenario needs otherwise than the others.
+
+    Attributes:
+        device_ms: Of CPU time where it is burnt: all ranks share the cores of one machine, so less of it, or nothing
+            else has room.
+        epochs: 0 for as many as fit the data set.
+        hidden_units: Width of the network's hidden layers.
+        link_bits_per_s: Rate of a usual host's link.
+    """
+
+    device_ms: float = DEVICE_MS
+    epochs: int = 0
+    hidden_units: int = USUAL_HIDDEN_UNITS
+    link_bits_per_s: float = 0.0
+
+
+SPECIAL = {
+    "quota": _Special(device_ms=10.0),
+    "starved": _Special(device_ms=10.0, epochs=4),
+    # 1 MB of gradients: 60 ms over usual links, as long as two device times, 600 ms over the slow one.
+    "slow-link": _Special(hidden_units=480, link_bits_per_s=200e6),
+    "frozen": _Special(epochs=24),
+    "killed-server": _Special(),
+    "killed-worker": _Special(),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tta",
+        description="Time to accuracy with stragglers: plain Horovod, backup workers and star_hvd in one horovodrun.",
+    )
+    parser.add_argument("--scenario", choices=SCENARIOS, default="one-slow")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="write all figures and curves to this file")
+    parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
+    parser.add_argument("--seeds", type=int, default=3, help="how many; every variant is trained once per seed")
+    parser.add_argument("--epochs", type=int, help="default: as fits the data set and the scenario")
+    parser.add_argument("--target", type=float, help="accuracy to reach, 0 to 1; default: as fits the data set")
+    parser.add_argument("--device-ms", type=float, help="emulated device time per step at normal speed")
+    parser.add_argument("--train-samples", type=int, help="training samples used")
+    parser.add_argument("--slowdown", type=float, help="factor instead of the scenario's own")
+    parser.add_argument("--trace", type=Path, help="slowdowns for scenario trace, .csv or .json")
+    parser.add_argument("--mode", default="auto", help="mode of the variant star: auto, sync, partial(m), ps(x), ...")
+    parser.add_argument(
+        "--modes",
+        help="fixed modes beside it, separated by semicolons; also ASGD, SSP, DynSGD, Sync-opt; "
+        "default: a few that fit the scenario, none where --variants is given",
+    )
+    parser.add_argument("--variants", help=f"comma-separated subset of {','.join(ALL_VARIANTS)}")
+    parser.add_argument("--hidden-units", type=int, help="width of the network, for larger gradients")
+    parser.add_argument("--link-mbit", type=float, help="scenario slow-link: rate of the usual links")
+    parser.add_argument("--quota-period-ms", type=float, default=100.0, help="CPU quotas: accounting period")
+    parser.add_argument("--deadline-s", type=float, help="end the job after this; default: from the sizes")
+    parser.add_argument("--stall-s", type=float, default=180.0, help="end the job after this long without output")
+    parser.add_argument("--keep", action="store_true", help="keep the run's folder: log, records, snapshots")
+    return parser
+
+
+def build_spec(args: argparse.Namespace) -> RunSpec:
+    """Turn the command line into what the workers are told.
+
+    Raises:
+        ValueError: An option that cannot be; the message names it.
+        QuotaError, NetworkError: The scenario is impossible on this machine.
+    """
+    defaults, special = defaults_for(args.dataset), SPECIAL.get(args.scenario, _Special())
+    trace = read_trace(args.trace) if args.trace is not None else None
+    if trace is not None and args.scenario != "trace":
+        raise ScenarioError(f"--trace belongs to scenario trace; the scenario is {args.scenario}")
+    scenario = make_scenario(args.scenario, args.ranks, trace, args.slowdown)
+    device_ms = special.device_ms if args.device_ms is None else args.device_ms
+    _check_numbers(args, defaults, device_ms)
+    variants = _variants(args)
+    modes = _modes(args, scenario)
+    if not {*variants, *modes} <= set(PLAIN_VARIANTS) and importlib.util.find_spec("star_hvd.optimizer") is None:
+        raise ValueError("star_hvd cannot be imported; install it, or use --variants straggler_free,plain")
+    burns = scenario.means in ("quota", "starve")
+    if burns:
+        find_cpu_group()
+    if scenario.means == "link":
+        check_tools()
+    return RunSpec(
+        scenario=args.scenario,
+        rows=scenario.rows,
+        ranks=args.ranks,
+        variants=variants,
+        modes=modes,
+        seeds=tuple(range(args.seeds)),
+        dataset=args.dataset,
+        train_samples=args.train_samples or defaults.train_samples,
+        epochs=args.epochs or special.epochs or defaults.epochs,
+        batch_samples=defaults.batch_samples,
+        learning_rate=defaults.learning_rate,
+        momentum=defaults.momentum,
+        device_s=device_ms / 1000.0,
+        eval_every_steps=defaults.eval_every_steps,
+        mode=args.mode,
+        quorum=scenario.quorum(),
+        quota_cores=_quota_cores(scenario) if burns else 0.0,
+        quota_period_s=args.quota_period_ms / 1000.0,
+        hidden_units=args.hidden_units or special.hidden_units,
+        link_bits_per_s=_link_bits_per_s(args, scenario, special),
+    )
+
+
+def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults, device_ms: float) -> None:
+    for name, value, least in (
+        ("--seeds", args.seeds, 1),
+        ("--device-ms", device_ms, 0),
+        ("--epochs", args.epochs or defaults.epochs, 1),
+        ("--quota-period-ms", args.quota_period_ms, 1),
+        ("--hidden-units", args.hidden_units or USUAL_HIDDEN_UNITS, 1),
+    ):
+        if not least <= value < 1e6:
+            raise ValueError(f"{name} is {value}; expected at least {least}")
+
+
+def _variants(args: argparse.Namespace) -> tuple[str, ...]:
+    if args.variants is None:
+        return ALL_VARIANTS if MEANS[args.scenario] in ("device", "quota") else SHORT_VARIANTS
+    variants = tuple(name.strip() for name in args.variants.split(","))
+    unknown = sorted(set(variants) - set(ALL_VARIANTS))
+    if unknown or len(set(variants)) != len(variants):
+        raise ValueError(f"--variants is {args.variants!r}; expected some of {','.join(ALL_VARIANTS)}, each once")
+    return variants
+
+
+def _modes(args: argparse.Namespace, scenario: Scenario) -> tuple[str, ...]:
+    if args.modes is None:
+        return default_modes(scenario) if args.variants is None else ()
+    modes = tuple(filter(None, (name.strip() for name in args.modes.split(";"))))
+    for name in modes:
+        if parse_mode(baseline(name, scenario.ranks - scenario.quorum()), scenario.ranks) is None:
+            raise ValueError(f"--modes has {name!r}, which is no fixed mode; give it by --mode")
+    if len(set(modes)) != len(modes):
+        raise ValueError(f"--modes is {args.modes!r}; expected each mode once")
+    return modes
+
+
+def _link_bits_per_s(args: argparse.Namespace, scenario: Scenario, special: _Special) -> float:
+    if scenario.means != "link":
+        if args.link_mbit is not None:
+            raise ScenarioError(f"--link-mbit belongs to scenario slow-link; the scenario is {args.scenario}")
+        return 0.0
+    if args.link_mbit is None:
+        return special.link_bits_per_s
+    if not 1.0 <= args.link_mbit <= 1e5:
+        raise ValueError(f"--link-mbit is {args.link_mbit}; expected 1 to 100000")
+    return 1e6 * float(args.link_mbit)
+
+
+def _quota_cores(scenario: Scenario) -> float:
+    """The share of a core that makes a rank `slowdown` times slower than its fair share of the machine."""
+    fair = min(1.0, (os.cpu_count() or 1) / scenario.ranks)
+    return fair / scenario.slowdown(scenario.ranks - 1, 0)
