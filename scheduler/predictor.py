@@ -1,0 +1,273 @@
+"""The learned predictor: how long a mode will take compared to `sync`, with an interval, and whether it gets there.
+
+LightGBM corrects the cost model instead of replacing it: a head predicts
+
+    log(relative time) - log(relative time by the cost model)
+
+at the quantiles 5, 50 and 95 %, a further one the chance to reach the target. Where nothing was learned the correction
+is near 0, so the cost model stands. It knows when it does not know: rows outside of what it was trained on, and rows
+whose interval is too wide, get the cost model's prediction.
+
+A model is a folder: `model.json` and one LightGBM text file per head, named in it with SHA-256. Text, no pickle: a
+model from elsewhere runs no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost_model import Array, Conditions, Prediction, rank
+from scheduler.cost_policy import Ranker
+from scheduler.features import FEATURES, SCHEMA_VERSION, rows, speed
+from scheduler.plans import Plan
+from scheduler.records import Window
+
+__all__ = ["FORMAT", "HEADS", "SHIPPED", "ModelError", "Predictor", "find_ranker", "learned_policy", "load"]
+
+Flags = npt.NDArray[np.bool_]
+
+FORMAT = 1
+"""Version of `model.json`."""
+
+HEADS = ("low", "middle", "high", "reach")
+SHIPPED = Path(__file__).with_name("models") / "default"
+"""The model that comes with the package."""
+
+_OFF = ("cost_model", "none", "off", "0")
+_FILE = "model.json"
+_MOST_BYTES = 32 << 20
+_OUTSIDE = 0.1
+"""Part of a feature's range beyond its ends that still counts as inside."""
+
+
+class ModelError(ValueError):
+    """A model that cannot be used: what was got, what was expected, what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimates:
+    """Of candidates: logarithms of relative times, chance to reach the target, and which rows are trusted."""
+
+    low: Array
+    middle: Array
+    high: Array
+    reach: Array
+    known: Flags
+
+
+class Predictor:
+    """A loaded model; callable as the ranker of `scheduler.cost_policy.CostPolicy`.
+
+    Args:
+        about: What `model.json` says.
+        boosters: A LightGBM booster per head.
+
+    Attributes:
+        about: The same: versions, training data, metrics.
+        fallbacks: Rows that got the cost model's prediction so far.
+        predicted: Rows in all.
+    """
+
+    def __init__(self, about: Mapping[str, Any], boosters: Mapping[str, Any]) -> None:
+        self.about = dict(about)
+        self.fallbacks = 0
+        self.predicted = 0
+        self._boosters = dict(boosters)
+        low, high = (np.array([pair[side] for pair in about["ranges"]], dtype=np.float64) for side in (0, 1))
+        room = _OUTSIDE * (high - low) + 1e-9
+        self._least, self._most = low - room, high + room
+        calibration = about["calibration"]
+        self._widen = float(calibration["widen"])
+        self._widest = float(calibration["widest"])
+        self._cost = FEATURES.index("cost_log")
+
+    def __call__(
+        self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
+    ) -> list[Prediction]:
+        """Predictions for candidates, in their order.
+
+        Ranks that are late or silent count with what they reported last. Takes a few milliseconds, on one thread.
+        """
+        costs = {id(prediction.plan): prediction for prediction in rank(offered, conditions)}
+        predictions = [costs[id(plan)] for plan in offered]
+        found = self.estimate(rows(offered, conditions, window, active, predictions))
+        self.predicted += len(offered)
+        self.fallbacks += int((~found.known).sum())
+        return [
+            _prediction(cost, found, index) if found.known[index] and cost.plan.mode != "sync" else cost
+            for index, cost in enumerate(predictions)
+        ]
+
+    def estimate(self, features: Array) -> _Estimates:
+        """What the heads say of feature rows, shape (n, n_features); intervals are calibrated."""
+        raw = {
+            head: np.asarray(booster.predict(features, num_threads=1, validate_features=False), dtype=np.float64)
+            for head, booster in self._boosters.items()
+        }
+        cost = features[:, self._cost]
+        middle = raw["middle"]
+        low = np.minimum(raw["low"] - self._widen, middle)
+        high = np.maximum(raw["high"] + self._widen, middle)
+        inside = ((features >= self._least) & (features <= self._most)).all(axis=1)
+        finite = np.isfinite(low) & np.isfinite(high) & np.isfinite(raw["reach"])
+        return _Estimates(
+            low=cost + low,
+            middle=cost + middle,
+            high=cost + high,
+            reach=np.clip(raw["reach"], 0.0, 1.0),
+            known=inside & finite & (high - low <= self._widest),
+        )
+
+
+def _prediction(cost: Prediction, found: _Estimates, index: int) -> Prediction:
+    """The cost model's prediction with what was learned put in."""
+    reach = float(found.reach[index])
+    # What a target that may be missed costs is the time to train again in `sync`, as in the cost model.
+    missed = 1.0 - reach
+    middle = math.exp(float(found.middle[index]))
+    return Prediction(
+        plan=cost.plan,
+        relative=middle + missed,
+        low=math.exp(float(found.low[index])) + missed,
+        high=math.exp(float(found.high[index])) + missed,
+        interval_s=cost.interval_s,
+        progress=cost.progress * speed(cost) / middle,
+        drift=cost.drift,
+        reach=reach,
+    )
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> Predictor:
+    """Load a model's folder, checked against its schema and hashes.
+
+    Raises:
+        ModelError: Missing, damaged, of another version, or LightGBM is not installed.
+    """
+    about = _about(path)
+    texts = {head: _text(path, about, head) for head in HEADS}
+    if importlib.util.find_spec("lightgbm") is None:
+        raise ModelError("LightGBM is missing; install it for learned decisions: pip install lightgbm")
+    try:
+        import lightgbm
+    except (ImportError, OSError) as error:  # OSError: libgomp is missing.
+        raise ModelError(f"LightGBM cannot be loaded: {error}") from None
+    boosters = {}
+    for head, text in texts.items():
+        try:
+            boosters[head] = lightgbm.Booster(model_str=text, params={"num_threads": 1, "verbosity": -1})
+        except Exception as error:
+            # LightGBM raises its own error, and others for what it did not foresee.
+            raise ModelError(f"head {head} of {path} is no LightGBM model: {error}") from None
+        if boosters[head].num_feature() != len(FEATURES):
+            count = boosters[head].num_feature()
+            raise ModelError(f"head {head} of {path} takes {count} features; expected {len(FEATURES)}: train anew")
+    return Predictor(about, boosters)
+
+
+def _about(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((path / _FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"no model in {path}: {error}; expected a folder with {_FILE}, as `train` makes it") from None
+    if not isinstance(about, dict):
+        raise ModelError(f"{path / _FILE} holds {type(about).__name__}; expected a mapping")
+    for name, expected in (("format", FORMAT), ("feature_version", SCHEMA_VERSION)):
+        if about.get(name) != expected:
+            raise ModelError(
+                f"the model in {path} has {name} {about.get(name)!r}; expected {expected}: train anew with this version"
+            )
+    if about.get("features") != list(FEATURES):
+        raise ModelError(f"the model in {path} has other features than this version; train anew")
+    _check_numbers(path, about)
+    return about
+
+
+def _check_numbers(path: Path, about: Mapping[str, Any]) -> None:
+    try:
+        ranges = np.array(about["ranges"], dtype=np.float64)
+        calibration = [float(about["calibration"][name]) for name in ("widen", "widest")]
+        fits = ranges.shape == (len(FEATURES), 2) and bool((ranges[:, 0] <= ranges[:, 1]).all())
+        fits = fits and all(map(math.isfinite, calibration)) and bool(np.isfinite(ranges).all())
+        fits = fits and all(isinstance(about["heads"][head]["sha256"], str) for head in HEADS)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"the model in {path} is incomplete: {error!r}; train anew") from None
+    if not fits:
+        raise ModelError(f"the model in {path} has ranges or calibration that are none; train anew")
+
+
+def _text(path: Path, about: Mapping[str, Any], head: str) -> str:
+    file = path / f"{head}.txt"
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise ModelError(f"{file} has {file.stat().st_size} bytes; expected at most {_MOST_BYTES}")
+        raw = file.read_bytes()
+    except OSError as error:
+        raise ModelError(f"head {head} is missing: {error}; copy the whole folder, or train anew") from None
+    found, expected = hashlib.sha256(raw).hexdigest(), about["heads"][head]["sha256"]
+    if found != expected:
+        raise ModelError(f"{file} has SHA-256 {found[:12]}..., {_FILE} says {expected[:12]}...: damaged, copy it again")
+    return raw.decode("utf-8", errors="replace")
+
+
+def find_ranker(environ: Mapping[str, str], warn: Callable[[str], None]) -> Ranker | None:
+    """The ranker a job decides with.
+
+    `STAR_MODEL` is a model's folder, an MLflow URI like `models:/star-tta@champion`, or `cost_model` for none. Without
+    it, the model that comes with the package.
+
+    Args:
+        environ: The environment.
+        warn: Told once, in a sentence, why there is no model.
+
+    Returns:
+        None where the cost model decides alone: it was asked for, or the model cannot be used. Fetching from a registry
+        takes `registry.FETCH_S` at most.
+    """
+    wanted = environ.get("STAR_MODEL", "").strip()
+    if wanted.lower() in _OFF:
+        return None
+    try:
+        if wanted.startswith("models:/"):
+            from scheduler.registry import fetch
+
+            return load(fetch(wanted, environ))
+        return load(Path(wanted) if wanted else SHIPPED)
+    except ModelError as error:
+        named = f"STAR_MODEL {wanted}" if wanted else "the model of this package"
+        warn(f"{named} cannot be used: {error}. The cost model decides.")
+        return None
+
+
+def learned_policy(world_size: int, hosts: Sequence[str] | None = None) -> Any:
+    """A policy with the model that `STAR_MODEL` or the package gives, for `benchmarks.policy`.
+
+    Raises:
+        ModelError: There is none.
+    """
+    import os
+
+    from scheduler.cost_policy import CostPolicy
+
+    global _ranker
+    if _ranker is None:
+        problems: list[str] = []
+        _ranker = find_ranker(os.environ, problems.append)
+        if _ranker is None:
+            raise ModelError(problems[0] if problems else "STAR_MODEL asks for the cost model")
+    return CostPolicy(world_size, ranker=_ranker, hosts=hosts)
+
+
+_ranker: Ranker | None = None
