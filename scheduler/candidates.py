@@ -20,7 +20,7 @@ from scheduler.grouping import progressive_groups, similar_groups
 from scheduler.placement import HostLoad, place_servers
 from scheduler.plans import MODES, Plan
 
-__all__ = ["Trouble", "candidates", "find_trouble"]
+__all__ = ["Trouble", "candidates", "find_trouble", "same_plan"]
 
 _SELDOM = 0.08
 """Part of its reports that make a rank slow now and then; alexnet's 5 ms of jitter reach 3 % past `RESOLUTION_S`."""
@@ -40,15 +40,17 @@ class Trouble:
         now_and_then: Ranks that are slow in some of the steps.
         links: Ranks with a slow link.
         at_once: Ranks that are slow in the same step: usually, and in one of ten steps with any, ascending.
+        frozen: Ranks that stand still again and again.
     """
 
     slow: tuple[int, ...]
     now_and_then: tuple[int, ...]
     links: tuple[int, ...]
     at_once: tuple[int, ...]
+    frozen: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.slow or self.now_and_then or self.links)
+        return bool(self.slow or self.now_and_then or self.links or self.frozen)
 
 
 def find_trouble(conditions: Conditions) -> Trouble:
@@ -77,6 +79,7 @@ def find_trouble(conditions: Conditions) -> Trouble:
         now_and_then=tuple(seldom.tolist()),
         links=tuple(links.tolist()),
         at_once=tuple(sorted({min(max(1, count), most) for count in at_once})),
+        frozen=tuple(conditions.freezing),
     )
 
 
@@ -97,7 +100,7 @@ def candidates(
         hosts: Host of every rank, to place servers.
     """
     n = conditions.world_size
-    offered = [Plan.sync(n)]
+    offered = [active if active is not None and active.mode == "sync" else Plan.sync(n)]
     if n > 1:
         trouble = find_trouble(conditions)
         offered += [active] if active is not None else []
@@ -121,8 +124,13 @@ def candidates(
     return list(found.values()) or [Plan.sync(n)]
 
 
+def same_plan(one: Plan, other: Plan) -> bool:
+    """Whether two plans mean the same, whatever their epoch and reason."""
+    return one is other or _key(one) == _key(other)
+
+
 def _key(plan: Plan) -> tuple[object, ...]:
-    """What makes plans different."""
+    """What makes plans different. Servers that the coordinator is yet to place are no difference in `sync`."""
     return (plan.mode, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack, plan.servers, plan.local_steps,
             plan.local_s, plan.lr_rule)
 
@@ -161,7 +169,7 @@ def _two_groups(times_s: Array) -> tuple[tuple[int, ...], ...]:
 
 def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | None) -> list[Plan]:
     n = conditions.world_size
-    bad = {*trouble.slow, *trouble.links}
+    bad = {*trouble.slow, *trouble.links, *trouble.frozen}
     loads = [
         HostLoad(
             rank=rank,

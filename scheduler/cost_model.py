@@ -11,8 +11,9 @@ would choose ASGD (section 4.10), with any price of at least the learning-rate r
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +27,7 @@ from scheduler.records import Window
 from scheduler.replay import Flow, order_interval, partial_flow, server_flow
 from scheduler.staleness import StalenessPrice
 
-__all__ = ["Conditions", "Prediction", "order_interval", "predict", "rank", "settle"]
+__all__ = ["NOISE", "Conditions", "Prediction", "order_interval", "predict", "rank", "settle"]
 
 Array = npt.NDArray[np.float64]
 
@@ -45,6 +46,7 @@ _DRIFT_LIMIT, _DRIFT_SOFTNESS = 0.9, 0.12
 """Chance to reach the target falls around a drift of 0.9: ASGD of 8 ranks, 0.875, is where runs begin to miss it
 (Sync-Switch: one of four runs reaches 0.90, none 0.915)."""
 _ROWS, _ROWS_MANY, _MANY = 24, 5, 128
+_FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both was made around a freeze.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class Conditions:
         noise: phi in gradients of one rank.
         starved: Part of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
         frozen_s: Mean time per step that a rank which freezes keeps every collective waiting, seconds.
+        freezing: Those ranks.
         lr_ratio: rho (`scheduler.progress`).
         price: Price of staleness.
         usual_s: Mean time of every rank, shape (n_ranks,).
@@ -71,6 +74,7 @@ class Conditions:
     noise: float = NOISE
     starved: Array = field(default_factory=lambda: np.zeros(0))
     frozen_s: float = 0.0
+    freezing: tuple[int, ...] = ()
     lr_ratio: float = LR_RATIO
     price: StalenessPrice = field(default_factory=StalenessPrice)
     usual_s: Array = field(init=False)
@@ -92,7 +96,7 @@ class Conditions:
         """Read a window; None while a rank has not reported yet.
 
         Times to come are those of a rank's present slow run where it is in one, else its recent ones: what comes and
-        goes is expected to come again as often as it did. A rank that is silent is as slow as its silence.
+        goes is expected to come again as often as it did. Freezes are not in a window: see `with_freezes`.
         """
         readings = Readings(window)
         if window.world_size == 0 or not all(readings.reports) or math.isnan(readings.reference_s):
@@ -109,6 +113,25 @@ class Conditions:
             starved=np.where(times.mean(axis=0) > 1.2 * readings.reference_s, starved, 0.0),
             price=price or StalenessPrice(),
         )
+
+    def with_freezes(self, frozen_s: float, ranks: Collection[int]) -> Conditions:
+        """The same where these ranks freeze again and again.
+
+        Their longest times are taken out, because they are counted by `frozen_s`: a freeze costs all ranks of a
+        collective, whoever computes meanwhile.
+
+        Args:
+            frozen_s: Mean time per step that it costs.
+            ranks: Who freezes.
+        """
+        if not ranks:
+            return self
+        times = self.times_s.copy()
+        for one in ranks:
+            own = times[:, one]
+            usual_s = min(float(np.median(own)), _FREEZE * self.typical_s)
+            own[own > max(_FREEZE * self.typical_s, _FREEZE_S)] = usual_s
+        return dataclasses.replace(self, times_s=times, frozen_s=frozen_s, freezing=tuple(sorted(ranks)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,10 @@
 """A policy that takes the fastest candidate, by the cost model or by any other ranker, once a switch pays.
 
-Ski-rental: the active plan is left when the loss against the best candidate, added up since the best one was first
-better, has reached the price of the switch. So a disturbance that ends before costs no switch, and one that lasts
-costs at most twice the best that hindsight knows (break-even rule). Hysteresis: a candidate must be better than the
-active plan by 5 %; a return to `sync` needs no gain, only no loss.
+Ski-rental (`scheduler.rental`): the active plan is left when the loss against the best candidate, added up since one
+was first better, has reached the price of the switch. So a disturbance that ends before costs no switch, and one that
+lasts costs at most twice the best that hindsight knows. Hysteresis: a candidate must be better than the active plan by
+5 %; the return to `sync` when nobody is slow any more needs no gain. Guard of accuracy (`scheduler.guard`): losses that
+rise, or a noise scale that does, end a relaxed mode at once and for a while.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from scheduler.candidates import candidates, find_trouble
+from scheduler.candidates import Trouble, candidates, find_trouble, same_plan
 from scheduler.cost_model import Conditions, Prediction, rank
+from scheduler.freezes import Freezes
+from scheduler.guard import AccuracyGuard
 from scheduler.plans import Plan
 from scheduler.records import Window
+from scheduler.rental import SkiRental
+from scheduler.sentences import comparison, who
 from scheduler.staleness import StalenessPrice
 
 __all__ = ["CostPolicy", "Ranker"]
@@ -30,19 +35,25 @@ _CALM_STEPS = 12
 """Steps without trouble before the job returns to `sync`: STAR's stragglers stay 3.4 rounds, 10 at the 95th
 percentile, and come back."""
 
+_WINDOW_STEPS = 64
+
 
 class CostPolicy:
     """Decides by predictions.
 
     Args:
         world_size: Number of ranks.
-        ranker: Predictions for candidates, best first, or not; the cost model if None.
+        ranker: Predictions for candidates, in any order; the cost model if None.
         hosts: Host of every rank, to place servers.
         gain: Least predicted gain that is worth a switch.
 
     Attributes:
         price: The price of staleness as learned so far.
         last: Predictions behind the last decision, best first.
+        guard: The guard of accuracy.
+
+    Raises:
+        ValueError: Numbers out of range.
     """
 
     def __init__(
@@ -53,16 +64,28 @@ class CostPolicy:
         hosts: Sequence[str] | None = None,
         gain: float = _GAIN,
     ) -> None:
+        if world_size < 1 or not 0.0 <= gain < 1.0:
+            raise ValueError(f"world_size is {world_size} and gain {gain}; expected at least 1, and 0 <= gain < 1")
+        if hosts is not None and len(hosts) != world_size:
+            raise ValueError(f"{len(hosts)} hosts for {world_size} ranks; expected one for each")
         self.world_size = world_size
         self.price = StalenessPrice()
         self.last: list[Prediction] = []
+        self.guard = AccuracyGuard()
         self._ranker = ranker
         self._hosts = hosts
         self._gain = gain
-        self._lost_s = 0.0
-        self._step: int | None = None
+        self._rental = SkiRental()
+        self._freezes = Freezes()
         self._calm_since: int | None = None
         self._noise = 4.0
+        self._now: tuple[Window, Plan, Trouble | None] | None = None
+        self._waiting: tuple[Prediction, float] | None = None
+
+    @property
+    def window_steps(self) -> int:
+        """Steps, and reports of a rank, that a window should reach back; more does no harm."""
+        return _WINDOW_STEPS
 
     def decide(self, window: Window, active: Plan) -> Plan | None:
         """The plan to switch to, or None to keep the active one.
@@ -73,21 +96,31 @@ class CostPolicy:
         for what, size in (("window", window.world_size), ("plan", active.world_size)):
             if size != self.world_size:
                 raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
-        conditions = Conditions.from_window(window, self.price)
-        if conditions is None or self.world_size < 2:
+        self._now, self._waiting = (window, active, None), None
+        if self.world_size < 2:
             return None
+        alarm = self.guard.check(window, active)
+        if alarm:
+            return self._safe(active, alarm)
+        conditions = Conditions.from_window(window, self.price)
+        if conditions is None:
+            return None
+        self._freezes.note(window, active, conditions.typical_s)
+        conditions = conditions.with_freezes(self._freezes.per_step_s, self._freezes.habitual)
         self._noise = conditions.noise
-        trouble = bool(find_trouble(conditions))
+        trouble = find_trouble(conditions)
+        self._now = (window, active, trouble)
         self._calm_since = None if trouble else window.step if self._calm_since is None else self._calm_since
-        if not trouble and active.mode == "sync":
-            self._forget(window)
+        if active.mode == "sync" and (not trouble or self.guard.holds(window.step)):
+            self._rental.rest(window.step)
+            self.last = []
             return None
         offered = candidates(conditions, active, allowed=window.allowed, hosts=self._hosts)
         if self._ranker is None:
             self.last = rank(offered, conditions)
         else:
             self.last = sorted(self._ranker(offered, conditions, window, active), key=lambda p: p.relative)
-        return self._choose(window, conditions, active, offered)
+        return self._choose(window, conditions, active, trouble) if self.last else None
 
     def observe(self, plan: Plan, updates: float, decrease: float, drift: float) -> None:
         """What training achieved under a plan: the price of staleness is learned from it."""
@@ -106,29 +139,50 @@ class CostPolicy:
             world=self.world_size,
         )
 
+    def explain(self) -> str:
+        """One sentence about the present choice, also when nothing is changed: `nobody is slow: sync`."""
+        if self._now is None:
+            return "no window has been looked at yet"
+        window, active, trouble = self._now
+        if self.guard.holds(window.step):
+            return f"{self.guard.reason}: sync until step {self.guard.until_step} at least"
+        if trouble is None:
+            return f"not every rank has reported yet: {active.label}"
+        if active.mode != "sync":
+            calm = f"; nobody is slow since step {self._calm_since}" if self._calm_since is not None else ""
+            return f"{active.reason or active.label}{calm}"
+        text = who(window, trouble, self._freezes.habitual)
+        if not trouble or not self.last:
+            return f"{text}: sync"
+        if self._waiting is not None:
+            best, left_s = self._waiting
+            return f"{text}: {comparison(self.last, best, None)}; sync until that has cost {left_s:.2g} s more"
+        other = next((p for p in self.last if p.plan.mode != "sync"), None)
+        if other is None:
+            return f"{text}: sync, no other mode can run"
+        speed = 1.0 / max(other.relative, 1e-9)
+        return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast, too little for a switch"
+
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _forget(self, window: Window) -> None:
-        self._lost_s, self._step = 0.0, window.step
-
-    def _choose(self, window: Window, conditions: Conditions, active: Plan, offered: Sequence[Plan]) -> Plan | None:
-        now = next((p for p in self.last if p.plan is active or p.plan == active), None)
+    def _choose(self, window: Window, conditions: Conditions, active: Plan, trouble: Trouble) -> Plan | None:
+        now = next((p for p in self.last if same_plan(p.plan, active)), None)
         best = self.last[0]
         sync = next((p for p in self.last if p.plan.mode == "sync"), None)
         if now is None:
-            return self._go(window, best, active, None)
-        calm = active.mode != "sync" and sync is not None and self._calm(window, active)
-        if calm and sync is not None and sync.relative <= now.relative * (1.0 + 0.5 * self._gain):
-            return self._go(window, sync, active, now)
-        if best.plan is now.plan or not best.relative < (1.0 - self._gain) * now.relative:
-            self._forget(window)
+            return self._go(window, best, active, None, trouble)
+        if sync is not None and active.mode != "sync" and self._calm(window, active):
+            self._rental.rest(window.step)
+            return self._safe(active, f"nobody was slow since step {self._calm_since}")
+        if best is now or not best.relative < (1.0 - self._gain) * now.relative:
+            self._rental.rest(window.step)
             return None
-        steps = max(1, window.step - (self._step if self._step is not None else window.step - 1))
-        self._lost_s += steps * now.interval_s * (1.0 - best.relative / now.relative)
-        self._step = window.step
-        if self._lost_s < self._price_s(conditions, active, best.plan):
+        loss_s = now.interval_s * (1.0 - best.relative / now.relative)
+        price_s = self._price_s(conditions, active, best.plan)
+        if not self._rental.pays(window.step, loss_s, price_s):
+            self._waiting = (best, price_s - self._rental.lost_s)
             return None
-        return self._go(window, best, active, now)
+        return self._go(window, best, active, now, trouble)
 
     def _calm(self, window: Window, active: Plan) -> bool:
         """Nobody was in trouble for a while; under servers steps are updates, of which there are more."""
@@ -144,13 +198,24 @@ class CostPolicy:
         moved_s = _COPIES * conditions.comm_bytes / rate if math.isfinite(rate) else 0.0
         return _HANDOVER_S + moved_s + float(conditions.usual_s.max())
 
-    def _go(self, window: Window, best: Prediction, active: Plan, now: Prediction | None) -> Plan | None:
-        self._forget(window)
-        if best.plan == active or (best.plan.mode == active.mode == "sync"):
+    def _safe(self, active: Plan, why: str) -> Plan:
+        """Back to `sync`. Servers have a damping of their own, unless there is to be none."""
+        damping = active.damping if active.mode not in ("ps", "grouped") or active.damping == "none" else "inverse"
+        return Plan.sync(
+            self.world_size,
+            damping=damping,
+            max_staleness=active.max_staleness,
+            epoch=active.epoch + 1,
+            reason=f"{why}: sync",
+        )
+
+    def _go(
+        self, window: Window, best: Prediction, active: Plan, now: Prediction | None, trouble: Trouble
+    ) -> Plan | None:
+        self._rental.rest(window.step)
+        if same_plan(best.plan, active):
             return None
-        gain = 1.0 / best.relative if best.relative > 0.0 else math.inf
-        text = f"{best.plan.label} is predicted {gain:.1f}x as fast as sync, 90 % interval "
-        text += f"{1.0 / max(best.high, 1e-9):.1f}-{1.0 / max(best.low, 1e-9):.1f}"
-        if now is not None and now.plan.mode != "sync":
-            text += f"; {now.plan.label} {1.0 / max(now.relative, 1e-9):.1f}x"
-        return best.plan.replace(epoch=active.epoch + 1, reason=text)
+        why = who(window, trouble, self._freezes.habitual)
+        if now is None:
+            why = f"{active.label} cannot run any more; {why}"
+        return best.plan.replace(epoch=active.epoch + 1, reason=f"{why}: {comparison(self.last, best, now)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,6 +35,10 @@ _STATE_COPIES = 3.0
 
 _SILENT_S, _SILENT_STEPS = 1.5, 12.0
 """A step as long as that gives the coordinator time to decide while it lasts."""
+
+_LOSSES = 256
+_LOSS, _LOSS_NOISE = (0.2, 2.1, 3.0), 0.08
+"""From 2.3 (ten classes, nothing learned) to 0.3 at the target, with 8 % of noise: what the digits task shows."""
 
 _UPDATES = 60.0
 """A job ends without its target after as many times the updates that synchronous steps would take, per gradient."""
@@ -158,6 +163,8 @@ class Job:
         )
         self._rng = np.random.default_rng(scenario.seed + 1)
         self._measured = (0.0, np.zeros(scenario.world_size))
+        self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
+        self._loss_rng = np.random.default_rng(scenario.seed + 2)
 
     @property
     def now_s(self) -> float:
@@ -186,6 +193,7 @@ class Job:
             self.steps += 1
             if self.policy is None:
                 continue
+            self._note_loss()
             usual_s = self.scenario.network.compute_s
             if self.now_s - before_s > max(_SILENT_S, _SILENT_STEPS * usual_s):
                 self._decide(self._silences(before_s))
@@ -233,6 +241,8 @@ class Job:
             noise_scale=float(state.account.noise[0]) * math.exp(0.2 * noise),
             comm_bytes=scenario.network.comm_bytes,
             allowed=scenario.allowed,
+            losses=tuple(loss for _, loss in self._losses),
+            loss_steps=tuple(step for step, _ in self._losses),
         )
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -245,6 +255,12 @@ class Job:
         links = keep * links + new * self._rng.standard_normal(len(links))
         self._measured = (noise, links)
         return noise, links
+
+    def _note_loss(self) -> None:
+        """A training loss as users report it: falling with progress, noisy by the batch it is taken on."""
+        loss = _LOSS[0] + _LOSS[1] * math.exp(-_LOSS[2] * float(self.state.account.progress[0]))
+        loss *= 1.0 + _LOSS_NOISE * float(self._loss_rng.standard_normal())
+        self._losses.append((int(self.state.step[0]), loss))
 
     def _silences(self, since_s: float) -> dict[int, float]:
         """Ranks that stood still during the last step, and for how long."""

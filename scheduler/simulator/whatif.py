@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.cost_model import Conditions, rank
+from scheduler.cost_model import NOISE, Conditions, rank
 from scheduler.mode_names import parse_mode
 from scheduler.plans import Plan
 from scheduler.staleness import StalenessPrice
@@ -223,11 +223,11 @@ def _modes(
     total = 0.0
     for begin in range(0, len(times), _CHUNK):
         chunk = times[begin : begin + _CHUNK]
-        extra = {"noise": noise} if math.isfinite(noise) else {}
         # What a step takes besides computing is in every mode's path: it is added to the times.
         conditions = Conditions(
             times_s=chunk + comm_s, rate=rates, comm_bytes=comm_bytes if np.isfinite(rates).all() else 0.0,
-            starved=np.zeros(n), price=StalenessPrice(), **extra,
+            starved=np.zeros(n), price=StalenessPrice(),
+            noise=noise if math.isfinite(noise) else NOISE,
         )
         weight = float((chunk.max(axis=1) + comm_s).sum())
         total += weight
