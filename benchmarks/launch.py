@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,14 @@ class JobFailed(RuntimeError):
     """The job died, hung or took too long; the message holds the last lines of its log."""
 
 
-def horovodrun_command(ranks: int, module: str, *arguments: str) -> list[str]:
+def horovodrun_command(ranks: int, module: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
     """The command that runs `python -m module arguments` on `ranks` ranks of this machine.
+
+    Args:
+        ranks: Number of ranks.
+        module: What every rank runs.
+        arguments: Its arguments.
+        options: Further options of `horovodrun`.
 
     Raises:
         JobFailed: No horovodrun beside this Python.
@@ -39,7 +45,7 @@ def horovodrun_command(ranks: int, module: str, *arguments: str) -> list[str]:
     program = Path(sys.executable).parent / "horovodrun"
     if not program.is_file():
         raise JobFailed(f"{program} does not exist: Horovod is not installed for {sys.executable}; run `make setup`")
-    return [str(program), "-np", str(ranks), "--gloo", sys.executable, "-m", module, *arguments]
+    return [str(program), "-np", str(ranks), "--gloo", *options, sys.executable, "-m", module, *arguments]
 
 
 def run_job(
@@ -49,6 +55,7 @@ def run_job(
     deadline_s: float,
     stall_s: float,
     on_progress: Callable[[dict[str, Any]], None],
+    added_environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run `command` to its end.
 
@@ -58,11 +65,13 @@ def run_job(
         deadline_s: The job must end within this.
         stall_s: Longest time without a line of output.
         on_progress: Called with the fields of every progress line.
+        added_environment: Variables beside those of this process.
 
     Raises:
         JobFailed: It ended with an error or missed a deadline. Nothing of the job is left running.
     """
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    environment.update(added_environment or {})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         command,

@@ -179,6 +179,7 @@ def _recovery(variants: dict[str, Any], modes: dict[str, Any]) -> dict[str, Any]
         "killed": len(struck),
         "recovery_s": max((run["recovery_s"] for run in struck), default=None),
         "lost_steps": max((run["lost_steps"] for run in struck), default=None),
+        "rebuild_s": max((run["rebuild_s"] for run in struck), default=None),
     }
 
 

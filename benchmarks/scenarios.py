@@ -173,6 +173,8 @@ def default_modes(scenario: Scenario) -> tuple[str, ...]:
         return (f"subgroup({','.join(map(str, range(m)))})", f"ps({m})", "local(8)")
     if name == "killed-server":
         return (f"ps({m})", "asgd")
+    if name == "killed-worker":
+        return (f"ps({max(1, scenario.ranks // 2)})",)
     if name in ("one-slow", "frozen", "starved"):
         return (f"partial({m})", f"ps({m})", "asgd")
     return (f"partial({m})", f"ps({m})")

@@ -106,6 +106,7 @@ class RunRecord:
         timeline: One entry per global step: step, time_s, members, mode.
         killed: Processes that were killed on the way.
         recovery_s: Longest time between two steps of a surviving rank from then on; 0 where nothing was killed.
+        rebuild_s: Time from the last step of the old world to the first of the new one (elastic).
         lost_steps: Steps that had to be made again, or were lost, because something was killed.
         times_s, steps, accuracies: The curve; accuracies are filled in after the run.
     """
@@ -124,6 +125,7 @@ class RunRecord:
     timeline: list[dict[str, Any]] = field(default_factory=list)
     killed: int = 0
     recovery_s: float = 0.0
+    rebuild_s: float = 0.0
     lost_steps: int = 0
     times_s: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)

@@ -17,13 +17,14 @@ from torch.utils.data.distributed import DistributedSampler
 
 from benchmarks.device import BurnDevice, Device, SleepDevice
 from benchmarks.freezer import Freezer
+from benchmarks.killed import Watch, kill_server
 from benchmarks.link_rates import ask_for_rate
 from benchmarks.quota import CpuQuota
 from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S, Scenario, baseline
 from benchmarks.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
 from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, make_network
 
-__all__ = ["Job", "Setting", "Snapshots", "train"]
+__all__ = ["Job", "Setting", "Snapshots", "bring_into_force", "train"]
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
@@ -109,7 +110,7 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
     """
     spec, hvd = setting.spec, setting.hvd
     if variant in spec.modes:
-        _bring_into_force(hvd, _plan(spec, variant))
+        bring_into_force(hvd, _plan(spec, variant))
     torch.manual_seed(seed)
     model = make_network(spec.dataset, spec.hidden_units)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
@@ -119,12 +120,13 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
     snapshots = Snapshots(model, spec.eval_every_steps, setting.rank == 0)
     scenario = setting.slow.without_stragglers() if variant in FREE_VARIANTS else setting.slow
     record = RunRecord(variant=variant, seed=seed)
+    watch = Watch()
     with _limits(setting, scenario):
         hvd.barrier()
         start_s = time.perf_counter()
-        _loop(setting, model, job, scenario, snapshots, record, start_s)
+        _loop(setting, model, job, scenario, snapshots, record, start_s, watch)
         record.train_s = time.perf_counter() - start_s
-    _collect(setting, record, job, plain)
+    _collect(setting, record, job, plain, watch)
     if not plain:
         from star_hvd import runtime
 
@@ -167,7 +169,7 @@ def _plan(spec: RunSpec, variant: str) -> str:
     return baseline(variant, spec.ranks - spec.quorum)
 
 
-def _bring_into_force(hvd: Any, mode: str) -> None:
+def bring_into_force(hvd: Any, mode: str) -> None:
     """Let a tiny optimizer get the mode ready: server processes take seconds to start, once per job."""
     model = nn.Linear(4, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -212,13 +214,14 @@ def _loop(
     snapshots: Snapshots,
     record: RunRecord,
     start_s: float,
+    watch: Watch,
 ) -> None:
     spec, hvd, optimizer = setting.spec, setting.hvd, job.optimizer
     device: Device = BurnDevice(spec.device_s) if setting.burns else SleepDevice(spec.device_s)
     decay = torch.optim.lr_scheduler.LinearLR(
         optimizer, 1.0, FINAL_LEARNING_RATE_FRACTION, total_iters=max(1, spec.epochs - 1)
     )
-    own_batches = 0
+    own_batches, kill_at = 0, _kill_at(spec, scenario)
     for epoch in range(spec.epochs):
         losses = []
         for x, y in job.batches(epoch):
@@ -229,6 +232,10 @@ def _loop(
             loss.backward()
             optimizer.step()
             own_batches += 1
+            watch.step(job.global_step(own_batches))
+            if own_batches == kill_at:
+                watch.begin()
+                watch.killed = kill_server()
             losses.append(loss.item())
             snapshots.maybe_take(job.global_step(own_batches), time.perf_counter() - start_s)
         decay.step()
@@ -240,14 +247,25 @@ def _loop(
     record.rank_batches = [own_batches]
 
 
-def _collect(setting: Setting, record: RunRecord, job: Job, plain: bool) -> None:
+def _kill_at(spec: RunSpec, scenario: Scenario) -> int:
+    """The batch of a rank after which its parameter server is killed, 0 for none: in the middle of the run."""
+    if scenario.name != "killed-server":
+        return 0
+    return max(1, spec.epochs * spec.train_samples // (spec.batch_samples * spec.ranks) // 2)
+
+
+def _collect(setting: Setting, record: RunRecord, job: Job, plain: bool, watch: Watch) -> None:
     """Gather the counters of all ranks into rank 0's record."""
     stats = {} if plain else dict(job.optimizer.stats())
-    gathered = setting.hvd.allgather_object((record.rank_batches[0], stats), name="lab_stats")
-    record.rank_batches = [batches for batches, _ in gathered]
+    cost = (watch.killed, watch.recovery_s, watch.lost_steps)
+    gathered = setting.hvd.allgather_object((record.rank_batches[0], stats, cost), name="lab_stats")
+    record.rank_batches = [batches for batches, _, _ in gathered]
+    record.killed = sum(killed for _, _, (killed, _, _) in gathered)
+    record.recovery_s = max(time_s for _, _, (_, time_s, _) in gathered)
+    record.lost_steps = max(steps for _, _, (_, _, steps) in gathered)
     if plain:
         return
-    record.stats = [each for _, each in gathered]
+    record.stats = [each for _, each, _ in gathered]
     record.folds = sum(int(each["folds"]) for each in record.stats)
     record.drops = sum(int(each["drops"]) for each in record.stats)
     record.max_staleness = max(int(each["max_staleness"]) for each in record.stats)

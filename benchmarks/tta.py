@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.elastic import run_elastic_jobs
 from benchmarks.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.link_rates import LinkRates
 from benchmarks.measures import accuracies, model_bytes, summarize
@@ -50,9 +51,13 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
     run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
     write_json(run_dir / "spec.json", dataclasses.asdict(spec))
     units = len(spec.trained) * len(spec.seeds) * spec.epochs
-    with progress_view(console, units) as view, _launcher(spec, run_dir) as command:
-        deadline_s = args.deadline_s or _deadline_s(spec)
-        run_job(command, run_dir, deadline_s=deadline_s, stall_s=args.stall_s, on_progress=view.update)
+    with progress_view(console, units) as view:
+        limits = {"deadline_s": args.deadline_s or _deadline_s(spec), "stall_s": args.stall_s}
+        if spec.scenario == "killed-worker":
+            run_elastic_jobs(spec, run_dir, on_progress=view.update, **limits)
+        else:
+            with _launcher(spec, run_dir) as command:
+                run_job(command, run_dir, on_progress=view.update, **limits)
     records = []
     for path in sorted(run_dir.glob("seed*.json")):
         record = RunRecord(**json.loads(path.read_text(encoding="utf-8")))

@@ -22,7 +22,7 @@ from benchmarks.spec import PLAIN_VARIANTS, RunRecord, RunSpec, write_json
 from benchmarks.tasks import load_task
 from benchmarks.training import Setting, Snapshots, train
 
-__all__ = ["PROGRESS_MARK", "main", "progress", "register"]
+__all__ = ["PROGRESS_MARK", "main", "progress", "register", "write_record"]
 
 PROGRESS_MARK = "@progress "
 WARM_UP_STEPS = 3
@@ -49,7 +49,7 @@ def run_all(setting: Setting, run_dir: Path) -> None:
         for variant in spec.trained if turn % 2 == 0 else tuple(reversed(spec.trained)):
             record, snapshots = train(setting, variant, seed)
             if setting.rank == 0:
-                _write(run_dir, record, snapshots)
+                write_record(run_dir, record, snapshots)
 
 
 def _warm_up(setting: Setting, variant: str) -> None:
@@ -68,7 +68,8 @@ def _warm_up(setting: Setting, variant: str) -> None:
         progress(text=f"warmed up {variant}", done=0)
 
 
-def _write(run_dir: Path, record: RunRecord, snapshots: Snapshots) -> None:
+def write_record(run_dir: Path, record: RunRecord, snapshots: Snapshots) -> None:
+    """Leave a training's record and snapshots for the driver."""
     record.times_s, record.steps = snapshots.times_s, snapshots.steps
     np.savez(run_dir / f"{record.stem}.npz", vectors=np.stack(snapshots.vectors))
     write_json(run_dir / f"{record.stem}.json", record.to_dict())

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -15,16 +17,38 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks.freezer import Freezer
+from benchmarks.killed import Watch
 from benchmarks.launch import JobFailed, run_job
-from benchmarks.measures import REQUIRED_KEYS, median_or_none, summarize, time_to_accuracy_s
+from benchmarks.link_rates import LinkRates, ask_for_rate
+from benchmarks.measures import (
+    REQUIRED_KEYS,
+    in_force,
+    median_or_none,
+    model_bytes,
+    summarize,
+    time_to_accuracy_s,
+)
+from benchmarks.netns import Network, NetworkError, burst_bytes, hosts_text, stale_names
+from benchmarks.options import build_spec, make_parser
 from benchmarks.overhead import summarize_blocks
 from benchmarks.plot import member_strip, plot
 from benchmarks.quota import CpuGroup, CpuQuota, QuotaError, find_cpu_group, own_group
-from benchmarks.report import sentence, straggler_phrase
-from benchmarks.scenarios import SCENARIOS, ScenarioError, bound_s, make_scenario
+from benchmarks.report import sentence, straggler_phrase, table
+from benchmarks.scenarios import (
+    SCENARIOS,
+    ScenarioError,
+    baseline,
+    bound_s,
+    default_modes,
+    link_slowdown,
+    make_scenario,
+)
 from benchmarks.spec import ALL_VARIANTS, RunRecord, RunSpec, write_json
 from benchmarks.traces import TraceError, read_trace, synthetic_trace, write_trace
 from benchmarks.traces import main as traces_main
+from benchmarks.tta import main as tta_main
+from scheduler.mode_names import parse_mode
 
 
 class TestScenarios:
@@ -83,6 +107,193 @@ class TestScenarios:
         assert bound_s(10.0, 4.0, 4) == 10.0
         with pytest.raises(ScenarioError, match="more than 0"):
             bound_s(10.0, 0.0, 4)
+
+
+class TestNewScenarios:
+    """Slow links, freezes, starvation and deaths, as far as they are arithmetic."""
+
+    @pytest.mark.parametrize(
+        ("name", "last"), [("slow-link", 10.0), ("frozen", 1.5), ("starved", 10.0), ("killed-worker", 1.0)]
+    )
+    def test_only_the_last_rank_is_slow_and_not_by_its_device(self, name: str, last: float) -> None:
+        scenario = make_scenario(name, 4)
+        assert scenario.rows == ((1.0, 1.0, 1.0, last),)
+        assert [scenario.device_slowdown(rank, 0) for rank in range(4)] == [1.0] * 4
+
+    def test_emulated_slowness_is_the_device_s(self) -> None:
+        assert make_scenario("one-slow", 4).device_slowdown(3, 0) == 4.0
+
+    @pytest.mark.parametrize("name", ["none", "frozen", "killed-worker", "killed-server"])
+    def test_some_take_no_slowdown(self, name: str) -> None:
+        with pytest.raises(ScenarioError, match="takes none"):
+            make_scenario(name, 4, slowdown=3.0)
+
+    @pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "trace"])
+    def test_default_modes_are_modes(self, name: str) -> None:
+        for mode in default_modes(make_scenario(name, 4)):
+            assert parse_mode(mode, 4) is not None
+
+    def test_default_modes_leave_the_slow_ranks_out(self) -> None:
+        assert default_modes(make_scenario("slow-link", 4)) == ("subgroup(0,1,2)", "ps(3)", "local(8)")
+        assert "partial(2)" in default_modes(make_scenario("two-slow", 4))
+
+    @pytest.mark.parametrize(
+        ("name", "rule", "quorum"),
+        [("ASGD", "x", 1), ("SSP", "ssp", 1), ("DynSGD", "x", 1), ("Sync-opt", "backup", 3), ("ps(2)", "x", 2)],
+    )
+    def test_names_of_the_literature(self, name: str, rule: str, quorum: int) -> None:
+        plan = parse_mode(baseline(name, 1), 4)
+        assert plan is not None and (plan.mode, plan.rule, plan.quorum) == ("ps", rule, quorum)
+
+    def test_link_slowdown(self) -> None:
+        # 1 MB at 8 Mbit/s takes a second, at 80 Mbit/s a tenth: a step of 0.5 s becomes one of 1.4 s.
+        assert link_slowdown(0.5, 1e6, 80e6, 8e6) == pytest.approx(1.4 / 0.5)
+        assert link_slowdown(0.5, 1e6, 8e6, 8e6) == 1.0
+        with pytest.raises(ScenarioError, match="no faster than the first"):
+            link_slowdown(0.5, 1e6, 8e6, 80e6)
+
+    def test_bound_of_a_slow_link_comes_from_the_step(self) -> None:
+        spec = _spec(scenario="slow-link", rows=((1.0, 1.0, 1.0, 10.0),), link_bits_per_s=80e6, variants=ALL_VARIANTS)
+        summary = summarize(spec, 0.9, _records())
+        step_s = 18.0 / 100
+        last = link_slowdown(step_s, model_bytes(spec), 80e6, 8e6)
+        assert summary["bound_s"] == pytest.approx(9.0 * 4 / (3.0 + 1.0 / last))
+
+
+class TestOptions:
+    """The command line becomes a `RunSpec`, or a message."""
+
+    def _spec(self, *words: str) -> RunSpec:
+        return build_spec(make_parser().parse_args(words))
+
+    def test_modes_are_kept_in_order(self) -> None:
+        spec = self._spec("--scenario", "one-slow", "--modes", " partial(3); subgroup(0,1,2) ;ASGD;")
+        assert spec.modes == ("partial(3)", "subgroup(0,1,2)", "ASGD")
+        assert spec.trained == (*ALL_VARIANTS, *spec.modes)
+
+    def test_defaults_fit_the_scenario(self) -> None:
+        frozen = self._spec("--scenario", "frozen")
+        assert (frozen.epochs, frozen.variants) == (24, ("straggler_free", "plain", "star"))
+        assert frozen.modes == ("partial(3)", "ps(3)", "asgd")
+        assert self._spec("--variants", "plain").modes == ()
+        assert self._spec("--scenario", "frozen", "--epochs", "3").epochs == 3
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("--modes", "auto"), "no fixed mode"),
+            (("--modes", "ps(9)"), "quorum m is 9"),
+            (("--modes", "sideways"), "sideways"),
+            (("--modes", "asgd;asgd"), "each mode once"),
+            (("--variants", "plain,plain"), "each once"),
+            (("--link-mbit", "10"), "belongs to scenario slow-link"),
+            (("--hidden-units", "-1"), "--hidden-units is -1"),
+        ],
+    )
+    def test_bad_options(self, words: tuple[str, ...], message: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            self._spec(*words)
+
+    def test_an_impossible_scenario_is_skipped(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+        monkeypatch.setattr("benchmarks.netns._program", lambda name: f"/sbin/{name}")
+        assert tta_main(["--scenario", "slow-link"]) == 77
+        said = capsys.readouterr().err
+        assert "scenario slow-link is impossible here" in said and "need root" in said
+
+
+class TestNetwork:
+    """What can be said of namespaces without making any."""
+
+    def test_names_and_addresses_differ(self) -> None:
+        network = Network(4, 1e8)
+        for values in zip(*(dataclasses.astuple(host) for host in network.hosts), strict=True):
+            assert len(set(values)) == 4
+        assert all(len(name) <= 15 for host in network.hosts for name in (host.outer, network.bridge))
+
+    def test_hosts_text(self) -> None:
+        hosts = Network(2, 1e8).hosts
+        lines = hosts_text(hosts[1], hosts).splitlines()
+        assert lines[0] == "127.0.0.1 localhost"
+        assert lines[1] == f"{hosts[1].address} {socket.gethostname()}"
+        assert lines[2:] == [f"{host.address} {host.name}" for host in hosts]
+
+    def test_stale_names_are_those_of_drivers_that_are_gone(self) -> None:
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait()
+        ours, theirs = f"slab{os.getpid():x}-0", f"slab{gone.pid:x}-0"
+        names = [ours, theirs, f"slab{gone.pid:x}", f"slab{gone.pid:x}v3", "slab", "eth0", "other1-0"]
+        assert stale_names(names) == [theirs, f"slab{gone.pid:x}", f"slab{gone.pid:x}v3"]
+
+    def test_burst_holds_a_large_packet_and_two_refills(self) -> None:
+        assert burst_bytes(1e6) == 64 * 1024
+        assert burst_bytes(1e9) == 1_000_000
+
+    def test_a_rate_nobody_sets_ends_the_wait(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("benchmarks.link_rates.ASK_DEADLINE_S", 0.1)
+        with pytest.raises(NetworkError, match="nobody rated a link"):
+            ask_for_rate(tmp_path, 1e6)
+
+    def test_wishes_for_a_rate_are_answered(self, tmp_path: Path) -> None:
+        network = _Rates()
+        with LinkRates(network, tmp_path):  # type: ignore[arg-type]
+            ask_for_rate(tmp_path, 2e7)
+            with pytest.raises(NetworkError, match="no such device"):
+                ask_for_rate(tmp_path, 3e7)
+        assert network.set_to == [(3, 2e7), (3, 3e7)]
+
+
+class _Rates:
+    """In place of a `Network`: notes what it is asked, refuses one rate."""
+
+    hosts = (None,) * 4
+
+    def __init__(self) -> None:
+        self.set_to: list[tuple[int, float]] = []
+
+    def set_rate(self, index: int, bits_per_s: float) -> None:
+        self.set_to.append((index, bits_per_s))
+        if bits_per_s == 3e7:
+            raise NetworkError("no such device")
+
+
+class TestFreezer:
+    """Stops a process that counts, and lets it go on."""
+
+    def test_a_process_is_stopped_and_continued(self) -> None:
+        script = (
+            "import time\nfrom benchmarks.freezer import Freezer\nlongest = 0.0\n"
+            "with Freezer(0.4, 0.6):\n"
+            "    begin = last = time.monotonic()\n"
+            "    while last - begin < 2.0:\n"
+            "        time.sleep(0.01)\n        now = time.monotonic()\n"
+            "        longest = max(longest, now - last)\n        last = now\n"
+            "print(longest)"
+        )
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        assert float(done.stdout) > 0.3
+
+    def test_bad_times(self) -> None:
+        with pytest.raises(ValueError, match="expected more than 0"):
+            Freezer(2.0, 2.0)
+
+
+class TestWatch:
+    """What a death costs, from the steps a rank sees."""
+
+    def test_gaps_count_from_the_death_to_the_rebuilding(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock = iter([0.0, 5.0, 6.0, 9.0, 20.0])
+        monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+        watch = Watch()
+        watch.step(1)  # after 5 s, before the death
+        watch.begin()
+        watch.step(2)
+        watch.step(3)
+        watch.end()
+        watch.step(1)  # two steps to make again
+        assert (watch.recovery_s, watch.lost_steps) == (3.0, 2)
 
 
 class TestTraces:
@@ -172,6 +383,32 @@ class TestMeasures:
         assert (summary["folds"], summary["drops"], summary["max_staleness"]) == (10, 0, 4)
         assert len(summary["variants"]["star"]["seeds"]) == 2
         json.dumps(summary)
+
+    def test_modes_stand_beside_auto(self) -> None:
+        records = _records()
+        for seed in (0, 1):
+            fixed = dataclasses.replace(records[0], variant="ps(3)", seed=seed, times_s=[1.0, 2.0, 3.0, 15.0, 16.0])
+            fixed.timeline = [{"mode": "sync"}, {"mode": "ps(3)"}, {"mode": "ps(3)"}, {"mode": "ps(3)"}]
+            records.append(fixed)
+        summary = summarize(_spec(modes=("ps(3)",)), 0.9, records)
+        mode = summary["modes"]["ps(3)"]
+        assert (mode["seconds"], mode["ratio"]) == (15.0, 0.5)
+        assert (mode["train_s"], mode["global_steps"], mode["in_force"]) == (18.0, 100, 0.75)
+        assert mode["final_accuracy"] == pytest.approx(0.95)
+        assert [run["seed"] for run in mode["per_seed"]] == [0, 1]
+        assert table(summary).row_count == 6 and "ps(3)" not in summary["variants"]
+
+    def test_in_force_of_no_steps(self) -> None:
+        assert in_force([]) == 0.0
+
+    def test_deaths_are_told_by_the_worst_seed(self) -> None:
+        records = _records()
+        for record in records:
+            record.recovery_s = 9.0 if record.variant == "plain" else 1.0 + record.seed
+            record.killed = int(record.variant in ("plain", "star"))
+        summary = summarize(_spec(scenario="killed-server"), 0.9, records)
+        assert (summary["killed"], summary["recovery_s"], summary["lost_steps"]) == (2, 2.0, 0)
+        assert "recovery_s" not in summarize(_spec(), 0.9, _records())
 
     def test_summary_of_a_part_of_the_variants(self) -> None:
         spec = _spec(variants=("plain",))
