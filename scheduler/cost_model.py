@@ -114,24 +114,25 @@ class Conditions:
             price=price or StalenessPrice(),
         )
 
-    def with_freezes(self, frozen_s: float, ranks: Collection[int]) -> Conditions:
-        """The same where these ranks freeze again and again.
+    def with_freezes(self, frozen_s: float, freezing: Collection[int], froze: Collection[int]) -> Conditions:
+        """The same where ranks were frozen.
 
-        Their longest times are taken out, because they are counted by `frozen_s`: a freeze costs all ranks of a
-        collective, whoever computes meanwhile.
+        Their longest times are taken out: a freeze that does not come again says nothing of the steps to come, and
+        one that does is counted by `frozen_s`, as it costs all ranks of a collective, whoever computes meanwhile.
 
         Args:
-            frozen_s: Mean time per step that it costs.
-            ranks: Who freezes.
+            frozen_s: Mean time per step that freezes cost.
+            freezing: Who freezes again and again.
+            froze: Who was frozen at least once.
         """
-        if not ranks:
+        if not froze:
             return self
         times = self.times_s.copy()
-        for one in ranks:
+        for one in froze:
             own = times[:, one]
             usual_s = min(float(np.median(own)), _FREEZE * self.typical_s)
             own[own > max(_FREEZE * self.typical_s, _FREEZE_S)] = usual_s
-        return dataclasses.replace(self, times_s=times, frozen_s=frozen_s, freezing=tuple(sorted(ranks)))
+        return dataclasses.replace(self, times_s=times, frozen_s=frozen_s, freezing=tuple(sorted(freezing)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +365,8 @@ def _local(plan: Plan, conditions: Conditions) -> Flow:
         counts = np.maximum(1.0, np.floor(plan.local_s / conditions.usual_s))
         round_s = float((counts * conditions.usual_s).max())
         count = float(counts.mean())
-    interval_s = (round_s + _ring_s(conditions) + conditions.frozen_s) / count
+    # Freezes come with time, not with rounds.
+    interval_s = (round_s + _ring_s(conditions)) / count + conditions.frozen_s
     drift = 0.15 * 0.5 * (count - 1.0) * (1.0 - 1.0 / n)
     gradients = float(counts.sum() ** 2 / (counts * counts).sum())
     return Flow(

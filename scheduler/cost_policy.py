@@ -106,7 +106,9 @@ class CostPolicy:
         if conditions is None:
             return None
         self._freezes.note(window, active, conditions.typical_s)
-        conditions = conditions.with_freezes(self._freezes.per_step_s, self._freezes.habitual)
+        conditions = conditions.with_freezes(
+            self._freezes.per_step_s, self._freezes.habitual, self._freezes.froze
+        )
         self._noise = conditions.noise
         trouble = find_trouble(conditions)
         self._now = (window, active, trouble)

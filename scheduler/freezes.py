@@ -7,7 +7,7 @@ it is `ps` alone, and that cannot be taken up before the rank thaws. One freeze 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from scheduler.causes import lower_median
@@ -64,6 +64,11 @@ class Freezes:
         self._silent = set(silent)
         begin = self._now - _HORIZON
         self._spells = {r: kept for r, s in self._spells.items() if (kept := [one for one in s if one.begin > begin])}
+
+    @property
+    def froze(self) -> Collection[int]:
+        """Ranks that froze at all, of late."""
+        return self._spells.keys()
 
     @property
     def habitual(self) -> Mapping[int, int]:

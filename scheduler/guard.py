@@ -6,8 +6,9 @@ Three alarms, all about the plan in force and none before it had time to act:
 * the smoothed loss rises against its own trend: the mean of the last losses is above the level before them by 5
   standard errors and by 10 %. The level is no extrapolated line: losses fall ever more slowly, so a line would
   call every flattening a rise. Noise is taken from differences of neighbours, which a trend leaves alone;
-* the noise scale has grown fourfold since the plan was taken up, and its updates of few gradients are more than 1.5
-  times as noisy as those of `sync`: (1 + phi / m) / (1 + phi / n) (McCandlish et al. 2018).
+* the noise scale has grown fourfold since the plan was taken up, and its updates of few gradients are more than 2.5
+  times as noisy as those of `sync`: (1 + phi / m) / (1 + phi / n) (McCandlish et al. 2018). Less of it is in the
+  predictions, as slower progress.
 
 After an alarm the relaxed modes are not chosen for a while, twice as long after each further one.
 """
@@ -32,7 +33,7 @@ _ERRORS, _RISE = 5.0, 0.1
 _DIVERGED, _SUDDEN = 3.0, 6
 """Multiple of the level that needs no smoothing but of a few losses."""
 
-_NOISE_GROWTH, _LOUD = 4.0, 1.5
+_NOISE_GROWTH, _LOUD = 4.0, 2.5
 
 _HOLD_STEPS, _MOST_DOUBLINGS = 200, 5
 
