@@ -30,6 +30,7 @@ Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 FORCE_LIMIT_STEPS = 4000
 FORCE_STEP_S = 0.005
+ORDERS_ARRIVE_S = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +129,7 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
         record.train_s = time.perf_counter() - start_s
     _collect(setting, record, job, plain, watch)
     if not plain:
-        from star_hvd import runtime
-
-        # A process normally has one optimizer; here each starts with nothing known and nothing running.
-        runtime.shutdown()
+        _end(hvd, job.optimizer)
     snapshots.take(record.global_steps, record.train_s)
     return record, snapshots
 
@@ -163,6 +161,20 @@ def _star_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimiz
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), mode=mode, config=config)
     loader = hvd.shard(setting.train, batch_size=spec.batch_samples, seed=seed)
     return Job(optimizer=wrapped, batches=lambda _: loader, global_step=lambda _: int(wrapped.stats()["steps"]))
+
+
+def _end(hvd: Any, optimizer: Any) -> None:
+    """End star_hvd: a process normally has one optimizer; here each starts with nothing known and nothing running.
+
+    A process set that was begun on some ranks only would keep all later ones from being made. So the optimizer goes
+    first, on all ranks, and what was still ordered for it has a moment to arrive everywhere.
+    """
+    from star_hvd import runtime
+
+    optimizer.close()
+    time.sleep(ORDERS_ARRIVE_S)
+    hvd.barrier()
+    runtime.shutdown()
 
 
 def _plan(spec: RunSpec, variant: str) -> str:

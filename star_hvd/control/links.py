@@ -1,39 +1,91 @@
-"""When the ranks' links are measured: only while communication costs something, one rank after another. Pure."""
+"""When the ranks' links are measured: only while communication costs something, one rank after another. Pure.
+
+A rank is measured by sending to another one, so a low rate is that of either's link. Whoever has a low rate is measured
+again, to the rank with the highest rate of the sweep, before anybody is told; and every sweep sends to other ranks.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 from star_hvd.control.switch_messages import Probe
 
-__all__ = ["LinkSurvey"]
+__all__ = ["PROBE_BYTES", "LinkSurvey"]
 
 PROBE_BYTES = 1 << 20  # Four times what a token bucket of the usual size lets through at once.
-_NEXT_S = 0.3  # Between two ranks of a sweep.
+_NEXT_S = 0.3  # Between two ranks of a sweep, and
+_SWEEP_S = 2.0  # all of them together at most: a sweep of many ranks has some under way at a time.
 _PAUSE_S = 5.0  # Between two sweeps.
+_PATIENCE_S = 10.0  # For answers: a rank that gives none keeps the rate it had.
+_LOW = 0.5  # Part of the sweep's highest rate below which a rate is looked at again.
 
 
 class LinkSurvey:
-    """Asks one rank at a time to send to its neighbour, and keeps the rates.
+    """Asks one rank at a time to send to another one, and keeps the rates.
+
+    If a rank is late: its rate is waited for a while at the end of a sweep, then it keeps the one it had.
 
     Args:
         world_size: Number of ranks.
+
+    Attributes:
+        bytes_per_s: Rate of every rank's link as of the last whole sweep, NaN where unknown.
     """
 
     def __init__(self, world_size: int) -> None:
         self.bytes_per_s = [math.nan] * world_size
-        self._next_rank = 0
+        self._sweep = 0
+        self._todo = deque(self._ring())
         self._next_s = 0.0
+        self._asked: dict[int, int] = {}  # Ranks whose answer is awaited, and to whom they send.
+        self._rates: dict[int, float] = {}  # Of this sweep, the best of each rank.
+        self._tried: set[tuple[int, int]] = set()
 
     def due(self, now_s: float, *, wanted: bool) -> tuple[int, Probe] | None:
         """The rank to ask now and what to ask it, None where nothing is due."""
-        n = len(self.bytes_per_s)
-        if not wanted or n < 2 or now_s < self._next_s:
+        if not wanted or len(self.bytes_per_s) < 2 or now_s < self._next_s:
             return None
-        rank, self._next_rank = self._next_rank, (self._next_rank + 1) % n
-        self._next_s = now_s + (_NEXT_S if self._next_rank else _PAUSE_S)
-        return rank, Probe((rank + 1) % n, PROBE_BYTES)
+        if not self._todo:
+            if self._asked and now_s < self._next_s + _PATIENCE_S:
+                return None
+            self._todo.extend(self._doubtful())
+            if not self._todo:
+                self._finish()
+                self._next_s = now_s + _PAUSE_S
+                return None
+        rank, target = self._todo.popleft()
+        self._asked[rank] = target
+        self._tried.add((rank, target))
+        self._next_s = now_s + min(_NEXT_S, _SWEEP_S / len(self.bytes_per_s))
+        return rank, Probe(target, PROBE_BYTES)
 
     def note(self, rank: int, bytes_per_s: float) -> None:
         """A measured rate."""
-        self.bytes_per_s[rank] = bytes_per_s
+        self._asked.pop(rank, None)
+        if bytes_per_s > 0.0:
+            self._rates[rank] = max(bytes_per_s, self._rates.get(rank, 0.0))
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _ring(self) -> list[tuple[int, int]]:
+        """Every rank and the one to which it sends in this sweep."""
+        n = len(self.bytes_per_s)
+        return [(rank, (rank + 1 + self._sweep % (n - 1)) % n) for rank in range(n)] if n > 1 else []
+
+    def _doubtful(self) -> list[tuple[int, int]]:
+        """The ranks with a low rate that have not sent to the rank with the highest one yet."""
+        self._asked.clear()
+        if not self._rates:
+            return []
+        best = max(self._rates, key=lambda rank: self._rates[rank])
+        limit = _LOW * self._rates[best]
+        low = [(rank, best) for rank, rate in sorted(self._rates.items()) if rank != best and rate < limit]
+        return [pair for pair in low if pair not in self._tried]
+
+    def _finish(self) -> None:
+        for rank, rate in self._rates.items():
+            self.bytes_per_s[rank] = rate
+        self._sweep += 1
+        self._rates, self._tried = {}, set()
+        self._todo.extend(self._ring())

@@ -88,18 +88,53 @@ def test_a_subgroup_needs_somebody_of_the_one_before() -> None:
         completed(Plan.subgroup(4, [0, 1]), Plan.subgroup(4, [2, 3]))
 
 
+def survey_links(survey: LinkSurvey, links: list[float], begin_s: float, end_s: float) -> list[tuple[int, int]]:
+    """Answer a survey's probes for a while, each at the rate of the slower of both links; who sent to whom."""
+    asked = []
+    for tenth in range(round(10 * begin_s), round(10 * end_s)):
+        due = survey.due(tenth / 10, wanted=True)
+        if due is not None:
+            rank, probe = due
+            asked.append((rank, probe.target))
+            survey.note(rank, min(links[rank], links[probe.target]))
+    return asked
+
+
 def test_links_are_measured_in_turn_and_only_when_wanted() -> None:
     survey = LinkSurvey(3)
     assert survey.due(0.0, wanted=False) is None
-    asked = []
-    for tenth in range(100):
-        due = survey.due(tenth / 10, wanted=True)
-        if due is not None:
-            asked.append((due[0], due[1].target))
-    assert asked[:6] == [(0, 1), (1, 2), (2, 0)] * 2
-    survey.note(1, 5.0)
-    assert survey.bytes_per_s[1] == 5.0 and math.isnan(survey.bytes_per_s[0])
+    asked = survey_links(survey, [5.0, 6.0, 7.0], 0.0, 12.0)
+    assert asked[:6] == [(0, 1), (1, 2), (2, 0), (0, 2), (1, 0), (2, 1)]
+    assert survey.bytes_per_s == [5.0, 5.0, 6.0]
     assert LinkSurvey(1).due(0.0, wanted=True) is None
+
+
+@pytest.mark.parametrize("slow", [{3}, {0}, {1}, {2, 3}])
+def test_whoever_sends_to_a_slow_link_is_not_taken_for_slow(slow: set[int]) -> None:
+    links = [2.0 if rank in slow else 20.0 for rank in range(4)]
+    survey = LinkSurvey(4)
+    for half in range(8):
+        survey_links(survey, links, half / 2, (half + 1) / 2)
+        assert all(math.isnan(rate) or rate == links[rank] for rank, rate in enumerate(survey.bytes_per_s))
+    assert survey.bytes_per_s == links
+
+
+def test_a_ring_in_which_every_neighbour_is_slow_is_seen_through_by_the_next_one() -> None:
+    links = [2.0, 20.0, 2.0, 20.0]
+    survey = LinkSurvey(4)
+    survey_links(survey, links, 0.0, 4.0)
+    assert survey.bytes_per_s == [2.0] * 4
+    survey_links(survey, links, 4.0, 12.0)
+    assert survey.bytes_per_s == links
+
+
+def test_a_rank_that_does_not_answer_holds_no_sweep_up() -> None:
+    survey = LinkSurvey(3)
+    for tenth in range(300):
+        due = survey.due(tenth / 10, wanted=True)
+        if due is not None and due[0] != 1:
+            survey.note(due[0], 4.0)
+    assert survey.bytes_per_s[0] == survey.bytes_per_s[2] == 4.0 and math.isnan(survey.bytes_per_s[1])
 
 
 def test_arrivals_told_before_the_end_of_the_old_mode_are_kept() -> None:
