@@ -40,6 +40,7 @@ class Plan:
         max_staleness: Late gradients staler than this many steps are dropped and counted (not in `ps`, where
             staleness is the rule's business).
         members: `subgroup`: the ranks that all-reduce, ascending.
+        fan_in: `ps` with x = n: most children of a parent in a fan-in tree that the coordinator forms, 0 for none.
         parents: (child, parent) pairs. `subgroup`: every rank that is no member has one, a member. `ps`: the
             fan-in tree; a parent adds its children's gradients to its own.
         groups: `grouped` and rule `groups`: all ranks, each in one group; a group waits for its own members only.
@@ -66,6 +67,7 @@ class Plan:
     max_staleness: int = 16
     members: Ranks = ()
     parents: tuple[tuple[int, int], ...] = ()
+    fan_in: int = 0
     groups: tuple[Ranks, ...] = ()
     group_count: int = 0
     rule: str = "x"
@@ -176,6 +178,11 @@ class Plan:
             )
 
     def _check_ps(self) -> None:
+        if self.fan_in and (self.rule != "x" or self.quorum != self.world_size):
+            raise PlanError(
+                f"plan fan_in is {self.fan_in} with rule {self.rule} and quorum {self.quorum}; expected rule x and "
+                f"quorum {self.world_size}: a parent waits for its children"
+            )
         if self.rule == "ssp" and self.quorum != 1:
             raise PlanError(f"plan quorum is {self.quorum} with rule ssp; expected 1: every arrival makes an update")
 
@@ -299,7 +306,7 @@ class Plan:
             return f"local({self.local_steps})" if self.local_steps else f"local({self.local_s:g}s)"
         if self.mode == "ps":
             argument = {
-                "x": str(self.quorum),
+                "x": f"tree={self.fan_in}" if self.fan_in else str(self.quorum),
                 "ssp": f"ssp={self.slack}",
                 "groups": "dynamic",
                 "backup": f"backup={self.world_size - self.quorum}",
@@ -310,6 +317,11 @@ class Plan:
     def parent_of(self, rank: int) -> int | None:
         """The rank that `rank` sends its gradients to, None where it has no parent."""
         return dict(self.parents).get(rank)
+
+    @property
+    def relays(self) -> Ranks:
+        """The ranks that have children, ascending."""
+        return tuple(sorted({parent for _, parent in self.parents}))
 
     def children_of(self, rank: int) -> Ranks:
         """The ranks that send their gradients to `rank`."""

@@ -1,4 +1,7 @@
-"""The trained predictor, loaded beside the job: importing LightGBM takes a second, which training does not wait for."""
+"""The trained predictor, loaded by rank 0 while the ranks meet: importing LightGBM takes a second or two.
+
+Training begins once it is there. Loaded beside the first steps it would make rank 0 look starved, which it then is.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,11 @@ class LazyRanker:
     def start(self) -> None:
         """Begin to load."""
         self._thread.start()
+
+    def wait(self, deadline_s: float) -> None:
+        """Wait until it is loaded, or known that there is none; without effect before `start`."""
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
 
     def __call__(
         self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan

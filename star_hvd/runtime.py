@@ -122,6 +122,7 @@ class Runtime:
         self.services: JobServices
         self.batch_weights: list[float] = []
         self._job = ""
+        self._ranker: LazyRanker | None = None
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
         self._away_depth = 0
@@ -137,6 +138,9 @@ class Runtime:
 
     def start(self) -> None:
         """Exchange addresses and keys over Horovod and start the threads. Collective."""
+        if self.rank == 0 and (env.policy() or self.config.policy) == "learned":
+            self._ranker = LazyRanker()
+            self._ranker.start()
         host = own_address(single_host=int(mpi_ops.local_size()) == self.world_size)
         control, control_port = self.keyring.server(host) if self.rank == 0 else (None, 0)
         router, tensor_port = self.keyring.server(host)
@@ -148,10 +152,8 @@ class Runtime:
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()
         if control is not None:
-            ranker = LazyRanker()
-            ranker.start()
             hosts = [peer.host for peer in peers]
-            self.coordinator = Coordinator(control, self.world_size, self.config, hosts, ranker)
+            self.coordinator = Coordinator(control, self.world_size, self.config, hosts, self._ranker)
             self.coordinator.start()
         self._late_pushes = LatePushes(self._accept_late)
         self.tensors = TensorServer(router, self._snapshot, self.config.chunk_bytes, self._late_pushes.take)
@@ -184,6 +186,8 @@ class Runtime:
 
     def attach(self, driver: EngineDriver, engine: RoundEngine, initial: Plan, plan: Plan | None) -> None:
         """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
+        if self._ranker is not None and plan is None:
+            self._ranker.wait(self.config.control_deadline_s)
         self.drivers[driver.number] = driver
         driver.start(engine, self.services)
         wanted = plan.to_dict() if plan is not None else {}

@@ -57,6 +57,7 @@ class ServerHouse:
         self._rank = rank
         self._config = config
         self._key = key
+        self._host = host
         self._send = send
         self._drivers = drivers
         self._process = ServerProcess(rank, key, host, on_event=self._on_event)
@@ -95,11 +96,10 @@ class ServerHouse:
             spec = OptimizerSpec.of(applier.base, groups, applier.hyper)
             if self._rank in plan.servers:
                 self._announce(engine, plan)
-            endpoints = self._await_endpoints(engine, plan)
+            client = Client(self._rank, engine, plan.epoch, [], layout, self._key, self._config)
+            endpoints = self._connect(client, engine, plan)
         except (LayoutError, DeadlineError) as error:
             return str(error)
-        client = Client(self._rank, engine, plan.epoch, endpoints, layout, self._key, self._config)
-        client.start()
         session = _Session(plan.epoch, plan, client, endpoints, layout, spec)
         self._serves[engine, plan.epoch] = plan.epoch
         with self._changed:
@@ -110,6 +110,24 @@ class ServerHouse:
         for each in old:
             each.client.close()
         return None
+
+    def _connect(self, client: Client, engine: int, plan: Plan) -> list[Endpoint]:
+        """Tell where this rank's children find it, learn where all are, start; the servers' endpoints."""
+        count = len(plan.servers)
+        if self._rank in plan.relays:
+            own = client.adopt(plan.children_of(self._rank), self._host)
+            self._send(ServerUp(engine, plan.epoch, count + plan.relays.index(self._rank), _to_parts(own)))
+        try:
+            endpoints = self._await_endpoints(engine, plan)
+        except DeadlineError:
+            client.close()
+            raise
+        client.reach(endpoints[:count])
+        parent = plan.parent_of(self._rank)
+        if parent is not None:
+            client.follow(endpoints[count + plan.relays.index(parent)])
+        client.start()
+        return endpoints[:count]
 
     def _announce(self, engine: int, plan: Plan) -> None:
         if not self._process.alive:
@@ -153,9 +171,17 @@ class ServerHouse:
 
     def _presence(self, rank: int, *, present: bool) -> None:
         for engine, driver in list(self._drivers.items()):
-            if driver.engine.plan.family in ("ps", "grouped") and self._leads(engine) and rank != self._rank:
+            if driver.engine.plan.family not in ("ps", "grouped") or rank == self._rank:
+                continue
+            if self._leads(engine):
                 with contextlib.suppress(KeyError):
                     self._process.member(engine, rank, "present" if present else "absent")
+            with contextlib.suppress(StarError):
+                session = self._session_of(engine, driver.engine.plan)
+                if session.plan.parent_of(rank) == self._rank:
+                    session.client.child(rank, present=present)
+                if session.plan.parent_of(self._rank) == rank:
+                    session.client.orphan(not present)
 
     def _leads(self, engine: int) -> bool:
         """Whether this rank runs the first server of an optimizer's present session, which orders the updates."""

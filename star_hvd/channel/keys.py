@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 from star_hvd import env
 from star_hvd.errors import ChannelError
 
-__all__ = ["Keyring", "Peer", "own_address"]
+__all__ = ["DoorWatch", "Keyring", "Peer", "own_address"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Known:
         return key in self.keys
 
 
-class _Door:
+class DoorWatch:
     """Thread that counts who came to the servers of a ring and who was let in.
 
     The authenticator alone would not do: it never hears of a connection without a key.
@@ -119,7 +119,7 @@ class Keyring:
         self.public_key, self._secret_key = zmq.curve_keypair()
         self.peers: list[Peer] = []
         self._known = _Known()
-        self._door = _Door()
+        self._door = DoorWatch()
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._known)

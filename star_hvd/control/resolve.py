@@ -41,6 +41,13 @@ def resolve(
         plan = plan.replace(groups=_groups(plan, _known(times_s)))
     if plan.mode == "ps" and plan.rule == "groups" and not plan.groups:
         plan = plan.replace(groups=tuple(grouping.similar_groups(_known(times_s))))
+    if plan.family == active.family == "ps" and (active.parents or plan.parents or plan.fan_in):
+        raise PlanError(
+            f"{plan.label} cannot follow on {active.label}: connections of a fan-in tree stay as they are; go through "
+            "sync"
+        )
+    if plan.fan_in and not plan.parents:
+        plan = plan.replace(parents=grouping.fan_in_tree(plan.world_size, link_bytes_per_s, plan.fan_in))
     if plan.family in ("ps", "grouped"):
         plan = _with_servers(plan, active, hosts, slow, link_bytes_per_s, free_cpu_cores, state_bytes)
     if plan.family == active.family == "subgroup" and not set(plan.members) & set(active.members):

@@ -49,11 +49,12 @@ class Switch:
         return [*sets, PlanMessage(self.engine, self.plan.to_dict())]
 
     def server_up(self, index: int, address: list[str]) -> list[Message]:
-        """A server runs; once all do, everybody is told where."""
+        """A server runs, or a parent of the fan-in tree listens; once all do, everybody is told where."""
         self._addresses[index] = address
-        if len(self._addresses) < len(self.plan.servers):
+        wanted = len(self.plan.servers) + (len(self.plan.relays) if self.plan.mode == "ps" else 0)
+        if len(self._addresses) < wanted:
             return []
-        flat = [part for i in range(len(self.plan.servers)) for part in self._addresses.get(i, [])]
+        flat = [part for i in range(wanted) for part in self._addresses.get(i, [])]
         return [Servers(self.engine, self.plan.epoch, flat)]
 
     def rank_ready(self, rank: int) -> list[Message]:

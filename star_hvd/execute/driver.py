@@ -353,6 +353,10 @@ class EngineDriver:
             self.engine.abandon(message.epoch)
 
     def _prepare(self, plan: Plan) -> None:
+        unsuited = self.engine.unsuited(plan)
+        if unsuited is not None:
+            self._tell_ready(plan, unsuited)
+            return
         if self.handover.needs_preparing(plan):
             self._preparer(lambda: self.handover.prepare(plan))
             return

@@ -442,6 +442,12 @@ class RoundEngine:
         with self.lock:
             return self.agreement.refusal(plan)
 
+    def unsuited(self, plan: Plan) -> str | None:
+        """Why a plan is nothing for this optimizer, though others are, None where it is."""
+        if self._scale_by_ranks and plan.mode in ("ps", "grouped", "local"):
+            return f"op=Sum needs the gradients of all ranks in every step, which mode {plan.mode} does not have"
+        return None
+
     def prepare(self, plan: Plan) -> str | None:
         """Get ready for a plan; see `Agreement.prepare`."""
         with self.lock:

@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from star_hvd.channel.keys import _Door
+from star_hvd.channel.keys import DoorWatch
 from star_hvd.ps.wire import MAX_MESSAGE_BYTES
 
 __all__ = ["Door", "Endpoint", "JobKey", "connect"]
@@ -89,7 +89,7 @@ class Door:
     """
 
     def __init__(self, context: zmq.Context[Any], key: JobKey, host: str, port: int = 0) -> None:
-        self._watch = _Door()
+        self._watch = DoorWatch()
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self.router: zmq.Socket[Any] = context.socket(zmq.ROUTER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -90,6 +91,7 @@ class Client:
         self._relay: Relay | None = None
         self._held: _Push | None = None
         self._parent: Endpoint | None = None
+        self._orphaned = False
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -108,6 +110,10 @@ class Client:
     def follow(self, parent: Endpoint) -> None:
         """Before `start`: push through a parent, and get its answers, instead of through the servers."""
         self._parent = parent
+
+    def reach(self, endpoints: Sequence[Endpoint]) -> None:
+        """Before `start`: the servers, where they were not known when this client was made."""
+        self._endpoints = list(endpoints)
 
     def start(self) -> None:
         """Connect to the servers; they need not listen yet."""
@@ -176,7 +182,9 @@ class Client:
             if not self._flats:
                 self._flats = [torch.empty(b.numel, dtype=b.dtype) for b in self._layout.buckets]
             self._push = _Push(step, meta, lent, Exchange(self._layout, self._flats))
-        self._do("push", self._push)
+            orphaned = self._orphaned
+        if not orphaned:
+            self._do("push", self._push)
 
     def _borrow(self, flats: Sequence[torch.Tensor], keep: bool) -> list[torch.Tensor]:
         """The buffers themselves where they may be kept, else copies in memory that is used again."""
@@ -210,6 +218,8 @@ class Client:
                     if reply.kind == "error":
                         raise ChannelError(f"the servers refused the push of rank {self.rank}: {reply.reason}")
                     return reply
+                if self._orphaned:
+                    break
                 if self._woken:
                     self._woken = False
                     return Reply("interrupted")
@@ -218,6 +228,11 @@ class Client:
                         f"rank {self.rank} waited {deadline_s:g} s for parameters; "
                         f"{self._push.exchange.describe()} (is a server dead or a rank very late?)"
                     )
+
+            self._push = None
+        # Only parents push: until it is back this worker follows the parameters, and its gradients count as dropped.
+        reply = self.pull(max(0.0, limit_s - time.monotonic()))
+        return dataclasses.replace(reply, kind="dropped", reason="the parent in the fan-in tree is absent")
 
     def wake(self) -> None:
         """Interrupt `wait`, now or the next time."""
@@ -260,6 +275,19 @@ class Client:
                     )
             self._reads = {number: each for number, each in self._reads.items() if each is not exchange}
         return exchange
+
+    def child(self, rank: int, *, present: bool) -> None:
+        """A child is absent, or back: own pushes go on without it."""
+        self._do("child", (rank, present))
+
+    def orphan(self, alone: bool) -> None:
+        """The parent is absent, or back. A push it has not answered is taken back and counts as dropped."""
+        with self._changed:
+            if alone == self._orphaned or self._parent is None:
+                return
+            self._orphaned = alone
+            self._changed.notify_all()
+        self._do("presence", "withdrawn" if alone else "present")
 
     def absent(self, away: bool) -> None:
         """Tell the servers that this worker will not push for a while, or that it will again."""
@@ -336,6 +364,10 @@ class Client:
             self._ask(argument)
         elif what == "presence":
             self._meta(Kind.PRESENCE, 0, {"what": argument})
+        elif what == "child":
+            if self._relay is not None:
+                self._relay.note(*argument)
+                self._send_held()
         else:
             self._reconnect(*argument)
 

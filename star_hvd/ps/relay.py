@@ -38,6 +38,13 @@ class _Child:
             self.partial.clear()
 
 
+    def drop(self) -> None:
+        """Forget what came of a push."""
+        self.meta = None
+        self.chunks.clear()
+        self.partial.clear()
+
+
 class Relay:
     """What a parent's client does for its children; used on the client's thread.
 
@@ -101,8 +108,10 @@ class Relay:
             child.begin(header.step)
             self._chunk(child, header, frames[2].buffer)
         elif header.kind == Kind.PRESENCE:
-            away = read_meta(frames[2]).get("what") != "present"
-            (self._absent.add if away else self._absent.discard)(header.rank)
+            what = read_meta(frames[2]).get("what")
+            self.note(header.rank, what == "present")
+            if what == "withdrawn":
+                child.drop()
         elif header.kind != Kind.HELLO:
             raise ChannelError(f"a parent got a message of kind {Kind(header.kind).name}")
         if self._moved is not None and self._whole(child):
@@ -126,6 +135,10 @@ class Relay:
     def _whole(self, child: _Child) -> bool:
         return child.meta is not None and len(child.chunks) == len(self._layout.chunks)
 
+    def note(self, rank: int, present: bool) -> None:
+        """A child is absent, or back."""
+        (self._absent.discard if present else self._absent.add)(rank)
+
     def ready(self) -> bool:
         """Whether all children that are there have pushed."""
         return all(self._whole(child) or rank in self._absent for rank, child in self._children.items())
@@ -142,8 +155,7 @@ class Relay:
                 chunk = self._layout.chunks[index]
                 flats[chunk.bucket][chunk.start : chunk.stop].add_(gradient)
             self._answering[rank] = child.step
-            child.meta = None
-            child.chunks.clear()
+            child.drop()
         leader = max(metas, key=lambda each: int(each["own_steps"]) if each["row"] is not None else -1)
         losses = [(float(m["weight"]), float(m["loss"])) for m in metas if m["loss"] is not None]
         total = sum(weight for weight, _ in losses)

@@ -98,6 +98,21 @@ def checkpoint(mode: str) -> Facts:
     return finish(net, optimizer) | facts
 
 
+def summed(mode: str) -> Facts:
+    """op=Sum: the mode is asked for, and `sync` trains on where it does not suit."""
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.005)
+    named = net.named_parameters()
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, op=hvd.Sum, mode=mode)
+    modes = set()
+    for number in range(60):
+        optimizer.zero_grad()
+        compute(net, batch(number), FAST_S)
+        optimizer.step()
+        modes.add(optimizer.mode)
+    return finish(net, optimizer) | {"modes": sorted(modes)}
+
+
 def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
     """Close the optimizer; all ranks then have every step."""
     optimizer.close()
@@ -152,6 +167,8 @@ def main(wanted: list[str]) -> None:
             if name.startswith("switch:"):
                 _, seed, count, slow = name.split(":")
                 facts[name] = switching(int(seed), int(count), slow=slow == "slow")
+            elif name.startswith("summed:"):
+                facts[name] = summed(name.partition(":")[2])
             elif name.startswith("checkpoint:"):
                 facts[name] = checkpoint(name.partition(":")[2])
             else:

@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
 RANKS = 4
 CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup(0,1,2)", "checkpoint:local(4)")
 FIXED = ("local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", "ssp(2)", "dynsgd", "ps(backup=1)")
-FIXED += ("ps(dynamic)", "grouped(2)")
+FIXED += ("ps(dynamic)", "grouped(2)", "ps(tree=2)")
+SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
 SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even")
 
 
@@ -50,6 +51,15 @@ def test_a_fixed_mode_trains_and_ends_with_equal_replicas(name: str) -> None:
     check(facts)
     assert all(rank["modes"] != ["sync"] for rank in facts), "the mode never came into force"
     assert all(rank["state"] == 4 for rank in facts), "the optimizer's state did not come back"
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_a_sum_stays_in_modes_that_have_one(name: str) -> None:
+    facts = facts_of(SUMMED, name)
+    check(facts)
+    wanted = name.partition(":")[2]
+    expected = ["partial(3)"] if wanted == "partial(3)" else ["sync"]
+    assert all(set(expected) <= set(rank["modes"]) <= {*expected, "sync"} for rank in facts)
 
 
 @pytest.mark.parametrize("name", SWITCHING)

@@ -376,6 +376,42 @@ def test_children_push_through_their_parent() -> None:
         made.close()
 
 
+def test_children_follow_the_parameters_while_their_parent_is_absent() -> None:
+    made = Cluster(Plan.ps(4, 4, parents=((1, 0), (3, 0))), servers=2)
+    try:
+        made.start(clients=False)
+        made.make_clients()
+        endpoint = made.clients[0].adopt((1, 3), "127.0.0.1")
+        for rank in (1, 3):
+            made.clients[rank].follow(endpoint)
+        for client in made.clients:
+            client.start()
+        run_all(*(lambda r=r: worker(made, r, 2) for r in range(4)))
+        made.clients[1].push(step=2, version=2, flats=made.gradients(1, 2), weight=1.0)  # The parent stays silent.
+        made.servers[0].member(0, 0, "absent")
+        for rank in (1, 3):
+            made.clients[rank].orphan(True)
+        reply = made.clients[1].wait(DEADLINE_S)
+        assert (reply.kind, reply.version) == ("dropped", 2) and "parent" in reply.reason
+        made.clients[2].push(step=2, version=2, flats=made.gradients(2, 2), weight=1.0)
+        assert made.clients[2].wait(DEADLINE_S).version == 3, "who pushes by itself goes on"
+        made.clients[3].push(step=2, version=2, flats=made.gradients(3, 2), weight=1.0)
+        assert (made.clients[3].wait(DEADLINE_S).kind, made.clients[1].pull(DEADLINE_S).version) == ("dropped", 3)
+        made.servers[0].member(0, 0, "present")
+        for rank in (1, 3):
+            made.clients[rank].orphan(False)
+        limit_s = time.monotonic() + DEADLINE_S
+        while made.clients[0]._relay._absent and time.monotonic() < limit_s:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        for rank in range(4):  # What the child took back is not in this push.
+            made.clients[rank].push(step=3, version=3, flats=made.gradients(rank, 3), weight=1.0)
+        replies = [made.clients[rank].wait(DEADLINE_S) for rank in range(4)]
+        assert [(r.kind, r.version) for r in replies] == [("params", 4)] * 4
+        assert replies[2].notes[-1]["gradients"] == 4
+    finally:
+        made.close()
+
+
 def test_a_new_process_of_a_shard_gets_no_order_before_those_it_missed() -> None:
     with cluster(Plan.ps(1, 1), servers=2) as made:
         worker(made, 0, 1)
