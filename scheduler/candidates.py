@@ -13,8 +13,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from scheduler.causes import LINK_RATIO, RESOLUTION_S, THRESHOLD
+from scheduler.causes import LINK_RATIO, LINK_SHARE, RESOLUTION_S, THRESHOLD
 from scheduler.cost_model import Array, Conditions
 from scheduler.grouping import progressive_groups, similar_groups
 from scheduler.placement import HostLoad, place_servers
@@ -62,9 +63,7 @@ def find_trouble(conditions: Conditions) -> Trouble:
     share = late.mean(axis=0)
     slow = np.flatnonzero(usual_s > limit_s)
     seldom = np.flatnonzero((share > _SELDOM) & ~(usual_s > limit_s))
-    rate = np.sort(conditions.rate)[(conditions.world_size - 1) // 2]
-    finite = bool(np.isfinite(rate)) and conditions.comm_bytes / rate > 0.02 * typical_s
-    links = np.flatnonzero(conditions.rate < LINK_RATIO * rate) if finite else np.zeros(0, dtype=np.int64)
+    links = _slow_links(conditions)
     # A batch of 4 usual times is late for 4 steps: once nobody waits, more ranks are late at once than begin to be.
     load = np.ceil(times / typical_s - 0.25) - 1.0
     overlap = np.where(late, np.maximum(load, 1.0), 0.0).sum(axis=1).mean()
@@ -81,6 +80,17 @@ def find_trouble(conditions: Conditions) -> Trouble:
         at_once=tuple(sorted({min(max(1, count), most) for count in at_once})),
         frozen=tuple(conditions.freezing),
     )
+
+
+def _slow_links(conditions: Conditions) -> npt.NDArray[np.int64]:
+    """Ranks whose link is slow beside the usual one, where a usual one would save a considerable part of their step."""
+    usual = float(np.sort(conditions.rate)[(conditions.world_size - 1) // 2])
+    if not math.isfinite(usual):
+        return np.zeros(0, dtype=np.int64)
+    wire_s = 2.0 * (conditions.world_size - 1) / conditions.world_size * conditions.comm_bytes / conditions.rate
+    saved_s = wire_s * (1.0 - conditions.rate / usual)
+    least_s = np.maximum(RESOLUTION_S, LINK_SHARE * (conditions.typical_s + wire_s))
+    return np.flatnonzero((conditions.rate < LINK_RATIO * usual) & (saved_s > least_s))
 
 
 def candidates(
@@ -106,6 +116,8 @@ def candidates(
         offered += [active] if active is not None else []
         offered += [Plan.partial(n, n - out) for out in trouble.at_once if out < n]
         if trouble:
+            # Who is not known to be slow is waited for anyway: what half of the ranks costs is noise, if anything.
+            offered.append(Plan.partial(n, max(1, n // 2)))
             offered += _subgroups(conditions, trouble)
             offered += _grouped(conditions)
             offered += _servers(conditions, trouble, hosts)
@@ -121,7 +133,7 @@ def candidates(
         if plan is not active and plan.mode in ("sync", "partial", "subgroup"):
             plan = plan.replace(**carried)
         found.setdefault(_key(plan), plan)
-    return list(found.values()) or [Plan.sync(n)]
+    return list(found.values()) or [Plan.sync(n).replace(**carried)]
 
 
 def same_plan(one: Plan, other: Plan) -> bool:

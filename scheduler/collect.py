@@ -207,7 +207,7 @@ class _Collector:
     def _try(self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan) -> None:
         assert self.job is not None
         n = conditions.world_size
-        more = [Plan.partial(n, quorum) for quorum in sorted({n // 2, 3 * n // 4} - {0})]
+        more = [Plan.partial(n, quorum) for quorum in sorted({max(1, n // 2), max(1, 3 * n // 4)})]
         seen = {plan.label for plan in offered}
         plans = [*offered, *(plan for plan in more if plan.label not in seen)]
         predictions = in_order(plans, conditions)

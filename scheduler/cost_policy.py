@@ -2,9 +2,10 @@
 
 Ski-rental (`scheduler.rental`): the active plan is left when the loss against the best candidate, added up since one
 was first better, has reached the price of the switch. So a disturbance that ends before costs no switch, and one that
-lasts costs at most twice the best that hindsight knows. Hysteresis: a candidate must be better than the active plan by
-5 %; the return to `sync` when nobody is slow any more needs no gain. Guard of accuracy (`scheduler.guard`): losses that
-rise, or a noise scale that does, end a relaxed mode at once and for a while.
+lasts costs at most twice the best that hindsight knows. Where the best one has a price, a mode with next to none, like
+`partial` from `sync`, is taken meanwhile. Hysteresis: a candidate must be better than the active plan by 5 %; the
+return to `sync` when nobody is slow any more needs no gain. Guard of accuracy (`scheduler.guard`): losses that rise, or
+a noise scale that does, end a relaxed mode at once and for a while.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class CostPolicy:
         self._ranker = ranker
         self._hosts = hosts
         self._gain = gain
-        self._rental = SkiRental()
+        self._rental, self._near_rental = SkiRental(), SkiRental()
         self._freezes = Freezes()
         self._calm_since: int | None = None
         self._noise = 4.0
@@ -114,7 +115,7 @@ class CostPolicy:
         self._now = (window, active, trouble)
         self._calm_since = None if trouble else window.step if self._calm_since is None else self._calm_since
         if active.mode == "sync" and (not trouble or self.guard.holds(window.step)):
-            self._rental.rest(window.step)
+            self._rest(window)
             self.last = []
             return None
         offered = candidates(conditions, active, allowed=window.allowed, hosts=self._hosts)
@@ -174,17 +175,36 @@ class CostPolicy:
         if now is None:
             return self._go(window, best, active, None, trouble)
         if sync is not None and active.mode != "sync" and self._calm(window, active):
-            self._rental.rest(window.step)
+            self._rest(window)
             return self._safe(active, f"nobody was slow since step {self._calm_since}")
         if best is now or not best.relative < (1.0 - self._gain) * now.relative:
-            self._rental.rest(window.step)
+            self._rest(window)
             return None
-        loss_s = now.interval_s * (1.0 - best.relative / now.relative)
         price_s = self._price_s(conditions, active, best.plan)
-        if not self._rental.pays(window.step, loss_s, price_s):
-            self._waiting = (best, price_s - self._rental.lost_s)
+        near = self._near(window, conditions, active, now) if price_s > _SWITCH_S else None
+        if self._rental.pays(window.step, self._loss_s(best, now), price_s) and near is None:
+            return self._go(window, best, active, now, trouble)
+        if near is not None:
+            return self._go(window, near, active, now, trouble)
+        self._waiting = (best, price_s - self._rental.lost_s)
+        return None
+
+    def _near(self, window: Window, conditions: Conditions, active: Plan, now: Prediction) -> Prediction | None:
+        """The best plan that costs next to nothing to go to, once that pays."""
+        best = next((p for p in self.last if self._price_s(conditions, active, p.plan) <= _SWITCH_S), now)
+        if best is now or not best.relative < (1.0 - self._gain) * now.relative:
+            self._near_rental.rest(window.step)
             return None
-        return self._go(window, best, active, now, trouble)
+        return best if self._near_rental.pays(window.step, self._loss_s(best, now), _SWITCH_S) else None
+
+    @staticmethod
+    def _loss_s(best: Prediction, now: Prediction) -> float:
+        """What a step under the present plan loses against a better one, seconds."""
+        return now.interval_s * (1.0 - best.relative / now.relative)
+
+    def _rest(self, window: Window) -> None:
+        self._rental.rest(window.step)
+        self._near_rental.rest(window.step)
 
     def _calm(self, window: Window, active: Plan) -> bool:
         """Nobody was in trouble for a while; under servers steps are updates, of which there are more."""
@@ -214,7 +234,7 @@ class CostPolicy:
     def _go(
         self, window: Window, best: Prediction, active: Plan, now: Prediction | None, trouble: Trouble
     ) -> Plan | None:
-        self._rental.rest(window.step)
+        self._rest(window)
         if same_plan(best.plan, active):
             return None
         why = who(window, trouble, self._freezes.habitual)

@@ -53,6 +53,8 @@ MOMENT: tuple[str, ...] = (
     "starved",  # Largest share of its time a rank is without a processor.
     "fed",  # Largest share of its time a rank waits for data.
     "silent_log",  # Longest silence over the typical time.
+    "frozen_log",  # Time per step that freezes cost, over the typical one.
+    "frozen_share",  # Ranks that freeze again and again.
     "age_log",  # Steps so far.
     "known_log",  # Reports known per rank.
     "price_log",  # Price of staleness as learned so far.
@@ -73,6 +75,8 @@ PLAN: tuple[str, ...] = (
     "out",  # Ranks it does not wait for, over all.
     "out_extra",  # The same less the slow ranks.
     "waited_log",  # Mean time of the slowest rank it waits for, over the typical one.
+    "waited_link_log",  # The slowest link that it waits for, over the median one.
+    "served_log",  # What the servers take for the bytes of an update, over the typical compute time.
     "groups",  # Groups over ranks.
     "local_log",  # Steps between two averagings.
     "servers",  # Servers over ranks.
@@ -132,8 +136,9 @@ def rows(
     found[:, : len(MOMENT)] = _moment(conditions, window, active, offered, costs)
     ordered = np.sort(conditions.usual_s)
     slow = int((conditions.usual_s > _limit_s(conditions)).sum())
+    middle = float(np.sort(conditions.rate)[(len(ordered) - 1) // 2])
     for index, (plan, prediction) in enumerate(zip(offered, predictions, strict=True)):
-        own = _plan(plan, conditions, active, ordered, slow)
+        own = _plan(plan, conditions, active, ordered, slow, middle)
         own += _cost(prediction, float(costs[index]), float(costs.min()), basis_s)
         found[index, len(MOMENT) :] = own
     return np.nan_to_num(found, nan=0.0, posinf=20.0, neginf=-20.0)
@@ -162,6 +167,8 @@ def _moment(
         max((stats.starved_share for stats in window.ranks), default=0.0),
         max((stats.input_share for stats in window.ranks), default=0.0),
         math.log1p(max((stats.silent_s for stats in window.ranks), default=0.0) / conditions.typical_s),
+        math.log1p(conditions.frozen_s / conditions.typical_s),
+        len(conditions.freezing) / conditions.world_size,
         math.log1p(max(window.step, 0)),
         math.log1p(len(window.ranks[0].compute_s) if window.ranks else 0),
         _log(price[0]),
@@ -263,7 +270,9 @@ def _out(plan: Plan) -> float:
     return 1.0 - plan.quorum / plan.world_size
 
 
-def _plan(plan: Plan, conditions: Conditions, active: Plan, ordered: Array, slow: int) -> list[float]:
+def _plan(
+    plan: Plan, conditions: Conditions, active: Plan, ordered: Array, slow: int, middle: float
+) -> list[float]:
     n, out = plan.world_size, _out(plan)
     if plan.mode == "subgroup":
         waited_s = float(conditions.usual_s[list(plan.members)].max())
@@ -280,12 +289,26 @@ def _plan(plan: Plan, conditions: Conditions, active: Plan, ordered: Array, slow
         out,
         out - slow / n,
         _log(waited_s / conditions.typical_s),
+        *_bytes(plan, conditions, middle),
         (len(plan.groups) or plan.group_count) / n,
         math.log1p(steps),
         len(plan.servers) / n,
         float(plan.mode in ("ps", "grouped") and plan.lr_rule == "linear"),
         float(plan.rule == "backup"),
     ]
+
+
+def _bytes(plan: Plan, conditions: Conditions, middle: float) -> tuple[float, float]:
+    """Slowest link waited for over the median one, and what servers take; logarithms."""
+    if plan.mode != "subgroup":
+        slowest = float(conditions.rate.min())
+    else:
+        slowest = float(conditions.rate[list(plan.members)].min())
+    link = _log(slowest / middle) if math.isfinite(middle) else 0.0
+    if not plan.servers:
+        return link, math.log(1e-4)
+    capacity = len(plan.servers) * float(conditions.rate[list(plan.servers)].min())
+    return link, math.log(max(plan.quorum * conditions.comm_bytes / capacity / conditions.typical_s, 1e-4))
 
 
 def _cost(prediction: Prediction, cost: float, least: float, basis_s: float) -> list[float]:
