@@ -14,7 +14,7 @@ from star_hvd.control.switch_messages import Probe
 __all__ = ["PROBE_BYTES", "LinkSurvey"]
 
 PROBE_BYTES = 1 << 20  # Four times what a token bucket of the usual size lets through at once.
-_NEXT_S = 0.3  # Between two ranks of a sweep, and
+_NEXT_S = 0.1  # Between two ranks of a sweep, and
 _SWEEP_S = 2.0  # all of them together at most: a sweep of many ranks has some under way at a time.
 _PAUSE_S = 5.0  # Between two sweeps.
 _PATIENCE_S = 10.0  # For answers: a rank that gives none keeps the rate it had.
