@@ -17,7 +17,7 @@ from star_hvd.control.coordinator import Coordinator
 from star_hvd.control.engine_board import EngineBoard
 from star_hvd.run_log import RunLog, enabled, run_directory, window_values
 from star_hvd.run_log.facts import environment, optimizer_facts
-from star_hvd.telemetry.resources import Resources, ResourceSampler
+from star_hvd.telemetry.resources import Resources
 
 if TYPE_CHECKING:
     from star_hvd.execute.driver import EngineDriver
@@ -59,14 +59,12 @@ class JobLog:
         self._log = RunLog(
             run_directory(name), rank=driver.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
         )
-        self._sampler = ResourceSampler(on_sample=self._log.resources, gpu=_gpu(self._applier.optimizer))
         self._thread = threading.Thread(target=self._run, name="star-job-log", daemon=True)
 
     def start(self) -> None:
         """Start the threads; without effect where the log is switched off or cannot be written."""
         if not self._log.enabled:
             return
-        self._sampler.start()
         if self._coordinator is not None:
             self._thread.start()
 
@@ -78,10 +76,9 @@ class JobLog:
         """A point of a curve of the user's."""
         self._log.metric(name, value, step)
 
-    @property
-    def resources(self) -> Resources:
-        """The latest readings of processor, network and GPU of this rank."""
-        return self._sampler.latest
+    def resources(self, readings: Resources) -> None:
+        """What this rank's process gets of its machine."""
+        self._log.resources(readings)
 
     def close(self, status: str = "FINISHED") -> None:
         """Write what is left and end; the sender to MLflow goes on by itself for a while.
@@ -92,7 +89,6 @@ class JobLog:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(2.0)
-        self._sampler.stop(0.5)
         self._log.close(status)
 
     # ---- rank 0, own thread -----------------------------------------------------------------------------------------
@@ -143,13 +139,3 @@ class JobLog:
             drops=stats["drops"],
         )
 
-
-def _gpu(optimizer: Any) -> str | None:
-    """Identity of the device the parameters are on, for NVML; None on a CPU."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.is_cuda:
-                import torch
-
-                return str(torch.cuda.get_device_properties(param.device).uuid)
-    return None

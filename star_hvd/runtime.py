@@ -6,6 +6,7 @@ import atexit
 import collections
 import contextlib
 import logging
+import math
 import queue
 import sys
 import threading
@@ -25,7 +26,17 @@ from star_hvd.config import Config
 from star_hvd.control import messages
 from star_hvd.control.agent import Agent
 from star_hvd.control.coordinator import Coordinator
-from star_hvd.control.switch_messages import Commit, DropSet, MakeSet, Moved, Presence, Probe, ServerMoved, Servers
+from star_hvd.control.switch_messages import (
+    Commit,
+    DropSet,
+    MachineNote,
+    MakeSet,
+    Moved,
+    Presence,
+    Probe,
+    ServerMoved,
+    Servers,
+)
 from star_hvd.errors import ChannelError, DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.rounds import RoundEngine
@@ -35,6 +46,7 @@ from star_hvd.model import LazyRanker
 from star_hvd.ps import JobKey
 from star_hvd.run_log import new_run_name
 from star_hvd.services import JobServices
+from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
@@ -123,6 +135,7 @@ class Runtime:
         self.batch_weights: list[float] = []
         self._job = ""
         self._ranker: LazyRanker | None = None
+        self._sampler: ResourceSampler | None = None
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
         self._away_depth = 0
@@ -194,8 +207,28 @@ class Runtime:
         hosts = [peer.host for peer in self.keyring.peers]
         driver.log = JobLog(self._job, driver, hosts, self.coordinator, {"policy": env.policy() or self.config.policy})
         driver.log.start()
+        if self._sampler is None:
+            self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
+            self._sampler.start()
         size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
         self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size))
+
+    def _note_resources(self, readings: Resources) -> None:
+        """Once per second, in the sampler's thread."""
+        self.agent.send(
+            MachineNote(
+                throttled_share=readings.throttled_share,
+                pressure_share=readings.psi_host_share,
+                gpu_clock_share=readings.gpu_sm_mhz / (readings.gpu_sm_max_mhz or math.nan),
+                gpu_throttled=readings.gpu_throttled,
+                gpu_temperature_c=readings.gpu_temperature_c,
+                nic_drops_per_s=readings.nic_drops_per_s,
+            ),
+            urgent=False,
+        )
+        for driver in list(self.drivers.values()):
+            if driver.log is not None:
+                driver.log.resources(readings)
 
     def detach(self, driver: EngineDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
@@ -363,6 +396,8 @@ class Runtime:
             driver.stop()
             _close_log(driver)
         self.services.stop()
+        if self._sampler is not None:
+            self._sampler.stop(0.5)
         self.agent.stop()
         self.tensors.stop()
         if self.coordinator is not None:

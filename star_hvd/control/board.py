@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler.cost_policy import Ranker
+from scheduler.machine import MachineStats
 from scheduler.records import Plan, PlanError
 from scheduler.workqueue import WorkQueue
 from star_hvd.config import Config
@@ -37,6 +39,7 @@ from star_hvd.control.switch_messages import (
     Cannot,
     CutDone,
     LinkRate,
+    MachineNote,
     Presence,
     Ready,
     Restart,
@@ -63,6 +66,7 @@ _FROM_RANKS = (
     Join,
     Late,
     LinkRate,
+    MachineNote,
     Ready,
     Refuse,
     Register,
@@ -122,6 +126,7 @@ class Board:
         self._closed: set[int] = set()
         self._away: set[int] = set()
         self._absent: set[int] = set()
+        self._machines = [MachineStats()] * world_size
         self.links = LinkSurvey(world_size)
         self._hurrying_until_s: float | None = None
 
@@ -166,6 +171,8 @@ class Board:
                 self._engine(message.engine).refuse(rank, message, now_s)
             case LinkRate():
                 self.links.note(rank, message.bytes_per_s)
+            case MachineNote():
+                self._machines[rank] = MachineStats(**{n: getattr(message, n) for n in MachineStats.names()})
             case Cannot():
                 self._engine(message.engine).cannot(rank, message)
             case Ready():
@@ -206,6 +213,7 @@ class Board:
         silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
         for engine in self.engines.values():
             engine.link_bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
+            engine.machines = self._machines
             wake_s = min(wake_s, engine.tick(now_s))
         return wake_s
 
@@ -242,6 +250,8 @@ class Board:
         rate = getattr(message, "bytes_per_s", 1.0)
         if not 0.0 < rate < 1e15:
             raise ChannelError(f"bytes_per_s of a {message.kind} message is {rate!r}; expected a rate above 0")
+        if isinstance(message, MachineNote):
+            _check_machine(message)
         for name in ("compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"):
             value = getattr(message, name, 0.0)
             if not 0.0 <= value < 1e9:
@@ -335,3 +345,10 @@ class Board:
         if not self._said_bye and self.finished | self.lost == set(range(self.world_size)):
             self._said_bye = True
             self._broadcast(Bye(sorted(self.lost - self.finished)))
+
+
+def _check_machine(message: MachineNote) -> None:
+    for name in MachineStats.names():
+        value = getattr(message, name)
+        if not (math.isnan(value) or 0.0 <= value < 1e9):
+            raise ChannelError(f"{name} of a machine message is {value!r}; expected a number from 0, or NaN")

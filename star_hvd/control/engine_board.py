@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from scheduler.causes import Straggler, find_stragglers
 from scheduler.closing import Close, ClosingRule
 from scheduler.cost_policy import Ranker
+from scheduler.machine import MachineStats, machine_evidence, throttled_shares
 from scheduler.noise import NoiseScale
 from scheduler.records import MODES, Plan, PlanError, RankStats, StepReport, Window
 from star_hvd.config import Config
@@ -84,6 +85,7 @@ class EngineBoard:
         self.gradient_bytes = 0
         self.link_bytes_per_s: Sequence[float] = [math.nan] * world_size
         self.silent_s: Sequence[float] = [0.0] * world_size
+        self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
         self._comm_s: deque[float] = deque(maxlen=_HISTORY)
         self._other_groups = 0
         self._switch: Switch | None = None
@@ -264,16 +266,19 @@ class EngineBoard:
         """
         shares = sorted(_share(reports, "runqueue_s") for reports in self.history)
         oversubscribed = shares[(len(shares) - 1) // 2] > _OVERSUBSCRIBED
+        throttled = throttled_shares(self.machines)
+        stats = [_stats(rank, reports, oversubscribed) for rank, reports in enumerate(self.history)]
         return Window(
             step=self.rule.round,
             ranks=tuple(
                 dataclasses.replace(
-                    _stats(rank, reports, oversubscribed),
+                    own,
+                    starved_share=max(own.starved_share, throttled[rank]),
                     link_bytes_per_s=self.link_bytes_per_s[rank],
                     comm_s=tuple(self._comm_s),
                     silent_s=self.silent_s[rank],
                 )
-                for rank, reports in enumerate(self.history)
+                for rank, own in enumerate(stats)
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
@@ -436,12 +441,19 @@ class EngineBoard:
             self.publish(wanted.replace(reason="other ranks are alike by now"), now_s)
 
     def _report_stragglers(self, found: tuple[Straggler, ...], now_s: float) -> None:
+        found = tuple(self._with_machine(straggler) for straggler in found)
         self.stragglers = found
         for straggler in found:
             last = self._reported_at_s.get(straggler.rank)
             if last is None or now_s - last >= self._config.report_interval_s:
                 self._reported_at_s[straggler.rank] = now_s
                 logger.warning("%s", straggler.sentence)
+
+    def _with_machine(self, straggler: Straggler) -> Straggler:
+        """Add what its machine says about a slow rank."""
+        said = machine_evidence(straggler.rank, self.machines)
+        joined = "; ".join(filter(None, (straggler.evidence, said)))
+        return dataclasses.replace(straggler, evidence=joined) if said else straggler
 
     def _warn_of_stall(self, now_s: float) -> None:
         if self._waiting_since_s is None or not self.rule.ready or not self.rule.missing:

@@ -17,6 +17,7 @@ __all__ = [
     "CutDone",
     "DropSet",
     "LinkRate",
+    "MachineNote",
     "MakeSet",
     "Moved",
     "Presence",
@@ -166,6 +167,20 @@ class Presence(Message):
     kind: ClassVar[str] = "presence"
     rank: int
     present: bool
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class MachineNote(Message):
+    """What a rank's process gets of its machine, once per second: see `scheduler.machine.MachineStats`."""
+
+    kind: ClassVar[str] = "machine"
+    throttled_share: float
+    pressure_share: float
+    gpu_clock_share: float
+    gpu_throttled: float
+    gpu_temperature_c: float
+    nic_drops_per_s: float
 
 
 @message_kind

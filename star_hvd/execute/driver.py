@@ -27,6 +27,7 @@ from star_hvd.execute.local import LocalSteps
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.servers import StepInfo
 from star_hvd.execute.state import Result, Snapshot
+from star_hvd.telemetry.resources import Resources
 from star_hvd.telemetry.timer import ComputeTimes, StepTimer
 
 __all__ = ["EngineDriver", "Send", "StepLog"]
@@ -49,6 +50,8 @@ class StepLog(Protocol):
     def step(self, report: StepReport) -> None: ...
 
     def metric(self, name: str, value: float, step: int) -> None: ...
+
+    def resources(self, readings: Resources) -> None: ...
 
     def close(self, status: str = "FINISHED") -> None: ...
 

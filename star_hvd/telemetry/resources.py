@@ -24,7 +24,7 @@ import psutil
 
 from star_hvd import env
 
-__all__ = ["Gpu", "ResourceSampler", "Resources", "cgroup_directory", "open_gpu"]
+__all__ = ["Gpu", "ResourceSampler", "Resources", "cgroup_directory", "gpu_identity", "open_gpu"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -225,6 +225,17 @@ class ResourceSampler:
 
     def _uses(self, name: str) -> bool:
         return name == self._interface if self._interface else name != "lo"
+
+
+def gpu_identity(optimizer: Any) -> str | None:
+    """Identity of the GPU on which an optimizer's first parameter lies; None on a CPU."""
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.is_cuda:
+            import torch
+
+            return str(torch.cuda.get_device_properties(param.device).uuid)
+        return None
+    return None
 
 
 class Gpu:

@@ -14,6 +14,7 @@ from scheduler.records import Plan
 from star_hvd.config import Config
 from star_hvd.control import messages as m
 from star_hvd.control.board import ALL, Board
+from star_hvd.control.switch_messages import MachineNote
 from star_hvd.errors import ChannelError
 
 CONFIG = Config(lost_after_s=10.0, plan_deadline_s=60.0)
@@ -576,3 +577,21 @@ def test_what_is_said_of_a_refused_plan_is_short(plan: dict[str, Any]) -> None:
         with pytest.raises(ChannelError, match="a plan was refused: plan ") as caught:
             Job().say(0, message)
         assert len(str(caught.value)) < 300, "an error must not carry what was received into the log"
+
+
+def test_a_machine_s_readings_become_part_of_the_evidence() -> None:
+    job = Job(3)
+    job.register(None)
+    note = {"pressure_share": 0.1, "gpu_clock_share": math.nan, "gpu_throttled": math.nan}
+    note |= {"gpu_temperature_c": math.nan, "nic_drops_per_s": 0.0}
+    job.say(2, MachineNote(throttled_share=0.7, **note))
+    for step in range(8):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
+        job.now_s += 0.4
+        job.tick()
+    found = job.board.engines[0].stragglers
+    assert [(s.rank, s.cause) for s in found] == [(2, "starved")]
+    assert "a CPU quota holds it back 70 % of the time" in found[0].evidence
+    with pytest.raises(ChannelError, match="throttled_share"):
+        job.say(2, MachineNote(throttled_share=-1.0, **note))

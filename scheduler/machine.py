@@ -1,0 +1,84 @@
+"""What a slow rank's machine says about why it is slow: quotas, pressure, clocks. Pure.
+
+Readings are compared with those of the other ranks: pressure on a host that all share explains nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+__all__ = ["MachineStats", "machine_evidence", "throttled_shares"]
+
+_THROTTLED = 0.1  # Part of the time; below it a quota costs less than jitter.
+_PRESSURE, _PRESSURE_LEAD = 0.4, 0.25
+_CLOCK = 0.85  # Of the other ranks' clock share: GPUs of one kind boost within a few percent of each other.
+_DROPS_PER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineStats:
+    """A rank's latest readings; NaN where its machine does not tell.
+
+    Attributes:
+        throttled_share: Part of the time its control group was held back by a CPU quota.
+        pressure_share: Part of the time some task of its host waited for a processor.
+        gpu_clock_share: Clock of its GPU over the highest one.
+        gpu_throttled: 1 while power, heat or a hardware brake slows that clock, else 0.
+        gpu_temperature_c: Degrees Celsius.
+        nic_drops_per_s: Packets its network interface dropped or damaged.
+    """
+
+    throttled_share: float = math.nan
+    pressure_share: float = math.nan
+    gpu_clock_share: float = math.nan
+    gpu_throttled: float = math.nan
+    gpu_temperature_c: float = math.nan
+    nic_drops_per_s: float = math.nan
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The readings' names."""
+        return tuple(item.name for item in fields(cls))
+
+
+def machine_evidence(rank: int, machines: Sequence[MachineStats]) -> str:
+    """Phrases on what holds a rank's machine back, joined by `; `, empty where nothing does.
+
+    Args:
+        rank: The rank that is slow.
+        machines: Readings of all ranks, in order.
+    """
+    own = machines[rank]
+    others = [machine for index, machine in enumerate(machines) if index != rank]
+    found = []
+    if own.throttled_share > _THROTTLED:
+        found.append(f"a CPU quota holds it back {_percent(own.throttled_share)} of the time")
+    usual = _median([machine.pressure_share for machine in others])
+    if own.pressure_share > _PRESSURE and own.pressure_share > usual + _PRESSURE_LEAD:
+        found.append(f"processors of its host are short {_percent(own.pressure_share)} of the time")
+    usual = _median([machine.gpu_clock_share for machine in others])
+    if own.gpu_clock_share < _CLOCK * (usual if math.isfinite(usual) else 1.0):
+        why = " for power or heat" if own.gpu_throttled > 0.0 else ""
+        hot = f" at {own.gpu_temperature_c:.0f} C" if math.isfinite(own.gpu_temperature_c) else ""
+        found.append(f"its GPU is clocked down to {_percent(own.gpu_clock_share)}{why}{hot}")
+    if own.nic_drops_per_s > _DROPS_PER_S:
+        found.append(f"its network interface loses {own.nic_drops_per_s:.0f} packets per second")
+    return "; ".join(found)
+
+
+def throttled_shares(machines: Sequence[MachineStats]) -> list[float]:
+    """Part of the time each rank's quota held it back beyond the usual of all; a quota all share starves nobody."""
+    shares = [machine.throttled_share if math.isfinite(machine.throttled_share) else 0.0 for machine in machines]
+    usual = sorted(shares)[(len(shares) - 1) // 2]
+    return [min(1.0, max(0.0, share - usual)) for share in shares]
+
+
+def _median(values: Sequence[float]) -> float:
+    known = sorted(value for value in values if math.isfinite(value))
+    return known[(len(known) - 1) // 2] if known else math.nan
+
+
+def _percent(share: float) -> str:
+    return f"{100.0 * share:.0f} %"
