@@ -32,6 +32,7 @@ from scheduler.records import RankStats, Window
 __all__ = [
     "CAUSES",
     "LINK_CALM",
+    "LINK_RATIO",
     "MIN_REPORTS",
     "PERSISTENCE",
     "RESOLUTION_S",

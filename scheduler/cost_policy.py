@@ -181,21 +181,23 @@ class CostPolicy:
             self._rest(window)
             return None
         price_s = self._price_s(conditions, active, best.plan)
-        near = self._near(window, conditions, active, now) if price_s > _SWITCH_S else None
-        if self._rental.pays(window.step, self._loss_s(best, now), price_s) and near is None:
-            return self._go(window, best, active, now, trouble)
+        free = next((p for p in self.last if self._price_s(conditions, active, p.plan) <= _SWITCH_S), now)
+        near = self._near(window, free, now) if free is not best else None
+        if self._rental.pays(window.step, self._loss_s(best, now), price_s):
+            # Not for a few percent more than what there is without a price.
+            worth = best.relative < (1.0 - self._gain) * free.relative
+            return self._go(window, best if worth else free, active, now, trouble)
         if near is not None:
             return self._go(window, near, active, now, trouble)
         self._waiting = (best, price_s - self._rental.lost_s)
         return None
 
-    def _near(self, window: Window, conditions: Conditions, active: Plan, now: Prediction) -> Prediction | None:
+    def _near(self, window: Window, free: Prediction, now: Prediction) -> Prediction | None:
         """The best plan that costs next to nothing to go to, once that pays."""
-        best = next((p for p in self.last if self._price_s(conditions, active, p.plan) <= _SWITCH_S), now)
-        if best is now or not best.relative < (1.0 - self._gain) * now.relative:
+        if free is now or not free.relative < (1.0 - self._gain) * now.relative:
             self._near_rental.rest(window.step)
             return None
-        return best if self._near_rental.pays(window.step, self._loss_s(best, now), _SWITCH_S) else None
+        return free if self._near_rental.pays(window.step, self._loss_s(free, now), _SWITCH_S) else None
 
     @staticmethod
     def _loss_s(best: Prediction, now: Prediction) -> float:
@@ -214,8 +216,8 @@ class CostPolicy:
         return window.step - self._calm_since >= _CALM_STEPS * per_step
 
     def _price_s(self, conditions: Conditions, active: Plan, plan: Plan) -> float:
-        if active.family == plan.family == "rounds":
-            return _SWITCH_S
+        if active.family == plan.family and plan.mode not in ("subgroup", "grouped") and active.servers == plan.servers:
+            return _SWITCH_S  # A change of rule.
         rate = float(conditions.rate.min())
         moved_s = _COPIES * conditions.comm_bytes / rate if math.isfinite(rate) else 0.0
         return _HANDOVER_S + moved_s + float(conditions.usual_s.max())

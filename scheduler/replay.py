@@ -118,6 +118,35 @@ def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[floa
     return mean_s, stale[skip:].reshape(-1), float(steps.std()) / math.sqrt(len(steps)) / max(mean_s, 1e-12)
 
 
+def _backup(times: Array, x: int, updates: int, gap_s: float) -> tuple[float, float]:
+    """Mean interval of updates of the first x fresh gradients, and its relative standard error.
+
+    What comes later is dropped when it comes, and its rank begins anew with the parameters there are by then.
+    """
+    rows, n = times.shape
+    finish_s, base, count = times[0].copy(), np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
+    ends, now_s = np.zeros(updates), 0.0
+    for update in range(updates):
+        while True:
+            fresh = base == update
+            following_s = float(np.partition(np.where(fresh, finish_s, math.inf), x - 1)[x - 1])
+            dropped = np.flatnonzero(~fresh & (finish_s <= following_s))
+            if not len(dropped):
+                break
+            finish_s[dropped] = np.maximum(finish_s[dropped], now_s) + times[count[dropped] % rows, dropped]
+            count[dropped] += 1
+            base[dropped] = update
+        chosen = np.flatnonzero(fresh & (finish_s <= following_s))[:x]
+        now_s = max(following_s, now_s + gap_s)
+        finish_s[chosen] = now_s + times[count[chosen] % rows, chosen]
+        count[chosen] += 1
+        base[chosen] = update + 1
+        ends[update] = now_s
+    steps = np.diff(ends[updates // 10 :])
+    mean_s = float(steps.mean())
+    return mean_s, float(steps.std()) / math.sqrt(len(steps)) / max(mean_s, 1e-12)
+
+
 def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
     """Updates of any x arrivals at servers that cannot take in more than one update in `gap_s`.
 
@@ -134,18 +163,17 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
         interval_s = max(float(1.0 / rates.sum()), gap_s)
         stale, weight = np.maximum(rates.sum() / rates - 1.0, 0.0), rates / rates.sum()
         scatter = 0.02
+    elif plan.rule == "backup":
+        updates = max(12, _ARRIVALS * n // x) if n <= _MANY else 8
+        interval_s, scatter = _backup(times, x, updates, gap_s)
+        stale, weight = np.zeros(1), np.ones(1)
     else:
         arrivals = _ARRIVALS if n <= _MANY else 6
         interval_s, all_stale, scatter = _order(times, x, max(12, arrivals * n // x), gap_s)
         stale, counts = np.unique(all_stale, return_counts=True)
         weight = counts / counts.sum()
     kept = np.ones(len(stale))
-    if plan.rule == "backup":
-        fresh = float(weight[stale == 0.0].sum())
-        # What is late is dropped and the update waits for a fresh one: about as long as the late part is large.
-        interval_s /= max(fresh, 0.2)
-        stale, weight, kept = np.zeros(1), np.ones(1), np.ones(1)
-    elif plan.damping == "inverse":
+    if plan.damping == "inverse":
         kept = 1.0 / (1.0 + stale)
     elif plan.damping == "relative":
         kept = np.minimum(1.0, n / x / (1.0 + stale))

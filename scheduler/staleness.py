@@ -21,6 +21,7 @@ _GRID = np.exp(np.linspace(math.log(0.05), math.log(8.0), 48))
 _MEDIAN, _SPREAD = 0.9, 0.6
 """Prior: delayed gradient descent needs c >= rho; momentum and curvature double it now and then."""
 _ERROR = 0.3  # Of a stretch's log decrease: losses are noisy.
+_WORST = 1.2  # A stretch counts as no worse than exp(-1.2), 30 %, of the usual decrease.
 _KEEP = 0.97  # g falls as training goes on: old stretches count less.
 
 
@@ -43,6 +44,7 @@ class StalenessPrice:
         self._lr_ratio = lr_ratio
         # Weighted sums of 1, r and r^2, where r = log decrease - log expected, for every c.
         self._weight = 0.0
+        self._log = 0.0  # Of the decrease per update.
         self._sum, self._square = np.zeros(len(_GRID)), np.zeros(len(_GRID))
         self.observations = 0
 
@@ -60,7 +62,7 @@ class StalenessPrice:
         """Take in a stretch under one plan.
 
         Args:
-            decrease: How much the loss fell; what did not fall counts as very little.
+            decrease: How much the loss fell; what did not fall counts as a third of the usual, at most.
             updates: Updates in the stretch.
             drift: Their mean drift.
             length: L of an update, 1 for a synchronous step.
@@ -69,18 +71,22 @@ class StalenessPrice:
             world: Ranks.
 
         Returns:
-            Whether it was used: not without updates or with numbers that are none.
+            Whether it was used: not without updates, with numbers that are none, or as the first without a decrease.
         """
         if not (updates > 0.0 and math.isfinite(decrease) and math.isfinite(drift) and length > 0.0):
             return False
         signal = length * alignment(drift, _GRID)
         expected = updates * np.asarray(update_progress(length, signal, gradients, noise, float(world), self._lr_ratio))
         expected = np.maximum(expected, 0.02 * updates * length)
-        residual = math.log(max(decrease, 1e-9)) - np.log(expected)
-        self._weight = _KEEP * self._weight + 1.0
-        if decrease <= 0.0:
+        log = math.log(decrease / updates) if decrease > 0.0 else -math.inf
+        if self._weight:
             # A stretch without any decrease says that it is bad, not by how many powers of ten.
-            residual = np.maximum(residual, self._sum / self._weight - 3.0 * _ERROR)
+            log = max(log, self._log / self._weight - _WORST)
+        if math.isinf(log):
+            return False
+        residual = log + math.log(updates) - np.log(expected)
+        self._weight = _KEEP * self._weight + 1.0
+        self._log = _KEEP * self._log + log
         self._sum = _KEEP * self._sum + residual
         self._square = _KEEP * self._square + residual * residual
         self.observations += 1

@@ -1,0 +1,121 @@
+"""Which plans are worth considering, and who is in trouble."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.candidates import candidates, find_trouble, same_plan
+from scheduler.cost_model import Conditions
+from scheduler.plans import MODES, Plan
+from tests.unit.windows import steady
+
+
+def conditions(times: np.ndarray, rate: list[float] | None = None, comm_bytes: float = 1e6) -> Conditions:
+    n = times.shape[1]
+    return Conditions(times_s=times, rate=np.array(rate or [1e9] * n), comm_bytes=comm_bytes)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 200])
+def test_nobody_slow_leaves_few(n: int) -> None:
+    calm = conditions(steady(n))
+    assert not find_trouble(calm)
+    assert [plan.mode for plan in candidates(calm)] == ["sync", "partial"]
+    active = Plan.local(n, steps=4, epoch=3)
+    assert [plan.label for plan in candidates(calm, active)] == ["sync", "local(4)", f"partial({n - 1})"]
+
+
+def test_jitter_of_five_milliseconds_is_no_trouble() -> None:
+    """As in STAR's alexnet log: 5.4 ms and 14 % of jitter."""
+    assert not find_trouble(conditions(steady(8, 200, jitter=0.14, usual_s=0.0054)))
+
+
+def test_as_many_are_left_out_as_are_slow() -> None:
+    trouble = find_trouble(conditions(steady(8, slow={2: 2.0, 5: 4.0})))
+    assert (trouble.slow, trouble.now_and_then, trouble.links) == ((2, 5), (), ())
+    assert 2 in trouble.at_once
+    labels = {plan.label for plan in candidates(conditions(steady(8, slow={2: 2.0, 5: 4.0})))}
+    assert {"sync", "partial(6)", "subgroup(0,1,3,4,6,7)", "grouped(2)", "ps(6)", "ps(backup=2)", "ps(1)"} <= labels
+
+
+def test_ranks_that_are_slow_in_turn() -> None:
+    times = steady(4, 40)
+    for step in range(40):
+        times[step, step // 5 % 4] *= 4.0
+    trouble = find_trouble(conditions(times))
+    assert set(trouble.now_and_then) | set(trouble.slow) == {0, 1, 2, 3}
+    assert 1 in trouble.at_once
+    # A batch of four usual times is late for four steps: while nobody waits they overlap.
+    assert max(trouble.at_once) == 2
+
+
+def test_a_slow_link_is_left_outside_and_holds_no_server() -> None:
+    slow = conditions(steady(8), [1e9] * 3 + [1e7] + [1e9] * 4, 1e7)
+    assert find_trouble(slow).links == (3,)
+    found = candidates(slow)
+    assert "subgroup(0,1,2,4,5,6,7)" in {plan.label for plan in found}
+    assert all(3 not in plan.servers for plan in found if plan.mode == "ps")
+    hosts = [f"host{rank}" for rank in range(8)]
+    spread = [plan for plan in candidates(slow, hosts=hosts) if plan.mode == "ps"]
+    assert spread and all(3 not in plan.servers and plan.servers for plan in spread)
+
+
+def test_a_slow_link_that_carries_nothing_is_no_trouble() -> None:
+    assert not find_trouble(conditions(steady(8), [1e9] * 3 + [1e7] + [1e9] * 4, 1e3))
+
+
+def test_ranks_that_freeze_hold_no_server() -> None:
+    frozen = conditions(steady(4)).with_freezes(0.5, [1], [1])
+    assert find_trouble(frozen).frozen == (1,)
+    servers = [plan for plan in candidates(frozen) if plan.mode == "ps"]
+    assert servers and all(1 not in plan.servers for plan in servers)
+    assert {"ps(3)", "ps(backup=1)"} <= {plan.label for plan in servers}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 12), seed=st.integers(0, 1000), allowed=st.sets(st.sampled_from(MODES)), share=st.floats(0.0, 0.6)
+)
+def test_whatever_is_offered_can_be_done(n: int, seed: int, allowed: set[str], share: float) -> None:
+    rng = np.random.default_rng(seed)
+    times = steady(n, 24) * np.where(rng.random((1, n)) < share, rng.uniform(1.5, 8.0, (1, n)), 1.0)
+    rate = np.where(rng.random(n) < share, 1e7, 1e9).tolist()
+    now = conditions(times, rate, 1e7)
+    active = Plan.partial(n, max(1, n - 1), damping="none", max_staleness=5, epoch=7)
+    found = candidates(now, active, allowed=allowed)
+    assert found
+    assert {plan.mode for plan in found} <= (allowed or {"sync"}) or [plan.label for plan in found] == ["sync"]
+    assert (active in found) == ("partial" in allowed) or n == 1
+    for one in range(len(found)):
+        assert not any(same_plan(found[one], other) for other in found[one + 1 :])
+    for plan in found:
+        if plan.groups:
+            assert sorted(rank for crew in plan.groups for rank in crew) == list(range(n))
+        if plan.mode in ("partial", "subgroup") and plan is not active:
+            assert plan.quorum >= n // 2
+        if plan.mode in ("sync", "partial", "subgroup"):
+            assert (plan.damping, plan.max_staleness) == ("none", 5)
+
+
+def test_equal_times_twice_give_equal_plans() -> None:
+    now = conditions(steady(8, slow={1: 3.0}))
+    assert candidates(now) == candidates(now)
+
+
+def test_the_plan_in_force_is_itself_among_them() -> None:
+    back = Plan.sync(4, epoch=4, reason="nobody was slow", damping="none")
+    found = candidates(conditions(steady(4, slow={1: 3.0})), back)
+    assert found[0] is back
+    assert sum(plan.mode == "sync" for plan in found) == 1
+    assert same_plan(Plan.sync(4), back) and not same_plan(Plan.sync(4), Plan.partial(4, 3))
+
+
+def test_half_of_the_ranks_at_most_are_slow() -> None:
+    trouble = find_trouble(conditions(steady(4, slow={0: 3.0, 1: 3.0, 2: 3.0})))
+    assert not trouble.slow  # Then slow is what this job is.
+    assert all(1 <= count <= 2 for count in trouble.at_once)
+    assert math.isclose(conditions(steady(4, slow={0: 3.0, 1: 3.0, 2: 3.0})).typical_s, 0.3, rel_tol=0.1)

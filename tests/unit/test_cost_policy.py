@@ -1,0 +1,372 @@
+"""The policy of predictions: when it switches, when it does not, and what it says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.cost_model import Conditions, Prediction
+from scheduler.cost_policy import CostPolicy
+from scheduler.freezes import Freezes
+from scheduler.guard import AccuracyGuard, loss_alarm, loudness
+from scheduler.plans import Plan
+from scheduler.policy import RulePolicy
+from scheduler.records import Window
+from scheduler.rental import SkiRental
+from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
+from tests.unit.windows import steady, window
+
+SLOW = {5: 3.1}
+
+
+def falling(steps: int, *, noise: float = 0.08, seed: int = 0) -> list[float]:
+    """A loss from 2.3 downwards."""
+    rng = np.random.default_rng(seed)
+    return [float((0.3 + 2.0 * math.exp(-s / 150.0)) * (1.0 + noise * rng.standard_normal())) for s in range(steps)]
+
+
+def drive(policy: CostPolicy, active: Plan, windows: Sequence[Window]) -> list[Plan]:
+    """Plans taken up, window by window."""
+    taken = []
+    for one in windows:
+        plan = policy.decide(one, active)
+        if plan is not None:
+            active = plan
+            taken.append(plan)
+    return taken
+
+
+# ---- choices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+@pytest.mark.parametrize("jitter", [0.02, 0.08])
+def test_equal_ranks_stay_in_sync(n: int, jitter: float) -> None:
+    policy = CostPolicy(n)
+    windows = [window(steady(n, jitter=jitter), end=end) for end in range(32, 400, 8)]
+    assert drive(policy, Plan.sync(n), windows) == []
+    assert policy.explain() == "nobody is slow: sync"
+
+
+def test_a_slow_rank_is_answered_with_a_reason() -> None:
+    policy = CostPolicy(8)
+    plan = policy.decide(window(steady(8, slow=SLOW), end=442), Plan.sync(8))
+    assert plan is not None and plan.epoch == 1
+    found = plan.reason
+    assert found.startswith("rank 5 computes 3.1x slower since step 410: partial(7) is predicted ")
+    assert "x faster than sync, 90 % interval " in found
+    speed = float(found.split("is predicted ")[1].split("x")[0])
+    low, high = (float(part) for part in found.split("interval ")[1].split(";")[0].split("-"))
+    assert 2.0 < low <= speed <= high < 3.3
+    runner_up = found.rsplit("; ", 1)[1]
+    other = next(p for p in policy.last if p.plan.mode not in ("partial", "sync"))
+    assert runner_up == f"{other.plan.label} {1.0 / other.relative:.1f}x"
+    policy.decide(window(steady(8, slow=SLOW), end=446), plan)
+    assert policy.explain() == found
+
+
+def test_both_of_two_and_causes_are_named() -> None:
+    policy = CostPolicy(8)
+    both = window(steady(8, slow={2: 3.0, 3: 3.0}), starved={2: 0.9, 3: 0.9}, end=40)
+    plan = policy.decide(both, Plan.sync(8))
+    assert plan is not None
+    assert plan.reason.startswith("ranks 2 and 3 compute 3.0x slower, short of a processor, since step 8: ")
+
+
+def test_ranks_slow_in_turn_are_named() -> None:
+    times = steady(4, 40)
+    for step in range(40):
+        times[step, step // 2 % 3] *= 4.0
+    plan = CostPolicy(4).decide(window(times), Plan.sync(4))
+    assert plan is not None and plan.mode != "sync"
+    assert "ranks 0, 1 and 2 compute 4." in plan.reason and " since step " in plan.reason
+
+
+def test_a_slow_link_leaves_for_a_subgroup() -> None:
+    rates = [1e9, 1e9, 1e9, 1e7]
+    slow = [
+        window(steady(4), rates=rates, comm_bytes=4_000_000, end=end, allowed=("sync", "partial", "subgroup"))
+        for end in range(40, 80, 4)
+    ]
+    taken = drive(CostPolicy(4), Plan.sync(4), slow)
+    assert [plan.label for plan in taken] == ["subgroup(0,1,2)"]
+    assert "rank 3 has a link of 10 MB/s" in taken[0].reason
+
+
+def test_it_goes_back_when_nobody_is_slow_and_not_before() -> None:
+    policy, relaxed = CostPolicy(8), Plan.partial(8, 7, epoch=3, damping="none", max_staleness=4)
+    assert drive(policy, relaxed, [window(steady(8, slow=SLOW), end=e) for e in range(40, 140, 4)]) == []
+    calm = [policy.decide(window(steady(8), end=end), relaxed) for end in range(144, 160, 4)]
+    assert calm[:3] == [None, None, None]
+    back = calm[3]
+    assert back is not None and (back.mode, back.epoch, back.damping, back.max_staleness) == ("sync", 4, "none", 4)
+    assert back.reason == "nobody was slow since step 144: sync"
+
+
+def test_a_mode_that_cannot_run_any_more_is_left() -> None:
+    policy = CostPolicy(8)
+    only = window(steady(8, slow=SLOW), allowed=("sync", "partial"), end=40)
+    plan = policy.decide(only, Plan.ps(8, 7, epoch=2))
+    assert plan is not None and plan.label == "partial(7)"
+    assert plan.reason.startswith("ps(7) cannot run any more; rank 5 computes 3.1x slower")
+
+
+def test_hysteresis() -> None:
+    """A plan that is a little better is not taken up, from either side."""
+
+    def ranker(offered: Sequence[Plan], _: Conditions, __: Window, ___: Plan) -> list[Prediction]:
+        values = {"partial(7)": 0.50, "partial(6)": 0.49}
+        return [
+            Prediction(
+                plan=plan, relative=values.get(plan.label, 1.0), low=0.4, high=0.6, interval_s=0.1, progress=1.0,
+                drift=0.0, reach=1.0,
+            )
+            for plan in offered
+        ]  # fmt: skip
+
+    for active in (Plan.partial(8, 7, epoch=1), Plan.partial(8, 6, epoch=1)):
+        policy = CostPolicy(8, ranker=ranker)
+        assert drive(policy, active, [window(steady(8, slow={1: 3.0, 2: 3.0}), end=e) for e in range(40, 200, 4)]) == []
+    # A mild straggler's 4 % is no reason either.
+    mild = [window(steady(8, slow={1: 1.04}), end=e) for e in range(40, 200, 4)]
+    assert drive(CostPolicy(8), Plan.sync(8), mild) == []
+
+
+def test_after_a_return_to_sync_a_switch_still_has_its_price() -> None:
+    """A plan `sync` of epoch 2 is the plan `sync` among the candidates."""
+    rates = [1e9, 1e9, 1e9, 1e7]
+    link = window(steady(4), rates=rates, comm_bytes=1_000_000, end=40, allowed=("sync", "ps"))
+    fresh, later = CostPolicy(4), CostPolicy(4)
+    one = fresh.decide(link, Plan.sync(4))
+    two = later.decide(link, Plan.sync(4, epoch=2, reason="nobody was slow"))
+    assert one is None and two is None
+    assert "; sync until that has cost 0." in later.explain() and later.explain() == fresh.explain()
+
+
+def test_bad_windows_and_arguments() -> None:
+    with pytest.raises(ValueError, match="window is for 4"):
+        CostPolicy(8).decide(window(steady(4)), Plan.sync(8))
+    with pytest.raises(ValueError, match="plan is for 4"):
+        CostPolicy(8).decide(window(steady(8)), Plan.sync(4))
+    with pytest.raises(ValueError, match="hosts"):
+        CostPolicy(8, hosts=["one"])
+    assert CostPolicy(1).decide(window(steady(1)), Plan.sync(1)) is None
+    assert CostPolicy(8).window_steps >= RulePolicy(8).window_steps
+
+
+def test_explain_at_every_time() -> None:
+    policy = CostPolicy(8)
+    assert policy.explain() == "no window has been looked at yet"
+    policy.decide(Window(step=0, ranks=window(steady(8, 1)).ranks), Plan.sync(8))
+    assert policy.explain() == "not every rank has reported yet: sync"
+    nothing_else = window(steady(8, slow=SLOW), allowed=("sync",), end=40)
+    policy.decide(nothing_else, Plan.sync(8))
+    assert policy.explain() == "rank 5 computes 3.1x slower since step 8: sync, no other mode can run"
+    policy.decide(window(steady(8, slow={5: 1.5}), allowed=("sync", "local"), end=40), Plan.sync(8))
+    assert policy.explain().startswith("rank 5 computes 1.5x slower since step 8: sync, local(")
+    assert policy.explain().endswith("as fast, too little for a switch")
+    relaxed = Plan.partial(8, 7, reason="because")
+    policy.decide(window(steady(8), end=44), relaxed)
+    assert policy.explain() == "because; nobody is slow since step 44"
+
+
+def test_meanwhile_a_mode_without_a_price_is_taken() -> None:
+    """With a slow link: local steps at once, the subgroup once its hand-over pays."""
+    rates = [1e9, 1e9, 1e9, 1e7]
+    slow = [
+        window(steady(4), rates=rates, comm_bytes=1_000_000, end=end, allowed=("sync", "local", "subgroup"))
+        for end in range(40, 120, 4)
+    ]
+    taken = drive(CostPolicy(4), Plan.sync(4), slow)
+    assert [plan.mode for plan in taken] == ["local", "subgroup"]
+
+
+# ---- ski-rental -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    losses=st.lists(st.one_of(st.just(0.0), st.floats(0.0, 1.0)), min_size=1, max_size=120),
+    price=st.floats(0.1, 20.0),
+)
+def test_at_most_twice_hindsight(losses: list[float], price: float) -> None:
+    """A disturbance of any course: what is lost and paid against paying at the start, or never."""
+    rental, lost, paid = SkiRental(), 0.0, False
+    rental.rest(0)
+    for step, loss in enumerate(losses, start=1):
+        lost += loss
+        if rental.pays(step, loss, price):
+            paid = True
+            break
+    cost = lost + (price if paid else 0.0)
+    best = min(sum(losses), price)
+    # The loss of the last step before a decision cannot be spared by anyone who sees it only then.
+    assert cost <= 2.0 * best + max(losses) + 1e-9
+    assert paid == (sum(losses) >= price or lost >= price)
+
+
+def test_asking_again_costs_nothing_and_rest_forgets() -> None:
+    rental = SkiRental()
+    rental.rest(10)
+    assert not any(rental.pays(11, 1.0, 2.5) for _ in range(50))
+    assert rental.lost_s == 1.0
+    rental.rest(12)
+    assert not rental.pays(14, 1.0, 2.5)
+    assert rental.pays(15, 1.0, 2.5)
+    with pytest.raises(ValueError, match="0 or more"):
+        rental.pays(16, math.nan, 1.0)
+
+
+def job(episodes: tuple[Episode, ...], *, seed: int = 0, allowed: Sequence[str] = ("sync", "ps")) -> Scenario:
+    return Scenario(
+        cluster=Cluster(world_size=4, jitter=0.02),
+        network=Network(comm_bytes=1_000_000, compute_s=0.1, target_steps=300.0),
+        episodes=episodes,
+        seed=seed,
+        allowed=frozenset(allowed),
+    )
+
+
+def test_a_short_disturbance_causes_no_costly_switch() -> None:
+    short = job((Episode(rank=1, kind="compute", start_s=5.0, end_s=5.5, factor=2.0),))
+    outcome = Job(short, policy=CostPolicy(4)).run()
+    assert outcome.switches == ()
+    lasting = job((Episode(rank=1, kind="compute", start_s=5.0, end_s=1e6, factor=4.0),))
+    outcome = Job(lasting, policy=CostPolicy(4)).run()
+    assert outcome.switches[0][1].startswith("ps(")
+    assert 5.0 < outcome.switches[0][0] < 8.0
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 1000), gap=st.floats(1.0, 30.0), length=st.floats(0.2, 30.0), factor=st.floats(1.5, 6.0))
+def test_any_rhythm_of_a_disturbance_costs_at_most_twice_the_better_mode(
+    seed: int, gap: float, length: float, factor: float
+) -> None:
+    """On and off in the worst rhythm, with a costly hand-over each way."""
+    episodes = tuple(
+        Episode(rank=2, kind="compute", start_s=i * (gap + length), end_s=i * (gap + length) + length, factor=factor)
+        for i in range(40)
+    )
+    sc = job(episodes, seed=seed)
+    chosen = Job(sc, policy=CostPolicy(4)).run().time_s
+    best = min(Job(sc, plan).run(limit_s=1e4).time_s for plan in (Plan.sync(4), Plan.ps(4, 3)))
+    assert chosen <= 2.0 * best
+
+
+# ---- freezes --------------------------------------------------------------------------------------------------------
+
+
+def test_freezes_are_counted_and_forgotten() -> None:
+    freezes, plan = Freezes(), Plan.sync(4)
+    for step, silent in ((0, 0.0), (100, 1.5), (100, 2.0), (101, 0.0), (200, 3.0), (201, 0.0)):
+        freezes.note(window(steady(4), end=step, silent_s={1: silent}), plan, 0.1)
+        if step == 101:
+            assert not freezes.habitual and list(freezes.froze) == [1]
+    assert dict(freezes.habitual) == {1: 2}
+    assert freezes.per_step_s == pytest.approx(3.0 / 100.0)
+    freezes.note(window(steady(4), end=2000), plan, 0.1)
+    assert not freezes.habitual and freezes.per_step_s == 0.0
+
+
+def test_a_pause_of_all_is_nobodys_freeze() -> None:
+    freezes = Freezes()
+    freezes.note(window(steady(4), silent_s=dict.fromkeys(range(4), 5.0)), Plan.sync(4), 0.1)
+    assert not list(freezes.froze)
+
+
+def test_a_rank_that_freezes_sends_the_job_to_servers() -> None:
+    episodes = tuple(Episode(rank=1, kind="frozen", start_s=t, end_s=t + 3.0) for t in np.arange(4.0, 200.0, 9.0))
+    outcome = Job(job(episodes, allowed=("sync", "partial", "ps")), policy=CostPolicy(4)).run()
+    labels = [label for _, label, _ in outcome.switches]
+    assert any(label.startswith("ps(") for label in labels)
+    reason = next(reason for _, label, reason in outcome.switches if label.startswith("ps("))
+    assert reason.startswith("rank 1 has frozen 2 times of late: ps(")
+    assert outcome.time_s < 0.9 * Job(job(episodes), Plan.sync(4)).run().time_s
+
+
+# ---- the guard of accuracy ------------------------------------------------------------------------------------------
+
+
+def with_losses(losses: list[float], *, slow: bool = True, **fields: object) -> Window:
+    kept = losses[-256:]
+    steps = tuple(range(len(losses) - len(kept), len(losses)))
+    times = steady(8, slow=SLOW if slow else None)
+    return window(times, end=len(losses), losses=tuple(kept), loss_steps=steps, **fields)  # type: ignore[arg-type]
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), noise=st.sampled_from((0.0, 0.05, 0.15, 0.3)))
+def test_a_falling_loss_is_no_alarm(seed: int, noise: float) -> None:
+    losses = falling(600, noise=noise, seed=seed)
+    guard, plan = AccuracyGuard(), Plan.partial(8, 7, epoch=1)
+    for end in range(40, 600, 8):
+        assert guard.check(with_losses(losses[:end]), plan) == ""
+
+
+def test_a_rising_loss_returns_to_sync_and_holds_off() -> None:
+    losses = falling(200)
+    losses += [losses[-1] * (1.0 + 0.02 * k) for k in range(60)]
+    policy, plan = CostPolicy(8), Plan.partial(8, 7, epoch=1)
+    ends = range(160, 260, 4)
+    taken = next((end, p) for end in ends if (p := policy.decide(with_losses(losses[:end]), plan)) is not None)
+    end, back = taken
+    assert 210 < end < 240
+    assert back.mode == "sync" and back.epoch == 2
+    assert back.reason.startswith("the loss rises against its trend, ") and back.reason.endswith(": sync")
+    # Asked again before the switch: the same answer, and no second alarm.
+    again = policy.decide(with_losses(losses[: end + 1]), plan)
+    assert again is not None and again.mode == "sync" and policy.guard.alarms == 1
+    held = with_losses(falling(end + 150))
+    assert policy.decide(held, back) is None
+    assert policy.explain() == f"{back.reason} until step {policy.guard.until_step} at least"
+    after = policy.decide(with_losses(falling(policy.guard.until_step + 1)), back)
+    assert after is not None and after.label == "partial(7)"
+
+
+def test_a_second_alarm_holds_off_twice_as_long() -> None:
+    guard = AccuracyGuard(hold_steps=10)
+    bad = [1.0] * 100 + [5.0] * 8
+    assert guard.check(with_losses([1.0] * 100), Plan.partial(8, 7, epoch=1)) == ""
+    assert guard.check(with_losses(bad), Plan.partial(8, 7, epoch=1)).startswith("the loss diverges, 5 after 1")
+    assert guard.until_step == 118
+    assert guard.check(with_losses([1.0] * 200), Plan.sync(8, epoch=2)) == ""
+    assert guard.check(with_losses([1.0] * 200), Plan.partial(8, 7, epoch=3)) == ""
+    assert guard.check(with_losses([1.0] * 200 + [9.0] * 8), Plan.partial(8, 7, epoch=3))
+    assert guard.until_step == 208 + 20
+
+
+def test_losses_that_are_no_numbers_are_divergence() -> None:
+    assert loss_alarm([1.0] * 50 + [math.inf], 40) == "the loss is no number any more"
+    assert loss_alarm([1.0] * 50 + [math.nan], 51) == ""  # From before the plan.
+    assert loss_alarm([], 0) == ""
+
+
+def test_a_rise_before_the_plan_is_not_the_plans() -> None:
+    assert loss_alarm([1.0] * 60 + [2.0] * 30, 90) == ""
+    assert loss_alarm([1.0] * 60 + [2.0] * 30, 60).startswith("the loss rises")
+
+
+def test_the_noise_scale_says_so() -> None:
+    assert loudness(Plan.sync(8), 100.0) == pytest.approx(1.0)
+    assert loudness(Plan.partial(8, 4), 1e9) == pytest.approx(2.0)
+    assert loudness(Plan.ps(8, 1), 1e9) == pytest.approx(1.0)  # Shorter by as much as it is noisier.
+    assert loudness(Plan.ps(8, 2, lr_rule="none"), 1e9) == pytest.approx(4.0)
+    assert loudness(Plan.grouped(8, 4, lr_rule="none"), 1e9) == pytest.approx(4.0)
+    guard, plan = AccuracyGuard(), Plan.ps(8, 2, lr_rule="none", epoch=1)
+    assert guard.check(window(steady(8), noise_scale=4.0, end=40), plan) == ""
+    assert guard.check(window(steady(8), noise_scale=12.0, end=44), plan) == ""
+    assert guard.check(window(steady(8), noise_scale=40.0, end=48), plan).startswith("the noise scale has grown")
+    assert AccuracyGuard().check(window(steady(8), noise_scale=math.nan), plan) == ""
+
+
+def test_sync_is_never_left_by_the_guard_and_bad_windows_are_named() -> None:
+    assert AccuracyGuard().check(with_losses([1.0] * 100 + [50.0] * 40), Plan.sync(8)) == ""
+    with pytest.raises(ValueError, match="2 losses at 1 steps"):
+        AccuracyGuard().check(window(steady(8), losses=(1.0, 2.0), loss_steps=(1,)), Plan.partial(8, 7))
+    with pytest.raises(ValueError, match="hold_steps"):
+        AccuracyGuard(hold_steps=0)

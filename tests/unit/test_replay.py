@@ -1,0 +1,107 @@
+"""Replays of times under the rules of modes: printed figures, identities, and the exact simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.plans import Plan
+from scheduler.replay import Flow, order_interval, partial_flow, server_flow
+from scheduler.simulator import Cluster, Network, Scenario, run_plans
+
+SEVEN_AND_ONE = [1.0] * 7 + [2.0]
+
+
+@pytest.mark.parametrize(
+    ("x", "tau"), list(enumerate((0.13, 0.29, 0.50, 0.67, 1.0, 1.0, 1.0, 2.0), start=1))
+)
+def test_intervals_of_star_section_4_4(x: int, tau: float) -> None:
+    assert order_interval(SEVEN_AND_ONE, x) == pytest.approx(tau, abs=0.006)
+
+
+@settings(max_examples=30, deadline=None)
+@given(times=st.lists(st.floats(0.5, 4.0), min_size=2, max_size=6), data=st.data())
+def test_interval_bounds(times: list[float], data: st.DataObject) -> None:
+    x = data.draw(st.integers(1, len(times)))
+    tau = order_interval(times, x, updates=400)
+    together = 1.0 / sum(1.0 / t for t in times)
+    # Nothing is faster than all ranks at work all the time; the x fastest alone are no slower than any x.
+    assert tau >= x * together * 0.98
+    assert tau <= sorted(times)[x - 1] * 1.02
+    assert order_interval(times, len(times), updates=100) == pytest.approx(max(times))
+
+
+def test_bad_order() -> None:
+    with pytest.raises(ValueError, match=r"expected 1\.\.2"):
+        order_interval([1.0, 1.0], 3)
+
+
+def test_asgd_adds_up_rates() -> None:
+    flow = server_flow(Plan.ps(8, 1, damping="none"), np.array([SEVEN_AND_ONE]), 1, 0.0)
+    assert flow.interval_s == pytest.approx(1.0 / 7.5)
+    assert flow.length == pytest.approx(1.0 / 8.0)  # STAR's division by n.
+    # n - 1 updates of 1 / n between reading and writing, more for the slow rank.
+    assert flow.drift == pytest.approx((7 * 6.5 / 7.5 + 14.0 * 0.5 / 7.5) / 8.0, rel=1e-6)
+
+
+def test_servers_cannot_take_in_faster_than_their_link() -> None:
+    flow = server_flow(Plan.ps(8, 4), np.array([[1.0] * 8]), 4, 0.9)
+    assert flow.interval_s == pytest.approx(0.9, rel=0.05)
+
+
+def test_backup_drops_what_is_late() -> None:
+    times = np.array([SEVEN_AND_ONE])
+    flow = server_flow(Plan.ps(8, 7, rule="backup", lr_rule="none"), times, 7, 0.0)
+    assert flow.drift == 0.0
+    assert flow.gradients == pytest.approx(7.0)
+    # The slow one begins anew when its gradient is dropped; the seven never wait for it.
+    assert flow.interval_s == pytest.approx(1.0)
+
+
+def test_partial_waits_for_its_quorum_and_folds_the_rest() -> None:
+    times = np.array([[1.0] * 7 + [4.1]] * 24)
+    all_, seven = partial_flow(times, [8, 7], 0.0, relative=[False, False])
+    assert all_.interval_s == pytest.approx(4.1)
+    assert seven.interval_s == pytest.approx(1.0, rel=0.02)
+    assert all_.drift == 0.0
+    # Every fourth or fifth step has the late gradient of the slow rank: 7 fresh ones and 1 / (1 + 4) of one.
+    assert 7.0 < seven.gradients < 7.3
+    assert 0.0 < seven.drift < 0.2
+
+
+def test_equal_ranks_lose_no_gradient_in_a_replayed_partial() -> None:
+    times = 0.1 * np.exp(0.02 * np.random.default_rng(1).standard_normal((24, 8)))
+    (flow,) = partial_flow(times, [7], 0.0, relative=[False])
+    assert flow.gradients == pytest.approx(8.0, abs=0.05)
+    assert flow.interval_s == pytest.approx(float(times.max(axis=1).mean()), rel=0.03)
+
+
+def test_means_of_gradients() -> None:
+    flow = Flow.mean(2.0, [1.0, 1.0, 0.5], [0.0, 0.0, 4.0], 0.01)
+    assert flow.gradients == pytest.approx(2.5**2 / 2.25)
+    assert flow.drift == pytest.approx(0.8)
+    assert flow.slower(0.5).interval_s == 2.5
+    assert Flow.fresh(1.0, 4, 0.0).drift == 0.0
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan.partial(6, 5), Plan.partial(6, 4), Plan.ps(6, 4), Plan.ps(6, 1),
+        *(Plan.ps(6, x, rule="backup", lr_rule="none") for x in (5, 4, 3)),
+    ],
+    ids=lambda plan: plan.label,
+)
+def test_replays_agree_with_the_simulator(plan: Plan) -> None:
+    relative = (1.0, 1.0, 1.0, 1.0, 1.4, 3.3)
+    cluster = Cluster(world_size=6, relative_s=relative, cycle_s=0.0, latency_s=0.0, server_s=0.0, jitter=0.05)
+    network = Network(comm_bytes=8, compute_s=0.1, target_steps=300.0)
+    exact = run_plans([Scenario(cluster=cluster, network=network)], [plan])[0].step_s
+    times = 0.1 * np.array(relative) * np.exp(0.05 * np.random.default_rng(0).standard_normal((24, 6)))
+    if plan.mode == "ps":
+        found = server_flow(plan, times, plan.quorum, 0.0).interval_s
+    else:
+        found = partial_flow(times, [plan.quorum], 0.0, relative=[False])[0].interval_s
+    assert found == pytest.approx(exact, rel=0.06)
