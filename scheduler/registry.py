@@ -10,15 +10,20 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from scheduler.features import FEATURES, SCHEMA_VERSION
 from scheduler.predictor import ModelError
 
-__all__ = ["CHALLENGER", "CHAMPION", "FETCH_S", "MODEL_NAME", "fetch", "tracking_uri"]
+__all__ = ["CHALLENGER", "CHAMPION", "FETCH_S", "MODEL_NAME", "Registry", "Version", "fetch", "tracking_uri"]
 
 MODEL_NAME = "star-tta"
 CHAMPION, CHALLENGER = "champion", "challenger"
+
+EXPERIMENT = "star-scheduler"
 
 FETCH_S = 20.0
 """What a training job waits for the registry at its start, at most: two imports of MLflow on a busy machine."""
@@ -28,6 +33,142 @@ def tracking_uri(environ: Mapping[str, str]) -> str:
     """`MLFLOW_TRACKING_URI`, else the SQLite file `mlflow.db` in `STAR_LOG_DIR`, `training_logs` by default."""
     root = Path(environ.get("STAR_LOG_DIR") or "training_logs").resolve()
     return environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / 'mlflow.db'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A registered model.
+
+    Attributes:
+        name: Of the registered model.
+        number: Its version.
+        run_id: MLflow run that trained it.
+    """
+
+    name: str
+    number: str
+    run_id: str
+
+
+class Registry:
+    """What `star-scheduler` does with MLflow. Imports it: for processes that do not train.
+
+    Args:
+        environ: The environment, for the tracking URI.
+        name: Of the registered model.
+
+    Raises:
+        ModelError: MLflow is not installed.
+    """
+
+    def __init__(self, environ: Mapping[str, str], name: str = MODEL_NAME) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        try:
+            import mlflow
+        except ImportError:
+            raise ModelError("MLflow is missing; install the extra `train`: pip install 'star-hvd[train]'") from None
+        self.uri = tracking_uri(environ)
+        if self.uri.startswith("sqlite:///"):
+            Path(self.uri[len("sqlite:///") :]).parent.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self._environ = environ
+        self._mlflow: Any = mlflow
+        mlflow.set_tracking_uri(self.uri)
+        mlflow.set_registry_uri(self.uri)
+        self._client = mlflow.MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+
+    def record(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        *,
+        sample: Any,
+        figures: Sequence[Path] = (),
+        experiment: str = EXPERIMENT,
+    ) -> Version:
+        """Log a training and register its model as challenger.
+
+        Args:
+            folder: The model.
+            about: What its `model.json` says.
+            sample: A pandas table with feature columns, a few rows: the signature is taken from it.
+            figures: Plots.
+            experiment: The run's.
+
+        Raises:
+            ModelError: MLflow refused, or cannot be reached.
+        """
+        try:
+            return self._record(folder, about, sample, figures, experiment)
+        except self._mlflow.exceptions.MlflowException as error:
+            raise ModelError(f"MLflow at {self.uri} says: {error}") from None
+
+    def _record(
+        self, folder: Path, about: Mapping[str, Any], sample: Any, figures: Sequence[Path], experiment: str
+    ) -> Version:
+        mlflow = self._mlflow
+        from scheduler.predictor import load
+
+        estimates = load(folder).estimate(sample[list(FEATURES)].to_numpy(dtype="float64"))
+        import pandas
+
+        answers = pandas.DataFrame(
+            {name: getattr(estimates, name) for name in ("low", "middle", "high", "reach", "known")}
+        )
+        if self._client.get_experiment_by_name(experiment) is None:
+            self._client.create_experiment(experiment, artifact_location=self._artifacts())
+        mlflow.set_experiment(experiment)
+        with mlflow.start_run() as run:
+            mlflow.set_tags({"star.kind": "training", "star.feature_version": SCHEMA_VERSION})
+            mlflow.log_params({f"settings.{key}": value for key, value in about["settings"].items()})
+            mlflow.log_params({f"data.{key}": str(value)[:500] for key, value in about["data"].items()})
+            mlflow.log_metrics({key: float(value) for key, value in about["metrics"].items()})
+            for figure in figures:
+                mlflow.log_artifact(str(figure), "plots")
+            info = mlflow.pyfunc.log_model(
+                name="model",
+                python_model=str(Path(__file__).with_name("served.py")),
+                artifacts={"star": str(folder)},
+                signature=mlflow.models.infer_signature(sample[list(FEATURES)], answers),
+                registered_model_name=self.name,
+                pip_requirements=["star-hvd", "lightgbm", "numpy", "pandas"],
+            )
+            version = Version(self.name, str(info.registered_model_version), run.info.run_id)
+        tags = {"feature_version": str(SCHEMA_VERSION), "data_sha256": str(about["data"].get("sha256", ""))}
+        for key, value in tags.items():
+            self._client.set_model_version_tag(self.name, version.number, f"star.{key}", value)
+        self._client.set_registered_model_alias(self.name, CHALLENGER, version.number)
+        return version
+
+    def _artifacts(self) -> str | None:
+        """Where artifacts go: beside an SQLite file, else where the server says."""
+        if not self.uri.startswith("sqlite:///"):
+            return None
+        return str(Path(self.uri[len("sqlite:///") :]).parent / "artifacts")
+
+    def alias(self, alias: str) -> Version | None:
+        """The version with an alias, None where there is none."""
+        try:
+            found = self._client.get_model_version_by_alias(self.name, alias)
+        except self._mlflow.exceptions.MlflowException:
+            return None
+        return Version(self.name, str(found.version), str(found.run_id))
+
+    def promote(self, version: Version, metrics: Mapping[str, float]) -> None:
+        """Make a version the champion, and note what it was judged by."""
+        for key, value in metrics.items():
+            self._client.set_model_version_tag(self.name, version.number, f"star.{key}", f"{value:.6g}")
+        self._client.set_registered_model_alias(self.name, CHAMPION, version.number)
+
+    def download(self, alias: str) -> Path:
+        """The folder of the version with an alias.
+
+        Raises:
+            ModelError: There is none.
+        """
+        return fetch(f"models:/{self.name}@{alias}", self._environ, deadline_s=120.0)
 
 
 def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float = FETCH_S) -> Path:

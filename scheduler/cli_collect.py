@@ -1,0 +1,82 @@
+"""`star-scheduler collect`: the table to train on."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from scheduler import dataset
+from scheduler.evaluate import HELD_OUT_SEED
+
+__all__ = ["DEFAULT_TABLE", "add_arguments", "run"]
+
+DEFAULT_TABLE = Path("training_logs/datasets/moments.csv.gz")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the subcommand."""
+    parser.add_argument("--out", type=Path, default=DEFAULT_TABLE, help=f"table to write (default {DEFAULT_TABLE})")
+    parser.add_argument("--jobs", type=int, default=200, help="simulated jobs (default 200, about 10 minutes)")
+    parser.add_argument("--seed", type=int, default=0, help="first seed; those from 1,000,000 on are for judging")
+    parser.add_argument("--moments", type=int, default=6, help="moments of a job that are tried out (default 6)")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="stop after so many seconds, with what there is")
+    parser.add_argument("--runs", type=Path, help="folder of logged runs (training_logs/runs) to add, marked as real")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate, add real runs, write the table."""
+    if options.jobs < 0 or options.moments < 1:
+        raise ValueError(f"--jobs is {options.jobs}, --moments {options.moments}; expected at least 0 and 1")
+    last = options.seed + options.jobs
+    if not 0 <= options.seed <= last <= HELD_OUT_SEED:
+        raise ValueError(f"seeds are {options.seed} to {last}; expected 0 to {HELD_OUT_SEED}, later ones are held out")
+    rows = _simulated(options)
+    if options.runs is not None:
+        from scheduler.collect_runs import real_rows
+
+        found = real_rows(options.runs, project_version(), told=lambda text: _console().print(text, highlight=False))
+        _console().print(f"{len(found)} rows of real runs in {options.runs}", highlight=False)
+        rows += found
+    if not rows:
+        raise dataset.DatasetError("no rows: no moment was tried out; ask for more --jobs")
+    made_by = f"star-scheduler collect --jobs {options.jobs} --seed {options.seed} --moments {options.moments}"
+    described = dataset.write(options.out, dataset.frame_of(rows), made_by=made_by)
+    _console().print(
+        f"{described['rows']} rows of {described['runs']} runs in {options.out}, SHA-256 {described['sha256'][:12]}",
+        highlight=False,
+    )
+    return 0
+
+
+def project_version() -> str:
+    """Version of the installed project; `unknown` in a bare checkout."""
+    try:
+        return metadata.version("star-hvd")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _simulated(options: argparse.Namespace) -> list[list[Any]]:
+    from rich.progress import track
+
+    from scheduler.collect import collect_scenario
+
+    rows: list[list[Any]] = []
+    begin_s = time.monotonic()
+    seeds = range(options.seed, options.seed + options.jobs)
+    for seed in track(seeds, description="simulating jobs", console=_console(), transient=True):
+        # Jobs of many lengths: half of them as long as the networks are drawn, half short.
+        scenario, moments = collect_scenario(seed, moments=options.moments, steps=400.0 if seed % 2 else 0.0)
+        rows += dataset.records(scenario, moments, project_version())
+        if options.budget_s and time.monotonic() - begin_s > options.budget_s:
+            break
+    return rows

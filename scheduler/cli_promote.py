@@ -1,0 +1,69 @@
+"""`star-scheduler promote`: the champion changes through a gate, and through nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+
+from scheduler.cli_evaluate import chooser, judge, table
+from scheduler.evaluate import BASELINES, HELD_OUT_SEED, Regrets, standings
+from scheduler.predictor import ModelError, load
+
+__all__ = ["LEAST_COVERAGE", "MOST_COVERAGE", "add_arguments", "gate", "run"]
+
+LEAST_COVERAGE, MOST_COVERAGE = 0.85, 0.95
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the subcommand."""
+    parser.add_argument("--scenarios", type=int, default=40, help="scenarios to simulate (default 40, minutes)")
+    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED + 100_000, help="first seed")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Judge the challenger; exit status 1 where the gate stays shut."""
+    from rich.console import Console
+
+    from scheduler.registry import CHALLENGER, CHAMPION, Registry
+
+    if options.scenarios < 1:
+        raise ValueError(f"--scenarios is {options.scenarios}; expected at least 1")
+    console, registry = Console(), Registry(os.environ)
+    version = registry.alias(CHALLENGER)
+    if version is None:
+        raise ModelError(f"{registry.name} has no {CHALLENGER} in {registry.uri}; run `star-scheduler train` first")
+    challenger = load(registry.download(CHALLENGER))
+    policies = {"learned": chooser(challenger), "cost_model": BASELINES["cost_model"]}
+    if registry.alias(CHAMPION) is not None:
+        policies["champion"] = chooser(load(registry.download(CHAMPION)))
+    rows = judge(policies, options.scenarios, options.seed)
+    console.print(table(rows))
+    metrics = challenger.about.get("metrics", {})
+    problems = gate(rows, metrics)
+    for problem in problems:
+        console.print(f"no: {problem}", highlight=False)
+    if problems:
+        return 1
+    mean = {one.name: one.mean for one in standings(rows)}
+    registry.promote(version, {"regret": mean["learned"], "coverage": metrics["coverage"]})
+    console.print(f"{version.name} version {version.number} is {CHAMPION} now", highlight=False)
+    return 0
+
+
+def gate(rows: Sequence[Regrets], metrics: Mapping[str, float]) -> list[str]:
+    """Why the challenger, `learned` in the rows, must not become champion; empty where it may.
+
+    Its regret must not exceed that of the champion, or of the cost model, and its intervals must be true.
+    """
+    mean = {one.name: one.mean for one in standings(rows)}
+    found = [
+        f"its mean regret is {100.0 * mean['learned']:.2f} %, that of {name} {100.0 * mean[name]:.2f} %"
+        for name in ("champion", "cost_model")
+        if name in mean and mean["learned"] > mean[name]
+    ]
+    coverage = metrics.get("coverage", float("nan"))
+    if not LEAST_COVERAGE <= coverage <= MOST_COVERAGE:
+        wanted = f"{100.0 * LEAST_COVERAGE:.0f} to {100.0 * MOST_COVERAGE:.0f} %"
+        found.append(f"its 90 % intervals cover {100.0 * coverage:.1f} %; expected {wanted}")
+    return found

@@ -1,0 +1,218 @@
+"""Training rows from logged runs: the same job trained in several modes, each to its target.
+
+A single run never says what another mode would have done. Where the same job (equal sizes, optimizer, batch, target and
+machine) was run in `sync` and in other modes, each to a target, it does: moments of the `sync` runs get the times of
+the others as labels. Runs in mode `auto`, without a target, or without a `sync` run beside them are left out, and said
+to be. What is read is what a run log has (`training_logs/README.md`), files alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scheduler.collect import in_order
+from scheduler.cost_model import Conditions
+from scheduler.features import rows, speed
+from scheduler.plans import Plan, PlanError
+from scheduler.records import RankStats, Window
+
+__all__ = ["LoggedRun", "read_run", "real_rows", "windows"]
+
+_TARGET = re.compile(r"\s*([\w./ -]+?)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", re.ASCII)
+_HISTORY, _MOMENTS = 64, 6
+_FIRST_STEP = 8
+"""Reports that a rank should have at a moment."""
+
+_MISSED = 3.5
+"""Logarithm of the relative time of a mode that never reached the target, as `collect` clips it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoggedRun:
+    """One run of the log.
+
+    Attributes:
+        name: Of its folder.
+        facts: What was logged of the job.
+        plans: Plans in the order they were taken up, without repetition.
+        target_s: When the target was reached, seconds since the first plan; infinite where it was not.
+        reports: Per rank (step, compute_s, late), in order of step.
+        noise: (step, noise scale) of its windows.
+    """
+
+    name: str
+    facts: dict[str, Any]
+    plans: list[Plan]
+    target_s: float
+    reports: dict[int, list[tuple[int, float, bool]]]
+    noise: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """What makes two runs runs of the same job."""
+        optimizer, hardware = self.facts.get("optimizer") or {}, self.facts.get("hardware") or {}
+        parts = [
+            self.facts.get("world_size"), self.facts.get("batch"), self.facts.get("target"),
+            self.facts.get("scenario"), optimizer.get("class"), optimizer.get("parameters"), hardware.get("cpu"),
+        ]
+        return json.dumps(parts)
+
+
+def read_run(folder: Path) -> LoggedRun | None:
+    """Read a run's folder; None where it has no plan, no target, or no reports of all its ranks."""
+    facts: dict[str, Any] = {}
+    plans: list[Plan] = []
+    points: list[tuple[str, float, float]] = []
+    noise: list[tuple[int, float]] = []
+    begin_s = math.nan
+    for event in _lines(folder / "events.jsonl"):
+        kind = event.get("kind")
+        if kind == "facts" and isinstance(event.get("values"), dict):
+            facts.update(event["values"])
+        elif kind == "plan":
+            try:
+                plan = Plan.from_dict(event.get("plan") or {}).replace(epoch=0, reason="")
+            except (PlanError, TypeError):
+                return None
+            begin_s = float(event.get("time_s", 0.0)) if math.isnan(begin_s) else begin_s
+            plans += [plan] if not plans or plans[-1] != plan else []
+        elif kind == "metric" and isinstance(event.get("value"), (int, float)):
+            points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s", 0.0))))
+        elif kind == "window" and isinstance(event.get("noise_scale"), (int, float)):
+            noise.append((int(event.get("step", 0)), float(event["noise_scale"])))
+    found = _TARGET.fullmatch(str(facts.get("target", "")))
+    if not plans or found is None:
+        return None
+    reached = [time_s for name, value, time_s in points if name == found.group(1) and _is_there(value, found)]
+    reports = {}
+    for rank in range(plans[0].world_size):
+        own = _reports(folder / f"rank{rank}.jsonl")
+        if len(own) < _FIRST_STEP:
+            return None
+        reports[rank] = own
+    target_s = min(reached) - begin_s if reached else math.inf
+    return LoggedRun(name=folder.name, facts=facts, plans=plans, target_s=target_s, reports=reports, noise=noise)
+
+
+def _is_there(value: float, target: re.Match[str]) -> bool:
+    bound = float(target.group(3))
+    return value >= bound if target.group(2) == ">=" else value <= bound
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            item = json.loads(line)
+        except ValueError:  # The last line of a killed run.
+            continue
+        if isinstance(item, dict):
+            yield item
+
+
+def _reports(path: Path) -> list[tuple[int, float, bool]]:
+    found = []
+    for item in _lines(path):
+        step, time_s = item.get("step"), item.get("compute_s")
+        if item.get("kind") == "step" and isinstance(step, int) and isinstance(time_s, float) and time_s > 0.0:
+            found.append((step, time_s, bool(item.get("late"))))
+    return sorted(found)
+
+
+def windows(run: LoggedRun, most: int = _MOMENTS) -> list[Window]:
+    """What the coordinator knew at some moments of the run, evenly spread over its steps."""
+    last = min(own[-1][0] for own in run.reports.values())
+    steps = [round(_FIRST_STEP + (last - _FIRST_STEP) * (i + 1) / most) for i in range(most)]
+    sizes = run.facts.get("optimizer") or {}
+    found = []
+    for step in dict.fromkeys(max(_FIRST_STEP, one) for one in steps):
+        ranks = []
+        for rank, own in sorted(run.reports.items()):
+            kept = [one for one in own if one[0] <= step][-_HISTORY:]
+            late = sum(one[2] for one in kept) / max(1, len(kept))
+            ranks.append(
+                RankStats(
+                    rank=rank, compute_s=tuple(one[1] for one in kept), steps=tuple(one[0] for one in kept),
+                    late_share=late,
+                )
+            )
+        noise = [value for at, value in run.noise if at <= step]
+        found.append(
+            Window(
+                step=step, ranks=tuple(ranks), noise_scale=noise[-1] if noise else math.nan,
+                comm_bytes=int(sizes.get("parameter_bytes") or 0),
+            )
+        )
+    return found
+
+
+def real_rows(root: Path, project: str, *, told: Any = None) -> list[list[Any]]:
+    """Rows of all runs under a folder, in the order of `dataset.columns()`.
+
+    Args:
+        root: `training_logs/runs`, or wherever run folders lie.
+        project: Version for the rows.
+        told: Called with a sentence on what was left out.
+
+    Raises:
+        ValueError: There is no such folder.
+    """
+    if not root.is_dir():
+        raise ValueError(f"--runs is {root}; expected a folder of logged runs")
+    jobs: dict[str, list[LoggedRun]] = {}
+    folders = sorted(path.parent for path in root.glob("*/events.jsonl"))
+    for folder in folders:
+        run = read_run(folder)
+        if run is not None and len(run.plans) == 1:
+            jobs.setdefault(run.key, []).append(run)
+    found: list[list[Any]] = []
+    used = 0
+    for number, runs in enumerate(jobs.values()):
+        own = _job_rows(runs, number, project)
+        used += len(runs) if own else 0
+        found += own
+    if told is not None:
+        told(f"{used} of {len(folders)} runs used: one fixed mode each, a target, and a sync run of the same job")
+    return found
+
+
+def _job_rows(runs: Sequence[LoggedRun], number: int, project: str) -> list[list[Any]]:
+    """Rows of one job: its sync runs' moments, with what each mode took."""
+    modes: dict[str, list[LoggedRun]] = {}
+    for run in runs:
+        modes.setdefault(run.plans[0].label, []).append(run)
+    basis = [run for run in modes.pop("sync", []) if math.isfinite(run.target_s)]
+    if not basis or not modes:
+        return []
+    sync_s = statistics.median(run.target_s for run in basis)
+    plans = [basis[0].plans[0], *(own[0].plans[0] for own in modes.values())]
+    outcomes = [(0.0, 1.0), *(_outcome(own, sync_s) for own in modes.values())]
+    found: list[list[Any]] = []
+    for run in basis:
+        for window in windows(run):
+            conditions = Conditions.from_window(window)
+            if conditions is None:
+                continue
+            predictions = in_order(plans, conditions)
+            features = rows(plans, conditions, window, plans[0], predictions)
+            for index, plan in enumerate(plans):
+                meta = ["real", run.name, f"real{number}", "real", -1, window.step, plan.label[:24], plan.mode, project]
+                found.append([*meta, *outcomes[index], speed(predictions[index]), *features[index]])
+    return found
+
+
+def _outcome(runs: Sequence[LoggedRun], sync_s: float) -> tuple[float, float]:
+    """Logarithm of the relative time, and the part of the runs that reached the target."""
+    times = [run.target_s for run in runs if math.isfinite(run.target_s)]
+    relative = math.log(statistics.median(times) / sync_s) if times else _MISSED
+    return max(-_MISSED, min(_MISSED, relative)), len(times) / len(runs)

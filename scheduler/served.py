@@ -1,0 +1,38 @@
+"""The predictor as MLflow serves it: feature rows in, estimates out. MLflow runs this file when it loads the model.
+
+A training job does not use it: it takes the folder inside of the model (`scheduler.registry.fetch`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlflow.pyfunc
+from mlflow.models import set_model
+
+from scheduler.features import FEATURES
+from scheduler.predictor import Predictor, load
+
+__all__ = ["COLUMNS", "Served"]
+
+COLUMNS = ("low", "middle", "high", "reach", "known")
+"""Logarithms of the relative time, the chance to reach the target, and whether the model trusts itself."""
+
+
+class Served(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
+    """A model for `mlflow.pyfunc.load_model`."""
+
+    def load_context(self, context: Any) -> None:
+        """Load the folder `star` among the artifacts."""
+        self._predictor: Predictor = load(Path(context.artifacts["star"]))
+
+    def predict(self, context: Any, model_input: Any, params: dict[str, Any] | None = None) -> Any:
+        """Estimates for a table with the columns of `scheduler.features.FEATURES`."""
+        import pandas
+
+        found = self._predictor.estimate(model_input[list(FEATURES)].to_numpy(dtype="float64"))
+        return pandas.DataFrame({name: getattr(found, name) for name in COLUMNS})
+
+
+set_model(Served())
