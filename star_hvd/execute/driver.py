@@ -2,61 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from scheduler.records import Plan, StepReport
+from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.config import Config
 from star_hvd.control import messages
-from star_hvd.control.switch_messages import Cannot, Commit, Moved, Ready, Restart, StepNote, Switched
+from star_hvd.control.switch_messages import Cannot, Commit, Moved, Ready, Restart, Switched
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.execute.collective import wait_all
 from star_hvd.execute.device import helper_stream
 from star_hvd.execute.handover import Handover, Services, Steps
-from star_hvd.execute.header import Header
 from star_hvd.execute.local import LocalSteps
 from star_hvd.execute.rounds import RoundEngine
-from star_hvd.execute.servers import StepInfo
 from star_hvd.execute.state import Result, Snapshot
-from star_hvd.telemetry.resources import Resources
-from star_hvd.telemetry.timer import ComputeTimes, StepTimer
+from star_hvd.execute.telling import Send, StepTeller
+from star_hvd.telemetry.timer import StepTimer
 
-__all__ = ["EngineDriver", "Send", "StepLog"]
+__all__ = ["EngineDriver", "Send"]
 
 logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.0003
-_NO_TIMES = ComputeTimes(0.0, 0.0, 0.0, 0.0)
 
 
-class Send(Protocol):
-    """Sends a control message; one that is not urgent may wait for others."""
-
-    def __call__(self, message: messages.Message, *, urgent: bool = True) -> None: ...
-
-
-class StepLog(Protocol):
-    """Takes what the run log is told; never blocks."""
-
-    def step(self, report: StepReport) -> None: ...
-
-    def metric(self, name: str, value: float, step: int) -> None: ...
-
-    def resources(self, readings: Resources) -> None: ...
-
-    def close(self, status: str = "FINISHED") -> None: ...
-
-
-class EngineDriver:
+class EngineDriver(StepTeller):
     """One optimizer's engine with its helper thread; it is also the engine's listener.
 
     Args:
@@ -77,23 +53,14 @@ class EngineDriver:
         diagnose: Callable[[], str],
         preparer: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.number = number
+        super().__init__(number, send)
         self.timer = StepTimer()
-        self.timeline: deque[dict[str, Any]] = deque(maxlen=100_000)
-        self.mismatches = 0
-        self.hurry = False
         self._config = config
-        self._send = send
         self._fetch = fetch
         self._diagnose = diagnose
         self._preparer = preparer
-        self.log: StepLog | None = None
-        self._times = _NO_TIMES
-        self._wait_s = 0.0
         self._last_close_s = 0.0
         self._typical_s = 0.0
-        self._began_s = time.monotonic()
-        self._mean_sqr = float("nan")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
         self.engine: RoundEngine
@@ -154,15 +121,6 @@ class EngineDriver:
         """How this rank makes its steps where it does not reduce its gradients in rounds, else None."""
         return self.handover.outside
 
-    def stats(self) -> dict[str, float]:
-        """This rank's counters, and the steps that have ended here."""
-        with self.engine.lock:
-            values: dict[str, float] = dataclasses.asdict(self.engine.counters)
-            values["steps"] = self.engine.version
-            values["pending_weight"] = self.engine.pending_weight
-            values["mismatches"] = self.mismatches
-        return values
-
     def synchronize(self, *, manual: bool) -> Result | None:
         """Give the step this rank's gradient and wait for its mean; None when the gradient came too late for it."""
         self._times = self.timer.stop()
@@ -178,24 +136,6 @@ class EngineDriver:
         self._wait_s = time.monotonic() - began_s
         self._log_step(step, loss, self._wait_s, late=False)
         return result
-
-    def _log_step(self, step: int, loss: float, wait_s: float, *, late: bool) -> None:
-        if self.log is None:
-            return
-        t = self._times
-        self.log.step(
-            StepReport(
-                rank=self.engine.rank,
-                step=step,
-                compute_s=t.compute_s,
-                wait_s=wait_s,
-                input_s=t.input_s,
-                cpu_s=t.cpu_s,
-                runqueue_s=t.runqueue_s,
-                late=late,
-                loss=loss,
-            )
-        )
 
     def _await_own(self) -> None:
         wait_all(
@@ -375,44 +315,6 @@ class EngineDriver:
         else:
             self._send(Cannot(self.number, plan.epoch, reason))
 
-    def note_step(self, info: StepInfo) -> None:
-        """A step outside the rounds has ended."""
-        t, loss = self._times, self.engine.loss
-        self.engine.loss = math.nan
-        self._wait_s = info.comm_s
-        self._log_step(info.version, loss, info.comm_s, late=info.staleness > 0)
-        self._send(
-            StepNote(
-                self.number,
-                info.version,
-                self.engine.plan.epoch,
-                t.compute_s,
-                t.input_s,
-                t.cpu_s,
-                t.runqueue_s,
-                info.comm_s,
-                loss,
-                info.staleness,
-            ),
-            urgent=False,
-        )
-
-    def note_updates(self, notes: Sequence[Any]) -> None:
-        """What servers told of their updates."""
-        if self.engine.rank != 0:
-            return
-        for note in notes:
-            self.timeline.append(
-                {
-                    "step": note["version"],
-                    "time_s": time.monotonic() - self._began_s,
-                    "members": list(note["ranks"]),
-                    "mode": self.engine.plan.label,
-                    "folds": 0.0,
-                    "weight": float(note["gradients"]),
-                }
-            )
-
     def pin(self, reason: str) -> None:
         """Run exactly as Horovod from now on, because of `reason`."""
         if self.engine.agreement.pinned is None:
@@ -451,54 +353,6 @@ class EngineDriver:
 
     # ---- listener, called under the engine's lock -------------------------------------------------------------
 
-    def on_arrive(self, round_: int, epoch: int) -> None:
-        t = self._times
-        self._send(
-            messages.Arrive(self.number, round_, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
-            urgent=self._urgent(),
-        )
-
-    def _urgent(self) -> bool:
-        return self.engine.plan.may_close or self.hurry
-
-    def on_late(self, version: int, epoch: int) -> None:
-        t = self._times
-        self._send(messages.Late(self.number, version, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s))
-
-    def on_join(self, version: int) -> None:
-        self._send(messages.Join(self.number, version))
-
-    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None:
-        if self.engine.rank != plan.members_or_all[0]:
-            return
-        fresh = [rank for rank, is_fresh in enumerate(header.fresh) if is_fresh]
-        self.timeline.append(
-            {
-                "step": round_,
-                "time_s": time.monotonic() - self._began_s,
-                "members": fresh,
-                "mode": plan.label,
-                "folds": header.folds,
-                "weight": header.weight,
-            }
-        )
-        self._send(
-            messages.RoundNote(
-                self.number,
-                round_,
-                plan.epoch,
-                fresh,
-                header.loss,
-                header.weight,
-                header.weight_sqr,
-                header.local_sqr,
-                header.local_count,
-                mean_sqr,
-                header.folds,
-            ),
-            urgent=self._urgent(),
-        )
-
     def on_switch(self, round_: int, plan: Plan) -> None:
         logger.info("rank %d: step %d: switch to %s", self.engine.rank, round_, plan.label)
         previous, self._previous = self._previous, plan
@@ -506,15 +360,6 @@ class EngineDriver:
             self._preparer(lambda: self.handover.plan_taken(plan))
         if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
             self._send(Switched(self.number, plan.epoch, round_))  # The children were not asked.
-
-    def on_mismatch(self, round_: int) -> None:
-        self.mismatches += 1
-        if self.mismatches == 1:
-            logger.error(
-                "parameters differ between ranks at step %d; call hvd.broadcast_parameters before training and change "
-                "parameters on all ranks alike",
-                round_,
-            )
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
