@@ -44,6 +44,7 @@ from star_hvd.execute.state import Snapshot
 from star_hvd.job_log import JobLog
 from star_hvd.model import LazyRanker
 from star_hvd.ps import JobKey
+from star_hvd.requests import Requests
 from star_hvd.run_log import new_run_name
 from star_hvd.services import JobServices
 from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity
@@ -51,8 +52,6 @@ from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identit
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
 logger = logging.getLogger("star_hvd")
-
-_MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
 
 _current: Runtime | None = None
 _crashed = False
@@ -115,7 +114,7 @@ def _note_exit(status: Any = None) -> NoReturn:
 _previous_exit = sys.exit
 
 
-class Runtime:
+class Runtime(Requests):
     """See the module's text.
 
     Args:
@@ -123,16 +122,13 @@ class Runtime:
     """
 
     def __init__(self, config: Config) -> None:
-        self.config = config
-        self.rank = int(mpi_ops.rank())
+        super().__init__(config, int(mpi_ops.rank()))
         self.world_size = int(mpi_ops.size())
-        self.drivers: dict[int, EngineDriver] = {}
         self.keyring = Keyring()
         self.coordinator: Coordinator | None = None
         self.agent: Agent
         self.tensors: TensorServer
         self.services: JobServices
-        self.batch_weights: list[float] = []
         self._job = ""
         self._ranker: LazyRanker | None = None
         self._sampler: ResourceSampler | None = None
@@ -140,13 +136,10 @@ class Runtime:
         self.reference_samples = float(config.reference_samples)
         self._away_depth = 0
         self._away_lock = threading.Lock()
-        self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self._sources: queue.SimpleQueue[messages.SourceReply] = queue.SimpleQueue()
         self._bye = threading.Event()
         self._lost: list[int] = []
-        self._next_loader = 0
         self._next_engine = 0
-        self._meetings = 0
         self._stopped = False
 
     def start(self) -> None:
@@ -242,11 +235,6 @@ class Runtime:
         _close_log(driver)
         self.agent.send(messages.Unregister(driver.number))
 
-    def loader_number(self) -> int:
-        """A number for the next `shard` loader, equal on all ranks that make them in the same order."""
-        self._next_loader += 1
-        return self._next_loader - 1
-
     # ---- the training thread is elsewhere -----------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -286,82 +274,12 @@ class Runtime:
         if self.drivers:
             self.agent.send(messages.Away(away, out_of_data, reason))
 
-    # ---- requests -------------------------------------------------------------------------------------------
-
-    def take(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> tuple[int, int] | None:
-        """The next range of an epoch's permutation, None when the epoch is over for this rank.
-
-        Raises:
-            DeadlineError: The coordinator did not answer.
-        """
-        self.request(loader, epoch, samples, batch, drop_last)
-        return self.granted(loader, epoch)
-
-    def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
-        """Ask for the next range; `granted` collects it."""
-        self.agent.send(messages.Take(loader, epoch, samples, batch, drop_last))
-
-    def granted(self, loader: int, epoch: int) -> tuple[int, int] | None:
-        """The answer to the oldest `request`."""
-        grant = self._await_loader(messages.Grant, loader, epoch, self.config.control_deadline_s, "a batch")
-        assert isinstance(grant, messages.Grant)
-        return None if grant.stop <= grant.start else (grant.start, grant.stop)
-
-    def await_epoch_end(self, loader: int, epoch: int) -> None:
-        """Wait until all ranks have ended an epoch, helping those that have not."""
-        deadline_s = self.config.step_deadline_s
-        self._await_loader(messages.EpochEnd, loader, epoch, deadline_s, "the end of the epoch on all ranks")
-
-    def _await_loader(
-        self, kind: type[messages.Message], loader: int, epoch: int, deadline_s: float, what: str
-    ) -> messages.Message:
-        limit_s = time.monotonic() + deadline_s
-        while True:
-            try:
-                message = self._grants.get(timeout=0.5)
-            except queue.Empty:
-                self.raise_failure()
-                if time.monotonic() > limit_s:
-                    raise DeadlineError(
-                        f"rank {self.rank} waited {deadline_s:g} s for {what}; the coordinator on rank 0 "
-                        f"was last heard {time.monotonic() - self.agent.last_heard_s:.1f} s ago"
-                    ) from None
-                continue
-            same = getattr(message, "loader", -1) == loader and getattr(message, "epoch", -1) == epoch
-            if isinstance(message, kind) and same:
-                return message
-
-    def note_batch(self, weight: float, input_s: float) -> None:
-        """The loader hands out a batch: its weight, and how long the training thread waited for it."""
-        self.batch_weights = [*self.batch_weights[-63:], weight]
-        for driver in self.drivers.values():
-            driver.timer.add_input(input_s)
-
-    def await_all(self, what: str, deadline_s: float) -> None:
-        """Wait until all ranks are here, helping those that still train.
-
-        It is an epoch, without samples, of a work queue of its own.
-        """
-        self._meetings += 1
-        self.request(_MEETING, self._meetings, 0, 1, False)
-        assert self.granted(_MEETING, self._meetings) is None
-        self._await_loader(messages.EpochEnd, _MEETING, self._meetings, deadline_s, f"{what} on all ranks")
-
-    def raise_failure(self) -> None:
-        """Raise what stopped one of this process's engines, if anything did."""
-        for driver in self.drivers.values():
-            if driver.engine.failure is not None:
-                raise driver.engine.failure
+    # ---- looking after the job -----------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
         """Bring the parameters of all optimizers up to date; only outside forward and backward."""
         for driver in self.drivers.values():
             driver.bring_up()
-
-    def batch_weight(self, passes: int) -> float:
-        """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
-        recent = self.batch_weights[-passes:]
-        return sum(recent) / len(recent) if recent else 1.0
 
     def diagnose(self) -> str:
         """Which rank is gone, as far as signs of life tell. Waits a moment for the silence to show."""

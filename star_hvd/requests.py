@@ -1,0 +1,111 @@
+"""What a process asks the coordinator for: ranges of samples, the end of an epoch, a place where all ranks meet."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+from star_hvd.config import Config
+from star_hvd.control import messages
+from star_hvd.control.agent import Agent
+from star_hvd.errors import DeadlineError
+from star_hvd.execute.driver import EngineDriver
+
+__all__ = ["Requests"]
+
+_MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
+
+
+class Requests:
+    """The part of a runtime that waits for answers of the coordinator; nothing waits without a deadline.
+
+    Args:
+        config: Settings.
+        rank: This rank.
+    """
+
+    agent: Agent
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.drivers: dict[int, EngineDriver] = {}
+        self.batch_weights: list[float] = []
+        self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
+        self._next_loader = 0
+        self._meetings = 0
+
+    def loader_number(self) -> int:
+        """A number for the next `shard` loader, equal on all ranks that make them in the same order."""
+        self._next_loader += 1
+        return self._next_loader - 1
+
+    def take(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> tuple[int, int] | None:
+        """The next range of an epoch's permutation, None when the epoch is over for this rank.
+
+        Raises:
+            DeadlineError: The coordinator did not answer.
+        """
+        self.request(loader, epoch, samples, batch, drop_last)
+        return self.granted(loader, epoch)
+
+    def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
+        """Ask for the next range; `granted` collects it."""
+        self.agent.send(messages.Take(loader, epoch, samples, batch, drop_last))
+
+    def granted(self, loader: int, epoch: int) -> tuple[int, int] | None:
+        """The answer to the oldest `request`."""
+        grant = self._await_loader(messages.Grant, loader, epoch, self.config.control_deadline_s, "a batch")
+        assert isinstance(grant, messages.Grant)
+        return None if grant.stop <= grant.start else (grant.start, grant.stop)
+
+    def await_epoch_end(self, loader: int, epoch: int) -> None:
+        """Wait until all ranks have ended an epoch, helping those that have not."""
+        deadline_s = self.config.step_deadline_s
+        self._await_loader(messages.EpochEnd, loader, epoch, deadline_s, "the end of the epoch on all ranks")
+
+    def _await_loader(
+        self, kind: type[messages.Message], loader: int, epoch: int, deadline_s: float, what: str
+    ) -> messages.Message:
+        limit_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                message = self._grants.get(timeout=0.5)
+            except queue.Empty:
+                self.raise_failure()
+                if time.monotonic() > limit_s:
+                    raise DeadlineError(
+                        f"rank {self.rank} waited {deadline_s:g} s for {what}; the coordinator on rank 0 "
+                        f"was last heard {time.monotonic() - self.agent.last_heard_s:.1f} s ago"
+                    ) from None
+                continue
+            same = getattr(message, "loader", -1) == loader and getattr(message, "epoch", -1) == epoch
+            if isinstance(message, kind) and same:
+                return message
+
+    def await_all(self, what: str, deadline_s: float) -> None:
+        """Wait until all ranks are here, helping those that still train.
+
+        It is an epoch, without samples, of a work queue of its own.
+        """
+        self._meetings += 1
+        self.request(_MEETING, self._meetings, 0, 1, False)
+        assert self.granted(_MEETING, self._meetings) is None
+        self._await_loader(messages.EpochEnd, _MEETING, self._meetings, deadline_s, f"{what} on all ranks")
+
+    def note_batch(self, weight: float, input_s: float) -> None:
+        """The loader hands out a batch: its weight, and how long the training thread waited for it."""
+        self.batch_weights = [*self.batch_weights[-63:], weight]
+        for driver in self.drivers.values():
+            driver.timer.add_input(input_s)
+
+    def batch_weight(self, passes: int) -> float:
+        """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
+        recent = self.batch_weights[-passes:]
+        return sum(recent) / len(recent) if recent else 1.0
+
+    def raise_failure(self) -> None:
+        """Raise what stopped one of this process's engines, if anything did."""
+        for driver in self.drivers.values():
+            if driver.engine.failure is not None:
+                raise driver.engine.failure
