@@ -26,6 +26,10 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from scheduler.records import RankStats, Window
 
@@ -69,6 +73,9 @@ reference."""
 _RECENT = 32
 """Reports per rank that make its median. Long against a rotation of a few steps, short against a training
 phase."""
+
+_MANY, _TAIL = 128, 16
+"""Of more ranks than that, so many reports each: more would cost more than a decision is to take, and tell little."""
 
 _CAUSE_SHARE = 0.5
 """Part of a rank's excess time that waiting for data, or for a processor, must explain to be called the
@@ -157,10 +164,12 @@ def find_stragglers(
         raise ValueError(f"persistence is {persistence}; expected at least 1")
     readings = Readings(window, threshold=threshold) if readings is None else readings
     found = []
+    links = _Links(window)
+    usual: dict[str, float] = {}
     for rank in range(window.world_size):
         run = readings.slow_run(rank)
-        compute = _describe(window, readings, rank, run) if len(run) >= persistence else None
-        link, saved_s = _slow_link(window, readings, rank)
+        compute = _describe(window, readings, rank, run, usual) if len(run) >= persistence else None
+        link, saved_s = _slow_link(window, readings, rank, links.ratio(rank))
         if link is not None and compute is not None:
             link = None if (compute.slowdown - 1.0) * readings.reference_s > saved_s else link
         named = _silence(window, readings, rank) or link or compute
@@ -171,18 +180,32 @@ def find_stragglers(
 
 def link_ratio(window: Window, rank: int) -> float:
     """The rate of the rank's link over the lower median of the others'; NaN where either is unknown."""
-    own = window.ranks[rank].link_bytes_per_s
-    rates = [other.link_bytes_per_s for index, other in enumerate(window.ranks) if index != rank]
-    known = [rate for rate in rates if math.isfinite(rate) and rate > 0.0]
-    # Fewer than half are no reference.
-    if not known or 2 * len(known) < len(rates) or not 0.0 < own < math.inf:
-        return math.nan
-    return own / lower_median(known)
+    return _Links(window).ratio(rank)
 
 
-def _slow_link(window: Window, readings: Readings, rank: int) -> tuple[Straggler | None, float]:
+class _Links:
+    """The rates of all links, in order once for all ranks."""
+
+    def __init__(self, window: Window) -> None:
+        self._rates = [stats.link_bytes_per_s for stats in window.ranks]
+        self._known = sorted(rate for rate in self._rates if math.isfinite(rate) and rate > 0.0)
+
+    def ratio(self, rank: int) -> float:
+        """As `link_ratio`."""
+        own = self._rates[rank]
+        others, count = len(self._rates) - 1, len(self._known)
+        place = count
+        if math.isfinite(own) and own > 0.0:
+            place, count = bisect.bisect_left(self._known, own), count - 1
+        # Fewer than half are no reference.
+        if not count or 2 * count < others or not 0.0 < own < math.inf:
+            return math.nan
+        middle = (count - 1) // 2
+        return own / self._known[middle if middle < place else middle + 1]
+
+
+def _slow_link(window: Window, readings: Readings, rank: int, ratio: float) -> tuple[Straggler | None, float]:
     """The rank as a straggler by its link, and the seconds per step that a usual link would save."""
-    ratio = link_ratio(window, rank)
     if math.isnan(readings.reference_s) or not ratio < LINK_RATIO:
         return None, 0.0
     own_s = _comm_s(window, rank)
@@ -214,6 +237,8 @@ def _comm_s(window: Window, rank: int) -> float:
 def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
     """The rank as a straggler of which nothing is heard, though the others are."""
     silent_s = window.ranks[rank].silent_s
+    if not silent_s > _SILENT_S:
+        return None
     own = [time_s for _, time_s in readings.reports[rank][-_RECENT:]]
     if len(own) < MIN_REPORTS or math.isnan(readings.reference_s):
         return None
@@ -237,6 +262,7 @@ class Readings:
     Attributes:
         reports: Per rank its usable reports as (step, seconds), oldest first; times that are no positive
             number are left out.
+        counts: Usable reports of every rank, of as many ranks as most `_TAIL`.
         reference_s: What one batch usually takes a rank of the fast half, in seconds; NaN while fewer than
             half of the ranks can be judged, and then no report is slow. Both medians in it are lower ones.
             The inner one matters when a straggler alternates between two ranks: each is then slow in half of
@@ -247,17 +273,39 @@ class Readings:
     """
 
     def __init__(self, window: Window, *, threshold: float = THRESHOLD) -> None:
-        self.reports = [_usable(stats) for stats in window.ranks]
+        self.reports = _Reports(window)
+        self._times, self._steps = _table(window, self.reports)
+        self.counts = np.isfinite(self._times).sum(axis=1)
         self.reference_s = self._reference()
         self._threshold = threshold
-        self._steps = [[step for step, _ in reports] for reports in self.reports]
         self._floors: dict[int, float] = {}
+        self._slow_now: npt.NDArray[np.bool_] | None = None
+
+    def newest(self, count: int) -> npt.NDArray[np.float64]:
+        """The ranks' last times, newest last, NaN where there are fewer, shape (n_ranks, count)."""
+        n, known = self._times.shape
+        if known >= count:
+            return self._times[:, known - count :]
+        return np.concatenate([np.full((n, count - known), math.nan), self._times], axis=1)
+
+    def slow_now(self) -> npt.NDArray[np.bool_]:
+        """Whose latest report exceeds the reference: only these can be in a slow run. Shape (n_ranks,)."""
+        if self._slow_now is None:
+            found = np.zeros(len(self._times), dtype=np.bool_)
+            if self._times.size and not math.isnan(self.reference_s):
+                limit_s = max(self._threshold * self.reference_s, self.reference_s + RESOLUTION_S)
+                with np.errstate(invalid="ignore"):
+                    found = (self._times[:, -1] > limit_s) & (self.counts >= MIN_REPORTS)
+            self._slow_now = found
+        return self._slow_now
 
     def is_slow(self, step: int, time_s: float) -> bool:
         """Whether a report exceeds the reference, and the fastest rank of its step, by the threshold."""
         if math.isnan(self.reference_s) or time_s <= self.reference_s + RESOLUTION_S:
             return False
-        return time_s > self._threshold * max(self.reference_s, self._floor_s(step))
+        if time_s <= self._threshold * self.reference_s:
+            return False
+        return time_s > self._threshold * self._floor_s(step)
 
     def any_slow(self, after: int) -> bool:
         """Whether any report of a step later than `after` is slow."""
@@ -266,7 +314,7 @@ class Readings:
     def slow_run(self, rank: int) -> list[tuple[int, float]]:
         """The unbroken run of slow reports that ends with the rank's latest one, oldest first."""
         run: list[tuple[int, float]] = []
-        if len(self.reports[rank]) < MIN_REPORTS:
+        if not self.slow_now()[rank]:
             return run
         for step, time_s in reversed(self.reports[rank]):
             if not self.is_slow(step, time_s):
@@ -275,14 +323,14 @@ class Readings:
         return run[::-1]
 
     def _reference(self) -> float:
-        medians = [
-            lower_median([time_s for _, time_s in reports[-_RECENT:]])
-            for reports in self.reports
-            if len(reports) >= MIN_REPORTS
-        ]
-        if len(medians) < 2 or 2 * len(medians) < len(self.reports):
+        recent = self._times[:, -_RECENT:]
+        count = np.isfinite(recent).sum(axis=1)
+        judged = count >= MIN_REPORTS
+        if judged.sum() < 2 or 2 * judged.sum() < len(self._times):
             return math.nan
-        return lower_median(medians)
+        ordered = np.sort(recent[judged], axis=1)  # NaN comes last.
+        medians = ordered[np.arange(len(ordered)), (count[judged] - 1) // 2]
+        return float(np.sort(medians)[(len(medians) - 1) // 2])
 
     def _floor_s(self, step: int) -> float:
         """Shortest of the ranks' times in force at `step`, in seconds; 0 where a rank has none yet.
@@ -292,12 +340,61 @@ class Readings:
         exceed the reference, which is made of older reports.
         """
         if step not in self._floors:
-            shortest = math.inf
-            for reports, steps in zip(self.reports, self._steps, strict=True):
-                index = bisect.bisect_right(steps, step)
-                shortest = min(shortest, reports[index - 1][1] if index else 0.0)
-            self._floors[step] = shortest
+            width = self._times.shape[1]
+            begun = (np.isfinite(self._times) & (self._steps <= step)).sum(axis=1)
+            index = width - self.counts + begun - 1
+            times = self._times[np.arange(len(self._times)), np.maximum(index, 0)]
+            self._floors[step] = float(np.where(begun > 0, times, 0.0).min(initial=math.inf))
         return self._floors[step]
+
+
+class _Reports(Sequence[list[tuple[int, float]]]):
+    """Usable reports of every rank, each made when it is asked for: of many ranks few are."""
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._made: dict[int, list[tuple[int, float]]] = {}
+
+    @overload
+    def __getitem__(self, rank: int) -> list[tuple[int, float]]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[list[tuple[int, float]]]: ...
+
+    def __getitem__(self, rank: int | slice) -> Any:
+        if isinstance(rank, slice):
+            return [self[index] for index in range(*rank.indices(len(self)))]
+        if rank not in self._made:
+            self._made[rank] = _usable(self._window.ranks[rank])
+        return self._made[rank]
+
+    def __len__(self) -> int:
+        return len(self._window.ranks)
+
+
+def _table(window: Window, reports: _Reports) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Usable times and their steps, newest last, padded in front; of many ranks the newest only."""
+    most = _TAIL if window.world_size > _MANY else None
+    kept = [(stats.compute_s, stats.steps) for stats in window.ranks]
+    for stats, (times, steps) in zip(window.ranks, kept, strict=True):
+        if len(times) != len(steps):
+            _usable(stats)
+    if most is not None:
+        kept = [(times[-most:], steps[-most:]) for times, steps in kept]
+    lengths = {len(times) for times, _ in kept}
+    if len(lengths) == 1:
+        table = np.array([times for times, _ in kept], dtype=np.float64).reshape(len(kept), -1)
+        order = np.array([steps for _, steps in kept], dtype=np.int64).reshape(len(kept), -1)
+        if bool((np.isfinite(table) & (table > 0.0)).all()) and bool((np.diff(order, axis=1) >= 0).all()):
+            return table, order
+    own = [reports[rank][-most:] if most is not None else reports[rank] for rank in range(len(reports))]
+    longest = max(map(len, own), default=0)
+    table, order = np.full((len(own), longest), math.nan), np.zeros((len(own), longest), dtype=np.int64)
+    for row, pairs in enumerate(own):
+        if pairs:
+            table[row, longest - len(pairs) :] = [time_s for _, time_s in pairs]
+            order[row, longest - len(pairs) :] = [step for step, _ in pairs]
+    return table, order
 
 
 def _usable(stats: RankStats) -> list[tuple[int, float]]:
@@ -322,7 +419,9 @@ def lower_median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def _describe(window: Window, readings: Readings, rank: int, run: Sequence[tuple[int, float]]) -> Straggler:
+def _describe(
+    window: Window, readings: Readings, rank: int, run: Sequence[tuple[int, float]], usual: dict[str, float]
+) -> Straggler:
     """Name the cause by where the rank's excess over the reference went.
 
     All quantities are totals over the window, so shares diluted by earlier, fast reports still add up:
@@ -337,8 +436,9 @@ def _describe(window: Window, readings: Readings, rank: int, run: Sequence[tuple
         ("input", [other.input_share for other in window.ranks]),
         ("starved", [other.starved_share for other in window.ranks]),
     ):
-        usual = lower_median([_per_report_s(*item) for item in zip(shares, readings.reports, strict=True)])
-        explained[cause] = (shares[rank] * sum(times) - len(times) * usual) / excess
+        if cause not in usual:
+            usual[cause] = _usual_s(shares, readings)
+        explained[cause] = (shares[rank] * sum(times) - len(times) * usual[cause]) / excess
     cause = max(explained, key=lambda key: explained[key])
     if explained[cause] < _CAUSE_SHARE:
         cause = "compute"
@@ -350,9 +450,12 @@ def _describe(window: Window, readings: Readings, rank: int, run: Sequence[tuple
     return Straggler(rank=stats.rank, slowdown=slow / reference, since_step=run[0][0], cause=cause, evidence=evidence)
 
 
-def _per_report_s(share: float, reports: Sequence[tuple[int, float]]) -> float:
-    """Seconds per report that a share of a rank's time comes to; 0 where it has no reports."""
-    return share * sum(time_s for _, time_s in reports) / len(reports) if reports else 0.0
+def _usual_s(shares: Sequence[float], readings: Readings) -> float:
+    """Lower median over ranks of the seconds per report that a share of its time comes to; 0 without reports."""
+    times = readings.newest(_RECENT)
+    known = np.isfinite(times)
+    mean_s = np.where(known, times, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
+    return lower_median((np.asarray(shares) * mean_s).tolist())
 
 
 def duration(time_s: float) -> str:

@@ -99,10 +99,12 @@ class Conditions:
         goes is expected to come again as often as it did. Freezes are not in a window: see `with_freezes`.
         """
         readings = Readings(window)
-        if window.world_size == 0 or not all(readings.reports) or math.isnan(readings.reference_s):
+        if window.world_size == 0 or not readings.counts.all() or math.isnan(readings.reference_s):
             return None
         rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY
-        times = np.stack([_expected(readings, r, rows) for r in range(window.world_size)], axis=1)
+        times = readings.newest(rows).T.copy()
+        for one in np.flatnonzero(readings.slow_now() | (readings.counts < rows)).tolist():
+            times[:, one] = _expected(readings, one, rows)
         rate = np.array([_known(stats.link_bytes_per_s, math.inf) for stats in window.ranks])
         starved = np.array([min(0.99, stats.starved_share) for stats in window.ranks])
         return cls(

@@ -216,7 +216,8 @@ class Plan:
         The i-th of the other ranks is attached to member i modulo their number (STAR).
         """
         chosen = tuple(sorted(members))
-        others = [rank for rank in range(world_size) if rank not in chosen]
+        inside = frozenset(chosen)
+        others = [rank for rank in range(world_size) if rank not in inside]
         parents = tuple((child, chosen[i % len(chosen)]) for i, child in enumerate(others)) if chosen else ()
         fields.setdefault("parents", parents)
         return cls(mode="subgroup", world_size=world_size, quorum=max(1, len(chosen)), members=chosen, **fields)
