@@ -182,17 +182,26 @@ def _two_groups(times_s: Array) -> tuple[tuple[int, ...], ...]:
 def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | None) -> list[Plan]:
     n = conditions.world_size
     bad = {*trouble.slow, *trouble.links, *trouble.frozen}
+    ranks: Sequence[int] = range(n)
+    if n > _MANY:
+        # The best links are enough to choose from; the bytes of all ranks still have to be taken in.
+        order = np.argsort(-conditions.rate, kind="stable").tolist()
+        ranks = sorted([rank for rank in order if rank not in bad][:_MANY]) or range(n)
     loads = [
         HostLoad(
             rank=rank,
             host=hosts[rank] if hosts is not None else f"rank {rank}",
-            link_bytes_per_s=float(rate) if math.isfinite(rate) else math.nan,
+            link_bytes_per_s=float(conditions.rate[rank]) if math.isfinite(conditions.rate[rank]) else math.nan,
             straggling=rank in bad,
         )
-        for rank, rate in enumerate(conditions.rate)
+        for rank in ranks
     ]
     most = 0 if hosts is not None else 1
-    servers = place_servers(loads, int(conditions.comm_bytes), round_s=_PLACING_S, most=most).servers
+    push_bytes = int(conditions.comm_bytes * n / len(loads))
+    placed = place_servers(
+        loads, int(conditions.comm_bytes), push_bytes=push_bytes, round_s=_PLACING_S, most=most
+    )
+    servers = placed.servers
     out = [len(bad), *trouble.at_once]
     wanted = sorted({n - count for count in out if 0 < count <= n // 2}, reverse=True)
     plans = [Plan.ps(n, x, servers=servers) for x in wanted]

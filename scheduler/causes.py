@@ -281,6 +281,14 @@ class Readings:
         self._floors: dict[int, float] = {}
         self._slow_now: npt.NDArray[np.bool_] | None = None
 
+    @classmethod
+    def of(cls, window: Window) -> Readings:
+        """Those of a window; of the same one again they are not made anew."""
+        global _last
+        if _last is None or _last[0] is not window:
+            _last = (window, cls(window))
+        return _last[1]
+
     def newest(self, count: int) -> npt.NDArray[np.float64]:
         """The ranks' last times, newest last, NaN where there are fewer, shape (n_ranks, count)."""
         n, known = self._times.shape
@@ -346,6 +354,9 @@ class Readings:
             times = self._times[np.arange(len(self._times)), np.maximum(index, 0)]
             self._floors[step] = float(np.where(begun > 0, times, 0.0).min(initial=math.inf))
         return self._floors[step]
+
+
+_last: tuple[Window, Readings] | None = None
 
 
 class _Reports(Sequence[list[tuple[int, float]]]):

@@ -98,7 +98,7 @@ class Conditions:
         Times to come are those of a rank's present slow run where it is in one, else its recent ones: what comes and
         goes is expected to come again as often as it did. Freezes are not in a window: see `with_freezes`.
         """
-        readings = Readings(window)
+        readings = Readings.of(window)
         if window.world_size == 0 or not readings.counts.all() or math.isnan(readings.reference_s):
             return None
         rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY

@@ -29,7 +29,7 @@ def who(window: Window, trouble: Trouble, freezes: Mapping[int, int], since: Map
         freezes: How often each rank froze that did so repeatedly.
         since: Steps at which ranks became slow, where that is longer ago than the window reaches.
     """
-    readings = Readings(window)
+    readings = Readings.of(window)
     known = dict(since or {})
     found = [s for s in find_stragglers(window, readings=readings) if s.rank not in freezes or s.silent]
     parts = [f"rank {rank} has frozen {count} times of late" for rank, count in sorted(freezes.items())]
