@@ -167,7 +167,7 @@ def load(path: Path) -> Predictor:
     boosters = {}
     for head, text in texts.items():
         try:
-            boosters[head] = lightgbm.Booster(model_str=text, params={"num_threads": 1, "verbosity": -1})
+            boosters[head] = lightgbm.Booster(model_str=text)
         except Exception as error:
             # LightGBM raises its own error, and others for what it did not foresee.
             raise ModelError(f"head {head} of {path} is no LightGBM model: {error}") from None
