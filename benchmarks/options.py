@@ -30,22 +30,25 @@ class _Special:
         device_ms: Of CPU time where it is burnt: all ranks share the cores of one machine, so less of it, or nothing
             else has room.
         epochs: 0 for as many as fit the data set.
+        passes: Passes over the data in an epoch: more of them where a rank that ends its last batch late would
+            otherwise be waited for every second.
         hidden_units: Width of the network's hidden layers.
         link_bits_per_s: Rate of a usual host's link.
     """
 
     device_ms: float = DEVICE_MS
     epochs: int = 0
+    passes: int = 1
     hidden_units: int = USUAL_HIDDEN_UNITS
     link_bits_per_s: float = 0.0
 
 
 SPECIAL = {
     "quota": _Special(device_ms=10.0),
-    "starved": _Special(device_ms=10.0, epochs=4),
+    "starved": _Special(device_ms=10.0, epochs=2, passes=2),
     # 1 MB of gradients: 60 ms over usual links, as long as two device times, 600 ms over the slow one.
-    "slow-link": _Special(hidden_units=480, link_bits_per_s=200e6),
-    "frozen": _Special(epochs=24),
+    "slow-link": _Special(hidden_units=480, link_bits_per_s=200e6, epochs=3, passes=2),
+    "frozen": _Special(epochs=6, passes=4),
     "killed-server": _Special(),
     "killed-worker": _Special(),
 }
@@ -63,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
     parser.add_argument("--seeds", type=int, default=3, help="how many; every variant is trained once per seed")
     parser.add_argument("--epochs", type=int, help="default: as fits the data set and the scenario")
+    parser.add_argument("--passes", type=int, help="passes over the data in an epoch")
     parser.add_argument("--target", type=float, help="accuracy to reach, 0 to 1; default: as fits the data set")
     parser.add_argument("--device-ms", type=float, help="emulated device time per step at normal speed")
     parser.add_argument("--train-samples", type=int, help="training samples used")
@@ -117,6 +121,7 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         dataset=args.dataset,
         train_samples=args.train_samples or defaults.train_samples,
         epochs=args.epochs or special.epochs or defaults.epochs,
+        passes=args.passes or special.passes,
         batch_samples=defaults.batch_samples,
         learning_rate=defaults.learning_rate,
         momentum=defaults.momentum,
@@ -136,6 +141,7 @@ def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults, device_ms: 
         ("--seeds", args.seeds, 1),
         ("--device-ms", device_ms, 0),
         ("--epochs", args.epochs or defaults.epochs, 1),
+        ("--passes", args.passes or 1, 1),
         ("--quota-period-ms", args.quota_period_ms, 1),
         ("--hidden-units", args.hidden_units or USUAL_HIDDEN_UNITS, 1),
     ):

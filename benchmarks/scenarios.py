@@ -170,7 +170,7 @@ def default_modes(scenario: Scenario) -> tuple[str, ...]:
     if name in ("none", "trace"):
         return ()
     if name == "slow-link":
-        return (f"subgroup({','.join(map(str, range(m)))})", f"ps({m})", "local(8)")
+        return (f"subgroup({','.join(map(str, range(m)))})", f"ps({m})")
     if name == "killed-server":
         return (f"ps({m})", "asgd")
     if name == "killed-worker":

@@ -37,7 +37,8 @@ class RunSpec:
         seeds: Every variant is trained once per seed.
         dataset: Name of the data set.
         train_samples: Training samples used.
-        epochs: Passes over them, the same for every variant.
+        epochs: How often all ranks meet, average the loss, and lower the learning rate; the same for every variant.
+        passes: Passes over the training samples in an epoch.
         batch_samples: Samples a rank takes per step.
         learning_rate: Of the first epoch.
         momentum: Of SGD.
@@ -71,6 +72,12 @@ class RunSpec:
     modes: tuple[str, ...] = ()
     hidden_units: int = 32
     link_bits_per_s: float = 0.0
+    passes: int = 1
+
+    @property
+    def steps(self) -> int:
+        """Steps of a synchronous training."""
+        return self.epochs * self.passes * -(-self.train_samples // (self.batch_samples * self.ranks))
 
     @property
     def trained(self) -> tuple[str, ...]:

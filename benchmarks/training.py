@@ -263,7 +263,7 @@ def _kill_at(spec: RunSpec, scenario: Scenario) -> int:
     """The batch of a rank after which its parameter server is killed, 0 for none: in the middle of the run."""
     if scenario.name != "killed-server":
         return 0
-    return max(1, spec.epochs * spec.train_samples // (spec.batch_samples * spec.ranks) // 2)
+    return max(1, spec.steps // 2)
 
 
 def _collect(setting: Setting, record: RunRecord, job: Job, plain: bool, watch: Watch) -> None:

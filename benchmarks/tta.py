@@ -85,12 +85,11 @@ def _launcher(spec: RunSpec, run_dir: Path) -> Iterator[list[str]]:
 
 def _deadline_s(spec: RunSpec) -> float:
     """Three times what the whole job should need if every step were as slow as the slowest."""
-    steps = spec.epochs * -(-spec.train_samples // (spec.batch_samples * spec.ranks))
     slowdown = max(map(max, spec.rows))
     slowest_s = spec.device_s * slowdown * (4 if spec.quota_cores else 1) + OVERHEAD_ALLOWANCE_S
     if spec.link_bits_per_s:
         slowest_s += 2.0 * 8.0 * model_bytes(spec) * slowdown / spec.link_bits_per_s
-    return SETUP_ALLOWANCE_S + 3.0 * steps * slowest_s * len(spec.trained) * len(spec.seeds)
+    return SETUP_ALLOWANCE_S + 3.0 * spec.steps * slowest_s * len(spec.trained) * len(spec.seeds)
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from benchmarks.scenarios import Scenario
 from benchmarks.spec import PLAIN_VARIANTS, RunRecord, RunSpec, write_json
@@ -58,7 +58,7 @@ def _warm_up(setting: Setting, variant: str) -> None:
     samples = min(spec.train_samples, WARM_UP_STEPS * spec.batch_samples * spec.ranks)
     short = dataclasses.replace(
         setting,
-        spec=dataclasses.replace(spec, epochs=1, device_s=min(spec.device_s, WARM_UP_DEVICE_S)),
+        spec=dataclasses.replace(spec, epochs=1, passes=1, device_s=min(spec.device_s, WARM_UP_DEVICE_S)),
         train=Subset(setting.train, range(samples)),
         slow=setting.slow.without_stragglers(),
         on_epoch=lambda *_: None,
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     hvd.init()
     setting = Setting(
         spec=spec,
-        train=load_task(spec.dataset, spec.train_samples).train,
+        train=ConcatDataset([load_task(spec.dataset, spec.train_samples).train] * spec.passes),
         hvd=hvd,
         rank=hvd.rank(),
         slow=Scenario(name=spec.scenario, rows=spec.rows),

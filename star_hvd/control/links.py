@@ -16,7 +16,8 @@ __all__ = ["PROBE_BYTES", "LinkSurvey"]
 PROBE_BYTES = 1 << 20  # Four times what a token bucket of the usual size lets through at once.
 _NEXT_S = 0.1  # Between two ranks of a sweep, and
 _SWEEP_S = 2.0  # all of them together at most: a sweep of many ranks has some under way at a time.
-_PAUSE_S = 5.0  # Between two sweeps.
+_PAUSE_S = 5.0  # Between two sweeps at least, and
+_PAUSES = 5.0  # this multiple of the sweep's length: a slow link is not to be kept busy by measuring it.
 _PATIENCE_S = 10.0  # For answers: a rank that gives none keeps the rate it had.
 _LOW = 0.5  # Part of the sweep's highest rate below which a rate is looked at again.
 
@@ -37,7 +38,7 @@ class LinkSurvey:
         self.bytes_per_s = [math.nan] * world_size
         self._sweep = 0
         self._todo = deque(self._ring())
-        self._next_s = 0.0
+        self._next_s = self._began_s = 0.0
         self._asked: dict[int, int] = {}  # Ranks whose answer is awaited, and to whom they send.
         self._rates: dict[int, float] = {}  # Of this sweep, the best of each rank.
         self._tried: set[tuple[int, int]] = set()
@@ -52,8 +53,10 @@ class LinkSurvey:
             self._todo.extend(self._doubtful())
             if not self._todo:
                 self._finish()
-                self._next_s = now_s + _PAUSE_S
+                self._next_s = now_s + max(_PAUSE_S, _PAUSES * (now_s - self._began_s))
                 return None
+        if not self._tried:
+            self._began_s = now_s
         rank, target = self._todo.popleft()
         self._asked[rank] = target
         self._tried.add((rank, target))
