@@ -29,6 +29,9 @@ _SELDOM = 0.08
 _MANY = 128
 """Ranks from which groups are formed by two cuts instead of a table of n^2 entries."""
 
+_FEW = 32
+"""Ranks up to which similar ones are sought by clustering, which takes the cube of their number."""
+
 _PLACING_S = 0.05  # As in `policy_causes`.
 
 
@@ -207,7 +210,7 @@ def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | No
     plans = [Plan.ps(n, x, servers=servers) for x in wanted]
     plans += [Plan.ps(n, x, rule="backup", lr_rule="none", servers=servers) for x in wanted[:1]]
     plans.append(Plan.ps(n, 1, servers=servers))
-    if n <= _MANY:
+    if n <= _FEW:
         groups = similar_groups(conditions.usual_s.tolist())
         if 1 < len(groups) < n:
             plans.append(Plan.ps(n, 1, rule="groups", groups=groups, servers=servers))
