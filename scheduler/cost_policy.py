@@ -10,6 +10,7 @@ a noise scale that does, end a relaxed mode at once and for a while.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,7 @@ from scheduler.candidates import Trouble, candidates, find_trouble, same_plan
 from scheduler.cost_model import Conditions, Prediction, rank
 from scheduler.freezes import Freezes
 from scheduler.guard import AccuracyGuard
+from scheduler.links import LinkMemory
 from scheduler.plans import Plan
 from scheduler.records import Window
 from scheduler.rental import SkiRental
@@ -78,6 +80,7 @@ class CostPolicy:
         self._gain = gain
         self._rental, self._near_rental = SkiRental(), SkiRental()
         self._freezes = Freezes()
+        self._links = LinkMemory()
         self._calm_since: int | None = None
         self._noise = 4.0
         self._now: tuple[Window, Plan, Trouble | None] | None = None
@@ -110,6 +113,7 @@ class CostPolicy:
         conditions = conditions.with_freezes(
             self._freezes.per_step_s, self._freezes.habitual, self._freezes.froze
         )
+        conditions = dataclasses.replace(conditions, rate=self._links.note(window, active, conditions.rate))
         self._noise = conditions.noise
         trouble = find_trouble(conditions)
         self._now = (window, active, trouble)

@@ -29,6 +29,7 @@ MOMENT: tuple[str, ...] = (
     "noise_log",  # phi over the ranks: how much more a synchronous step could average out.
     "wire_log",  # An all-reduce's bytes over the slowest link, over the typical compute time.
     "wire_usual_log",  # The same over the median link.
+    "wire_now_log",  # The same over the slowest link as it is now, whatever it was before.
     "cycle_log",  # A collective's negotiation over the typical compute time.
     "slow_share",  # Ranks whose mean time is beyond the threshold.
     "link_share",  # Ranks whose link has less than half of the median rate.
@@ -161,7 +162,7 @@ def _moment(
     price = conditions.prices
     now = next((float(c) for plan, c in zip(offered, costs, strict=True) if plan is active or plan == active), 0.0)
     return [
-        *_size(conditions),
+        *_size(conditions, window),
         *_times(conditions),
         *_history(conditions, window),
         max((stats.starved_share for stats in window.ranks), default=0.0),
@@ -183,16 +184,19 @@ def _moment(
     ]
 
 
-def _size(conditions: Conditions) -> list[float]:
+def _size(conditions: Conditions, window: Window) -> list[float]:
     n, typical_s = conditions.world_size, conditions.typical_s
     wire_bytes = 2.0 * (n - 1) / n * conditions.comm_bytes
     rate = np.sort(conditions.rate)
     middle = float(rate[(n - 1) // 2])
+    known = [stats.link_bytes_per_s for stats in window.ranks if stats.link_bytes_per_s > 0.0]
+    now = min(known, default=math.inf)
     return [
         math.log2(n),
         _log(conditions.noise / n),
         math.log(max(wire_bytes / float(rate[0]) / typical_s, 1e-4)),
         math.log(max(wire_bytes / middle / typical_s, 1e-4)),
+        math.log(max(wire_bytes / now / typical_s, 1e-4)),
         _log(_CYCLE_S / typical_s),
     ]
 
