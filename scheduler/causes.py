@@ -22,16 +22,15 @@ job. When more than half are slow, slow is what this job is, and nobody is named
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.records import RankStats, Window
+from scheduler.readings import MIN_REPORTS, RECENT, RESOLUTION_S, THRESHOLD, Readings
+from scheduler.records import Window
 
 __all__ = [
     "CAUSES",
@@ -49,33 +48,14 @@ __all__ = [
     "lower_median",
 ]
 
+_Floats = npt.NDArray[np.float64]
+
 CAUSES = ("compute", "input", "starved", "link")
 """`compute`: the rank's own work takes longer. `input`: it waits for data. `starved`: its thread is runnable
 but gets no processor, or the process is not heard of at all. `link`: its network is slow."""
 
-THRESHOLD = 1.3
-"""A report is slow above this multiple of the reference. In the STAR logs, where nobody is disturbed, compute times
-of 153 ms (transformer) vary by 2.4 % and never exceed 1.16 times the reference; those of 5 ms (alexnet) vary by 14 %
-and exceed 1.3 in 11 % of the reports, for which there is `RESOLUTION_S`."""
-
-RESOLUTION_S = 0.002
-"""Nor is a report slow that exceeds the reference by less than two milliseconds. Horovod negotiates in cycles of 1 ms,
-so differences of a cycle or two are below what a step can resolve. Measured: with it 3.3 % of the alexnet log's reports
-are slow and no window names a rank; without it 6.6 % of the windows do."""
-
 PERSISTENCE = 3
 """Consecutive slow reports before a rank is named. The longest run in the undisturbed compute times is two."""
-
-MIN_REPORTS = 3
-"""A rank with fewer reports has no median worth the name: it is not judged and does not enter the
-reference."""
-
-_RECENT = 32
-"""Reports per rank that make its median. Long against a rotation of a few steps, short against a training
-phase."""
-
-_MANY, _TAIL = 128, 16
-"""Of more ranks than that, so many reports each: more would cost more than a decision is to take, and tell little."""
 
 _CAUSE_SHARE = 0.5
 """Part of a rank's excess time that waiting for data, or for a processor, must explain to be called the
@@ -163,13 +143,20 @@ def find_stragglers(
     if persistence < 1:
         raise ValueError(f"persistence is {persistence}; expected at least 1")
     readings = Readings(window, threshold=threshold) if readings is None else readings
+    if math.isnan(readings.reference_s):
+        return ()
+    table = window.table
+    runs = readings.run_lengths()
+    ratios = _link_ratios(table.link_bytes_per_s)
+    suspects = (runs >= persistence) | (ratios < LINK_RATIO) | (table.silent_s > _SILENT_S)
     found = []
-    links = _Links(window)
-    usual: dict[str, float] = {}
-    for rank in range(window.world_size):
-        run = readings.slow_run(rank)
-        compute = _describe(window, readings, rank, run, usual) if len(run) >= persistence else None
-        link, saved_s = _slow_link(window, readings, rank, links.ratio(rank))
+    excess: _Excess | None = None
+    for rank in np.flatnonzero(suspects).tolist():
+        compute = None
+        if runs[rank] >= persistence:
+            excess = excess or _Excess(window, readings)
+            compute = excess.describe(rank)
+        link, saved_s = _slow_link(window, readings, rank, float(ratios[rank]))
         if link is not None and compute is not None:
             link = None if (compute.slowdown - 1.0) * readings.reference_s > saved_s else link
         named = _silence(window, readings, rank) or link or compute
@@ -180,39 +167,32 @@ def find_stragglers(
 
 def link_ratio(window: Window, rank: int) -> float:
     """The rate of the rank's link over the lower median of the others'; NaN where either is unknown."""
-    return _Links(window).ratio(rank)
+    return float(_link_ratios(window.table.link_bytes_per_s)[rank])
 
 
-class _Links:
-    """The rates of all links, in order once for all ranks."""
-
-    def __init__(self, window: Window) -> None:
-        self._rates = [stats.link_bytes_per_s for stats in window.ranks]
-        self._known = sorted(rate for rate in self._rates if math.isfinite(rate) and rate > 0.0)
-
-    def ratio(self, rank: int) -> float:
-        """As `link_ratio`."""
-        own = self._rates[rank]
-        others, count = len(self._rates) - 1, len(self._known)
-        place = count
-        if math.isfinite(own) and own > 0.0:
-            place, count = bisect.bisect_left(self._known, own), count - 1
-        # Fewer than half are no reference.
-        if not count or 2 * count < others or not 0.0 < own < math.inf:
-            return math.nan
-        middle = (count - 1) // 2
-        return own / self._known[middle if middle < place else middle + 1]
+def _link_ratios(rates: _Floats) -> _Floats:
+    """`link_ratio` of all ranks."""
+    known = np.isfinite(rates) & (rates > 0.0)
+    ordered, others = np.sort(rates[known]), len(rates) - 1
+    count = len(ordered) - 1  # Others that are known, of a rank that is.
+    # Fewer than half are no reference.
+    if count < 1 or 2 * count < others:
+        return np.full(len(rates), math.nan)
+    middle = (count - 1) // 2
+    # Without a rank itself, those above it move down by one place.
+    usual = np.where(rates <= ordered[middle], ordered[middle + 1], ordered[middle])
+    return np.asarray(np.divide(rates, usual, out=np.full(len(rates), math.nan), where=known))
 
 
 def _slow_link(window: Window, readings: Readings, rank: int, ratio: float) -> tuple[Straggler | None, float]:
     """The rank as a straggler by its link, and the seconds per step that a usual link would save."""
-    if math.isnan(readings.reference_s) or not ratio < LINK_RATIO:
+    if not ratio < LINK_RATIO:
         return None, 0.0
     own_s = _comm_s(window, rank)
     saved_s = own_s * (1.0 - ratio)
     if not (saved_s > RESOLUTION_S and saved_s > LINK_SHARE * (readings.reference_s + own_s)):
         return None, 0.0
-    rate = window.ranks[rank].link_bytes_per_s
+    rate = float(window.table.link_bytes_per_s[rank])
     evidence = (
         f"has a link of {rate / 1e6:.3g} MB/s, {1.0 / ratio:.1f}x slower than the others', and communicates "
         f"{duration(own_s)} per step"
@@ -226,25 +206,28 @@ def _comm_s(window: Window, rank: int) -> float:
 
     In a ring every rank sends 2 (n - 1) / n times its gradient and receives as much at the same time.
     """
-    stats = window.ranks[rank]
-    times = [time_s for time_s in stats.comm_s[-_RECENT:] if math.isfinite(time_s) and time_s >= 0.0]
+    table = window.table
+    times = [time_s for time_s in table.comm_s[rank][-RECENT:] if math.isfinite(time_s) and time_s >= 0.0]
     if len(times) >= MIN_REPORTS:
         return lower_median(times)
     n = window.world_size
-    return 2.0 * (n - 1) / n * window.comm_bytes / stats.link_bytes_per_s
+    return 2.0 * (n - 1) / n * window.comm_bytes / float(table.link_bytes_per_s[rank])
 
 
 def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
     """The rank as a straggler of which nothing is heard, though the others are."""
-    silent_s = window.ranks[rank].silent_s
+    silences = window.table.silent_s
+    silent_s = float(silences[rank])
     if not silent_s > _SILENT_S:
         return None
-    own = [time_s for _, time_s in readings.reports[rank][-_RECENT:]]
-    if len(own) < MIN_REPORTS or math.isnan(readings.reference_s):
+    own = [time_s for _, time_s in readings.reports[rank][-RECENT:]]
+    if len(own) < MIN_REPORTS:
         return None
     limit_s = max(_SILENT_S, SILENT_STEPS * readings.reference_s, _OWN_STEPS * lower_median(own))
-    others = lower_median([other.silent_s for index, other in enumerate(window.ranks) if index != rank])
-    if not silent_s > max(limit_s, 2.0 * others):
+    if not silent_s > limit_s:
+        return None
+    others = lower_median(np.delete(silences, rank).tolist())
+    if not silent_s > 2.0 * others:
         return None
     return Straggler(
         rank=rank,
@@ -256,167 +239,43 @@ def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
     )
 
 
-class Readings:
-    """A window made ready for questions: usable reports, the reference, and which reports are slow.
+class _Excess:
+    """Names the cause by where a rank's excess over the reference went.
 
-    Attributes:
-        reports: Per rank its usable reports as (step, seconds), oldest first; times that are no positive
-            number are left out.
-        counts: Usable reports of every rank, of as many ranks as most `_TAIL`.
-        reference_s: What one batch usually takes a rank of the fast half, in seconds; NaN while fewer than
-            half of the ranks can be judged, and then no report is slow. Both medians in it are lower ones.
-            The inner one matters when a straggler alternates between two ranks: each is then slow in half of
-            its reports, and the usual median would lie between its two speeds.
-
-    Raises:
-        ValueError: A rank whose steps and times differ in number.
+    All quantities are totals over the window, so shares diluted by earlier, fast reports still add up:
+    excess = sum(t) - k * reference; waiting = share * sum(t) - k * what a usual rank waits per report.
     """
 
-    def __init__(self, window: Window, *, threshold: float = THRESHOLD) -> None:
-        self.reports = _Reports(window)
-        self._times, self._steps = _table(window, self.reports)
-        self.counts = np.isfinite(self._times).sum(axis=1)
-        self.reference_s = self._reference()
-        self._threshold = threshold
-        self._floors: dict[int, float] = {}
-        self._slow_now: npt.NDArray[np.bool_] | None = None
+    def __init__(self, window: Window, readings: Readings) -> None:
+        self._readings = readings
+        self._total_s = readings.total_s()
+        self._shares = {"input": window.table.input_share, "starved": window.table.starved_share}
+        mean_s = self._total_s / np.maximum(readings.counts, 1)
+        self._usual_s = {cause: _lower_median(shares * mean_s) for cause, shares in self._shares.items()}
 
-    @classmethod
-    def of(cls, window: Window) -> Readings:
-        """Those of a window; of the same one again they are not made anew."""
-        global _last
-        if _last is None or _last[0] is not window:
-            _last = (window, cls(window))
-        return _last[1]
-
-    def newest(self, count: int) -> npt.NDArray[np.float64]:
-        """The ranks' last times, newest last, NaN where there are fewer, shape (n_ranks, count)."""
-        n, known = self._times.shape
-        if known >= count:
-            return self._times[:, known - count :]
-        return np.concatenate([np.full((n, count - known), math.nan), self._times], axis=1)
-
-    def slow_now(self) -> npt.NDArray[np.bool_]:
-        """Whose latest report exceeds the reference: only these can be in a slow run. Shape (n_ranks,)."""
-        if self._slow_now is None:
-            found = np.zeros(len(self._times), dtype=np.bool_)
-            if self._times.size and not math.isnan(self.reference_s):
-                limit_s = max(self._threshold * self.reference_s, self.reference_s + RESOLUTION_S)
-                with np.errstate(invalid="ignore"):
-                    found = (self._times[:, -1] > limit_s) & (self.counts >= MIN_REPORTS)
-            self._slow_now = found
-        return self._slow_now
-
-    def is_slow(self, step: int, time_s: float) -> bool:
-        """Whether a report exceeds the reference, and the fastest rank of its step, by the threshold."""
-        if math.isnan(self.reference_s) or time_s <= self.reference_s + RESOLUTION_S:
-            return False
-        if time_s <= self._threshold * self.reference_s:
-            return False
-        return time_s > self._threshold * self._floor_s(step)
-
-    def any_slow(self, after: int) -> bool:
-        """Whether any report of a step later than `after` is slow."""
-        return any(self.is_slow(step, time_s) for reports in self.reports for step, time_s in reports if step > after)
-
-    def slow_run(self, rank: int) -> list[tuple[int, float]]:
-        """The unbroken run of slow reports that ends with the rank's latest one, oldest first."""
-        run: list[tuple[int, float]] = []
-        if not self.slow_now()[rank]:
-            return run
-        for step, time_s in reversed(self.reports[rank]):
-            if not self.is_slow(step, time_s):
-                break
-            run.append((step, time_s))
-        return run[::-1]
-
-    def _reference(self) -> float:
-        recent = self._times[:, -_RECENT:]
-        count = np.isfinite(recent).sum(axis=1)
-        judged = count >= MIN_REPORTS
-        if judged.sum() < 2 or 2 * judged.sum() < len(self._times):
-            return math.nan
-        ordered = np.sort(recent[judged], axis=1)  # NaN comes last.
-        medians = ordered[np.arange(len(ordered)), (count[judged] - 1) // 2]
-        return float(np.sort(medians)[(len(medians) - 1) // 2])
-
-    def _floor_s(self, step: int) -> float:
-        """Shortest of the ranks' times in force at `step`, in seconds; 0 where a rank has none yet.
-
-        A report is in force from its step to the rank's next one. When all ranks become slower together
-        (longer sequences, a bigger batch) even the fastest does, and no rank is a straggler although all
-        exceed the reference, which is made of older reports.
-        """
-        if step not in self._floors:
-            width = self._times.shape[1]
-            begun = (np.isfinite(self._times) & (self._steps <= step)).sum(axis=1)
-            index = width - self.counts + begun - 1
-            times = self._times[np.arange(len(self._times)), np.maximum(index, 0)]
-            self._floors[step] = float(np.where(begun > 0, times, 0.0).min(initial=math.inf))
-        return self._floors[step]
-
-
-_last: tuple[Window, Readings] | None = None
-
-
-class _Reports(Sequence[list[tuple[int, float]]]):
-    """Usable reports of every rank, each made when it is asked for: of many ranks few are."""
-
-    def __init__(self, window: Window) -> None:
-        self._window = window
-        self._made: dict[int, list[tuple[int, float]]] = {}
-
-    @overload
-    def __getitem__(self, rank: int) -> list[tuple[int, float]]: ...
-
-    @overload
-    def __getitem__(self, rank: slice) -> Sequence[list[tuple[int, float]]]: ...
-
-    def __getitem__(self, rank: int | slice) -> Any:
-        if isinstance(rank, slice):
-            return [self[index] for index in range(*rank.indices(len(self)))]
-        if rank not in self._made:
-            self._made[rank] = _usable(self._window.ranks[rank])
-        return self._made[rank]
-
-    def __len__(self) -> int:
-        return len(self._window.ranks)
-
-
-def _table(window: Window, reports: _Reports) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Usable times and their steps, newest last, padded in front; of many ranks the newest only."""
-    most = _TAIL if window.world_size > _MANY else None
-    kept = [(stats.compute_s, stats.steps) for stats in window.ranks]
-    for stats, (times, steps) in zip(window.ranks, kept, strict=True):
-        if len(times) != len(steps):
-            _usable(stats)
-    if most is not None:
-        kept = [(times[-most:], steps[-most:]) for times, steps in kept]
-    lengths = {len(times) for times, _ in kept}
-    if len(lengths) == 1:
-        table = np.array([times for times, _ in kept], dtype=np.float64).reshape(len(kept), -1)
-        order = np.array([steps for _, steps in kept], dtype=np.int64).reshape(len(kept), -1)
-        if bool((np.isfinite(table) & (table > 0.0)).all()) and bool((np.diff(order, axis=1) >= 0).all()):
-            return table, order
-    own = [reports[rank][-most:] if most is not None else reports[rank] for rank in range(len(reports))]
-    longest = max(map(len, own), default=0)
-    table, order = np.full((len(own), longest), math.nan), np.zeros((len(own), longest), dtype=np.int64)
-    for row, pairs in enumerate(own):
-        if pairs:
-            table[row, longest - len(pairs) :] = [time_s for _, time_s in pairs]
-            order[row, longest - len(pairs) :] = [step for step, _ in pairs]
-    return table, order
-
-
-def _usable(stats: RankStats) -> list[tuple[int, float]]:
-    """The rank's reports whose time is a positive number, in order of step."""
-    if len(stats.steps) != len(stats.compute_s):
-        raise ValueError(
-            f"rank {stats.rank} has {len(stats.steps)} steps and {len(stats.compute_s)} times; "
-            "expected one time for each step"
+    def describe(self, rank: int) -> Straggler:
+        """The record of a rank in a slow run."""
+        reference = self._readings.reference_s
+        total_s, count = float(self._total_s[rank]), int(self._readings.counts[rank])
+        excess_s = max(total_s - count * reference, 1e-12)
+        explained = {
+            cause: (float(shares[rank]) * total_s - count * self._usual_s[cause]) / excess_s
+            for cause, shares in self._shares.items()
+        }
+        cause = max(explained, key=lambda key: explained[key])
+        if explained[cause] < _CAUSE_SHARE:
+            cause = "compute"
+        run = self._readings.slow_run(rank)
+        slow = lower_median([time_s for _, time_s in run])
+        evidence = (
+            f"last {len(run)} reports slow, {slow * 1e3:.1f} ms against {reference * 1e3:.1f} ms; of the excess "
+            f"{_percent(explained['input'])} is waiting for data, {_percent(explained['starved'])} for a CPU"
         )
-    pairs = zip(stats.steps, stats.compute_s, strict=True)
-    return sorted((step, time_s) for step, time_s in pairs if math.isfinite(time_s) and time_s > 0.0)
+        return Straggler(rank=rank, slowdown=slow / reference, since_step=run[0][0], cause=cause, evidence=evidence)
+
+
+def _lower_median(values: _Floats) -> float:
+    return float(np.sort(values)[(len(values) - 1) // 2])
 
 
 def lower_median(values: Sequence[float]) -> float:
@@ -428,45 +287,6 @@ def lower_median(values: Sequence[float]) -> float:
     if not values:
         raise ValueError("lower_median got no values; expected at least one")
     return sorted(values)[(len(values) - 1) // 2]
-
-
-def _describe(
-    window: Window, readings: Readings, rank: int, run: Sequence[tuple[int, float]], usual: dict[str, float]
-) -> Straggler:
-    """Name the cause by where the rank's excess over the reference went.
-
-    All quantities are totals over the window, so shares diluted by earlier, fast reports still add up:
-    excess = sum(t) - k * reference; waiting = share * sum(t) - k * what a usual rank waits per report.
-    """
-    reference = readings.reference_s
-    stats = window.ranks[rank]
-    times = [time_s for _, time_s in readings.reports[rank]]
-    excess = max(sum(times) - len(times) * reference, 1e-12)
-    explained = {}
-    for cause, shares in (
-        ("input", [other.input_share for other in window.ranks]),
-        ("starved", [other.starved_share for other in window.ranks]),
-    ):
-        if cause not in usual:
-            usual[cause] = _usual_s(shares, readings)
-        explained[cause] = (shares[rank] * sum(times) - len(times) * usual[cause]) / excess
-    cause = max(explained, key=lambda key: explained[key])
-    if explained[cause] < _CAUSE_SHARE:
-        cause = "compute"
-    slow = lower_median([time_s for _, time_s in run])
-    evidence = (
-        f"last {len(run)} reports slow, {slow * 1e3:.1f} ms against {reference * 1e3:.1f} ms; of the excess "
-        f"{_percent(explained['input'])} is waiting for data, {_percent(explained['starved'])} for a CPU"
-    )
-    return Straggler(rank=stats.rank, slowdown=slow / reference, since_step=run[0][0], cause=cause, evidence=evidence)
-
-
-def _usual_s(shares: Sequence[float], readings: Readings) -> float:
-    """Lower median over ranks of the seconds per report that a share of its time comes to; 0 without reports."""
-    times = readings.newest(_RECENT)
-    known = np.isfinite(times)
-    mean_s = np.where(known, times, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
-    return lower_median((np.asarray(shares) * mean_s).tolist())
 
 
 def duration(time_s: float) -> str:

@@ -6,12 +6,20 @@ simulator and the tests. Times are seconds on the clock of whoever wrote the rec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from scheduler.mode_names import parse_mode
 from scheduler.plans import MODES, Plan, PlanError
 
-__all__ = ["MODES", "Plan", "PlanError", "RankStats", "StepReport", "Window", "parse_mode"]
+__all__ = ["MODES", "Plan", "PlanError", "RankStats", "RankTable", "StepReport", "Window", "parse_mode"]
+
+_Floats = npt.NDArray[np.float64]
+_Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +79,107 @@ class RankStats:
     silent_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankTable(Sequence[RankStats]):
+    """The `RankStats` of all ranks as arrays, each made only when it is asked for.
+
+    With a thousand ranks, making their tuples and reading them again would take longer than the decision. Nobody
+    writes into the arrays.
+
+    Attributes:
+        compute_s: Shape (n_ranks, n_reports), newest last; a rank with fewer reports has them in its last columns.
+        steps: Same shape.
+        counts: Reports of every rank, shape (n_ranks,).
+        input_share: Shape (n_ranks,), as the others below; all as in `RankStats`.
+        comm_s: One tuple for each rank.
+    """
+
+    compute_s: _Floats
+    steps: _Ints
+    counts: _Ints
+    input_share: _Floats
+    starved_share: _Floats
+    late_share: _Floats
+    link_bytes_per_s: _Floats
+    silent_s: _Floats
+    comm_s: Sequence[tuple[float, ...]]
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankStats]) -> RankTable:
+        """The same from records.
+
+        Raises:
+            ValueError: A rank whose steps and times differ in number.
+        """
+        counts = [len(stats.compute_s) for stats in ranks]
+        for stats, count in zip(ranks, counts, strict=True):
+            if len(stats.steps) != count:
+                raise ValueError(
+                    f"rank {stats.rank} has {len(stats.steps)} steps and {count} times; expected one time for each step"
+                )
+        n, width = len(counts), max(counts, default=0)
+        if min(counts, default=0) == width:
+            times = np.array([stats.compute_s for stats in ranks], dtype=np.float64).reshape(n, width)
+            steps = np.array([stats.steps for stats in ranks], dtype=np.int64).reshape(n, width)
+        else:
+            times, steps = np.zeros((n, width)), np.zeros((n, width), dtype=np.int64)
+            for row, stats in enumerate(ranks):
+                if stats.steps:
+                    times[row, width - counts[row] :] = stats.compute_s
+                    steps[row, width - counts[row] :] = stats.steps
+        return cls(
+            compute_s=times,
+            steps=steps,
+            counts=np.array(counts, dtype=np.int64),
+            input_share=np.array([stats.input_share for stats in ranks], dtype=np.float64),
+            starved_share=np.array([stats.starved_share for stats in ranks], dtype=np.float64),
+            late_share=np.array([stats.late_share for stats in ranks], dtype=np.float64),
+            link_bytes_per_s=np.array([stats.link_bytes_per_s for stats in ranks], dtype=np.float64),
+            silent_s=np.array([stats.silent_s for stats in ranks], dtype=np.float64),
+            comm_s=[stats.comm_s for stats in ranks],
+        )
+
+    @overload
+    def __getitem__(self, rank: int) -> RankStats: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[RankStats]: ...
+
+    def __getitem__(self, rank: int | slice) -> Any:
+        if isinstance(rank, slice):
+            return tuple(self[index] for index in range(*rank.indices(len(self))))
+        rank = range(len(self))[rank]
+        known = slice(self.compute_s.shape[1] - int(self.counts[rank]), None)
+        return RankStats(
+            rank=rank,
+            compute_s=tuple(self.compute_s[rank, known].tolist()),
+            steps=tuple(self.steps[rank, known].tolist()),
+            input_share=float(self.input_share[rank]),
+            starved_share=float(self.starved_share[rank]),
+            late_share=float(self.late_share[rank]),
+            link_bytes_per_s=float(self.link_bytes_per_s[rank]),
+            comm_s=self.comm_s[rank],
+            silent_s=float(self.silent_s[rank]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (RankTable, tuple)) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
     """Recent reports of all ranks: the whole input of a decision.
 
     Attributes:
         step: Global step at the end of the window.
-        ranks: One entry per rank, in order; a rank that reported nothing has empty tuples.
+        ranks: One entry per rank, in order; a rank that reported nothing has empty tuples. Either a tuple, or a
+            `RankTable` where the arrays are there anyway.
         noise_scale: Gradient noise scale in units of samples or of reference batches, NaN where unknown.
         comm_bytes: Gradient bytes a rank reduces per step, 0 where unknown.
         allowed: Modes this job can run now; no other is chosen.
@@ -86,13 +188,28 @@ class Window:
     """
 
     step: int
-    ranks: tuple[RankStats, ...] = field(default_factory=tuple)
+    ranks: Sequence[RankStats] = field(default_factory=tuple)
     noise_scale: float = float("nan")
     comm_bytes: int = 0
     allowed: frozenset[str] = frozenset(MODES)
     losses: tuple[float, ...] = ()
     loss_steps: tuple[int, ...] = ()
+    _table: RankTable | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def world_size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def table(self) -> RankTable:
+        """All ranks as arrays; made from the tuples once where they came as tuples.
+
+        Raises:
+            ValueError: A rank whose steps and times differ in number.
+        """
+        if isinstance(self.ranks, RankTable):
+            return self.ranks
+        if self._table is None:
+            object.__setattr__(self, "_table", RankTable.of(self.ranks))
+        assert self._table is not None
+        return self._table
