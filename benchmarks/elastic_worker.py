@@ -21,7 +21,7 @@ from benchmarks.killed import Watch
 from benchmarks.scenarios import baseline
 from benchmarks.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
 from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, load_task, make_network
-from benchmarks.training import Snapshots, bring_into_force
+from benchmarks.training import Snapshots
 from benchmarks.worker import progress, register, write_record
 
 __all__ = ["main"]
@@ -58,8 +58,6 @@ class Training:
         options: dict[str, Any] = {}
         if not self._plain:
             options["mode"] = baseline(self._variant, spec.ranks - spec.quorum) if self._fixed else spec.mode
-            if self._fixed:
-                bring_into_force(hvd, options["mode"])
         optimizer = hvd.DistributedOptimizer(inner, named_parameters=self.model.named_parameters(), **options)
         elastic = importlib.import_module(f"{hvd.__name__}.elastic")
         state = elastic.TorchState(self.model, optimizer, step=0)
@@ -103,13 +101,15 @@ class Training:
         optimizer.step()
 
     def _maybe_die(self, state: Any, per_epoch: int) -> None:
-        """Halfway between two commits in the middle of the run, in the first world."""
+        """Halfway between two commits, from the middle of the run on, in the first world, under the mode asked for."""
         spec, hvd = self._spec, self._hvd
-        middle = spec.epochs * per_epoch // 2 // COMMIT_STEPS * COMMIT_STEPS + COMMIT_STEPS // 2
-        if self._variant in FREE_VARIANTS or state.step != middle or int(hvd.size()) < spec.ranks:
+        if self._variant in FREE_VARIANTS or int(hvd.size()) < spec.ranks:
+            return
+        if state.step < spec.epochs * per_epoch // 2 or state.step % COMMIT_STEPS != COMMIT_STEPS // 2:
             return
         self._watch.begin()
-        if int(hvd.rank()) == spec.ranks - 1:
+        waiting = self._fixed and state.optimizer.mode == "sync"  # For servers to start.
+        if int(hvd.rank()) == spec.ranks - 1 and not waiting:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _note(self, step: int) -> None:
