@@ -50,7 +50,7 @@ SPECIAL = {
     "slow-link": _Special(hidden_units=480, link_bits_per_s=200e6, epochs=3, passes=2),
     "frozen": _Special(epochs=6, passes=4),
     "killed-server": _Special(),
-    "killed-worker": _Special(),
+    "killed-worker": _Special(epochs=12),  # Servers take a part of the run to start.
 }
 
 
