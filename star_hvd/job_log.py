@@ -110,10 +110,9 @@ class JobLog:
             engine = board.engines.get(self._driver.number)
             if engine is None:
                 return
-            plans, values, predictions = engine.plans[self._plans_told :], self._values(engine), {}
-            if engine.choice is not None:
-                predictions = engine.choice.predictions()
-        for step, plan in plans:
+            plans, values = engine.plans[self._plans_told :], self._values(engine)
+            rested_on = [engine.rested_on.pop(plan.epoch, {}) for _, plan in plans]
+        for (step, plan), predictions in zip(plans, rested_on, strict=True):
             self._log.plan(step, plan, predictions)
             self._plans_told += 1
         self._log.window(values)

@@ -8,15 +8,17 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from scheduler.causes import Straggler, find_stragglers
 from scheduler.closing import Close, ClosingRule
 from scheduler.cost_policy import Ranker
 from scheduler.machine import MachineStats, machine_evidence, throttled_shares
 from scheduler.noise import NoiseScale
-from scheduler.records import MODES, Plan, PlanError, RankStats, StepReport, Window
+from scheduler.records import MODES, Plan, PlanError, StepReport, Window
 from star_hvd.config import Config
 from star_hvd.control.choice import Choice
+from star_hvd.control.history import History
 from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
 from star_hvd.control.resolve import resolve
 from star_hvd.control.switch import Switch
@@ -63,7 +65,7 @@ class EngineBoard:
             grace_mads=config.grace_mads,
             quorum_deadline_s=config.quorum_deadline_s,
         )
-        self.history: list[deque[StepReport]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
+        self.history = History(world_size, _HISTORY)
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
         self._refused_by = -1
@@ -79,6 +81,7 @@ class EngineBoard:
         self._send = send
         self._registered: dict[int, Plan | None] = {}
         self.choice: Choice | None = None
+        self.rested_on: dict[int, dict[str, Any]] = {}  # Epoch to the predictions behind its plan.
         self._ranker = ranker
         self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
         self._hosts = tuple(hosts) or ("localhost",) * world_size
@@ -87,6 +90,7 @@ class EngineBoard:
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
         self._comm_s: deque[float] = deque(maxlen=_HISTORY)
+        self._costly_comm: bool | None = None  # Looked at once for each decision.
         self._other_groups = 0
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
@@ -181,7 +185,7 @@ class EngineBoard:
         return resolve(
             plan,
             self.active,
-            times_s=[_usual_s(reports) for reports in self.history],
+            times_s=self.history.usual_s(),
             hosts=self._hosts,
             slow=[straggler.rank for straggler in self.stragglers],
             link_bytes_per_s=self.link_bytes_per_s,
@@ -253,32 +257,21 @@ class EngineBoard:
         self._maybe_return_to_sync(now_s)
         if now_s >= self._decide_at_s:
             self._decide_at_s = now_s + self._config.decide_interval_s
+            self._costly_comm = None
             self._decide(now_s)
         self._warn_of_stall(now_s)
         return min(wake_s, self._decide_at_s) if self.choice is not None else wake_s
 
     def window(self) -> Window:
-        """Recent reports of all ranks.
-
-        Where most ranks wait for a processor there are fewer cores than ranks, or others use them: whoever gets none
-        for a moment is not slow, and no mode would help. Those waits are taken out then. Where one rank alone waits,
-        it is starved, and they stay in.
-        """
-        shares = sorted(_share(reports, "runqueue_s") for reports in self.history)
-        oversubscribed = shares[(len(shares) - 1) // 2] > _OVERSUBSCRIBED
-        throttled = throttled_shares(self.machines)
-        stats = [_stats(rank, reports, oversubscribed) for rank, reports in enumerate(self.history)]
+        """Recent reports of all ranks, as `History.table` tells them."""
         return Window(
             step=self.rule.round,
-            ranks=tuple(
-                dataclasses.replace(
-                    own,
-                    starved_share=max(own.starved_share, throttled[rank]),
-                    link_bytes_per_s=self.link_bytes_per_s[rank],
-                    comm_s=tuple(self._comm_s),
-                    silent_s=self.silent_s[rank],
-                )
-                for rank, own in enumerate(stats)
+            ranks=self.history.table(
+                oversubscribed_share=_OVERSUBSCRIBED,
+                starved_share=throttled_shares(self.machines),
+                link_bytes_per_s=self.link_bytes_per_s,
+                silent_s=self.silent_s,
+                comm_s=tuple(self._comm_s),
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
@@ -301,11 +294,14 @@ class EngineBoard:
         """Whether communication costs enough to look at the links, or a mode is in force that answers a slow one."""
         if self.active.mode in ("subgroup", "ps"):
             return self.choice is not None
-        compute_s = [_usual_s(reports) for reports in self.history if reports]
-        if self.choice is None or len(self._comm_s) < 4 or not compute_s:
+        if self.choice is None or len(self._comm_s) < 4:
             return False
-        comm_s = statistics.median(self._comm_s)
-        return comm_s > _COMM_S and comm_s > _COMM_SHARE * (comm_s + statistics.median_low(compute_s))
+        if self._costly_comm is None:
+            compute_s = [usual_s for usual_s in self.history.usual_s() if not math.isnan(usual_s)]
+            comm_s = statistics.median(self._comm_s)
+            least_s = max(_COMM_S, _COMM_SHARE * (comm_s + statistics.median_low(compute_s))) if compute_s else math.inf
+            self._costly_comm = comm_s > least_s
+        return self._costly_comm
 
     @property
     def comm_s(self) -> float:
@@ -356,7 +352,7 @@ class EngineBoard:
     def _note_report(
         self, rank: int, step: int, message: Arrive | Late | StepNote, *, late: bool, wait_s: float = 0.0
     ) -> None:
-        self.history[rank].append(
+        self.history.append(
             StepReport(
                 rank=rank,
                 step=step,
@@ -426,6 +422,7 @@ class EngineBoard:
             return
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
         if plan is not None:
+            self.rested_on[self._next_epoch] = self.choice.predictions()
             self.publish(plan, now_s)
 
     def _regroup(self, now_s: float) -> None:
@@ -465,26 +462,3 @@ class EngineBoard:
             logger.warning(
                 "step %d has been waiting for ranks %s for %.0f s", self.rule.round, list(self.rule.missing), waited_s
             )
-
-
-def _stats(rank: int, reports: deque[StepReport], oversubscribed: bool) -> RankStats:
-    recent = list(reports)
-    return RankStats(
-        rank=rank,
-        compute_s=tuple(r.compute_s - (r.runqueue_s if oversubscribed else 0.0) for r in recent),
-        steps=tuple(report.step for report in recent),
-        input_share=_share(recent, "input_s"),
-        starved_share=_share(recent, "runqueue_s"),
-        late_share=sum(report.late for report in recent) / len(recent) if recent else 0.0,
-    )
-
-
-def _usual_s(reports: Sequence[StepReport]) -> float:
-    recent = [report.compute_s for report in reports][-16:]
-    return statistics.median(recent) if recent else math.nan
-
-
-def _share(reports: Sequence[StepReport], name: str) -> float:
-    """Part of the compute time that another of the reports' times makes up, 0 to 1."""
-    total_s = sum(report.compute_s for report in reports)
-    return min(1.0, sum(getattr(report, name) for report in reports) / total_s) if total_s > 0 else 0.0

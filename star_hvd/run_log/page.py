@@ -75,9 +75,29 @@ def sentence(plan: Mapping[str, Any]) -> str:
     """What a plan event says in one sentence."""
     told = f"step {plan.get('step')} ({plan.get('time_s', 0.0):.1f} s): {plan.get('label')}"
     reason = str(plan.get("reason") or "")
-    prediction = plan.get("prediction") or {}
-    predicted = ", ".join(f"{name} {_short(value)}" for name, value in list(prediction.items())[:8])
-    return told + (f", because {reason}" if reason else "") + (f"; predicted: {predicted}" if predicted else "")
+    return told + (f", because {reason}" if reason else "")
+
+
+def _predictions(plan: Mapping[str, Any]) -> str:
+    """A table of what a decision rested on, folded away; empty where nothing was predicted."""
+    rows = [
+        (
+            name,
+            f"{_number(values, 'relative')} ({_number(values, 'low')} to {_number(values, 'high')})",
+            _number(values, "reach"),
+        )
+        for name, values in (plan.get("prediction") or {}).items()
+        if isinstance(values, Mapping)
+    ]
+    if not rows:
+        return ""
+    columns = ("candidate", "time over that of sync (90 % interval)", "chance to reach the target")
+    return f"<details><summary>what was predicted</summary>{_table(columns, rows)}</details>"
+
+
+def _number(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name)
+    return f"{value:.2f}" if isinstance(value, (int, float)) else "?"
 
 
 def write_page(directory: Path, out: Path) -> Path:
@@ -91,7 +111,9 @@ def write_page(directory: Path, out: Path) -> Path:
 
     story = read_story(directory)
     state = story.state
-    decisions = "".join(f"<li>{html.escape(sentence(segment.plan))}</li>" for segment in state.segments)
+    decisions = "".join(
+        f"<li>{html.escape(sentence(segment.plan))}{_predictions(segment.plan)}</li>" for segment in state.segments
+    )
     parts = [
         f"<h1>Run {html.escape(story.name)}</h1>",
         f"<p>{html.escape(_summary(story))}</p>",
@@ -166,10 +188,6 @@ def _steps_of(path: Path) -> tuple[int, float, float, float] | None:
     compute, wait = ([float(r.get(name) or 0.0) for r in reports] for name in ("compute_s", "wait_s"))
     late = sum(bool(report.get("late")) for report in reports) / len(reports)
     return len(reports), statistics.median(compute), statistics.median(wait), late
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _thinned(points: list[Any]) -> list[Any]:

@@ -302,7 +302,8 @@ def test_the_page_tells_the_story(tmp_path: Path) -> None:
         log._window_due_s = -1e9  # Not one second each.
         log.window(_window(step, slow=step > 5))
         other.step(_report(step, 1))
-    log.plan(12, Plan.partial(2, 1, reason="rank 1 <computes> 4x slower"), {"partial(1)": 0.1})
+    predicted = {"partial(1)": {"relative": 0.254, "low": 0.2, "high": 0.31, "reach": 0.99, "interval_s": 0.1}}
+    log.plan(12, Plan.partial(2, 1, reason="rank 1 <computes> 4x slower"), predicted)
     log.metric("accuracy", 0.5, 19)
     other.close("FINISHED", 5.0)
     log.close("FINISHED", 5.0)
@@ -314,7 +315,8 @@ def test_the_page_tells_the_story(tmp_path: Path) -> None:
     story = read_story(log.directory)
     assert story.steps[1][0] == 19 and story.steps[1][1] == pytest.approx(0.02)
     assert sum(bool(w["stragglers"]) for w in story.windows) == 14
-    assert "predicted: partial(1) 0.1" in sentence(story.state.segments[1].plan)
+    assert sentence(story.state.segments[1].plan).endswith("partial(1), because rank 1 <computes> 4x slower")
+    assert "<td>0.25 (0.20 to 0.31)</td><td>0.99</td>" in text, "what the decision rested on"
 
 
 def test_a_page_of_an_empty_run_and_of_no_run(tmp_path: Path) -> None:
