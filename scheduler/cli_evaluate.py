@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def _champion(but: str) -> Predictor | None:
     """The champion, where there is one besides the model to judge."""
     from scheduler.registry import CHAMPION, Registry
 
-    if but == CHAMPION:
+    if but == CHAMPION or importlib.util.find_spec("mlflow") is None:
         return None
     registry = Registry(os.environ)
     return load(registry.download(CHAMPION)) if registry.alias(CHAMPION) is not None else None

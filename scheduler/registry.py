@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,10 @@ class Registry:
             ModelError: MLflow refused, or cannot be reached.
         """
         try:
-            return self._record(folder, about, sample, figures, experiment)
+            with warnings.catch_warnings():
+                # MLflow advises on type hints and examples; the signature is given.
+                warnings.simplefilter("ignore", UserWarning)
+                return self._record(folder, about, sample, figures, experiment)
         except self._mlflow.exceptions.MlflowException as error:
             raise ModelError(f"MLflow at {self.uri} says: {error}") from None
 

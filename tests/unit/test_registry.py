@@ -1,0 +1,89 @@
+"""The registry: a model goes in and comes out the same, aliases move, and nothing waits for a server for long."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from scheduler.predictor import HEADS, ModelError, Predictor, find_ranker, load
+from scheduler.registry import CHALLENGER, CHAMPION, Registry, fetch, find_model, tracking_uri
+from tests.unit.learning import save_model, small_table
+
+mlflow = pytest.importorskip("mlflow")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:
+    """Environment with a registry that has a model, and the model's folder."""
+    root = tmp_path_factory.mktemp("registry")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW")}
+    environ["STAR_LOG_DIR"] = str(root / "logs")
+    about = save_model(root / "model")
+    registry = Registry(environ)
+    version = registry.record(root / "model", about, sample=small_table().head(3))
+    assert version.number == "1" and registry.alias(CHALLENGER) == version and registry.alias(CHAMPION) is None
+    registry.promote(version, {"regret": 0.04, "coverage": 0.9})
+    assert registry.alias(CHAMPION) == version
+    return environ, root / "model"
+
+
+@pytest.mark.timeout(240)
+def test_what_goes_in_comes_out(stored: tuple[dict[str, str], Path]) -> None:
+    environ, folder = stored
+    found = fetch("models:/star-tta@champion", environ, deadline_s=100.0)
+    assert found != folder
+    for name in [*(f"{head}.txt" for head in HEADS), "model.json"]:
+        assert (found / name).read_bytes() == (folder / name).read_bytes()
+    told: list[str] = []
+    assert isinstance(find_ranker({**environ, "STAR_MODEL": "models:/star-tta/1"}, told.append), Predictor)
+    assert told == []
+
+
+@pytest.mark.timeout(240)
+def test_mlflow_can_serve_it_and_knows_its_schema(stored: tuple[dict[str, str], Path]) -> None:
+    environ, folder = stored
+    mlflow.set_tracking_uri(tracking_uri(environ))
+    served = mlflow.pyfunc.load_model("models:/star-tta@challenger")
+    rows = small_table().head(4)
+    answers = served.predict(rows)
+    expected = load(folder).estimate(rows[served.metadata.signature.inputs.input_names()].to_numpy(dtype="float64"))
+    assert answers["middle"].to_numpy() == pytest.approx(expected.middle)
+    with pytest.raises(mlflow.exceptions.MlflowException, match="noise_log"):
+        served.predict(rows.drop(columns=["noise_log"]))
+    version = mlflow.MlflowClient().get_model_version("star-tta", "1")
+    assert version.tags["star.feature_version"] == "1" and version.tags["star.coverage"] == "0.9"
+    run = mlflow.get_run(version.run_id)
+    assert "coverage" in run.data.metrics and run.data.params["settings.rounds"] == "40"
+
+
+@pytest.mark.timeout(240)
+def test_a_model_that_is_not_there_costs_one_warning(stored: tuple[dict[str, str], Path]) -> None:
+    told: list[str] = []
+    assert find_ranker({**stored[0], "STAR_MODEL": "models:/star-tta@nobody"}, told.append) is None
+    assert len(told) == 1 and "models:/star-tta@nobody" in told[0] and "The cost model decides" in told[0]
+
+
+def test_a_server_that_hangs_is_given_up() -> None:
+    """It takes the connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=lambda: server.accept(), daemon=True).start()
+        environ = {**os.environ, "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{server.getsockname()[1]}"}
+        begin_s = time.monotonic()
+        with pytest.raises(ModelError, match="did not answer within 1 s"):
+            fetch("models:/star-tta@champion", environ, deadline_s=1.0)
+        assert time.monotonic() - begin_s < 30.0  # Of a child that is killed, on a machine that is busy.
+
+
+def test_where_models_are_looked_for() -> None:
+    assert tracking_uri({"MLFLOW_TRACKING_URI": "http://server"}) == "http://server"
+    assert tracking_uri({"STAR_LOG_DIR": "/somewhere"}) == "sqlite:////somewhere/mlflow.db"
+
+
+def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model\.json"):
+        find_model(tmp_path)

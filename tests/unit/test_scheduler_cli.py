@@ -1,0 +1,176 @@
+"""The command `star-scheduler`, as a person uses it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from scheduler import cli, dataset
+from scheduler.cli_promote import gate
+from scheduler.collect_runs import read_run, real_rows, windows
+from scheduler.evaluate import Regrets
+from scheduler.plans import Plan
+from scheduler.predictor import Predictor, load
+from tests.unit.learning import save_model, small_table
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for name in ("collect", "train", "evaluate", "promote"):
+        assert name in text
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([name, "--help"])
+        assert stopped.value.code == 0
+        assert "default" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.csv.gz"], "cannot read the table nowhere.csv.gz"),
+        (["train", "table.txt"], "ends in .csv.gz"),
+        (["collect", "--moments", "0"], "--moments 0; expected at least"),
+        (["collect", "--seed", "999999", "--jobs", "5"], "later ones are held out"),
+        (["collect", "--jobs", "0"], "no rows"),
+        (["collect", "--jobs", "0", "--runs", "nowhere"], "expected a folder of logged runs"),
+        (["evaluate", "--model", "no/such/folder"], "there is no such folder"),
+        (["evaluate", "--scenarios", "0"], "--scenarios is 0"),
+        (["promote", "--scenarios", "0"], "--scenarios is 0"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.txt").write_text("x")
+    assert cli.main(arguments) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith(f"star-scheduler {arguments[0]}: error: ") and message in lines[-1]
+
+
+def test_collect_train_and_evaluate_by_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["collect", "--jobs", "2", "--seed", "3", "--moments", "1", "--out", "t.csv.gz"]) == 0
+    frame, described = dataset.read(tmp_path / "t.csv.gz")
+    assert described["sources"] == {"simulated": len(frame)} and "--seed 3" in described["made_by"]
+    dataset.write(tmp_path / "small.csv.gz", small_table())
+    assert cli.main(["train", "small.csv.gz", "--out", "model", "--no-registry"]) == 0
+    assert "90 % intervals cover" in capsys.readouterr().out
+    assert isinstance(load(tmp_path / "model"), Predictor)
+
+
+def test_several_tables_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    frame = small_table()
+    half = (frame["seed"] < 6).to_numpy()
+    dataset.write(tmp_path / "a.csv.gz", frame[half])
+    dataset.write(tmp_path / "b.csv.gz", frame[~half])
+    assert cli.main(["train", "a.csv.gz", "b.csv.gz", "--out", "model", "--no-registry"]) == 0
+    data = load(tmp_path / "model").about["data"]
+    assert data["rows"] == len(frame) and data["networks"] == 12
+
+
+# ---- the gate -------------------------------------------------------------------------------------------------------
+
+
+def regrets(**mean: float) -> list[Regrets]:
+    return [Regrets(1, "small_cnn", "sync", 1.0, dict(mean), dict.fromkeys(mean, 0))]
+
+
+def test_the_gate_opens_for_a_better_model_alone() -> None:
+    good = {"coverage": 0.9}
+    assert gate(regrets(learned=0.03, cost_model=0.05), good) == []
+    assert gate(regrets(learned=0.03, cost_model=0.05, champion=0.03), good) == []
+    assert "that of champion 2.00 %" in gate(regrets(learned=0.03, cost_model=0.05, champion=0.02), good)[0]
+    assert "that of cost_model 2.00 %" in gate(regrets(learned=0.03, cost_model=0.02), good)[0]
+    for coverage in (0.8, 0.97, math.nan):
+        assert "intervals cover" in gate(regrets(learned=0.03, cost_model=0.05), {"coverage": coverage})[0]
+    assert len(gate(regrets(learned=0.03, cost_model=0.05), {})) == 1
+
+
+# ---- logged runs ----------------------------------------------------------------------------------------------------
+
+
+def logged(root: Path, name: str, plan: Plan, *, reached_s: float | None, slow: float = 3.0, batch: int = 8) -> None:
+    """A run of 4 ranks as the run log writes it; rank 1 is slow."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    facts = {"world_size": 4, "batch": batch, "target": "accuracy>=0.9", "optimizer": {"class": "SGD", "parameters": 9}}
+    events: list[dict[str, object]] = [
+        {"kind": "facts", "time_s": 0.0, "values": facts},
+        {"kind": "plan", "time_s": 1.0, "step": 0, "plan": plan.to_dict()},
+        {"kind": "window", "time_s": 2.0, "step": 5, "noise_scale": 3.5, "ranks": {}},
+        {"kind": "metric", "time_s": 3.0, "name": "accuracy", "value": 0.5, "step": 10},
+    ]
+    if reached_s is not None:
+        events.append({"kind": "metric", "time_s": 1.0 + reached_s, "name": "accuracy", "value": 0.93, "step": 60})
+    text = "\n".join(json.dumps(event) for event in events) + '\n{"kind": "wind'
+    (folder / "events.jsonl").write_text(text)
+    for rank in range(4):
+        lines = [
+            json.dumps({"kind": "step", "time_s": 0.1 * s, "rank": rank, "step": s,
+                        "compute_s": 0.1 * (slow if rank == 1 else 1.0) * (1.0 + 0.001 * s), "late": False})
+            for s in range(60)
+        ]
+        (folder / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_runs_of_the_same_job_become_rows(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path, "b", Plan.partial(4, 3), reached_s=5.0)
+    logged(tmp_path, "c", Plan.partial(4, 3), reached_s=4.0)
+    logged(tmp_path, "d", Plan.local(4, steps=4), reached_s=None)
+    logged(tmp_path, "e", Plan.partial(4, 3), reached_s=1.0, batch=16)  # Another job, without a sync run.
+    told: list[str] = []
+    frame = dataset.frame_of(real_rows(tmp_path, "1", told=told.append))
+    assert told[0].startswith("4 of 5 runs used")
+    assert set(frame["source"]) == {"real"} and set(frame["run"]) == {"a"} and set(frame["seed"]) == {-1}
+    by_plan = frame.groupby("plan")
+    assert by_plan["log_relative"].first()["partial(3)"] == pytest.approx(math.log(0.45))
+    assert by_plan["reached"].first().to_dict() == {"sync": 1.0, "partial(3)": 1.0, "local(4)": 0.0}
+    assert frame["slowest_log"].to_numpy() == pytest.approx(math.log(3.0), abs=0.05)
+    dataset.write(tmp_path / "t.csv.gz", frame)
+    assert dataset.read(tmp_path / "t.csv.gz")[1]["sources"] == {"real": len(frame)}
+
+
+def test_windows_never_look_ahead(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    run = read_run(tmp_path / "a")
+    assert run is not None and run.target_s == pytest.approx(10.0)
+    for window in windows(run):
+        assert all(max(stats.steps) <= window.step for stats in window.ranks)
+        assert window.noise_scale == 3.5
+
+
+def test_runs_that_say_nothing_are_left_out(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    (tmp_path / "a" / "rank3.jsonl").unlink()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "events.jsonl").write_text("not json\n")
+    assert read_run(tmp_path / "a") is None and read_run(tmp_path / "b") is None
+    assert real_rows(tmp_path, "1") == []
+
+
+def test_evaluate_judges_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose ranges fit nothing decides as the cost model does: equal regret, status 0."""
+    monkeypatch.setenv("STAR_LOG_DIR", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    save_model(tmp_path / "model")
+    path = tmp_path / "found.json"
+    arguments = ["evaluate", "--model", str(tmp_path / "model"), "--scenarios", "1", "--seed", "3", "--json", str(path)]
+    assert cli.main(arguments) == 0
+    found = json.loads(path.read_text())
+    assert found["policy"] == "learned" and found["mean_regret"] == found["baselines"]["cost_model"]
+    assert {"star_heuristic", "sync", "oracle", "partial(n-1)"} <= set(found["baselines"])
+    assert "learned" in capsys.readouterr().out
