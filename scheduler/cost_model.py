@@ -105,8 +105,9 @@ class Conditions:
         times = readings.newest(rows).T.copy()
         for one in np.flatnonzero(readings.slow_now() | (readings.counts < rows)).tolist():
             times[:, one] = _expected(readings, one, rows)
-        rate = np.array([_known(stats.link_bytes_per_s, math.inf) for stats in window.ranks])
-        starved = np.array([min(0.99, stats.starved_share) for stats in window.ranks])
+        known = np.isfinite(window.table.link_bytes_per_s) & (window.table.link_bytes_per_s > 0.0)
+        rate = np.where(known, window.table.link_bytes_per_s, math.inf)
+        starved = np.minimum(0.99, window.table.starved_share)
         return cls(
             times_s=times,
             rate=rate,

@@ -165,13 +165,13 @@ def _moment(
         *_size(conditions, window),
         *_times(conditions),
         *_history(conditions, window),
-        max((stats.starved_share for stats in window.ranks), default=0.0),
-        max((stats.input_share for stats in window.ranks), default=0.0),
-        math.log1p(max((stats.silent_s for stats in window.ranks), default=0.0) / conditions.typical_s),
+        float(window.table.starved_share.max(initial=0.0)),
+        float(window.table.input_share.max(initial=0.0)),
+        math.log1p(float(window.table.silent_s.max(initial=0.0)) / conditions.typical_s),
         math.log1p(conditions.frozen_s / conditions.typical_s),
         len(conditions.freezing) / conditions.world_size,
         math.log1p(max(window.step, 0)),
-        math.log1p(len(window.ranks[0].compute_s) if window.ranks else 0),
+        math.log1p(int(window.table.counts[0]) if window.ranks else 0),
         _log(price[0]),
         _log(price[1]),
         _log(price[2]),
@@ -189,8 +189,8 @@ def _size(conditions: Conditions, window: Window) -> list[float]:
     wire_bytes = 2.0 * (n - 1) / n * conditions.comm_bytes
     rate = np.sort(conditions.rate)
     middle = float(rate[(n - 1) // 2])
-    known = [stats.link_bytes_per_s for stats in window.ranks if stats.link_bytes_per_s > 0.0]
-    now = min(known, default=math.inf)
+    known = window.table.link_bytes_per_s
+    now = float(known[known > 0.0].min(initial=math.inf))
     return [
         math.log2(n),
         _log(conditions.noise / n),
@@ -253,11 +253,10 @@ def _history(conditions: Conditions, window: Window) -> list[float]:
 def _reports(window: Window) -> Array:
     """The ranks' newest times, newest last, NaN where there are fewer, shape (n_ranks, n_reports)."""
     most = _HISTORY if window.world_size <= _MANY else _HISTORY_MANY
-    kept = [stats.compute_s[-most:] for stats in window.ranks]
-    longest = max(map(len, kept), default=0)
-    if all(len(own) == longest for own in kept):
-        return np.array(kept, dtype=np.float64).reshape(len(kept), longest)
-    return np.array([(math.nan,) * (longest - len(own)) + own for own in kept])
+    table = window.table
+    longest = min(most, int(table.counts.max(initial=0)))
+    times = table.compute_s[:, table.compute_s.shape[1] - longest :]
+    return np.where(np.arange(longest) >= longest - table.counts[:, None], times, math.nan)
 
 
 # ---- the candidate --------------------------------------------------------------------------------------------------

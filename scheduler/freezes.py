@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from scheduler.causes import lower_median
+import numpy as np
+
 from scheduler.plans import Plan
 from scheduler.records import Window
 
@@ -51,10 +52,11 @@ class Freezes:
         self._now += share * (window.step - self._step) if self._step is not None else 0.0
         self._step = window.step
         limit_s = max(_SILENT_S, _SILENT_STEPS * typical_s)
-        long = [stats for stats in window.ranks if stats.silent_s > limit_s]
+        silences = window.table.silent_s
+        long = np.flatnonzero(silences > limit_s).tolist()
         # Where many are silent at once it is not them.
-        usual_s = lower_median([stats.silent_s for stats in window.ranks]) if long else 0.0
-        silent = {stats.rank: stats.silent_s for stats in long if stats.silent_s > 2.0 * usual_s}
+        usual_s = float(np.sort(silences)[(len(silences) - 1) // 2]) if long else 0.0
+        silent = {rank: float(silences[rank]) for rank in long if silences[rank] > 2.0 * usual_s}
         for rank, silent_s in silent.items():
             spells = self._spells.setdefault(rank, [])
             if rank in self._silent:

@@ -1,0 +1,97 @@
+"""A coordinator's history as arrays tells what lists of reports would."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.records import StepReport
+from star_hvd.control.history import History
+
+_DEPTH = 8
+
+
+def _filled(n: int, counts: list[int], seed: int) -> tuple[History, list[deque[StepReport]]]:
+    random = np.random.default_rng(seed)
+    history, plain = History(n, _DEPTH), [deque[StepReport](maxlen=_DEPTH) for _ in range(n)]
+    for rank, count in enumerate(counts):
+        for step in range(count):
+            compute_s, waits = float(random.uniform(0.0, 2.0)), random.uniform(0.0, 1.0, 4).tolist()
+            report = StepReport(
+                rank=rank,
+                step=3 * step,
+                compute_s=compute_s,
+                wait_s=waits[0],
+                input_s=waits[1],
+                cpu_s=waits[2],
+                runqueue_s=waits[3] * float(random.choice([0.0, 1.0])),
+                late=bool(random.integers(2)),
+            )
+            history.append(report)
+            plain[rank].append(report)
+    return history, plain
+
+
+def _share(reports: deque[StepReport], name: str) -> float:
+    total_s = sum(report.compute_s for report in reports)
+    return min(1.0, sum(getattr(report, name) for report in reports) / total_s) if total_s > 0 else 0.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.2, 2]))
+def test_a_table_tells_what_the_reports_say(counts: list[int], seed: int, limit: float) -> None:
+    n = len(counts)
+    history, plain = _filled(n, counts, seed)
+    throttled = [0.5 if rank == 1 else 0.0 for rank in range(n)]
+    table = history.table(
+        oversubscribed_share=limit,
+        starved_share=throttled,
+        link_bytes_per_s=[1e6] * n,
+        silent_s=[0.1] * n,
+        comm_s=(0.01, 0.02),
+    )
+    queueing = sorted(_share(reports, "runqueue_s") for reports in plain)
+    short = queueing[(n - 1) // 2] > limit
+    assert len(table) == n
+    for rank, (stats, reports) in enumerate(zip(table, plain, strict=True)):
+        assert stats.rank == rank
+        assert stats.steps == tuple(report.step for report in reports)
+        expected = [report.compute_s - (report.runqueue_s if short else 0.0) for report in reports]
+        assert stats.compute_s == pytest.approx(tuple(expected), rel=0.0, abs=1e-12)
+        assert stats.input_share == pytest.approx(_share(reports, "input_s"))
+        assert stats.starved_share == pytest.approx(max(_share(reports, "runqueue_s"), throttled[rank]))
+        assert stats.late_share == pytest.approx(statistics.fmean(r.late for r in reports) if reports else 0.0)
+        assert (stats.link_bytes_per_s, stats.silent_s, stats.comm_s) == (1e6, 0.1, (0.01, 0.02))
+        usual = statistics.median([r.compute_s for r in reports]) if reports else math.nan
+        assert history.usual_s()[rank] == pytest.approx(usual, nan_ok=True)
+        assert len(history[rank]) == len(reports)
+        for one, other in zip(history[rank], reports, strict=True):
+            assert (one.step, one.late) == (other.step, other.late)
+            assert (one.compute_s, one.wait_s, one.input_s, one.cpu_s, one.runqueue_s) == (
+                other.compute_s, other.wait_s, other.input_s, other.cpu_s, other.runqueue_s
+            )
+
+
+def test_a_table_is_not_changed_by_later_reports() -> None:
+    history, _ = _filled(2, [3, 3], 0)
+    table = history.table(
+        oversubscribed_share=1.0, starved_share=[0.0, 0.0], link_bytes_per_s=[1.0, 1.0], silent_s=[0.0, 0.0], comm_s=()
+    )
+    before = repr(tuple(table))
+    for step in range(20):
+        history.append(StepReport(rank=0, step=100 + step, compute_s=9.0))
+    assert repr(tuple(table)) == before
+
+
+def test_usual_times_of_full_histories() -> None:
+    history = History(3, 64)
+    for step in range(70):
+        for rank in range(3):
+            history.append(StepReport(rank=rank, step=step, compute_s=float((rank + 1) * (step % 16))))
+    assert history.usual_s() == pytest.approx([7.5, 15.0, 22.5])
