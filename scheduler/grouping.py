@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -194,21 +194,20 @@ def similar_groups(times_s: Sequence[float], relative_threshold: float = SIMILAR
     limit_s = relative_threshold * lower_median(times_s)
     order = sorted(range(len(times_s)), key=lambda rank: (times_s[rank], rank))
     groups = [[rank] for rank in order]
+    mean_s = np.asarray([times_s[rank] for rank in order])
+    size = np.ones(len(order))
     # On a line the closest two groups by Ward's distance are always neighbours.
     while len(groups) > 1:
-        distances = [_ward_s(times_s, one, two) for one, two in pairwise(groups)]
-        index = min(range(len(distances)), key=distances.__getitem__)
+        distances = np.diff(mean_s) * np.sqrt(2.0 * size[:-1] * size[1:] / (size[:-1] + size[1:]))
+        index = int(np.argmin(distances))
         # Exactly equal times are one group at any threshold.
         if not (distances[index] < limit_s or distances[index] == 0.0):
             break
         groups[index : index + 2] = [groups[index] + groups[index + 1]]
+        mean_s[index] = math.fsum(times_s[rank] for rank in groups[index]) / len(groups[index])
+        size[index] += size[index + 1]
+        mean_s, size = np.delete(mean_s, index + 1), np.delete(size, index + 1)
     return tuple(sorted(tuple(sorted(group)) for group in groups))
-
-
-def _ward_s(times_s: Sequence[float], one: Sequence[int], two: Sequence[int]) -> float:
-    """Ward's distance of two groups of scalars, seconds; of two single ranks their difference."""
-    means = [math.fsum(times_s[rank] for rank in group) / len(group) for group in (one, two)]
-    return abs(means[0] - means[1]) * math.sqrt(2.0 * len(one) * len(two) / (len(one) + len(two)))
 
 
 def fan_in_tree(world_size: int, bandwidths_bytes_per_s: Sequence[float], fan_in: int) -> tuple[tuple[int, int], ...]:

@@ -100,6 +100,40 @@ class Account(Replicas):
         self.gradients += made * gradients
         self.drift += made * drift
 
+    def add_series(
+        self, now_s: Array, *, length: Array, signal: Array, effective: Array, drift: Array, gradients: float
+    ) -> None:
+        """Add many updates of the one replica, shape (updates,), at the noise there is before them.
+
+        Args:
+            now_s: When each was done, ascending.
+            length: L.
+            signal: L, less what staleness cost.
+            effective: m.
+            drift: Mean drift of its gradients.
+            gradients: Gradients in each.
+        """
+        noise = self.noise[0]
+        gain = np.asarray(update_progress(length, signal, effective, noise, self.world[0], self._rho[0]))
+        share = gain / self._steps[0]
+        after = np.maximum(0.0, self.progress[0] + np.cumsum(share))
+        before = np.concatenate([self.progress, after[:-1]])
+        weight = np.where(before < self._early[0], 1.0, _LATE_WEIGHT)
+        weight /= self._early[0] + _LATE_WEIGHT * (1.0 - self._early[0])
+        drifted = np.maximum(0.0, drift / self._drift_limit[0] - 1.0)
+        louder = length * length / np.maximum(signal, 1e-9) * iterations(noise, effective)
+        louder /= iterations(noise, self.world[0])
+        noisy = np.where(before > 0.5, 2.0, 0.0) * np.maximum(0.0, louder / self._noise_limit[0] - 1.0)
+        self.harm += (np.maximum(share, 0.0) * np.minimum(weight * drifted + noisy, 1e3)).sum()
+        self.progress = after[-1:].copy()
+        done = np.flatnonzero(after >= 1.0)
+        if len(done) and np.isinf(self.reached_s[0]):
+            self.reached_s = now_s[done[:1]].copy()
+        self.gain += gain.sum()
+        self.updates += len(now_s)
+        self.gradients += gradients * len(now_s)
+        self.drift += drift.sum()
+
     def add_mean(self, now_s: Array, weights: Array, stale: Array) -> None:
         """Add an update that is a weighted mean over ranks, of the length of a synchronous step.
 

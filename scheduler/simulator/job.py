@@ -26,6 +26,7 @@ from scheduler.simulator.machines import Array, Ints, Machines
 from scheduler.simulator.rounds import Rounds
 from scheduler.simulator.scenario import Scenario
 from scheduler.simulator.servers import Arrivals, Server
+from scheduler.simulator.stream import Stream, streams
 from scheduler.simulator.subsets import Local, Subgroup
 
 __all__ = ["Job", "Outcome", "Policy", "make_mode", "mean_times_s", "run_plans", "vectorised"]
@@ -81,8 +82,8 @@ class Outcome:
 
 
 def vectorised(plan: Plan) -> bool:
-    """Whether many replicas of the plan advance together; else it runs event by event."""
-    fixed = plan.rule in ("x", "backup") and not plan.parents and plan.guard == "none"
+    """Whether many replicas of the plan advance together; else each runs by itself."""
+    fixed = not streams(plan) and plan.rule in ("x", "backup") and not plan.parents and plan.guard == "none"
     return plan.mode in ("sync", "partial", "subgroup", "local") or (plan.mode == "ps" and fixed)
 
 
@@ -101,6 +102,8 @@ def make_mode(state: State, plans: Sequence[Plan]) -> Mode:
 def _kind(plan: Plan) -> type[Mode]:
     if plan.mode in ("sync", "partial"):
         return Rounds
+    if streams(plan):
+        return Stream
     if plan.mode in ("ps", "grouped"):
         return Arrivals if vectorised(plan) else Server
     return Subgroup if plan.mode == "subgroup" else Local
@@ -364,7 +367,7 @@ def run_plans(scenarios: Sequence[Scenario], plans: Sequence[Plan], *, limit_s: 
         settled.append(resolved(plan, mean_times_s(scenario)))
         kinds.setdefault(_kind(settled[-1]), []).append(index)
     for kind, jobs in kinds.items():
-        if kind is Server:
+        if kind in (Server, Stream):
             for index in jobs:
                 found[index] = Job(scenarios[index], settled[index]).run(limit_s=limit_s)
             continue

@@ -177,6 +177,17 @@ class Machines(Replicas):
         """Compute time of the batch every rank is on, shape (replicas, ranks)."""
         return self.finish_s - self.start_s
 
+    @property
+    def fastest_s(self) -> float:
+        """A time that no batch of any rank is shorter than."""
+        shortest = self._base_s.min(axis=1) * self._jitter.min(axis=(1, 2))
+        return float(shortest.min()) * (float(self._rows.min()) if self._rows.size else 1.0)
+
+    @property
+    def change_s(self) -> float:
+        """When `rate`, `starved`, `fed` or `thaw_s` changes next, in any replica."""
+        return float(self._change_s.min())
+
     # ---- links and processes ----------------------------------------------------------------------------------------
 
     def look(self, now_s: Array) -> None:

@@ -17,10 +17,10 @@ from scheduler.server_rules import Push, Release, ServerRule, Update, lr_factor
 from scheduler.simulator.base import Mode, State
 from scheduler.simulator.machines import Array, Flags, Ints, Machines
 
-__all__ = ["Arrivals", "Server"]
+__all__ = ["Arrivals", "Server", "capacity"]
 
 
-def _capacity(machines: Machines, servers: Sequence[tuple[int, ...]]) -> Array:
+def capacity(machines: Machines, servers: Sequence[tuple[int, ...]]) -> Array:
     """Bytes per second all servers take in together; each has an equal part, so the slowest counts."""
     return np.array(
         [
@@ -73,9 +73,9 @@ class Arrivals(Mode):
         chosen = place < self.x[:, None]
         last_s = np.where(chosen, self.arrive_s, -math.inf).max(axis=1)
         machines.look(last_s)
-        capacity = _capacity(machines, [plan.servers for plan in self._plans])
+        carried = capacity(machines, [plan.servers for plan in self._plans])
         # The servers cannot take in faster than their links carry.
-        busy_s = self.x * machines.bytes / capacity + machines.server_s
+        busy_s = self.x * machines.bytes / carried + machines.server_s
         end_s = np.maximum(last_s + machines.server_s, state.now_s + busy_s)
         self._account(chosen, end_s)
         state.now_s, state.step = end_s, state.step + 1
@@ -133,7 +133,8 @@ class Arrivals(Mode):
 class Server(Mode):
     """`ps` with any rule, and `grouped`, through `ServerRule`; each replica event by event.
 
-    In `grouped` the groups push: a group's gradient is there when its slowest member's and its ring are.
+    In `grouped` the groups push: a group's gradient is there when its slowest member's and its ring are. The groups of
+    rule `groups` push in one go as well, when the last of their members does.
 
     Args:
         state: The job, of one replica.
@@ -144,8 +145,12 @@ class Server(Mode):
         super().__init__(state, plans)
         (plan,) = plans
         self.plan, machines = plan, state.machines
-        self.rule = ServerRule(plan, version=int(state.step[0]))
-        if plan.mode == "grouped":
+        rule = plan
+        if plan.mode == "ps" and plan.rule == "groups" and not plan.parents:
+            rule = Plan.grouped(plan.world_size, plan.groups, damping=plan.damping, lr_rule=plan.lr_rule,
+                                noise_scale=plan.noise_scale, guard=plan.guard)
+        self.rule = ServerRule(rule, version=int(state.step[0]))
+        if rule.mode == "grouped":
             self.crews = {group[0]: np.array(group) for group in plan.groups}
         else:
             parents = {parent for _, parent in plan.parents}
@@ -161,11 +166,16 @@ class Server(Mode):
         self.moved = 0.0
         self.busy_s = float(state.now_s[0])
         machines.look(state.now_s)
+        self.first_s: dict[int, float] = {}
         self.arrive_s = {leader: self._push_s(leader) for leader in self.crews}
 
     def _push_s(self, leader: int) -> float:
         """When the push of the batches begun last is at the server."""
         machines, crew = self.state.machines, self.crews[leader]
+        if len(crew) > 1 and self.plan.mode == "ps" and not self.plan.parents:
+            each_s = machines.finish_s[0, crew] + machines.latency_s[0] + machines.bytes[0] / machines.rate[0, crew]
+            self.first_s[leader] = float(each_s.min())
+            return float(each_s.max())
         ready_s = float(machines.finish_s[0, crew].max())
         if len(crew) > 1 and self.plan.mode == "grouped":
             members = np.zeros((1, machines.n), dtype=np.bool_)
@@ -189,8 +199,11 @@ class Server(Mode):
     def _arrive(self, leader: int) -> None:
         state, machines, crew = self.state, self.state.machines, self.crews[leader]
         machines.look(np.array([max(self.arrive_s[leader], float(state.now_s[0]))]))
-        capacity = float(_capacity(machines, [self.plan.servers])[0])
-        now_s = max(self.arrive_s[leader], self.busy_s + float(machines.bytes[0]) / capacity)
+        carried = float(capacity(machines, [self.plan.servers])[0])
+        pushed = len(crew) if leader in self.first_s else 1
+        one_s = float(machines.bytes[0]) / carried
+        busy_s = max(self.busy_s, self.first_s.get(leader, -math.inf) - one_s)
+        now_s = max(self.arrive_s[leader], busy_s + pushed * one_s)
         self.busy_s, self.arrive_s[leader] = now_s, math.inf
         state.report(crew)
         self.pushes[leader] += 1

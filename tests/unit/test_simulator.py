@@ -26,6 +26,7 @@ from scheduler.simulator.job import make_mode
 from scheduler.simulator.machines import Machines
 from scheduler.simulator.rounds import Rounds
 from scheduler.simulator.servers import Arrivals, Server
+from scheduler.simulator.stream import Stream
 
 TINY = Network(comm_bytes=8, target_steps=200.0)
 
@@ -350,3 +351,31 @@ def test_median_step_of_many_ranks() -> None:
     sc = scenario(n, slow={5: 4.0}, jitter=0.02)
     outcome = run_plans([replace(sc, network=replace(sc.network, target_steps=40.0))], [Plan.partial(n, n - 1)])[0]
     assert outcome.step_s < 1.5 and statistics.median([outcome.efficiency]) > 0.98
+
+
+@pytest.mark.parametrize("name", ["ps(1)", "ssp(3)", "ssp(0)"])
+def test_batches_of_arrivals_are_the_server_rule(name: str) -> None:
+    cluster = Cluster(world_size=64, relative_s=(1.0,) * 60 + (2.0, 2.5, 3.0, 4.0), jitter=0.2, server_s=1e-4)
+    sc = Scenario(cluster=cluster, network=Network(comm_bytes=100_000, compute_s=0.1, target_steps=200.0))
+    plan = parse_mode(name, 64)
+    assert plan is not None
+    one, two = job(sc, plan), job(sc, plan)
+    batches = make_mode(one, [plan])
+    assert isinstance(batches, Stream)
+    exact = Server(two, [plan])
+    for _ in range(40):
+        batches.step()
+        while int(two.step[0]) < int(one.step[0]):
+            exact.step()
+        assert one.now_s[0] == pytest.approx(two.now_s[0], rel=1e-3)
+    assert one.account.updates[0] == two.account.updates[0] > 400
+    assert one.account.progress[0] == pytest.approx(two.account.progress[0], rel=2e-3)
+    assert one.account.drift[0] == pytest.approx(two.account.drift[0], rel=5e-3)
+
+
+def test_similar_ranks_push_together() -> None:
+    sc = scenario(6, slow={4: 3.0, 5: 3.0})
+    plan = Plan.ps(6, 1, rule="groups", groups=((0, 1, 2, 3), (4, 5)))
+    found = Job(sc, plan).run()
+    # Four gradients every step and two every third one: rates add up.
+    assert found.step_s == pytest.approx(1.0 / (1.0 + 1.0 / 3.0), rel=0.03)

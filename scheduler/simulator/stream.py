@@ -1,0 +1,149 @@
+"""`ps` with few gradients per update among many ranks: a batch of arrivals at a time.
+
+A rank that is released cannot be back before the way to it, its shortest batch and the way from it have passed. So all
+arrivals before that time are known, and their updates are made together: which ranks share in which one, when each is
+done (a maximum over prefixes, because servers take in one after the other), and its drift. Equal to `Arrivals` and
+`Server` update by update, but that links are looked at once per batch and the noise scale grows from batch to batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.plans import Plan
+from scheduler.progress import alignment
+from scheduler.server_rules import lr_factor
+from scheduler.simulator.base import Mode, State
+from scheduler.simulator.machines import Array, Ints
+from scheduler.simulator.servers import capacity
+
+__all__ = ["Stream", "streams"]
+
+_MANY = 64
+"""Ranks per gradient of an update from which batches are long enough to gain anything."""
+
+
+def streams(plan: Plan) -> bool:
+    """Whether a plan is simulated in batches."""
+    plain = plan.mode == "ps" and plan.rule in ("x", "ssp") and not plan.parents and plan.guard == "none"
+    return plain and plan.world_size >= _MANY * plan.quorum
+
+
+class Stream(Mode):
+    """`ps(x)` and `ssp(s)`. One `step` is a batch of updates, one at least.
+
+    Args:
+        state: The job, of one replica.
+        plans: Its plan.
+
+    Raises:
+        ValueError: More replicas than one.
+    """
+
+    def __init__(self, state: State, plans: Sequence[Plan]) -> None:
+        if len(plans) != 1 or state.machines.replicas != 1:
+            raise ValueError(f"{state.machines.replicas} replicas with {len(plans)} plans; expected one of each")
+        super().__init__(state, plans)
+        self.plan, machines, n = plans[0], state.machines, state.machines.n
+        machines.look(state.now_s)
+        self.base = np.full(n, int(state.step[0]))  # Version of the parameters behind each rank's gradient.
+        self.base_moved = np.zeros(n)
+        self.moved = 0.0
+        self.clock = np.zeros(n, dtype=np.int64)
+        self.blocked: list[int] = []
+        self.length = lr_factor(self.plan, self.plan.quorum)
+        self.arrive_s = machines.finish_s[0] + self._way_s()
+
+    def _way_s(self) -> Array:
+        machines = self.state.machines
+        return np.asarray(machines.latency_s[0] + machines.bytes[0] / machines.rate[0])
+
+    def step(self) -> None:
+        state, machines, x = self.state, self.state.machines, self.plan.quorum
+        first_s = float(np.partition(self.arrive_s, x - 1)[x - 1])
+        machines.look(np.array([first_s]))
+        way_s = self._way_s()
+        # Nobody released from now on is back before this, and no link changes.
+        horizon_s = max(first_s, min(first_s + 2.0 * float(way_s.min()) + machines.fastest_s, machines.change_s))
+        chosen = np.flatnonzero(self.arrive_s <= horizon_s)
+        chosen = chosen[np.argsort(self.arrive_s[chosen], kind="stable")]
+        count = len(chosen) // x
+        chosen = chosen[: count * x]
+        last_s = self.arrive_s[chosen][x - 1 :: x]
+        end_s = self._ends(last_s)
+        before = self.moved + np.concatenate([[0.0], np.cumsum(self._account(chosen, count, end_s))])
+        self.moved = float(before[-1])
+        first = int(state.step[0])
+        state.now_s, state.step = end_s[-1:].copy(), np.array([first + count])
+        state.report(chosen)
+        self.arrive_s[chosen] = math.inf
+        released, update = self._released(chosen, count)
+        self.base[released], self.base_moved[released] = first + update + 1, before[update + 1]
+        state.begin(released, end_s[update] + way_s[released], self.base[released])
+        self.arrive_s[released] = machines.finish_s[0, released] + way_s[released]
+
+    def _ends(self, last_s: Array) -> Array:
+        """When each update is done: after its last gradient, and after the one before, as fast as links carry."""
+        machines = self.state.machines
+        server_s = float(machines.server_s[0])
+        busy_s = self.plan.quorum * float(machines.bytes[0]) / float(capacity(machines, [self.plan.servers])[0])
+        busy_s += server_s
+        after = busy_s * np.arange(len(last_s))
+        from_now = float(self.state.now_s[0]) + busy_s + after
+        return np.asarray(np.maximum(np.maximum.accumulate(last_s + server_s - after) + after, from_now))
+
+    def _account(self, chosen: Ints, count: int, end_s: Array) -> Array:
+        """Add the updates to the account; their lengths."""
+        plan, x, n = self.plan, self.plan.quorum, self.state.machines.n
+        first = int(self.state.step[0])
+        stale = (first + np.repeat(np.arange(count), x) - self.base[chosen]).astype(np.float64)
+        kept = np.ones(len(chosen))
+        if plan.damping == "inverse":
+            kept = 1.0 / (1.0 + stale)
+        elif plan.damping == "relative":
+            kept = np.minimum(1.0, n / x / (1.0 + stale))
+        factor = (kept * self.length / x).reshape(count, x)
+        length = factor.sum(axis=1)
+        moved = self.moved + np.concatenate([[0.0], np.cumsum(length)[:-1]])
+        drift = moved[:, None] - self.base_moved[chosen].reshape(count, x)
+        account = self.state.account
+        account.add_series(
+            end_s,
+            length=length,
+            signal=(factor * alignment(drift, float(account.price[0]))).sum(axis=1),
+            effective=length * length / np.maximum((factor * factor).sum(axis=1), 1e-24),
+            drift=(factor * drift).sum(axis=1) / np.maximum(length, 1e-12),
+            gradients=float(x),
+        )
+        return np.asarray(length)
+
+    def _released(self, chosen: Ints, count: int) -> tuple[Ints, Ints]:
+        """Ranks that go on, and the update of the batch after which each does."""
+        if self.plan.rule != "ssp":
+            return chosen, np.repeat(np.arange(count), self.plan.quorum)
+        slack, clock = self.plan.slack, self.clock
+        ranks: list[int] = []
+        update: list[int] = []
+        slowest = int(clock.min())
+        at_slowest = int((clock == slowest).sum())
+        for index, rank in enumerate(chosen.tolist()):
+            own = int(clock[rank])
+            clock[rank] = own + 1
+            if own == slowest:
+                at_slowest -= 1
+            if at_slowest == 0:
+                slowest = int(clock.min())
+                at_slowest = int((clock == slowest).sum())
+                free = [one for one in self.blocked if clock[one] - slowest <= slack]
+                self.blocked = [one for one in self.blocked if clock[one] - slowest > slack]
+                ranks += free
+                update += [index] * len(free)
+            if own + 1 - slowest > slack:
+                self.blocked.append(rank)
+            else:
+                ranks.append(rank)
+                update.append(index)
+        return np.array(ranks, dtype=np.int64), np.array(update, dtype=np.int64)
