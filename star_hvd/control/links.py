@@ -1,7 +1,8 @@
 """When the ranks' links are measured: only while communication costs something, one rank after another. Pure.
 
-A rank is measured by sending to another one, so a low rate is that of either's link. Whoever has a low rate is measured
-again, to the rank with the highest rate of the sweep, before anybody is told; and every sweep sends to other ranks.
+A rank is measured by sending to another one, so a low rate is that of either's link. Whoever has a low rate, measured
+to a rank that has one too, is measured again, to the rank with the highest rate, before anybody is told of it; and
+every sweep sends to other ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from star_hvd.control.switch_messages import Probe
 
 __all__ = ["PROBE_BYTES", "LinkSurvey"]
 
-PROBE_BYTES = 1 << 20  # Four times what a token bucket of the usual size lets through at once.
+PROBE_BYTES = 1 << 19  # Twice what a token bucket of the usual size lets through at once.
 _NEXT_S = 0.1  # Between two ranks of a sweep, and
 _SWEEP_S = 2.0  # all of them together at most: a sweep of many ranks has some under way at a time.
 _PAUSE_S = 5.0  # Between two sweeps at least, and
@@ -31,7 +32,7 @@ class LinkSurvey:
         world_size: Number of ranks.
 
     Attributes:
-        bytes_per_s: Rate of every rank's link as of the last whole sweep, NaN where unknown.
+        bytes_per_s: Rate of every rank's link as of the last sweep, NaN where unknown.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -50,9 +51,9 @@ class LinkSurvey:
         if not self._todo:
             if self._asked and now_s < self._next_s + _PATIENCE_S:
                 return None
-            self._todo.extend(self._doubtful())
+            self._todo.extend(self._judge())
             if not self._todo:
-                self._finish()
+                self._begin_next()
                 self._next_s = now_s + max(_PAUSE_S, _PAUSES * (now_s - self._began_s))
                 return None
         if not self._tried:
@@ -76,19 +77,23 @@ class LinkSurvey:
         n = len(self.bytes_per_s)
         return [(rank, (rank + 1 + self._sweep % (n - 1)) % n) for rank in range(n)] if n > 1 else []
 
-    def _doubtful(self) -> list[tuple[int, int]]:
-        """The ranks with a low rate that have not sent to the rank with the highest one yet."""
+    def _judge(self) -> list[tuple[int, int]]:
+        """Tell the rates that are beyond doubt; the ranks to measure again, and to whom they send."""
         self._asked.clear()
         if not self._rates:
             return []
         best = max(self._rates, key=lambda rank: self._rates[rank])
-        limit = _LOW * self._rates[best]
-        low = [(rank, best) for rank, rate in sorted(self._rates.items()) if rank != best and rate < limit]
-        return [pair for pair in low if pair not in self._tried]
+        low = {rank for rank, rate in self._rates.items() if rate < _LOW * self._rates[best]}
+        again = []
+        for rank, rate in sorted(self._rates.items()):
+            fine = any(target not in low and target in self._rates for one, target in self._tried if one == rank)
+            if rank not in low or fine or (rank, best) in self._tried:
+                self.bytes_per_s[rank] = rate
+            else:
+                again.append((rank, best))
+        return again
 
-    def _finish(self) -> None:
-        for rank, rate in self._rates.items():
-            self.bytes_per_s[rank] = rate
+    def _begin_next(self) -> None:
         self._sweep += 1
         self._rates, self._tried = {}, set()
         self._todo.extend(self._ring())
