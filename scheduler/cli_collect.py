@@ -15,6 +15,9 @@ __all__ = ["DEFAULT_TABLE", "add_arguments", "run"]
 
 DEFAULT_TABLE = Path("training_logs/datasets/moments.csv.gz")
 
+_PATTERNS = ("one", "several", "rotating", "bursts", "mixed", "frozen", "links", "links", "")
+"""Of contention, in turn: each often enough to learn from, links above all, where the cost model errs most."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the subcommand."""
@@ -75,7 +78,9 @@ def _simulated(options: argparse.Namespace) -> list[list[Any]]:
     seeds = range(options.seed, options.seed + options.jobs)
     for seed in track(seeds, description="simulating jobs", console=_console(), transient=True):
         # Jobs of many lengths: half of them as long as the networks are drawn, half short.
-        scenario, moments = collect_scenario(seed, moments=options.moments, steps=400.0 if seed % 2 else 0.0)
+        scenario, moments = collect_scenario(
+            seed, moments=options.moments, steps=400.0 if seed % 2 else 0.0, pattern=_PATTERNS[seed % len(_PATTERNS)]
+        )
         rows += dataset.records(scenario, moments, project_version())
         if options.budget_s and time.monotonic() - begin_s > options.budget_s:
             break

@@ -8,7 +8,7 @@ synchronous steps take. Labels are what came of it; switching itself is not in t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -232,7 +232,13 @@ def _long(plan: Plan) -> bool:
 
 
 def collect_scenario(
-    seed: int, *, moments: int = 8, ranker: Ranker | None = None, steps: float = 0.0, every_steps: int = 4
+    seed: int,
+    *,
+    moments: int = 8,
+    ranker: Ranker | None = None,
+    steps: float = 0.0,
+    pattern: str = "",
+    every_steps: int = 4,
 ) -> tuple[Scenario, list[Moment]]:
     """Run one job and try out candidates at some of its moments.
 
@@ -241,9 +247,10 @@ def collect_scenario(
         moments: At most.
         ranker: Who ranks the candidates for the job itself; the cost model if None.
         steps: Synchronous steps to the target, instead of the network's own.
+        pattern: A given pattern of contention (`simulator.episodes.PATTERNS`).
         every_steps: Steps between two decisions.
     """
-    scenario = draw_scenario(seed, steps=steps)
+    scenario = draw_scenario(seed, steps=steps, pattern=pattern)
     rng = np.random.default_rng((seed, 7))
     collector = _Collector(scenario, rng, ranker, moments)
     job = Job(scenario, policy=collector, every_steps=every_steps)
@@ -253,9 +260,3 @@ def collect_scenario(
     while not (job.reached or collector.done or job.now_s > limit_s or job.steps > most):
         job.advance()
     return scenario, collector.moments
-
-
-def collect(seeds: Sequence[int], **options: object) -> Iterator[tuple[Scenario, list[Moment]]]:
-    """`collect_scenario` for many seeds."""
-    for seed in seeds:
-        yield collect_scenario(seed, **options)  # type: ignore[arg-type]
