@@ -38,6 +38,9 @@ _CALM_STEPS = 12
 """Steps without trouble before the job returns to `sync`: STAR's stragglers stay 3.4 rounds, 10 at the 95th
 percentile, and come back."""
 
+_CALM_PARTIAL_STEPS = 96
+"""The same for `partial`: it costs nothing while nobody is slow, and who was slow a while ago may be so again."""
+
 _WINDOW_STEPS = 64
 
 
@@ -216,8 +219,10 @@ class CostPolicy:
         """Nobody was in trouble for a while; under servers steps are updates, of which there are more."""
         if self._calm_since is None:
             return False
-        per_step = self.world_size / active.quorum if active.mode == "ps" else 1.0
-        return window.step - self._calm_since >= _CALM_STEPS * per_step
+        calm = window.step - self._calm_since
+        if active.mode == "partial":
+            return calm >= _CALM_PARTIAL_STEPS
+        return calm >= _CALM_STEPS * (self.world_size / active.quorum if active.mode == "ps" else 1.0)
 
     def _price_s(self, conditions: Conditions, active: Plan, plan: Plan) -> float:
         if active.family == plan.family and plan.mode not in ("subgroup", "grouped") and active.servers == plan.servers:
