@@ -1,0 +1,315 @@
+"""Real laboratory runs against their simulated twins, predicted orders of modes, and what `auto` lost to the best mode.
+
+    python -m benchmarks.fidelity FILES... --json FILE
+
+FILES are written by `python -m benchmarks.tta --json`, one scenario each, with fixed modes beside `auto`. Figures:
+
+* `fidelity`: time per step of as many batches as ranks, real against simulated, with machine constants from one run
+  alone, the least disturbed straggler-free one of plain Horovod; the median error over modes and scenarios. Scenarios
+  with another network, device time or link have a straggler-free run of their own;
+* `kendall_tau`: the order in which the cost model, and the trained predictor where there is one, put the modes, against
+  the order of their real times to accuracy; the mean over scenarios;
+* `real_regret`: time to accuracy of `auto` over that of the best fixed mode, minus 1, and over plain Horovod's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.scenarios import KILLED
+from benchmarks.spec import write_json
+from benchmarks.twin import (
+    Constants,
+    calibrate,
+    plan_of,
+    ranks_of,
+    simulated_s,
+    straggler_free_s,
+    twin,
+    undisturbed_s,
+)
+from scheduler.cost_model import Conditions, rank
+from scheduler.plans import Plan
+from scheduler.records import Window
+from scheduler.simulator import Job
+
+__all__ = ["compare", "kendall_tau", "main", "predictions", "regret"]
+
+_TIE = 0.03
+"""Two real times that differ by less are no order: seeds and the machine differ by as much."""
+
+_LEARNED_STEPS = 40
+
+
+def kendall_tau(predicted: Sequence[float], real: Sequence[float], tie: float = _TIE) -> float:
+    """Agreement of two orders, -1 to 1: pairs in the same order less those in the other, over pairs that differ.
+
+    Args:
+        predicted: Smaller is better.
+        real: The same; infinite where a target was missed.
+        tie: Part by which two real values must differ to be ordered.
+
+    Returns:
+        NaN where no pair differs.
+    """
+    agree = total = 0
+    for i in range(len(real)):
+        for j in range(i):
+            if real[i] == real[j] or abs(real[i] - real[j]) <= tie * min(real[i], real[j]):
+                continue
+            total += 1
+            difference = (predicted[i] - predicted[j]) * (1.0 if real[i] > real[j] else -1.0)
+            agree += int(np.sign(difference)) if math.isfinite(difference) else 0
+    return agree / total if total else math.nan
+
+
+def _runs(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Trainings by what was trained: `plain` and every fixed mode."""
+    found = {"plain": record["variants"]["plain"]["seeds"]} if "plain" in record["variants"] else {}
+    found.update({name: mode["per_seed"] for name, mode in record["modes"].items()})
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def compare(record: dict[str, Any], found: Constants) -> list[dict[str, Any]]:
+    """Real and simulated time per step of every mode of one scenario.
+
+    Of several seeds the least disturbed one counts: what else the machine did only ever adds time.
+    """
+    spec, rows = record["spec"], []
+    n, longest = ranks_of(spec), max(map(max, spec["rows"]))
+    for name, runs in _runs(record).items():
+        plain = name == "plain"
+        plan, scenario = plan_of(name, spec), twin(record, found, plain=plain)
+        slow_s = longest * scenario.network.compute_s * max(1, plan.local_steps) + 0.05
+        if spec["scenario"] == "frozen":
+            slow_s += 4.0  # A freeze is the scenario's.
+        whole_s = min(undisturbed_s(run, slow_s) for run in runs)
+        batches = spec["epochs"] * spec["train_samples"] / spec["batch_samples"] / n
+        simulated = simulated_s(scenario, plan, spec, found)
+        rows.append(
+            {
+                "scenario": spec["scenario"],
+                "mode": name,
+                "real_step_s": whole_s / batches,
+                "simulated_step_s": simulated / batches,
+                "error": simulated / whole_s - 1.0,
+                "real_tta_s": _seconds(record, name),
+            }
+        )
+    return rows
+
+
+def _seconds(record: Mapping[str, Any], name: str) -> float:
+    """Real time to accuracy; infinite where it was not reached."""
+    value = record["plain_s"] if name == "plain" else record["modes"][name]["seconds"]
+    return math.inf if value is None else float(value)
+
+
+def predictions(record: dict[str, Any], found: Constants, ranker: Any = None) -> dict[str, float]:
+    """Time to accuracy of every mode relative to `sync`, as predicted from a window of `sync` steps of the twin."""
+    spec = record["spec"]
+    names = [name for name in _runs(record) if name != "plain"]
+    plans = {name: plan_of(name, spec) for name in names}
+    active = Plan.sync(ranks_of(spec))
+    job = Job(twin(record, found), active)
+    job.advance(_LEARNED_STEPS)
+    window = _window(job, record)
+    conditions = Conditions.from_window(window)
+    if conditions is None:
+        return {}
+    offered = [active, *plans.values()]
+    ranked = rank(offered, conditions) if ranker is None else ranker(offered, conditions, window, active)
+    by_plan = {p.plan.label: p.relative for p in ranked}
+    values = {"plain": by_plan[active.label]}
+    values.update({name: by_plan[plan.label] for name, plan in plans.items() if plan.label in by_plan})
+    return values
+
+
+def _window(job: Job, record: Mapping[str, Any]) -> Window:
+    """What a job of the laboratory would know, its measured noise scale included."""
+    import dataclasses
+
+    reports = [run.get("report", {}) for run in record["variants"].get("star", {}).get("seeds", [])]
+    scales = [r["noise_scale"] for r in reports if isinstance(r.get("noise_scale"), float)]
+    known = [scale for scale in scales if math.isfinite(scale) and scale > 0.0]
+    return dataclasses.replace(job.window(), noise_scale=statistics.median(known) if known else math.nan)
+
+
+def regret(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What `auto` lost against the best fixed mode, plain Horovod among them; None where it was not measured."""
+    auto = record.get("star_s")
+    fixed = {name: _seconds(record, name) for name in _runs(record)}
+    if "star" not in record["variants"] or not fixed or not math.isfinite(min(fixed.values())):
+        return None
+    best = min(fixed, key=lambda name: fixed[name])
+    seconds = math.inf if auto is None else float(auto)
+    return {
+        "scenario": record["scenario"],
+        "auto_s": seconds,
+        "best": best,
+        "best_s": fixed[best],
+        "regret": seconds / fixed[best] - 1.0,
+        "over_plain": seconds / fixed["plain"] if "plain" in fixed else None,
+    }
+
+
+def _ranker(console: Console) -> Any:
+    """The trained predictor, None where there is none."""
+    import os
+
+    try:
+        from scheduler.predictor import find_ranker
+    except ImportError as error:
+        console.print(f"no trained predictor: {error}", markup=False)
+        return None
+    return find_ranker(os.environ, lambda text: console.print(text, markup=False))
+
+
+def _setting(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the constants of a machine depend on."""
+    spec = record["spec"]
+    return tuple(
+        spec.get(name) for name in ("dataset", "device_s", "ranks", "batch_samples", "hidden_units", "link_bits_per_s")
+    )
+
+
+def _calibration(records: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], Constants]:
+    """Constants of every setting, from the least disturbed straggler-free run there is of it."""
+    best: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        if "straggler_free" in record["variants"]:
+            other = best.setdefault(_setting(record), record)
+            best[_setting(record)] = min(record, other, key=straggler_free_s)
+    return {setting: calibrate(record) for setting, record in best.items()}
+
+
+def _report(
+    records: Sequence[dict[str, Any]], console: Console, shared: Constants | None
+) -> tuple[dict[str, Any], list[Table]]:
+    ranker, measured = _ranker(console), _calibration(records)
+    rows, taus, regrets, constants = [], [], [], {}
+    for record in records:
+        name = record["scenario"]
+        found = shared or measured.get(_setting(record)) or calibrate(record)
+        constants[name] = {"own_s": found.own_s, "cycle_s": found.cycle_s, "spin_s": found.spin_s,
+                           "epoch_s": found.epoch_s}
+        rows += compare(record, found)
+        real = {mode: _seconds(record, mode) for mode in _runs(record)}
+        for kind, one in (("cost_model", None), ("learned", ranker)):
+            if kind == "learned" and ranker is None:
+                continue
+            predicted = predictions(record, found, one)
+            modes = [mode for mode in real if mode in predicted]
+            tau = kendall_tau([predicted[m] for m in modes], [real[m] for m in modes])
+            taus.append({"scenario": name, "by": kind, "tau": tau, "predicted": predicted, "real_s": real})
+        lost = regret(record)
+        regrets += [lost] if lost is not None else []
+    errors = [abs(row["error"]) for row in rows]
+    by = {kind: [t["tau"] for t in taus if t["by"] == kind and math.isfinite(t["tau"])]
+          for kind in ("cost_model", "learned")}
+    means = {kind: statistics.fmean(values) for kind, values in by.items() if values}
+    summary = {
+        "schema": 1,
+        "fidelity": {"median_error": statistics.median(errors), "rows": rows, "constants": constants},
+        "kendall_tau": {"mean": means.get("learned", means.get("cost_model")), **means, "rows": taus},
+        "real_regret": {
+            "mean": statistics.fmean(r["regret"] for r in regrets) if regrets else None,
+            "worst_over_plain": max((r["over_plain"] for r in regrets if r["over_plain"]), default=None),
+            "rows": regrets,
+        },
+    }
+    return summary, [_steps_table(rows), _tau_table(taus), _regret_table(regrets)]
+
+
+def _steps_table(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Time of a step of as many batches as ranks, ms, and time to accuracy")
+    for column in ("scenario", "mode", "real", "simulated", "error", "real TTA s"):
+        table.add_column(column, justify="left" if column in ("scenario", "mode") else "right")
+    for row in rows:
+        table.add_row(
+            row["scenario"], row["mode"], f"{1e3 * row['real_step_s']:.1f}", f"{1e3 * row['simulated_step_s']:.1f}",
+            f"{100.0 * row['error']:+.0f} %", f"{row['real_tta_s']:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _tau_table(taus: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="Order of modes, predicted against real: Kendall's tau")
+    for column in ("scenario", "by", "tau", "predicted", "real"):
+        table.add_column(column)
+    for one in taus:
+        known = [mode for mode in one["real_s"] if mode in one["predicted"]]
+        orders = [" ".join(sorted(known, key=lambda m: values[m])) for values in (one["predicted"], one["real_s"])]
+        table.add_row(one["scenario"], one["by"], f"{one['tau']:.2f}", *orders)
+    return table
+
+
+def _regret_table(regrets: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="auto against the best fixed mode and plain Horovod, real runs")
+    for column in ("scenario", "auto s", "best mode", "its s", "regret", "over plain"):
+        table.add_column(column, justify="left" if column in ("scenario", "best mode") else "right")
+    for one in regrets:
+        plain = f"{one['over_plain']:.2f}" if one["over_plain"] is not None else ""
+        table.add_row(one["scenario"], f"{one['auto_s']:.2f}", one["best"], f"{one['best_s']:.2f}",
+                      f"{100.0 * one['regret']:+.0f} %", plain)
+    return table
+
+
+def read(path: Path) -> dict[str, Any]:
+    """One scenario's file.
+
+    Raises:
+        ValueError: Missing, no JSON, or not of `benchmarks.tta`.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}; expected what python -m benchmarks.tta --json wrote") from None
+    missing = {"scenario", "spec", "variants", "modes"} - set(record if isinstance(record, dict) else {})
+    if missing:
+        raise ValueError(f"{path} has no {', '.join(sorted(missing))}; expected what benchmarks.tta --json wrote")
+    return dict(record)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, print three tables, write JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=__doc__.split("\n")[0])
+    parser.add_argument("files", nargs="+", type=Path, help="results of benchmarks.tta, one scenario each")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--calibrate-from", type=Path,
+                        help="take the machine's constants from the straggler-free run of this file for all")
+    args = parser.parse_args(argv)
+    console = Console(width=160)
+    try:
+        records = [record for record in map(read, args.files) if record["scenario"] not in KILLED]
+        if not records:
+            raise ValueError("no scenario to compare; those with killed processes are left out")
+        shared = calibrate(read(args.calibrate_from)) if args.calibrate_from is not None else None
+        summary, tables = _report(records, console, shared)
+    except ValueError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    for table in tables:
+        console.print(table)
+    console.print(
+        f"median error of the simulator {100.0 * summary['fidelity']['median_error']:.0f} %, "
+        f"mean tau {summary['kendall_tau']['mean']:.2f}", highlight=False,
+    )  # fmt: skip
+    if args.json is not None:
+        write_json(args.json, summary)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""The simulated twin of a laboratory run: machine constants from one run, then every mode.
+
+Calibrated from the straggler-free run of plain Horovod alone. What its step takes besides the emulated device time is
+the processor's: ranks that wait in a collective of plain Horovod spin, so that work goes at `cores / ranks` of its
+speed; star_hvd's ranks sleep while they wait. Of what is left, a part is each rank's own (`_OWN`: data, forward,
+backward, hooks), the rest a collective's. These are the only assumptions, the same for all modes and scenarios.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S, MEANS, baseline
+from scheduler.mode_names import parse_mode
+from scheduler.plans import Plan
+from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
+
+__all__ = ["Constants", "calibrate", "plan_of", "simulated_s", "straggler_free_s", "twin", "undisturbed_s"]
+
+_OWN = 0.4
+"""Part of the processor's time of a step that is every rank's own: local steps on the same machine take it alone."""
+
+_STALL = 4.0
+"""A pause of as many longest steps is the machine's, which others use too, and no mode's."""
+
+_JITTER = 0.06
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What the straggler-free run tells of the machine.
+
+    Attributes:
+        own_s: Processor time of a batch.
+        cycle_s: Of a collective.
+        spin_s: What plain Horovod's step takes besides that because waiting ranks spin.
+        epoch_s: What the end of an epoch takes.
+    """
+
+    own_s: float
+    cycle_s: float
+    spin_s: float
+    epoch_s: float
+
+
+def _typical(run: dict[str, Any]) -> tuple[Any, Any]:
+    """Lengths of the stretches between snapshots, seconds, and the steps in each."""
+    times, steps = np.asarray(run["times_s"], dtype=np.float64), np.asarray(run["steps"], dtype=np.float64)
+    return np.diff(times), np.maximum(np.diff(steps), 0.0)
+
+
+def undisturbed_s(run: dict[str, Any], step_s: float) -> float:
+    """Training time of a run without the pauses in which the machine did something else.
+
+    Args:
+        run: `train_s`, `times_s` and `steps` of one training.
+        step_s: Longest step that the scenario explains.
+    """
+    lengths, steps = _typical(run)
+    stretch_s = _STALL * step_s * np.maximum(steps, 1.0)
+    return float(run["train_s"] - np.maximum(lengths - stretch_s, 0.0).sum())
+
+
+def straggler_free_s(record: dict[str, Any]) -> float:
+    """Step time of the least disturbed straggler-free run in a file, seconds; infinite where there is none."""
+    runs = record.get("variants", {}).get("straggler_free", {}).get("seeds", [])
+    return min((float(run["train_s"]) / float(run["global_steps"]) for run in runs), default=math.inf)
+
+
+def calibrate(record: dict[str, Any]) -> Constants:
+    """Constants from the least disturbed straggler-free training of plain Horovod in a file.
+
+    Raises:
+        ValueError: The file has none.
+    """
+    spec, runs = record["spec"], record.get("variants", {}).get("straggler_free", {}).get("seeds", [])
+    if not runs:
+        raise ValueError("there is no straggler-free run; measure with --variants straggler_free,plain,star")
+    run = min(runs, key=lambda one: one["train_s"])
+    lengths, steps = _typical(run)
+    each = lengths[steps > 0] / steps[steps > 0]
+    step_s = statistics.median(each.tolist())
+    cores, ranks = float(record.get("versions", {}).get("cores", 0) or ranks_of(spec)), float(ranks_of(spec))
+    work_s = max(step_s - spec["device_s"], 1e-4)
+    passive_s = work_s * min(1.0, cores / ranks)
+    # What the median step leaves of the whole time comes at the ends of epochs.
+    whole_s = undisturbed_s(run, step_s)
+    epoch_s = max(0.0, whole_s - step_s * run["global_steps"]) / spec["epochs"]
+    return Constants(
+        own_s=_OWN * passive_s,
+        cycle_s=(1.0 - _OWN) * passive_s,
+        spin_s=work_s - passive_s,
+        epoch_s=epoch_s * min(1.0, cores / ranks),
+    )
+
+
+def ranks_of(spec: dict[str, Any]) -> int:
+    """Ranks of the job."""
+    return int(spec["ranks"])
+
+
+def plan_of(name: str, spec: dict[str, Any]) -> Plan:
+    """The plan of a mode's name; `plain` is `sync`."""
+    n = ranks_of(spec)
+    plan = Plan.sync(n) if name in ("plain", "straggler_free") else parse_mode(baseline(name, n - spec["quorum"]), n)
+    if plan is None:
+        raise ValueError(f"mode {name} is no fixed mode")
+    return plan
+
+
+def twin(record: dict[str, Any], found: Constants, *, plain: bool = False, steps: float = 1e9) -> Scenario:
+    """The simulated scenario of a laboratory run.
+
+    Args:
+        record: What `benchmarks.tta` wrote.
+        found: Constants of the machine.
+        plain: For plain Horovod, whose waiting ranks spin.
+        steps: Synchronous steps to the target.
+    """
+    spec = record["spec"]
+    n, device_s = ranks_of(spec), float(spec["device_s"])
+    compute_s = device_s + found.own_s
+    means = MEANS[spec["scenario"]]
+    rows = [[float(factor) for factor in row] for row in spec["rows"]]
+    slowdowns = tuple(tuple((device_s * f + found.own_s) / compute_s for f in row) for row in rows)
+    usual = float(spec.get("link_bits_per_s") or 0.0) / 8.0 or 1e10
+    rates = tuple(usual / (rows[0][rank] if means == "link" else 1.0) for rank in range(n))
+    return Scenario(
+        cluster=Cluster(
+            world_size=n,
+            jitter=_JITTER,
+            link_bytes_per_s=rates,
+            common_jitter=0.0,
+            cycle_s=found.cycle_s + (found.spin_s if plain else 0.0),
+            overlap=0.2,
+            server_s=1e-3,
+        ),
+        network=Network(
+            name=spec["dataset"],
+            comm_bytes=int(record.get("model_bytes") or 16_000),
+            compute_s=compute_s,
+            target_steps=steps,
+        ),
+        rows=slowdowns if means == "device" and any(f != 1.0 for row in rows for f in row) else (),
+        episodes=_episodes(means, rows[0]),
+    )
+
+
+def _episodes(means: str, factors: Sequence[float]) -> tuple[Episode, ...]:
+    slow = [rank for rank, factor in enumerate(factors) if factor > 1.0]
+    if means == "freeze":
+        begins = [FREEZE_EVERY_S - FREEZE_S + k * FREEZE_EVERY_S for k in range(500)]
+        return tuple(Episode(rank=r, kind="frozen", start_s=t, end_s=t + FREEZE_S) for r in slow for t in begins)
+    if means in ("starve", "quota"):
+        return tuple(Episode(rank=r, kind="starved", start_s=0.0, end_s=math.inf, factor=factors[r]) for r in slow)
+    return ()
+
+
+def simulated_s(scenario: Scenario, plan: Plan, spec: dict[str, Any], found: Constants) -> float:
+    """Time of the whole training: epochs that end when the last batch of the work queue has ended everywhere."""
+    n, job = scenario.world_size, Job(scenario, plan)
+    batches = float(spec["train_samples"]) / float(spec["batch_samples"])
+    in_hand = n * max(1, plan.local_steps)
+    total_s, account = 0.0, job.state.account
+    for _ in range(int(spec["epochs"])):
+        begin_s, before, pace_s = job.now_s, float(account.gradients[0]), 0.0
+        while float(account.gradients[0]) - before < batches - in_hand:
+            last_s, last = job.now_s, float(account.gradients[0])
+            job.advance()
+            pace_s = (job.now_s - last_s) / max(1e-9, float(account.gradients[0]) - last)
+        if plan.mode == "local":
+            left = max(0.0, batches - float(account.gradients[0]) + before)
+            total_s += job.now_s - begin_s + left * pace_s
+            continue
+        # Once the queue is empty whoever has a batch ends it, and the others wait.
+        _align(job)
+        total_s += job.now_s - begin_s
+    return total_s + found.epoch_s * spec["epochs"]
+
+
+def _align(job: Job) -> None:
+    """All ranks meet at the end of an epoch and begin the next one together, in the same mode."""
+    from scheduler.simulator.job import make_mode
+
+    state, machines = job.state, job.state.machines
+    end_s = job.mode.leave_s()
+    state.now_s = end_s + machines.ring_s()
+    state.step = np.maximum(state.step, state.version.max(axis=1)) + 1
+    everybody = np.arange(state.version.size)
+    state.report(everybody)
+    state.begin(everybody, np.repeat(state.now_s, machines.n), np.repeat(state.step, machines.n))
+    job.mode = make_mode(state, [job.plan])
