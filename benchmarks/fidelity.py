@@ -31,6 +31,7 @@ from benchmarks.scenarios import KILLED
 from benchmarks.spec import write_json
 from benchmarks.twin import (
     Constants,
+    batches_of,
     calibrate,
     plan_of,
     ranks_of,
@@ -95,14 +96,14 @@ def compare(record: dict[str, Any], found: Constants) -> list[dict[str, Any]]:
         if spec["scenario"] == "frozen":
             slow_s += 4.0  # A freeze is the scenario's.
         whole_s = min(undisturbed_s(run, slow_s) for run in runs)
-        batches = spec["epochs"] * spec["train_samples"] / spec["batch_samples"] / n
+        steps = batches_of(spec) / n
         simulated = simulated_s(scenario, plan, spec, found)
         rows.append(
             {
                 "scenario": spec["scenario"],
                 "mode": name,
-                "real_step_s": whole_s / batches,
-                "simulated_step_s": simulated / batches,
+                "real_step_s": whole_s / steps,
+                "simulated_step_s": simulated / steps,
                 "error": simulated / whole_s - 1.0,
                 "real_tta_s": _seconds(record, name),
             }

@@ -21,7 +21,10 @@ from scheduler.mode_names import parse_mode
 from scheduler.plans import Plan
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
 
-__all__ = ["Constants", "calibrate", "plan_of", "simulated_s", "straggler_free_s", "twin", "undisturbed_s"]
+__all__ = [
+    "Constants", "batches_of", "calibrate", "plan_of", "ranks_of", "simulated_s", "straggler_free_s", "twin",
+    "undisturbed_s",
+]  # fmt: skip
 
 _OWN = 0.4
 """Part of the processor's time of a step that is every rank's own: local steps on the same machine take it alone."""
@@ -105,6 +108,12 @@ def ranks_of(spec: dict[str, Any]) -> int:
     return int(spec["ranks"])
 
 
+def batches_of(spec: dict[str, Any]) -> float:
+    """Batches of the whole training, of all ranks."""
+    samples = float(spec["train_samples"]) * float(spec.get("passes") or 1)
+    return float(spec["epochs"]) * samples / float(spec["batch_samples"])
+
+
 def plan_of(name: str, spec: dict[str, Any]) -> Plan:
     """The plan of a mode's name; `plain` is `sync`."""
     n = ranks_of(spec)
@@ -165,7 +174,7 @@ def _episodes(means: str, factors: Sequence[float]) -> tuple[Episode, ...]:
 def simulated_s(scenario: Scenario, plan: Plan, spec: dict[str, Any], found: Constants) -> float:
     """Time of the whole training: epochs that end when the last batch of the work queue has ended everywhere."""
     n, job = scenario.world_size, Job(scenario, plan)
-    batches = float(spec["train_samples"]) / float(spec["batch_samples"])
+    batches = batches_of(spec) / float(spec["epochs"])
     in_hand = n * max(1, plan.local_steps)
     total_s, account = 0.0, job.state.account
     for _ in range(int(spec["epochs"])):
