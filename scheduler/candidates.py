@@ -134,7 +134,8 @@ def candidates(
         if plan.mode not in allowed:
             continue
         if plan is not active and plan.mode in ("sync", "partial", "subgroup"):
-            plan = plan.replace(**carried)
+            differs = any(getattr(plan, name) != value for name, value in carried.items())
+            plan = plan.replace(**carried) if differs else plan
         found.setdefault(_key(plan), plan)
     return list(found.values()) or [Plan.sync(n).replace(**carried)]
 

@@ -30,6 +30,7 @@ from scheduler.staleness import StalenessPrice
 __all__ = ["NOISE", "Conditions", "Prediction", "order_interval", "predict", "rank", "settle"]
 
 Array = npt.NDArray[np.float64]
+_Ranks = npt.NDArray[np.int64]
 
 NOISE = 4.0
 """phi, in gradients of one rank, where nothing is known: in the middle of STAR's tables at a batch of 128."""
@@ -238,19 +239,19 @@ def _progress(flow: Flow, conditions: Conditions) -> Array:
 # ---- flows of the modes ---------------------------------------------------------------------------------------------
 
 
-def _ring_s(conditions: Conditions, members: Sequence[int] | None = None) -> float:
+def _ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None) -> float:
     """What an all-reduce takes besides what computing hides: 2 (m - 1) / m of the bytes over the slowest link."""
-    rate = conditions.rate if members is None else conditions.rate[list(members)]
+    rate = conditions.rate if members is None else conditions.rate[np.asarray(members)]
     if len(rate) < 2:
         return 0.0
     wire_s = 2.0 * (len(rate) - 1) / len(rate) * conditions.comm_bytes / float(rate.min())
     return _CYCLE_S + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
 
 
-def _helpers_s(conditions: Conditions, ranks: Sequence[int]) -> float:
+def _helpers_s(conditions: Conditions, ranks: _Ranks) -> float:
     """What a collective waits for the helpers of starved ranks that are late, and for frozen ones."""
-    starved = conditions.starved if len(conditions.starved) else np.zeros(conditions.world_size)
-    return _PAUSE_S * max((float(starved[r]) for r in ranks), default=0.0) + conditions.frozen_s
+    starved = float(conditions.starved[ranks].max(initial=0.0)) if len(conditions.starved) else 0.0
+    return _PAUSE_S * starved + conditions.frozen_s
 
 
 def _flow(plan: Plan, conditions: Conditions, shared: dict[str, Flow]) -> Flow:
@@ -274,11 +275,8 @@ def _partials(candidates: Sequence[Plan], conditions: Conditions) -> dict[str, F
     flows = partial_flow(
         conditions.times_s, [plan.quorum for plan in plans], fixed_s, relative=[p.damping != "inverse" for p in plans]
     )
-    found = {}
-    for plan, flow in zip(plans, flows, strict=True):
-        late = np.flatnonzero(conditions.usual_s > 1.2 * conditions.typical_s)
-        found[plan.label] = flow.slower(_helpers_s(conditions, late.tolist()))
-    return found
+    late_s = _helpers_s(conditions, np.flatnonzero(conditions.usual_s > 1.2 * conditions.typical_s))
+    return {plan.label: flow.slower(late_s) for plan, flow in zip(plans, flows, strict=True)}
 
 
 def _partial(plan: Plan, conditions: Conditions) -> Flow:
@@ -286,18 +284,18 @@ def _partial(plan: Plan, conditions: Conditions) -> Flow:
 
 
 def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
-    members = list(plan.members)
-    outside = sorted(set(range(conditions.world_size)) - set(members))
+    members = np.array(plan.members)
+    inside = np.zeros(conditions.world_size, dtype=np.bool_)
+    inside[members] = True
+    outside = np.flatnonzero(~inside)
     steps = conditions.times_s[:, members].max(axis=1)
     interval_s = float(steps.mean()) + _ring_s(conditions, members) + _helpers_s(conditions, outside)
-    weights, drifts = [1.0] * len(members), [0.0] * len(members)
-    for child in outside:
-        way_s = 2.0 * conditions.comm_bytes / float(conditions.rate[child]) + _WAY_S
-        late = max(1.0, math.ceil((float(conditions.usual_s[child]) + way_s) / interval_s))
-        kept = 0.0 if late > plan.max_staleness else 1.0 / (1.0 + late) if plan.damping == "inverse" else 1.0
-        # A child gives a gradient every `late` steps.
-        weights.append(kept / late)
-        drifts.append(late)
+    way_s = 2.0 * conditions.comm_bytes / conditions.rate[outside] + _WAY_S
+    late = np.maximum(1.0, np.ceil((conditions.usual_s[outside] + way_s) / interval_s))
+    kept = np.where(late > plan.max_staleness, 0.0, 1.0 / (1.0 + late) if plan.damping == "inverse" else 1.0)
+    # A child gives a gradient every `late` steps.
+    weights = np.concatenate([np.ones(len(members)), kept / late])
+    drifts = np.concatenate([np.zeros(len(members)), late])
     scatter = float(steps.std()) / math.sqrt(len(steps)) / interval_s
     return Flow.mean(interval_s, weights, drifts, scatter)
 

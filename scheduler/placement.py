@@ -114,15 +114,15 @@ def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
     by_name: dict[str, list[HostLoad]] = {}
     for load in sorted(hosts, key=lambda load: load.rank):
         by_name.setdefault(load.host, []).append(load)
-    cores = {name: _least(load.free_cpu_cores for load in loads) for name, loads in by_name.items()}
-    links = {name: _least(load.link_bytes_per_s for load in loads) for name, loads in by_name.items()}
+    cores = {name: _least([load.free_cpu_cores for load in loads]) for name, loads in by_name.items()}
+    links = {name: _least([load.link_bytes_per_s for load in loads]) for name, loads in by_name.items()}
     usual_cores = _usual(cores.values(), 1.0)
     # Where nobody knows the network, cores alone decide.
     usual_link = _usual(links.values(), math.inf)
     return [
         _Host(
             name=name,
-            rank=min(loads, key=lambda load: (load.straggling, load.rank)).rank,
+            rank=next((load for load in loads if not load.straggling), loads[0]).rank,  # They are in order.
             cores=usual_cores if math.isnan(cores[name]) else cores[name],
             link_bytes_per_s=usual_link if math.isnan(links[name]) else links[name],
             straggling=any(load.straggling for load in loads),
@@ -131,7 +131,9 @@ def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
     ]
 
 
-def _least(values: Iterable[float]) -> float:
+def _least(values: Sequence[float]) -> float:
+    if len(values) == 1:
+        return values[0]
     return min((value for value in values if not math.isnan(value)), default=math.nan)
 
 

@@ -138,6 +138,10 @@ class Plan:
         if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
             raise PlanError(f"plan {name} has {ranks!r}; expected ranks")
         found = tuple(ranks)
+        # Quick where all is well, as almost always: plans of a thousand ranks are made by the dozen.
+        whole = set(map(type, found)) == {int} and 0 <= min(found) <= max(found) < self.world_size
+        if not found or (whole and len(set(found)) == len(found)):
+            return found
         bad = [r for r in found if not isinstance(r, int) or isinstance(r, bool) or not 0 <= r < self.world_size]
         if bad or len(set(found)) != len(found):
             raise PlanError(f"plan {name} has {list(found)}; expected different ranks of 0..{self.world_size - 1}")

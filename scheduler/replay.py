@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler import replay_few
 from scheduler.plans import Plan
+from scheduler.replay_few import FEW
 
 __all__ = ["Flow", "order_interval", "partial_flow", "server_flow"]
 
@@ -23,6 +25,7 @@ _GRACE = 0.25  # Of the usual time, as `ClosingRule` waits after the quorum.
 _SLOW = 1.3  # As there.
 _ARRIVALS = 24  # Arrivals per rank that a replay of servers takes.
 _MANY = 128
+_NONE = np.zeros((0, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,9 @@ class Flow:
         )
 
     @classmethod
-    def mean(cls, interval_s: float, weights: Sequence[float], drifts: Sequence[float], scatter: float) -> Flow:
+    def mean(
+        cls, interval_s: float, weights: Sequence[float] | Array, drifts: Sequence[float] | Array, scatter: float
+    ) -> Flow:
         """Updates that are a weighted mean of gradients."""
         w, d = np.asarray(weights, dtype=np.float64), np.asarray(drifts, dtype=np.float64)
         total = float(w.sum())
@@ -100,6 +105,9 @@ def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[floa
     rows, n = times.shape
     if not 1 <= x <= n:
         raise ValueError(f"x is {x}; expected 1..{n}, the ranks")
+    if n <= FEW:
+        few_ends, few_stale = replay_few.order(times.tolist(), x, updates, gap_s)
+        return _settled(np.array(few_ends), np.array(few_stale, dtype=np.float64), updates)
     finish_s, base, count = times[0].copy(), np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
     ends, stale, now_s = np.zeros(updates), np.zeros((updates, x)), 0.0
     for update in range(updates):
@@ -110,7 +118,12 @@ def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[floa
         count[chosen] += 1
         base[chosen] = update + 1
         ends[update] = now_s
-    skip = updates // 10
+    return _settled(ends, stale, updates)
+
+
+def _settled(ends: Array, stale: Array, updates: int) -> tuple[float, Array, float]:
+    """As `_order`, of the end of every update and the staleness of its gradients."""
+    skip, now_s = updates // 10, float(ends[-1])
     steps = np.diff(ends[skip:]) if updates - skip > 1 else ends
     mean_s = float(steps.mean())
     if updates >= 500:  # The table of the source counts from the start.
@@ -124,6 +137,9 @@ def _backup(times: Array, x: int, updates: int, gap_s: float) -> tuple[float, fl
     What comes later is dropped when it comes, and its rank begins anew with the parameters there are by then.
     """
     rows, n = times.shape
+    if n <= FEW:
+        mean_s, _, scatter = _settled(np.array(replay_few.backup(times.tolist(), x, updates, gap_s)), _NONE, updates)
+        return mean_s, scatter
     finish_s, base, count = times[0].copy(), np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
     ends, now_s = np.zeros(updates), 0.0
     for update in range(updates):
@@ -142,9 +158,8 @@ def _backup(times: Array, x: int, updates: int, gap_s: float) -> tuple[float, fl
         count[chosen] += 1
         base[chosen] = update + 1
         ends[update] = now_s
-    steps = np.diff(ends[updates // 10 :])
-    mean_s = float(steps.mean())
-    return mean_s, float(steps.std()) / math.sqrt(len(steps)) / max(mean_s, 1e-12)
+    mean_s, _, scatter = _settled(ends, _NONE, updates)
+    return mean_s, scatter
 
 
 def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
@@ -205,77 +220,79 @@ def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, relati
         fixed_s: What a step takes besides.
         relative: Whether late gradients are damped by `relative` rather than `inverse`.
     """
-    rows, n = times.shape
-    cases, quorum = np.arange(len(quorums)), np.asarray(quorums)
-    typical_s = float(np.sort(np.median(times, axis=0))[(n - 1) // 2])
     usual = np.median(times, axis=0)
-    slow = usual > _SLOW * typical_s
-    count = np.ones((len(quorum), n), dtype=np.int64)
-    finish_s = np.broadcast_to(times[0], count.shape).copy()
-    version = np.zeros(count.shape, dtype=np.int64)
-    now_s, steps = np.zeros(len(quorum)), 2 * rows
-    total, square, signal = np.zeros(len(quorum)), np.zeros(len(quorum)), []
+    typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
+    slow, grace_s = usual > _SLOW * typical_s, _GRACE * typical_s
+    if len(usual) <= FEW:
+        rows, loud = times.tolist(), slow.tolist()
+        found = [replay_few.partial(rows, quorum, fixed_s, loud, grace_s) for quorum in quorums]
+    else:
+        found = _partials(times, np.asarray(quorums), fixed_s, slow, grace_s)
+    cases = zip(quorums, relative, found, strict=True)
+    return [_mean_flow(len(usual), 2 * len(times), *case) for case in cases]
+
+
+def _partials(
+    times: Array, quorum: npt.NDArray[np.int64], fixed_s: float, slow: npt.NDArray[np.bool_], grace_s: float
+) -> list[tuple[float, list[int]]]:
+    """The time that all steps take, and how many gradients of each staleness share in them, for every quorum."""
+    rows, n = times.shape
+    cases, first, steps = np.arange(len(quorum)), (quorum - 1)[:, None], 2 * rows
+    ahead = np.tile(times, (6, 1)).reshape(-1)  # A rank begins two batches in a step at most.
+    place = np.tile(np.arange(n, 2 * n), (len(quorum), 1))  # Of its next time.
+    finish_s = np.tile(times[0], (len(quorum), 1))
+    version = np.zeros(finish_s.shape, dtype=np.int64)
+    now_s = np.zeros((len(quorum), 1))
+    taken = np.zeros((len(quorum), steps + 1), dtype=np.int64)
     for step in range(steps):
-        _join(finish_s, version, count, times, now_s, step, quorum)
-        fresh = version >= step
-        arrive_s = np.where(fresh, finish_s, math.inf)
-        quorum_s = np.sort(arrive_s, axis=1)[cases, quorum - 1]
+        behind = version < step
+        join = behind & (finish_s <= now_s)
+        if join.any():  # They ended a late batch while the last step was reduced, and begin one for this step.
+            finish_s[join] = now_s[np.nonzero(join)[0], 0] + ahead[place[join]]
+            place[join] += n
+            version[join] = step
+            behind ^= join
+        arrive_s = np.where(behind, math.inf, finish_s)
+        quorum_s = np.take_along_axis(np.sort(arrive_s, axis=1), first, axis=1)
         short = np.isinf(quorum_s)
         if short.any():
-            quorum_s = np.where(short, np.where(fresh, finish_s, -math.inf).max(axis=1), quorum_s)
-            quorum_s = np.maximum(quorum_s, now_s)
-        limit_s = quorum_s + _GRACE * typical_s
-        waited = fresh & ~slow & (arrive_s <= limit_s[:, None])
-        close_s = np.maximum(quorum_s, np.where(waited, arrive_s, -math.inf).max(axis=1))
-        inside = arrive_s <= close_s[:, None]
-        late = ~fresh & (finish_s <= close_s[:, None])
-        stale = np.where(late, step - version, 0).astype(np.float64)
-        kept = np.where(
-            np.asarray(relative)[:, None], np.minimum(1.0, n / quorum[:, None] / (1.0 + stale)), 1.0 / (1.0 + stale)
-        )
-        weights = np.where(inside, 1.0, np.where(late, kept, 0.0))
-        total += weights.sum(axis=1)
-        square += (weights * weights).sum(axis=1)
-        signal.append((weights, stale))
+            newest_s = np.where(behind, -math.inf, finish_s).max(axis=1, keepdims=True)
+            quorum_s = np.maximum(np.where(short, newest_s, quorum_s), now_s)
+        awaited_s = np.where((arrive_s > quorum_s + grace_s) | slow, -math.inf, arrive_s)
+        close_s = np.maximum(quorum_s, awaited_s.max(axis=1, keepdims=True))
+        again = finish_s <= close_s
+        inside = again & ~behind
+        taken[:, 0] += inside.sum(axis=1)
         # Late ones join at once, for this step; those inside begin the next one together.
-        begin_s = np.where(late, finish_s, (close_s + fixed_s)[:, None])
-        again = inside | late
-        finish_s = np.where(again, begin_s + times[count % rows, np.arange(n)], finish_s)
-        count += again
-        version = np.where(inside, step + 1, np.where(late, step, version))
+        late = again & behind
         now_s = close_s + fixed_s
-    return [_mean_flow(signal, case, float(now_s[case]) / steps, total, square, steps) for case in cases.tolist()]
+        following_s = now_s + ahead[place]
+        if late.any():
+            np.add.at(taken, (np.nonzero(late)[0], step - version[late]), 1)
+            following_s[late] = finish_s[late] + ahead[place[late]]
+            version[late] = step
+        finish_s = np.where(again, following_s, finish_s)
+        place += n * again
+        version[inside] = step + 1
+    return [(float(now_s[case, 0]), taken[case].tolist()) for case in cases.tolist()]
 
 
-def _join(
-    finish_s: Array, version: npt.NDArray[np.int64], count: npt.NDArray[np.int64], times: Array, now_s: Array,
-    step: int, quorum: npt.NDArray[np.int64],
-) -> None:
-    """Ranks that ended a late batch while the last step was reduced begin one for this step."""
-    late = (version < step) & (finish_s <= now_s[:, None])
-    if not late.any():
-        return
-    case, rank = np.nonzero(late)
-    finish_s[case, rank] = now_s[case] + times[count[case, rank] % len(times), rank]
-    count[case, rank] += 1
-    version[case, rank] = step
-
-
-def _mean_flow(
-    signal: Sequence[tuple[Array, Array]], case: int, interval_s: float, total: Array, square: Array, steps: int
-) -> Flow:
-    weights = np.concatenate([w[case] for w, _ in signal])
-    drifts = np.concatenate([s[case] for _, s in signal])
-    sums = np.bincount(drifts.astype(np.int64), weights=weights)
-    levels = np.flatnonzero(sums).astype(np.float64)
-    share = sums[sums > 0.0] / weights.sum()
-    mean = float(total[case]) / steps
+def _mean_flow(n: int, steps: int, quorum: int, relative: bool, found: tuple[float, list[int]]) -> Flow:
+    counts = np.asarray(found[1], dtype=np.float64)
+    stale = np.flatnonzero(counts).astype(np.float64)
+    kept = np.minimum(1.0, n / quorum / (1.0 + stale)) if relative else 1.0 / (1.0 + stale)
+    kept[stale == 0.0] = 1.0
+    counts = counts[counts > 0.0]
+    sums = counts * kept
+    total, square = float(sums.sum()), float((sums * kept).sum())
+    share = sums / total
+    mean = total / steps
     return Flow(
-        interval_s=interval_s,
+        interval_s=found[0] / steps,
         length=1.0,
         weights=share,
-        drifts=levels,
-        gradients=mean * mean / max(float(square[case]) / steps, 1e-12),
-        drift=float((share * levels).sum()),
+        drifts=stale,
+        gradients=mean * mean / max(square / steps, 1e-12),
+        drift=float((share * stale).sum()),
         scatter=0.02,
     )
