@@ -20,7 +20,7 @@ SUBCOMMANDS: Final[tuple[tuple[str, str, str], ...]] = (
     ("train", "scheduler.cli_train", "fit a predictor, log it to MLflow and register it as challenger"),
     ("evaluate", "scheduler.cli_evaluate", "compare a predictor with champion, cost model and fixed modes"),
     ("promote", "scheduler.cli_promote", "make the challenger champion, if it passes the gate"),
-    ("simulate", "scheduler.cli_simulate", "replay a logged run: what each mode would have cost, and each rank costs"),
+    ("simulate", "scheduler.replay_run", "replay a logged run: what each mode would have cost, and each rank costs"),
 )
 
 
