@@ -48,7 +48,7 @@ SPECIAL = {
     "starved": _Special(device_ms=10.0, epochs=2, passes=2),
     # 1 MB of gradients: 60 ms over usual links, as long as two device times, 600 ms over the slow one.
     "slow-link": _Special(hidden_units=480, link_bits_per_s=200e6, epochs=3, passes=2),
-    "frozen": _Special(epochs=6, passes=4),
+    "frozen": _Special(epochs=5, passes=4),
     "killed-server": _Special(),
     "killed-worker": _Special(epochs=12),  # Servers take a part of the run to start.
 }

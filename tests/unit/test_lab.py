@@ -173,7 +173,7 @@ class TestOptions:
 
     def test_defaults_fit_the_scenario(self) -> None:
         frozen = self._spec("--scenario", "frozen")
-        assert (frozen.epochs, frozen.passes, frozen.steps) == (6, 4, 480)
+        assert (frozen.epochs, frozen.passes, frozen.steps) == (5, 4, 400)
         assert frozen.variants == ("straggler_free", "plain", "star")
         assert frozen.modes == ("partial(3)", "ps(3)", "asgd")
         assert self._spec("--variants", "plain").modes == ()
