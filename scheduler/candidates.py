@@ -70,9 +70,8 @@ def find_trouble(conditions: Conditions) -> Trouble:
     # A batch of 4 usual times is late for 4 steps: once nobody waits, more ranks are late at once than begin to be.
     load = np.ceil(times / typical_s - 0.25) - 1.0
     overlap = np.where(late, np.maximum(load, 1.0), 0.0).sum(axis=1).mean()
-    counts = late.sum(axis=1)
-    counts = counts[counts > 0]
-    at_once = {int(np.median(counts)), int(np.quantile(counts, 0.9)), round(float(overlap))} if len(counts) else {1}
+    counts = sorted(count for count in late.sum(axis=1).tolist() if count)
+    at_once = {int(_quantile(counts, 0.5)), int(_quantile(counts, 0.9)), round(float(overlap))} if counts else {1}
     most = max(1, conditions.world_size // 2)
     if 0 < len(slow) <= most:
         at_once.add(len(slow))
@@ -83,6 +82,13 @@ def find_trouble(conditions: Conditions) -> Trouble:
         at_once=tuple(sorted({min(max(1, count), most) for count in at_once})),
         frozen=tuple(conditions.freezing),
     )
+
+
+def _quantile(ordered: Sequence[int], share: float) -> float:
+    """Interpolated, as numpy's, whose call takes longer than all else here."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
 def _slow_links(conditions: Conditions) -> npt.NDArray[np.int64]:
@@ -102,6 +108,7 @@ def candidates(
     *,
     allowed: Collection[str] = MODES,
     hosts: Sequence[str] | None = None,
+    trouble: Trouble | None = None,
 ) -> list[Plan]:
     """The plans to choose among: `sync` first, then the active one, each once.
 
@@ -111,11 +118,12 @@ def candidates(
             the modes of rounds are carried over from it.
         allowed: Modes this job can run. `sync` is offered where nothing else is.
         hosts: Host of every rank, to place servers.
+        trouble: What `find_trouble` found, where the caller has asked already.
     """
     n = conditions.world_size
     offered = [active if active is not None and active.mode == "sync" else Plan.sync(n)]
     if n > 1:
-        trouble = find_trouble(conditions)
+        trouble = find_trouble(conditions) if trouble is None else trouble
         offered += [active] if active is not None else []
         offered += [Plan.partial(n, n - out) for out in trouble.at_once if out < n]
         if trouble:
@@ -154,7 +162,8 @@ def _key(plan: Plan) -> tuple[object, ...]:
 def _subgroups(conditions: Conditions, trouble: Trouble) -> list[Plan]:
     """Without the slow ranks, without the slow links, and without either."""
     n, plans = conditions.world_size, []
-    for outside in (set(trouble.slow), set(trouble.links), {*trouble.slow, *trouble.links}):
+    without = (frozenset(trouble.slow), frozenset(trouble.links), frozenset((*trouble.slow, *trouble.links)))
+    for outside in dict.fromkeys(without):
         if 0 < len(outside) <= n // 2:
             plans.append(Plan.subgroup(n, [r for r in range(n) if r not in outside]))
     return plans
@@ -189,13 +198,14 @@ def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | No
     ranks: Sequence[int] = range(n)
     if n > _MANY:
         # The best links are enough to choose from; the bytes of all ranks still have to be taken in.
-        order = np.argsort(-conditions.rate, kind="stable").tolist()
+        order = np.argsort(-conditions.rate, kind="stable")[: _MANY + len(bad)].tolist()
         ranks = sorted([rank for rank in order if rank not in bad][:_MANY]) or range(n)
+    rates = np.where(np.isfinite(conditions.rate), conditions.rate, math.nan).tolist()
     loads = [
         HostLoad(
             rank=rank,
             host=hosts[rank] if hosts is not None else f"rank {rank}",
-            link_bytes_per_s=float(conditions.rate[rank]) if math.isfinite(conditions.rate[rank]) else math.nan,
+            link_bytes_per_s=rates[rank],
             straggling=rank in bad,
         )
         for rank in ranks

@@ -125,7 +125,7 @@ class CostPolicy:
             self._rest(window)
             self.last = []
             return None
-        offered = candidates(conditions, active, allowed=window.allowed, hosts=self._hosts)
+        offered = candidates(conditions, active, allowed=window.allowed, hosts=self._hosts, trouble=trouble)
         if self._ranker is None:
             self.last = rank(offered, conditions)
         else:

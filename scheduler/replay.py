@@ -20,12 +20,13 @@ from scheduler.replay_few import FEW
 __all__ = ["Flow", "order_interval", "partial_flow", "server_flow"]
 
 Array = npt.NDArray[np.float64]
+_Counts = npt.NDArray[np.int64]
 
 _GRACE = 0.25  # Of the usual time, as `ClosingRule` waits after the quorum.
 _SLOW = 1.3  # As there.
 _ARRIVALS = 24  # Arrivals per rank that a replay of servers takes.
 _MANY = 128
-_NONE = np.zeros((0, 1))
+_NONE = np.zeros((0, 1), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ def order_interval(times_s: Sequence[float] | Array, x: int, *, updates: int = 1
     return _order(times, x, updates)[0]
 
 
-def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[float, Array, float]:
+def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[float, _Counts, float]:
     """Mean interval, staleness of every gradient taken, and the relative standard error of the interval.
 
     The first tenth is the way into the steady state, and not counted.
@@ -107,9 +108,9 @@ def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[floa
         raise ValueError(f"x is {x}; expected 1..{n}, the ranks")
     if n <= FEW:
         few_ends, few_stale = replay_few.order(times.tolist(), x, updates, gap_s)
-        return _settled(np.array(few_ends), np.array(few_stale, dtype=np.float64), updates)
+        return _settled(np.array(few_ends), np.array(few_stale), updates)
     finish_s, base, count = times[0].copy(), np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
-    ends, stale, now_s = np.zeros(updates), np.zeros((updates, x)), 0.0
+    ends, stale, now_s = np.zeros(updates), np.zeros((updates, x), dtype=np.int64), 0.0
     for update in range(updates):
         chosen = np.argpartition(finish_s, x - 1)[:x] if x < n else np.arange(n)
         now_s = max(float(finish_s[chosen].max()), now_s + gap_s)
@@ -121,7 +122,7 @@ def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[floa
     return _settled(ends, stale, updates)
 
 
-def _settled(ends: Array, stale: Array, updates: int) -> tuple[float, Array, float]:
+def _settled(ends: Array, stale: _Counts, updates: int) -> tuple[float, _Counts, float]:
     """As `_order`, of the end of every update and the staleness of its gradients."""
     skip, now_s = updates // 10, float(ends[-1])
     steps = np.diff(ends[skip:]) if updates - skip > 1 else ends
@@ -185,8 +186,9 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
     else:
         arrivals = _ARRIVALS if n <= _MANY else 6
         interval_s, all_stale, scatter = _order(times, x, max(12, arrivals * n // x), gap_s)
-        stale, counts = np.unique(all_stale, return_counts=True)
-        weight = counts / counts.sum()
+        counts = np.bincount(all_stale)
+        stale = np.flatnonzero(counts).astype(np.float64)
+        weight = counts[counts > 0] / len(all_stale)
     kept = np.ones(len(stale))
     if plan.damping == "inverse":
         kept = 1.0 / (1.0 + stale)
@@ -220,16 +222,17 @@ def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, relati
         fixed_s: What a step takes besides.
         relative: Whether late gradients are damped by `relative` rather than `inverse`.
     """
-    usual = np.median(times, axis=0)
+    ordered, rows = np.sort(times, axis=0), len(times)
+    usual = 0.5 * (ordered[(rows - 1) // 2] + ordered[rows // 2])
     typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
     slow, grace_s = usual > _SLOW * typical_s, _GRACE * typical_s
     if len(usual) <= FEW:
-        rows, loud = times.tolist(), slow.tolist()
-        found = [replay_few.partial(rows, quorum, fixed_s, loud, grace_s) for quorum in quorums]
+        table, loud = times.tolist(), slow.tolist()
+        found = [replay_few.partial(table, quorum, fixed_s, loud, grace_s) for quorum in quorums]
     else:
         found = _partials(times, np.asarray(quorums), fixed_s, slow, grace_s)
     cases = zip(quorums, relative, found, strict=True)
-    return [_mean_flow(len(usual), 2 * len(times), *case) for case in cases]
+    return [_mean_flow(len(usual), 2 * rows, *case) for case in cases]
 
 
 def _partials(
