@@ -209,7 +209,7 @@ def fit(frame: Any, settings: Settings | None = None) -> Fit:
     return Fit(
         boosters=_fit_heads(features, targets, settings, HEADS),
         settings=settings,
-        ranges=np.stack([features.min(axis=0), features.max(axis=0)], axis=1),
+        ranges=np.stack([np.nanmin(features, axis=0), np.nanmax(features, axis=0)], axis=1),
         widen=widen,
         widest=widest,
         metrics=metrics(frame, judged, targets, widen),
