@@ -5,6 +5,7 @@
 `account` and `scheduler.progress`.
 """
 
+from scheduler.simulator.arrivals import OtherJob, contention, draw_jobs, read_arrivals
 from scheduler.simulator.episodes import ContentionError, Episode, read_contention
 from scheduler.simulator.job import Job, Outcome, run_plans
 from scheduler.simulator.scenario import Cluster, Network, Scenario, draw_scenario
@@ -15,9 +16,13 @@ __all__ = [
     "Episode",
     "Job",
     "Network",
+    "OtherJob",
     "Outcome",
     "Scenario",
+    "contention",
+    "draw_jobs",
     "draw_scenario",
+    "read_arrivals",
     "read_contention",
     "run_plans",
 ]

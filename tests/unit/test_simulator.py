@@ -18,7 +18,20 @@ from scheduler.mode_names import parse_mode
 from scheduler.plans import Plan
 from scheduler.policy import RulePolicy
 from scheduler.records import Window
-from scheduler.simulator import Cluster, ContentionError, Episode, Job, Network, Scenario, draw_scenario, run_plans
+from scheduler.simulator import (
+    Cluster,
+    ContentionError,
+    Episode,
+    Job,
+    Network,
+    OtherJob,
+    Scenario,
+    contention,
+    draw_jobs,
+    draw_scenario,
+    read_arrivals,
+    run_plans,
+)
 from scheduler.simulator.account import Account
 from scheduler.simulator.base import State
 from scheduler.simulator.episodes import generate, read_contention, write_episodes
@@ -287,8 +300,8 @@ def test_a_slow_rank_is_left_out_and_a_slow_link_too() -> None:
 
 
 def test_equal_workers_train_fastest_in_sync() -> None:
-    for seed in range(12):
-        sc = draw_scenario(seed, world_size=8, pattern="none", steps=300)
+    for seed in range(6):
+        sc = draw_scenario(seed, world_size=8, pattern="none", steps=120)
         # Where links are the bottleneck local steps are faster, and rightly so.
         equal = replace(sc.cluster, relative_s=(), link_bytes_per_s=(1e12,) * 8)
         sc = replace(sc, cluster=equal)
@@ -300,10 +313,11 @@ def test_equal_workers_train_fastest_in_sync() -> None:
 
 def test_drift_lowers_the_chance_to_reach_the_target() -> None:
     sc = scenario(8)
-    sync, asgd, wild = run_plans([sc] * 3, [Plan.sync(8), Plan.ps(8, 1), Plan.ps(8, 1, lr_rule="none")])
+    plans = [Plan.sync(8), Plan.ps(8, 1), Plan.ps(8, 1, lr_rule="none")]
+    sync, asgd, wild = run_plans([sc] * 3, plans, limit_s=1000.0)
     assert sync.reach == 1.0 and asgd.reach <= 1.0 and asgd.drift == pytest.approx(7 / 8, abs=0.02)
     assert math.isinf(wild.time_s)
-    nervous = replace(sc, network=replace(sc.network, drift_limit=0.3))
+    nervous = replace(sc, network=replace(sc.network, drift_limit=0.3, target_steps=100.0))
     assert run_plans([nervous], [Plan.ps(8, 1)])[0].reach < 0.1
 
 
@@ -379,3 +393,58 @@ def test_similar_ranks_push_together() -> None:
     found = Job(sc, plan).run()
     # Four gradients every step and two every third one: rates add up.
     assert found.step_s == pytest.approx(1.0 / (1.0 + 1.0 / 3.0), rel=0.03)
+
+
+# ---- other jobs -----------------------------------------------------------------------------------------------------
+
+
+def test_jobs_on_the_same_host_slow_each_other_down() -> None:
+    others = [
+        OtherJob(start_s=-5.0, end_s=10.0, hosts=(0,), processors=0.8, link=0.0),
+        OtherJob(start_s=4.0, end_s=6.0, hosts=(0, 1), processors=1.0, link=0.75),
+    ]
+    found = contention(others, [0, 0, 1, 2], idle=0.3)
+    assert {e.rank for e in found} == {0, 1, 2}
+    by = {(e.rank, e.kind, e.start_s, e.end_s): e.factor for e in found}
+    assert by[0, "compute", 0.0, 4.0] == pytest.approx(2.0)  # Half of what is left after 0.8 of which 0.3 were idle.
+    assert by[0, "compute", 4.0, 6.0] == pytest.approx(3.0)  # Never less than an equal part.
+    assert by[0, "compute", 6.0, 10.0] == pytest.approx(2.0)
+    assert by[2, "compute", 4.0, 6.0] == pytest.approx(2.0)
+    # Of one other that wants three quarters of the link a fair share is left; two share with an idle one.
+    assert by[2, "link", 4.0, 6.0] == pytest.approx(2.0)
+    assert by[0, "link", 4.0, 6.0] == pytest.approx(3.0)
+    assert not contention([], [0, 1])
+    steps = Job(scenario(4, episodes=found), Plan.sync(4))
+    steps.advance(10)
+    assert steps.now_s > 11.0
+
+
+def test_submission_times(tmp_path: Path) -> None:
+    path = tmp_path / "times.txt"
+    path.write_text("# a day\n06:00:00\n\n06:00:07\n07:01:00\n")
+    assert read_arrivals(path) == (0.0, 7.0, 3660.0)
+    path.write_text("5\n7.5\n")
+    assert read_arrivals(path) == (0.0, 2.5)
+    for text, message in (("6:00", "expected HH:MM:SS"), ("7\n5", "ascending"), ("", "no submission times")):
+        path.write_text(text)
+        with pytest.raises(ContentionError, match=message):
+            read_arrivals(path)
+    with pytest.raises(ContentionError, match="cannot read"):
+        read_arrivals(tmp_path / "nothing")
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), hosts=st.integers(1, 8), per_host=st.integers(1, 3))
+def test_drawn_jobs_make_contention_that_can_be_simulated(seed: int, hosts: int, per_host: int) -> None:
+    rng = np.random.default_rng(seed)
+    jobs = draw_jobs(rng, hosts, 60.0, gap_s=5.0, duration_s=10.0)
+    assert jobs == draw_jobs(np.random.default_rng(seed), hosts, 60.0, gap_s=5.0, duration_s=10.0)
+    assert all(one.start_s < 60.0 and set(one.hosts) <= set(range(hosts)) for one in jobs)
+    n = hosts * per_host
+    episodes = contention(jobs, [rank // per_host for rank in range(n)])
+    sc = scenario(n, episodes=episodes, seed=seed)
+    job_ = Job(sc, Plan.sync(n))
+    job_.advance(20)
+    assert 20.0 * 0.99 <= job_.now_s <= 20.0 * (len(jobs) + 1.0) * 1.01
+    times = draw_jobs(rng, hosts, 60.0, arrivals_s=(1.0, 2.0, 99.0))
+    assert [one.start_s for one in times] == [1.0, 2.0]
