@@ -206,6 +206,8 @@ def draw(found: WhatIf, path: Path, title: str) -> None:
     left.set_xlabel("time over that of sync")
     left.set_title("every mode")
     right.bar([one.rank for one in found.ranks], [100.0 * one.gain for one in found.ranks], color="#c0603a")
+    right.set_xlim(-0.5, len(found.ranks) - 0.5)
+    right.xaxis.get_major_locator().set_params(integer=True)
     right.set_xlabel("rank")
     right.set_ylabel("%")
     right.set_title("how much faster without its delays")
