@@ -29,6 +29,8 @@ _SELDOM = 0.08
 _MANY = 128
 """Ranks from which groups are formed by two cuts instead of a table of n^2 entries."""
 
+_BEST = 8  # Links to choose one server's from.
+
 _FEW = 32
 """Ranks up to which similar ones are sought by clustering, which takes the cube of their number."""
 
@@ -198,8 +200,9 @@ def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | No
     ranks: Sequence[int] = range(n)
     if n > _MANY:
         # The best links are enough to choose from; the bytes of all ranks still have to be taken in.
-        order = np.argsort(-conditions.rate, kind="stable")[: _MANY + len(bad)].tolist()
-        ranks = sorted([rank for rank in order if rank not in bad][:_MANY]) or range(n)
+        count = _MANY if hosts is not None else _BEST
+        order = np.argsort(-conditions.rate, kind="stable")[: count + len(bad)].tolist()
+        ranks = sorted([rank for rank in order if rank not in bad][:count]) or range(n)
     rates = np.where(np.isfinite(conditions.rate), conditions.rate, math.nan).tolist()
     loads = [
         HostLoad(

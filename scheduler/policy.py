@@ -171,7 +171,7 @@ class RulePolicy:
 
     def _relax(self, readings: Readings, active: Plan) -> Plan | None:
         """From `sync`: relax when steps keep being slow and the ranks that make them so can be left out."""
-        last = [reports[-1][0] for reports in readings.reports if reports]
+        last = readings.last_steps()
         # Up to the step that all have reported: later ones look fast until their slowest rank reports.
         if not readings.any_slow(min(last) - self.quiet):
             return None  # the usual case, and the cheap one
@@ -195,12 +195,12 @@ class RulePolicy:
     def _adjust(self, readings: Readings, active: Plan) -> Plan | None:
         """From `partial`: wait for fewer ranks when too many are slow at once, for more when that is free."""
         # Closed steps and the open one. A rank yet to report on the latter is judged by its previous batch.
-        now = max(reports[-1][0] for reports in readings.reports if reports)
+        now = max(readings.last_steps())
         past = self._timeline(readings, now, projected=True, rows=self.window_steps)
         line = past.tail(self.quiet)
         # Jitter is no reason to stay relaxed: whatever is not slow counts as usual.
         times = np.where(line.slow, line.times_s, readings.reference_s)
-        costs = [_order_mean_s(times, quorum, readings.reference_s) for quorum in range(1, self.world_size + 1)]
+        costs = np.sort(np.where(np.isnan(times), readings.reference_s, times), axis=1).mean(axis=0).tolist()
         present = costs[active.quorum - 1]
         fewer = self.world_size - self._simultaneous(line.slow)
         if fewer < active.quorum and _worth(present, costs[fewer - 1], self.relax_gain):
@@ -231,26 +231,26 @@ class RulePolicy:
             rows: Number of steps.
         """
         first = now - rows + 1
-        times = np.full((rows, self.world_size), np.nan)
+        times, plain = readings.in_force(first, rows, now - self.silence - 1 if projected else None)
         slow = np.zeros((rows, self.world_size), dtype=np.bool_)
-        for rank, reports in enumerate(readings.reports):
-            for begin, end, time_s, is_slow in self._spans(readings, reports, now, projected):
+        for rank in np.flatnonzero(~plain).tolist():
+            for begin, end, time_s, is_slow in self._spans(readings, rank, now, projected):
                 where = slice(max(begin - first, 0), max(end - first, 0))
                 times[where, rank] = time_s
                 slow[where, rank] = is_slow
         return _Timeline(steps=np.arange(first, now + 1), times_s=times, slow=slow)
 
     def _spans(
-        self, readings: Readings, reports: Sequence[tuple[int, float]], now: int, projected: bool
+        self, readings: Readings, rank: int, now: int, projected: bool
     ) -> list[tuple[int, int, float, bool]]:
         """One rank's batches as (first step, step after its last, seconds, slow), oldest first."""
         spans: list[tuple[int, int, float, bool]] = []
         free = -1
-        for index, (step, time_s) in enumerate(reports):
+        reports = readings.reports[rank]
+        for index, ((step, time_s), is_slow) in enumerate(zip(reports, readings.slow_reports(rank), strict=True)):
             if step < free:
                 continue  # in `sync` it made this step; in `partial` it would still be on its slow batch
             following = reports[index + 1][0] if index + 1 < len(reports) else now + 1
-            is_slow = readings.is_slow(step, time_s)
             end = following
             if projected and is_slow:
                 end = step + max(1, math.ceil(time_s / readings.reference_s - _LATE_SLACK))
@@ -271,8 +271,9 @@ class RulePolicy:
         counts = slow.sum(axis=1)
         support = max(self.persistence, math.ceil(self.overlap * int((counts > 0).sum())))
         most = max(1, self.world_size - max(1, self.world_size // 2))
-        reached = [c for c in range(1, most + 1) if int((counts >= c).sum()) >= support]
-        return max(reached, default=1)
+        # The support-th largest count is reached in as many steps.
+        reached = int(np.sort(counts)[-support]) if support <= len(counts) else 1
+        return min(max(1, reached), most)
 
     def _who(self, readings: Readings, line: _Timeline, scope: slice) -> str:
         """`rank 3 computes 4.0x slower since step 12`, or the ranks that do so in turn."""

@@ -113,6 +113,36 @@ class Readings:
             self._slow = over
         return self._slow
 
+    def slow_reports(self, rank: int) -> list[bool]:
+        """Which of a rank's reports are slow, oldest first."""
+        return list(self.slow()[rank, self._width - int(self.counts[rank]) :].tolist())
+
+    def last_steps(self) -> list[int]:
+        """Step of the latest report of every rank that has one."""
+        return list(self._steps[self.counts > 0, -1].tolist()) if self._width else []
+
+    def in_force(self, first: int, rows: int, since: int | None) -> tuple[_Floats, _Flags]:
+        """The times in force at consecutive steps, of the ranks of which that is simple.
+
+        Args:
+            first: The first step.
+            rows: How many.
+            since: The latest report is of a later step; None for any.
+
+        Returns:
+            The times, NaN where there are none, shape (rows, n_ranks), and of which ranks they are: those without a
+            slow report and, if `since` is given, with a recent one.
+        """
+        times = np.full((rows, len(self.counts)), math.nan)
+        plain = ~self.slow().any(axis=1) & (self.counts > 0)
+        if since is not None and self._width:
+            plain &= self._steps[:, -1] > since
+        if plain.any():
+            wanted = np.arange(first, first + rows)
+            found = _in_force(self._steps[plain], self._times[plain], self.counts[plain], wanted, math.nan)
+            times[:, plain] = found.T
+        return times, plain
+
     def any_slow(self, after: int) -> bool:
         """Whether any report of a step later than `after` is slow."""
         return bool((self.slow() & (self._steps > after)).any())
@@ -164,16 +194,23 @@ class Readings:
         steps, times, counts = self._steps[~alike], self._times[~alike], self.counts[~alike]
         if alike.any():
             steps = np.concatenate([steps, usual[None]])
-            times = np.concatenate([times, self._times[alike].min(axis=0)[None]])
+            fastest_s = (self._times if alike.all() else self._times[alike]).min(axis=0)
+            times = np.concatenate([times, fastest_s[None]])
             counts = np.append(counts, self._width)
-        # Column of the report in force: the last one that came before, or none.
-        place = np.searchsorted(needed, steps)
-        place[np.arange(self._width) < self._width - counts[:, None]] = len(needed)
-        column = np.full((len(steps), len(needed) + 1), -1)
-        column[np.arange(len(steps))[:, None], place] = np.arange(self._width)  # Of equals the last remains.
-        column = np.maximum.accumulate(column[:, :-1], axis=1)
-        found = np.take_along_axis(times, np.maximum(column, 0), axis=1)
-        return np.asarray(np.where(column >= 0, found, 0.0).min(axis=0))
+        return np.asarray(_in_force(steps, times, counts, needed, 0.0).min(axis=0))
+
+
+def _in_force(steps: _Ints, times: _Floats, counts: _Ints, needed: _Ints, before: float) -> _Floats:
+    """Every rank's time in force at some steps, `before` where it has none yet, shape (n_ranks, n_needed)."""
+    width = steps.shape[1]
+    # Column of the report in force: the last one that came before, or none.
+    place = np.searchsorted(needed, steps)
+    place[np.arange(width) < width - counts[:, None]] = len(needed)
+    column = np.full((len(steps), len(needed) + 1), -1)
+    column[np.arange(len(steps))[:, None], place] = np.arange(width)  # Of equals the last remains.
+    column = np.maximum.accumulate(column[:, :-1], axis=1)
+    found = np.take_along_axis(times, np.maximum(column, 0), axis=1)
+    return np.asarray(np.where(column >= 0, found, before))
 
 
 _last: tuple[Window, Readings] | None = None

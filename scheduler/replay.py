@@ -241,6 +241,7 @@ def _partials(
     """The time that all steps take, and how many gradients of each staleness share in them, for every quorum."""
     rows, n = times.shape
     cases, first, steps = np.arange(len(quorum)), (quorum - 1)[:, None], 2 * rows
+    places = sorted(set(first[:, 0].tolist()))
     ahead = np.tile(times, (6, 1)).reshape(-1)  # A rank begins two batches in a step at most.
     place = np.tile(np.arange(n, 2 * n), (len(quorum), 1))  # Of its next time.
     finish_s = np.tile(times[0], (len(quorum), 1))
@@ -256,7 +257,7 @@ def _partials(
             version[join] = step
             behind ^= join
         arrive_s = np.where(behind, math.inf, finish_s)
-        quorum_s = np.take_along_axis(np.sort(arrive_s, axis=1), first, axis=1)
+        quorum_s = np.take_along_axis(np.partition(arrive_s, places, axis=1), first, axis=1)
         short = np.isinf(quorum_s)
         if short.any():
             newest_s = np.where(behind, -math.inf, finish_s).max(axis=1, keepdims=True)

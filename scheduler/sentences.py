@@ -57,8 +57,8 @@ def _in_turn(readings: Readings, trouble: Trouble, named: set[int]) -> str:
     slow = [
         (step, rank, time_s / readings.reference_s)
         for rank in {*trouble.slow, *trouble.now_and_then} - named
-        for step, time_s in readings.reports[rank]
-        if readings.is_slow(step, time_s)
+        for (step, time_s), is_slow in zip(readings.reports[rank], readings.slow_reports(rank), strict=True)
+        if is_slow
     ]
     if not slow:
         return ""

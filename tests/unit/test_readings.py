@@ -16,7 +16,7 @@ from scheduler.records import RankStats, RankTable, Window
 from tests.unit import plain_causes
 
 _NAN, _INF = math.nan, math.inf
-_SHARES = (0.0, 0.0, 0.1, 0.5, 0.9)
+_SHARES = (0.0, 0.0, 0.1037, 0.5173, 0.9011)  # No sum of which is a half of anything: what is just a half is open.
 
 
 @st.composite
@@ -88,10 +88,18 @@ def test_the_same_reports_are_slow(window: Window, threshold: float) -> None:
         assert readings.slow_run(rank) == plain.slow_run(rank)
         expected = [plain.is_slow(*report) for report in reports]
         assert [readings.is_slow(*report) for report in reports] == expected
+        assert readings.slow_reports(rank) == expected
         assert readings.slow()[rank].tolist() == [False] * (width - len(reports)) + expected
         own = [time_s for _, time_s in reports][-5:]
         np.testing.assert_array_equal(newest[rank], [_NAN] * (5 - len(own)) + own)
         assert link_ratio(window, rank) == pytest.approx(plain_causes.link_ratio(window, rank), nan_ok=True)
+    assert readings.last_steps() == [reports[-1][0] for reports in plain.reports if reports]
+    times, simple = readings.in_force(3, 20, None)
+    for rank, reports in enumerate(plain.reports):
+        assert simple[rank] == (bool(reports) and not any(readings.slow_reports(rank)))
+        past = [[time_s for step, time_s in reports if step <= now] for now in range(3, 23)]
+        expected_s = [own[-1] if own and simple[rank] else _NAN for own in past]
+        np.testing.assert_array_equal(times[:, rank], expected_s)
     for after in (-1, 0, 10, 60):
         assert readings.any_slow(after) == plain.any_slow(after)
 
