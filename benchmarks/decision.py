@@ -1,10 +1,11 @@
-"""How long a decision takes: window in, plan out, with the cost model and with the learned predictor.
+"""How long a decision takes: reports in, plan out, with the cost model, with the learned predictor and by the rule.
 
     python -m benchmarks.decision --json FILE [--ranks 8 128 1024] [--repeats 20]
 
-A job with slow ranks is simulated until every rank has a full history; then the same window is decided again and again
-by fresh policies. Figures are medians: of the time by the clock, and of the processor's time in it, which is what the
-decision takes where nothing else wants the core. One thread, no accelerator.
+A job with slow ranks is simulated until every rank has a full history, which a coordinator's board then has; from it a
+window is made and decided upon again and again, by fresh policies. Figures are medians: of the time by the clock, and
+of the processor's time in it, which is what the decision takes where nothing else wants the core. One thread, no
+accelerator. Beside it, what a coordinator of 8 ranks takes of a core: see `benchmarks.coordinator`.
 """
 
 from __future__ import annotations
@@ -12,30 +13,39 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.coordinator import coordinator_share
+from scheduler.causes import find_stragglers
 from scheduler.cost_policy import CostPolicy, Ranker
 from scheduler.evaluate import hosts
 from scheduler.plans import Plan
+from scheduler.policy import RulePolicy
 from scheduler.predictor import find_ranker
-from scheduler.records import Window
+from scheduler.records import StepReport, Window
 from scheduler.simulator.episodes import Episode
 from scheduler.simulator.job import Job
 from scheduler.simulator.scenario import Cluster, Network, Scenario
+from star_hvd.config import Config
+from star_hvd.control.engine_board import EngineBoard
 
 __all__ = ["main", "measure"]
 
 _SLOW = (0.01, 0.4)
 """Part of the ranks that are slow in a lasting way; part of all steps that a further one is."""
+
+_DECISIONS = ("learned", "cost_model")
+"""Whose time is judged: the first that there is."""
 
 
 def _window(n: int) -> tuple[Window, Plan]:
@@ -48,20 +58,76 @@ def _window(n: int) -> tuple[Window, Plan]:
     return job.window(), job.plan
 
 
-def measure(n: int, ranker: Ranker | None, repeats: int) -> list[tuple[float, float]]:
-    """Seconds by the clock and of the processor of `repeats` decisions with `n` ranks, besides a first one."""
+def _reader(window: Window) -> Callable[[], Window]:
+    """What makes the window anew, from a board that has its reports."""
+    n = window.world_size
+    engine = EngineBoard(0, n, Config(), lambda message: None)
+    for stats in window.ranks:
+        for step, time_s in zip(stats.steps, stats.compute_s, strict=True):
+            engine.history.append(StepReport(rank=stats.rank, step=step, compute_s=time_s))
+    engine.link_bytes_per_s = [stats.link_bytes_per_s for stats in window.ranks]
+    engine.gradient_bytes = window.comm_bytes
+    rest = {"step": window.step, "noise_scale": window.noise_scale, "allowed": window.allowed}
+    return lambda: dataclasses.replace(engine.window(), **rest)  # type: ignore[arg-type]
+
+
+def measure(n: int, rankers: dict[str, Ranker | None], repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Seconds by the clock and of the processor, besides a first time, of what there is to a decision with `n` ranks.
+
+    The decisions, and `rule`, include making the window; `window` and `find_stragglers` are parts of them.
+    """
     window, plan = _window(n)
-    found = []
-    for index in range(repeats + 1):
+    read = _reader(window)
+    made = read()
+
+    def predicted(ranker: Ranker | None) -> None:
         policy = CostPolicy(n, ranker=ranker, hosts=hosts(n))
-        fresh = dataclasses.replace(window)  # What is known of a window is kept while it is the same one.
-        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-        policy.decide(fresh, plan)
-        if index:
-            found.append((time.perf_counter() - begin_s, time.process_time() - begin_cpu_s))
+        policy.decide(read(), plan)
         if not policy.last:
             raise RuntimeError("nothing was predicted; expected a window with slow ranks")
+
+    tasks: dict[str, Callable[[], object]] = {
+        "window": read,
+        "find_stragglers": lambda: find_stragglers(made),
+        "rule": lambda: RulePolicy(n, hosts=hosts(n)).decide(read(), plan),
+        **{name: lambda ranker=ranker: predicted(ranker) for name, ranker in rankers.items()},  # type: ignore[misc]
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in tasks}
+    for index in range(repeats + 1):
+        for name, task in tasks.items():
+            begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+            task()
+            if index:
+                found[name].append((time.perf_counter() - begin_s, time.process_time() - begin_cpu_s))
     return found
+
+
+def _rows(ranks: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    rankers: dict[str, Ranker | None] = {"cost_model": None}
+    learned = find_ranker(os.environ, lambda text: sys.stderr.write(f"{text}\n"))
+    if learned is not None:
+        rankers["learned"] = learned
+    rows: list[dict[str, Any]] = []
+    for n in ranks:
+        for name, found in measure(n, rankers, repeats).items():
+            times = sorted(1e3 * wall_s for wall_s, _ in found)
+            cpu = statistics.median(1e3 * cpu_s for _, cpu_s in found)
+            late = times[min(len(times) - 1, int(0.95 * len(times)))]
+            median = statistics.median(times)
+            rows.append({"ranks": n, "policy": name, "median_ms": median, "cpu_ms": cpu, "p95_ms": late})
+    return rows
+
+
+def _print(rows: Sequence[dict[str, Any]], shares: dict[str, float]) -> None:
+    table = Table(title="A decision and its parts, ms")
+    for column in ("ranks", "what", "median", "processor", "95th percentile"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for row in rows:
+        figures = (f"{row[name]:.2f}" for name in ("median_ms", "cpu_ms", "p95_ms"))
+        table.add_row(str(row["ranks"]), row["policy"], *figures)
+    Console().print(table)
+    told = ", ".join(f"{100.0 * share:.2f} % ({name})" for name, share in shares.items())
+    Console().print(f"A coordinator of 8 ranks at 30 steps per second takes of a core: {told}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,29 +140,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.repeats < 1 or min(args.ranks) < 4:
         sys.stderr.write(f"error: --repeats {args.repeats}, --ranks {args.ranks}; expected at least 1, and 4\n")
         return 2
-    rankers: dict[str, Ranker | None] = {"cost_model": None}
-    learned = find_ranker(os.environ, lambda text: sys.stderr.write(f"{text}\n"))
-    if learned is not None:
-        rankers["learned"] = learned
-    table = Table(title="A decision, ms")
-    for column in ("ranks", "policy", "median", "processor", "95th percentile"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    rows: list[dict[str, Any]] = []
-    for n in args.ranks:
-        for name, ranker in rankers.items():
-            found = measure(n, ranker, args.repeats)
-            times = sorted(1e3 * wall_s for wall_s, _ in found)
-            cpu = statistics.median(1e3 * cpu_s for _, cpu_s in found)
-            middle, late = statistics.median(times), times[min(len(times) - 1, int(0.95 * len(times)))]
-            rows.append({"ranks": n, "policy": name, "median_ms": middle, "cpu_ms": cpu, "p95_ms": late})
-            table.add_row(str(n), name, f"{middle:.2f}", f"{cpu:.2f}", f"{late:.2f}")
-    Console().print(table)
+    logging.getLogger("star_hvd").setLevel(logging.ERROR)  # The stragglers of the play.
+    rows = _rows(args.ranks, args.repeats)
+    # Of three each, as jobs differ by nothing but what else the machine does.
+    shares = {
+        name: statistics.median(coordinator_share(slow=slow) for _ in range(3))
+        for name, slow in (("nobody slow", False), ("one rank slow", True))
+    }
+    _print(rows, shares)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         most = max(args.ranks)
-        judged = next(row for row in reversed(rows) if row["ranks"] == most)
-        document: dict[str, Any] = {"schema": 1, "policy": judged["policy"], "ranks": most, "rows": rows}
+        there = {row["policy"]: row for row in rows if row["ranks"] == most}
+        judged = next(there[name] for name in _DECISIONS if name in there)
+        document: dict[str, Any] = {"schema": 2, "policy": judged["policy"], "ranks": most, "rows": rows}
         document.update(decision_ms=judged["median_ms"], decision_cpu_ms=judged["cpu_ms"])
+        document.update(coordinator_share=max(shares.values()), coordinator_shares=shares)
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0
 
