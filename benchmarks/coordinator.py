@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
-from scheduler.plans import Planfrom star_hvd.config import Config
+from scheduler.plans import Plan
+from star_hvd.config import Config
 from star_hvd.control.board import Board
-
 from star_hvd.control.messages import Arrive, Join, Late, Message, PlanMessage, Register, RoundNote, decode, encode
 from star_hvd.control.switch_messages import Cannot, LinkRate, Probe, Ready
 
