@@ -41,6 +41,8 @@ percentile, and come back."""
 _CALM_PARTIAL_STEPS = 96
 """The same for `partial`: it costs nothing while nobody is slow, and who was slow a while ago may be so again."""
 
+_CALM_LOSS = 1.1
+
 _WINDOW_STEPS = 64
 
 
@@ -181,7 +183,7 @@ class CostPolicy:
         sync = next((p for p in self.last if p.plan.mode == "sync"), None)
         if now is None:
             return self._go(window, best, active, None, trouble)
-        if sync is not None and active.mode != "sync" and self._calm(window, active):
+        if sync is not None and active.mode != "sync" and self._calm(window, active, sync.relative / now.relative):
             self._rest(window)
             return self._safe(active, f"nobody was slow since step {self._calm_since}")
         if best is now or not best.relative < (1.0 - self._gain) * now.relative:
@@ -215,14 +217,21 @@ class CostPolicy:
         self._rental.rest(window.step)
         self._near_rental.rest(window.step)
 
-    def _calm(self, window: Window, active: Plan) -> bool:
-        """Nobody was in trouble for a while; under servers steps are updates, of which there are more."""
+    def _calm(self, window: Window, active: Plan, slower: float) -> bool:
+        """Nobody was in trouble for a while; under servers steps are updates, of which there are more.
+
+        Args:
+            window: The window.
+            active: The plan in force.
+            slower: How many times slower `sync` is predicted to be: where it is, calm is waited for longer.
+        """
         if self._calm_since is None:
             return False
         calm = window.step - self._calm_since
         if active.mode == "partial":
             return calm >= _CALM_PARTIAL_STEPS
-        return calm >= _CALM_STEPS * (self.world_size / active.quorum if active.mode == "ps" else 1.0)
+        least = _CALM_STEPS if slower <= _CALM_LOSS else _CALM_PARTIAL_STEPS
+        return calm >= least * (self.world_size / active.quorum if active.mode == "ps" else 1.0)
 
     def _price_s(self, conditions: Conditions, active: Plan, plan: Plan) -> float:
         if active.family == plan.family and plan.mode not in ("subgroup", "grouped") and active.servers == plan.servers:
