@@ -77,11 +77,12 @@ def measure(n: int, rankers: dict[str, Ranker | None], repeats: int) -> dict[str
     The decisions, and `rule`, include making the window; `window` and `find_stragglers` are parts of them.
     """
     window, plan = _window(n)
+    places = hosts(n)
     read = _reader(window)
     made = read()
 
     def predicted(ranker: Ranker | None) -> None:
-        policy = CostPolicy(n, ranker=ranker, hosts=hosts(n))
+        policy = CostPolicy(n, ranker=ranker, hosts=places)
         policy.decide(read(), plan)
         if not policy.last:
             raise RuntimeError("nothing was predicted; expected a window with slow ranks")
@@ -89,7 +90,7 @@ def measure(n: int, rankers: dict[str, Ranker | None], repeats: int) -> dict[str
     tasks: dict[str, Callable[[], object]] = {
         "window": read,
         "find_stragglers": lambda: find_stragglers(made),
-        "rule": lambda: RulePolicy(n, hosts=hosts(n)).decide(read(), plan),
+        "rule": lambda: RulePolicy(n, hosts=places).decide(read(), plan),
         **{name: lambda ranker=ranker: predicted(ranker) for name, ranker in rankers.items()},  # type: ignore[misc]
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in tasks}

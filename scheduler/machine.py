@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
+
 __all__ = ["MachineStats", "machine_evidence", "throttled_shares"]
 
 _THROTTLED = 0.1  # Part of the time; below it a quota costs less than jitter.
@@ -70,9 +72,10 @@ def machine_evidence(rank: int, machines: Sequence[MachineStats]) -> str:
 
 def throttled_shares(machines: Sequence[MachineStats]) -> list[float]:
     """Part of the time each rank's quota held it back beyond the usual of all; a quota all share starves nobody."""
-    shares = [machine.throttled_share if math.isfinite(machine.throttled_share) else 0.0 for machine in machines]
-    usual = sorted(shares)[(len(shares) - 1) // 2]
-    return [min(1.0, max(0.0, share - usual)) for share in shares]
+    shares = np.array([machine.throttled_share for machine in machines], dtype=np.float64)
+    shares[~np.isfinite(shares)] = 0.0
+    usual = np.sort(shares)[(len(shares) - 1) // 2]
+    return list(np.clip(shares - usual, 0.0, 1.0).tolist())
 
 
 def _median(values: Sequence[float]) -> float:
