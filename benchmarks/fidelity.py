@@ -132,7 +132,9 @@ def predictions(record: dict[str, Any], found: Constants, ranker: Any = None) ->
     offered = [active, *plans.values()]
     ranked = rank(offered, conditions) if ranker is None else ranker(offered, conditions, window, active)
     by_plan = {p.plan.label: p.relative for p in ranked}
-    values = {"plain": by_plan[active.label]}
+    # Plain Horovod is no mode of star_hvd: its waiting ranks spin, and that is known of the machine.
+    interval_s = next(p.interval_s for p in ranked if p.plan.label == active.label)
+    values = {"plain": by_plan[active.label] * (1.0 + found.spin_s / interval_s)}
     values.update({name: by_plan[plan.label] for name, plan in plans.items() if plan.label in by_plan})
     return values
 

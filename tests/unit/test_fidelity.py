@@ -118,7 +118,9 @@ def test_modes_are_predicted_and_compared() -> None:
     one = record(**{"partial(3)": 2.0, "local(8)": 5.0, "asgd": 1.9})
     predicted = predictions(one, MACHINE)
     assert set(predicted) == {"plain", "partial(3)", "local(8)", "asgd"}
-    assert predicted["partial(3)"] < 0.5 < predicted["plain"] == 1.0
+    # In sync a step takes 126 ms and more, in plain Horovod 15 ms longer.
+    assert predicted["partial(3)"] < 0.5 < predicted["plain"]
+    assert predicted["plain"] == pytest.approx(1.0 + 0.015 / 0.13, rel=0.03)
     rows = {row["mode"]: row for row in compare(one, MACHINE)}
     assert rows["plain"]["real_step_s"] == pytest.approx(0.15)
     assert abs(rows["plain"]["error"]) < 0.15
