@@ -16,7 +16,7 @@ from benchmarks.tasks import DATASETS, USUAL_HIDDEN_UNITS, TaskDefaults, default
 from benchmarks.traces import read_trace
 from scheduler.mode_names import parse_mode
 
-__all__ = ["build_spec", "make_parser"]
+__all__ = ["build_spec", "make_parser", "target_for"]
 
 DEVICE_MS = 30.0
 SHORT_VARIANTS = ("straggler_free", "plain", "star")
@@ -34,6 +34,7 @@ class _Special:
             otherwise be waited for every second.
         hidden_units: Width of the network's hidden layers.
         link_bits_per_s: Rate of a usual host's link.
+        target: Accuracy to reach on digits, 0 for the usual one.
     """
 
     device_ms: float = DEVICE_MS
@@ -41,6 +42,7 @@ class _Special:
     passes: int = 1
     hidden_units: int = USUAL_HIDDEN_UNITS
     link_bits_per_s: float = 0.0
+    target: float = 0.0
 
 
 SPECIAL = {
@@ -48,7 +50,8 @@ SPECIAL = {
     "starved": _Special(device_ms=10.0, epochs=2, passes=2),
     # 1 MB of gradients: 60 ms over usual links, as long as two device times, 600 ms over the slow one.
     "slow-link": _Special(hidden_units=480, link_bits_per_s=200e6, epochs=3, passes=2),
-    "frozen": _Special(epochs=5, passes=4),
+    # The usual target is reached before the second freeze.
+    "frozen": _Special(epochs=5, passes=4, target=0.95),
     "killed-server": _Special(),
     "killed-worker": _Special(epochs=12),  # Servers take a part of the run to start.
 }
@@ -134,6 +137,19 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         hidden_units=args.hidden_units or special.hidden_units,
         link_bits_per_s=_link_bits_per_s(args, scenario, special),
     )
+
+
+def target_for(args: argparse.Namespace) -> float:
+    """Accuracy to reach.
+
+    Raises:
+        ValueError: It is not between 0 and 1.
+    """
+    special = SPECIAL.get(args.scenario, _Special()).target if args.dataset == "digits" else 0.0
+    target = float(special or defaults_for(args.dataset).target_accuracy) if args.target is None else float(args.target)
+    if not 0.0 < target < 1.0:
+        raise ValueError(f"--target is {target}; expected an accuracy between 0 and 1, 0.9 for example")
+    return target
 
 
 def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults, device_ms: float) -> None:

@@ -24,12 +24,12 @@ from benchmarks.link_rates import LinkRates
 from benchmarks.measures import accuracies, model_bytes, summarize
 from benchmarks.netns import Network, NetworkError
 from benchmarks.netns_launch import netns_command, write_plan
-from benchmarks.options import build_spec, make_parser
+from benchmarks.options import build_spec, make_parser, target_for
 from benchmarks.quota import QuotaError
 from benchmarks.report import bound_sentence, progress_view, sentence, table
 from benchmarks.scenarios import ScenarioError
 from benchmarks.spec import RunRecord, RunSpec, write_json
-from benchmarks.tasks import TaskError, defaults_for, load_task
+from benchmarks.tasks import TaskError, load_task
 from benchmarks.traces import TraceError
 
 __all__ = ["build_spec", "main", "make_parser", "measure", "versions"]
@@ -112,10 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.width = TABLE_COLUMNS
     try:
         spec = build_spec(args)
-        target = args.target if args.target is not None else defaults_for(args.dataset).target_accuracy
-        if not 0.0 < target < 1.0:
-            raise ValueError(f"--target is {target}; expected an accuracy between 0 and 1, 0.9 for example")
-        summary = measure(spec, target, console, args)
+        summary = measure(spec, target_for(args), console, args)
     except (QuotaError, NetworkError) as error:
         errors.print(f"skipped: scenario {args.scenario} is impossible here: {error}", markup=False)
         return EXIT_SKIPPED

@@ -30,7 +30,7 @@ from benchmarks.measures import (
     time_to_accuracy_s,
 )
 from benchmarks.netns import Network, NetworkError, burst_bytes, hosts_text, stale_names
-from benchmarks.options import build_spec, make_parser
+from benchmarks.options import build_spec, make_parser, target_for
 from benchmarks.overhead import summarize_blocks
 from benchmarks.plot import member_strip, plot
 from benchmarks.quota import CpuGroup, CpuQuota, QuotaError, find_cpu_group, own_group
@@ -165,6 +165,12 @@ class TestOptions:
 
     def _spec(self, *words: str) -> RunSpec:
         return build_spec(make_parser().parse_args(words))
+
+    def test_target_is_the_user_s_or_fits_the_scenario(self) -> None:
+        for words, target in ((["--target", "0.5"], 0.5), ([], 0.93), (["--scenario", "frozen"], 0.95)):
+            assert target_for(make_parser().parse_args(words)) == target
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            target_for(make_parser().parse_args(["--target", "1.5"]))
 
     def test_modes_are_kept_in_order(self) -> None:
         spec = self._spec("--scenario", "one-slow", "--modes", " partial(3); subgroup(0,1,2) ;ASGD;")
