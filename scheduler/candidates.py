@@ -29,7 +29,7 @@ _SELDOM = 0.08
 _MANY = 128
 """Ranks from which groups are formed by two cuts instead of a table of n^2 entries."""
 
-_BEST = 8  # Links to choose one server's from.
+_BEST, _HOSTS = 8, 64  # Links to choose one server's from, and hosts those of many.
 
 _FEW = 32
 """Ranks up to which similar ones are sought by clustering, which takes the cube of their number."""
@@ -194,15 +194,30 @@ def _two_groups(times_s: Array) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted((tuple(fast), tuple(slow))))
 
 
+def _best_links(conditions: Conditions, bad: Collection[int], hosts: Sequence[str] | None) -> list[int]:
+    """One rank of each host without trouble, of the hosts with the best links: enough to choose servers from.
+
+    The bytes of all ranks still have to be taken in.
+    """
+    order = np.argsort(-conditions.rate, kind="stable").tolist()
+    if hosts is None:
+        return sorted([rank for rank in order[: _BEST + len(bad)] if rank not in bad][:_BEST])
+    taken, found = {hosts[rank] for rank in bad}, []
+    for rank in order:
+        if hosts[rank] not in taken:
+            taken.add(hosts[rank])
+            found.append(rank)
+            if len(found) == _HOSTS:
+                break
+    return sorted(found)
+
+
 def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | None) -> list[Plan]:
     n = conditions.world_size
     bad = {*trouble.slow, *trouble.links, *trouble.frozen}
     ranks: Sequence[int] = range(n)
     if n > _MANY:
-        # The best links are enough to choose from; the bytes of all ranks still have to be taken in.
-        count = _MANY if hosts is not None else _BEST
-        order = np.argsort(-conditions.rate, kind="stable")[: count + len(bad)].tolist()
-        ranks = sorted([rank for rank in order if rank not in bad][:count]) or range(n)
+        ranks = _best_links(conditions, bad, hosts) or ranks
     rates = np.where(np.isfinite(conditions.rate), conditions.rate, math.nan).tolist()
     loads = [
         HostLoad(

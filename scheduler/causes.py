@@ -142,7 +142,8 @@ def find_stragglers(
         raise ValueError(f"threshold is {threshold}; expected a number above 1")
     if persistence < 1:
         raise ValueError(f"persistence is {persistence}; expected at least 1")
-    readings = Readings(window, threshold=threshold) if readings is None else readings
+    if readings is None:
+        readings = Readings.of(window) if threshold == THRESHOLD else Readings(window, threshold=threshold)
     if math.isnan(readings.reference_s):
         return ()
     table = window.table

@@ -56,10 +56,18 @@ class _Rank:
     away: bool = False
     out_of_data: bool = True
     compute_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _usual_s: float | None = None
+
+    def note(self, compute_s: float) -> None:
+        """Take in the time of a batch."""
+        self.compute_s.append(compute_s)
+        self._usual_s = None
 
     def usual_s(self) -> float | None:
         """Median of the recent compute times, None where nothing is known."""
-        return statistics.median(self.compute_s) if self.compute_s else None
+        if self._usual_s is None and self.compute_s:
+            self._usual_s = statistics.median(self.compute_s)
+        return self._usual_s
 
     def expected_s(self) -> float | None:
         """Time at which the rank should arrive, None where nothing is known."""
@@ -93,6 +101,7 @@ class ClosingRule:
         self._ranks = [_Rank() for _ in range(plan.world_size)]
         self._ready: dict[int, float] = {}
         self._offsets: deque[float] = deque(maxlen=_OFFSETS)
+        self._typical_s: float | None = None
         self._closed = False
 
     @property
@@ -129,7 +138,8 @@ class ClosingRule:
     def arrive(self, rank: int, round_: int, compute_s: float, now_s: float) -> None:
         """A rank has submitted everything for `round_`; reports for closed steps only update its speed."""
         state = self._ranks[rank]
-        state.compute_s.append(compute_s)
+        state.note(compute_s)
+        self._typical_s = None
         if round_ < self.round or (round_ == self.round and self._closed and rank in self._ready):
             return
         if round_ > self.round:
@@ -140,7 +150,8 @@ class ClosingRule:
 
     def late(self, rank: int, compute_s: float) -> None:
         """A rank's gradient missed its step."""
-        self._ranks[rank].compute_s.append(compute_s)
+        self._ranks[rank].note(compute_s)
+        self._typical_s = None
 
     def join(self, rank: int, version: int, now_s: float) -> None:
         """A rank that was behind has the parameters of step `version` and computes on them from now on."""
@@ -186,8 +197,10 @@ class ClosingRule:
 
     def typical_compute_s(self) -> float:
         """Lower median over the ranks of their usual compute time, 0 where nothing is known."""
-        usual = [own for state in self._ranks if (own := state.usual_s()) is not None]
-        return statistics.median_low(usual) if usual else 0.0
+        if self._typical_s is None:
+            usual = [own for state in self._ranks if (own := state.usual_s()) is not None]
+            self._typical_s = statistics.median_low(usual) if usual else 0.0
+        return self._typical_s
 
     def _is_slow(self, rank: int) -> bool:
         usual_s = self._ranks[rank].usual_s()

@@ -155,7 +155,8 @@ class RulePolicy:
         for what, size in (("window", window.world_size), ("plan", active.world_size)):
             if size != self.world_size:
                 raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
-        readings = Readings(window, threshold=self.threshold)
+        own = self.threshold != THRESHOLD
+        readings = Readings(window, threshold=self.threshold) if own else Readings.of(window)
         if self.world_size < 2 or math.isnan(readings.reference_s):
             return None
         if active.mode not in window.allowed and active.mode != "sync" and "sync" in window.allowed:

@@ -51,12 +51,14 @@ class Message:
 
 
 _KINDS: dict[str, type[Message]] = {}
+_FIELDS: dict[str, tuple[tuple[str, str], ...]] = {}  # Of every kind: names and types.
 M = TypeVar("M", bound=type[Message])
 
 
 def message_kind(cls: M) -> M:
     """Make a record known to `decode`."""
     _KINDS[cls.kind] = cls
+    _FIELDS[cls.kind] = tuple((item.name, str(item.type)) for item in dataclasses.fields(cls))
     return cls
 
 
@@ -297,7 +299,7 @@ class Bye(Message):
 
 def encode(message: Message) -> bytes:
     """One message as bytes."""
-    values = [getattr(message, item.name) for item in dataclasses.fields(message)]
+    values = [getattr(message, name) for name, _ in _FIELDS[message.kind]]
     return bytes(msgpack.packb([_VERSION, message.kind, *values]))
 
 
@@ -318,11 +320,17 @@ def decode(data: bytes) -> Message:
     cls = _KINDS.get(parts[1]) if isinstance(parts[1], str) else None
     if cls is None:
         raise ChannelError(f"a control message has the unknown kind {_short(parts[1])}")
-    items = dataclasses.fields(cls)
+    items = _FIELDS[cls.kind]
     if len(parts) - 2 != len(items):
         raise ChannelError(f"a {cls.kind} message has {len(parts) - 2} fields; expected {len(items)}")
-    values = [_check(cls, item.name, str(item.type), value) for item, value in zip(items, parts[2:], strict=True)]
+    values = [
+        value if _PLAIN.get(wanted) is type(value) else _check(cls, name, wanted, value)
+        for (name, wanted), value in zip(items, parts[2:], strict=True)
+    ]
     return cls(*values)
+
+
+_PLAIN: dict[str, type] = {"float": float, "bool": bool, "str": str}  # Types that say all there is to check.
 
 
 def _check(cls: type[Message], name: str, wanted: str, value: Any) -> Any:
