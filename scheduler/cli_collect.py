@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--moments", type=int, default=6, help="moments of a job that are tried out (default 6)")
     parser.add_argument("--budget-s", type=float, default=0.0, help="stop after so many seconds, with what there is")
     parser.add_argument("--runs", type=Path, help="folder of logged runs (training_logs/runs) to add, marked as real")
+    parser.add_argument("--mlflow", action="store_true", help="add the runs that the run log has sent to MLflow")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,9 +42,11 @@ def run(options: argparse.Namespace) -> int:
     if options.runs is not None:
         from scheduler.collect_runs import real_rows
 
-        found = real_rows(options.runs, project_version(), told=lambda text: _console().print(text, highlight=False))
-        _console().print(f"{len(found)} rows of real runs in {options.runs}", highlight=False)
-        rows += found
+        rows += real_rows(options.runs, project_version(), told=_tell)
+    if options.mlflow:
+        from scheduler.collect_runs import mlflow_rows
+
+        rows += mlflow_rows(os.environ, project_version(), told=_tell)
     if not rows:
         raise dataset.DatasetError("no rows: no moment was tried out; ask for more --jobs")
     made_by = f"star-scheduler collect --jobs {options.jobs} --seed {options.seed} --moments {options.moments}"
@@ -60,6 +64,10 @@ def project_version() -> str:
         return metadata.version("star-hvd")
     except metadata.PackageNotFoundError:
         return "unknown"
+
+
+def _tell(text: str) -> None:
+    _console().print(text, highlight=False)
 
 
 def _console() -> Any:

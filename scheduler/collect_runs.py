@@ -12,7 +12,8 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from scheduler.features import rows, speed
 from scheduler.plans import Plan, PlanError
 from scheduler.records import RankStats, Window
 
-__all__ = ["LoggedRun", "read_run", "real_rows", "windows"]
+__all__ = ["LoggedRun", "mlflow_rows", "read_run", "real_rows", "windows"]
 
 _TARGET = re.compile(r"\s*([\w./ -]+?)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", re.ASCII)
 _HISTORY, _MOMENTS = 64, 6
@@ -184,6 +185,54 @@ def real_rows(root: Path, project: str, *, told: Any = None) -> list[list[Any]]:
     if told is not None:
         told(f"{used} of {len(folders)} runs used: one fixed mode each, a target, and a sync run of the same job")
     return found
+
+
+def mlflow_rows(environ: Mapping[str, str], project: str, *, told: Any = None) -> list[list[Any]]:
+    """Rows of all jobs that the run log has sent to MLflow, from their artifacts; as `real_rows`.
+
+    Args:
+        environ: For `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`.
+        project: Version for the rows.
+        told: As in `real_rows`.
+
+    Raises:
+        ValueError: MLflow is not installed, cannot be reached, or has no such experiment.
+    """
+    from scheduler.registry import tracking_uri
+
+    try:
+        import mlflow
+    except ImportError:
+        raise ValueError("MLflow is missing; install the extra `train`, or give a folder with --runs") from None
+    uri, name = tracking_uri(environ), environ.get("MLFLOW_EXPERIMENT_NAME") or "star-hvd"
+    with tempfile.TemporaryDirectory(prefix="star-runs-") as scratch:
+        try:
+            client = mlflow.MlflowClient(tracking_uri=uri)
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                raise ValueError(f"MLflow at {uri} has no experiment {name}; expected the one the run log sends to")
+            mlflow.set_tracking_uri(uri)
+            _download(client, experiment.experiment_id, Path(scratch))
+        except mlflow.exceptions.MlflowException as error:
+            raise ValueError(f"MLflow at {uri} says: {error}") from None
+        return real_rows(Path(scratch), project, told=told)
+
+
+def _download(client: Any, experiment_id: str, target: Path) -> None:
+    """The files of every job of an experiment, each in a folder of its own."""
+    token = None
+    while True:
+        page = client.search_runs([experiment_id], "tags.`star.kind` = 'job'", max_results=200, page_token=token)
+        for run in page:
+            folder = target / run.info.run_id
+            folder.mkdir()
+            if any(item.path == "star" for item in client.list_artifacts(run.info.run_id)):
+                client.download_artifacts(run.info.run_id, "star", str(folder))
+                for file in (folder / "star").iterdir():
+                    file.rename(folder / file.name)
+        token = page.token
+        if not token:
+            return
 
 
 def _job_rows(runs: Sequence[LoggedRun], number: int, project: str) -> list[list[Any]]:

@@ -87,3 +87,27 @@ def test_where_models_are_looked_for() -> None:
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no model\.json"):
         find_model(tmp_path)
+
+
+@pytest.mark.timeout(240)
+def test_runs_in_mlflow_become_rows(stored: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+    from scheduler.collect_runs import mlflow_rows
+    from scheduler.plans import Plan
+    from tests.unit.test_scheduler_cli import logged
+
+    environ = {**stored[0], "MLFLOW_EXPERIMENT_NAME": "some jobs"}
+    with pytest.raises(ValueError, match="no experiment some jobs"):
+        mlflow_rows(environ, "1")
+    mlflow.set_tracking_uri(tracking_uri(environ))
+    mlflow.create_experiment("some jobs", artifact_location=str(tmp_path / "artifacts"))
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path, "b", Plan.partial(4, 3), reached_s=5.0)
+    mlflow.set_experiment("some jobs")
+    for name in ("a", "b"):
+        with mlflow.start_run(tags={"star.kind": "job"}):
+            mlflow.log_artifacts(str(tmp_path / name), "star")
+    with mlflow.start_run(tags={"star.kind": "job"}):
+        pass  # A job whose files never came.
+    told: list[str] = []
+    rows = mlflow_rows(environ, "1", told=told.append)
+    assert told[0].startswith("2 of 2 runs used") and {row[0] for row in rows} == {"real"}
