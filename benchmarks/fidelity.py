@@ -6,7 +6,8 @@ FILES are written by `python -m benchmarks.tta --json`, one scenario each, with 
 
 * `fidelity`: time per step of as many batches as ranks, real against simulated, with machine constants from one run
   alone, the least disturbed straggler-free one of plain Horovod; the median error over modes and scenarios. Scenarios
-  with another network, device time or link have a straggler-free run of their own;
+  with another network, device time or link have a straggler-free run of their own. Times to accuracy are simulated with
+  what noise and staleness cost a network on the whole, not this one;
 * `kendall_tau`: the order in which the cost model, and the trained predictor where there is one, put the modes, against
   the order of their real times to accuracy; the mean over scenarios;
 * `real_regret`: time to accuracy of `auto` over that of the best fixed mode, minus 1, and over plain Horovod's.
@@ -36,7 +37,9 @@ from benchmarks.twin import (
     plan_of,
     ranks_of,
     simulated_s,
+    simulated_tta_s,
     straggler_free_s,
+    target_steps,
     twin,
     undisturbed_s,
 )
@@ -98,6 +101,7 @@ def compare(record: dict[str, Any], found: Constants) -> list[dict[str, Any]]:
         whole_s = min(undisturbed_s(run, slow_s) for run in runs)
         steps = batches_of(spec) / n
         simulated = simulated_s(scenario, plan, spec, found)
+        aimed = twin(record, found, plain=plain, steps=target_steps(record))
         rows.append(
             {
                 "scenario": spec["scenario"],
@@ -106,6 +110,7 @@ def compare(record: dict[str, Any], found: Constants) -> list[dict[str, Any]]:
                 "simulated_step_s": simulated / steps,
                 "error": simulated / whole_s - 1.0,
                 "real_tta_s": _seconds(record, name),
+                "simulated_tta_s": simulated_tta_s(aimed, plan, spec, found),
             }
         )
     return rows
@@ -237,12 +242,13 @@ def _report(
 
 def _steps_table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="Time of a step of as many batches as ranks, ms, and time to accuracy")
-    for column in ("scenario", "mode", "real", "simulated", "error", "real TTA s"):
+    for column in ("scenario", "mode", "real", "simulated", "error", "real TTA s", "simulated"):
         table.add_column(column, justify="left" if column in ("scenario", "mode") else "right")
     for row in rows:
         table.add_row(
             row["scenario"], row["mode"], f"{1e3 * row['real_step_s']:.1f}", f"{1e3 * row['simulated_step_s']:.1f}",
             f"{100.0 * row['error']:+.0f} %", f"{row['real_tta_s']:.2f}",
+            f"{row['simulated_tta_s']:.2f}",
         )  # fmt: skip
     return table
 

@@ -22,7 +22,8 @@ from scheduler.plans import Plan
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
 
 __all__ = [
-    "Constants", "batches_of", "calibrate", "plan_of", "ranks_of", "simulated_s", "straggler_free_s", "twin",
+    "Constants", "batches_of", "calibrate", "plan_of", "ranks_of", "simulated_s", "simulated_tta_s", "straggler_free_s",
+    "target_steps", "twin",
     "undisturbed_s",
 ]  # fmt: skip
 
@@ -191,6 +192,33 @@ def simulated_s(scenario: Scenario, plan: Plan, spec: dict[str, Any], found: Con
         _align(job)
         total_s += job.now_s - begin_s
     return total_s + found.epoch_s * spec["epochs"]
+
+
+def target_steps(record: dict[str, Any]) -> float:
+    """Synchronous steps to the target, from the straggler-free runs; infinite where it was not reached."""
+    runs = record.get("variants", {}).get("straggler_free", {}).get("seeds", [])
+    found = []
+    for run in runs:
+        reached_s = run.get("time_to_accuracy_s")
+        if reached_s is not None:
+            after = next((step for t, step in zip(run["times_s"], run["steps"], strict=True) if t >= reached_s), None)
+            found.append(float(after if after is not None else run["global_steps"]))
+    return statistics.median(found) if found else math.inf
+
+
+def simulated_tta_s(scenario: Scenario, plan: Plan, spec: dict[str, Any], found: Constants) -> float:
+    """Time to the target of a twin made with `steps`, infinite where it is not reached.
+
+    How much noise and staleness cost is assumed as for any network (`Network`), not taken from the run.
+    """
+    if not math.isfinite(scenario.network.target_steps):
+        return math.inf
+    n, batches = scenario.world_size, batches_of(spec)
+    limit_s = 20.0 * scenario.network.target_steps * max(1.0, max(map(max, scenario.rows), default=1.0))
+    job = Job(scenario, plan)
+    time_s = job.run(limit_s=limit_s * scenario.network.compute_s * n).time_s
+    epochs = float(job.state.account.gradients[0]) / batches * float(spec["epochs"])
+    return time_s + math.floor(epochs) * found.epoch_s
 
 
 def _align(job: Job) -> None:

@@ -18,6 +18,7 @@ from benchmarks.twin import (
     plan_of,
     simulated_s,
     straggler_free_s,
+    target_steps,
     twin,
     undisturbed_s,
 )
@@ -125,6 +126,14 @@ def test_modes_are_predicted_and_compared() -> None:
     assert rows["plain"]["real_step_s"] == pytest.approx(0.15)
     assert abs(rows["plain"]["error"]) < 0.15
     assert rows["asgd"]["real_tta_s"] == 1.9
+    # The straggler-free run never reached its target, so there is nothing to simulate.
+    assert math.isinf(rows["asgd"]["simulated_tta_s"])
+    for run in one["variants"]["straggler_free"]["seeds"]:
+        run["time_to_accuracy_s"] = run["train_s"] / 2.0
+    assert target_steps(one) == pytest.approx(20.0, abs=1.0)
+    rows = {row["mode"]: row for row in compare(one, MACHINE)}
+    assert rows["plain"]["simulated_tta_s"] == pytest.approx(20 * 0.15, rel=0.1)
+    assert rows["partial(3)"]["simulated_tta_s"] < 0.5 * rows["plain"]["simulated_tta_s"]
 
 
 def test_regret_of_auto() -> None:
