@@ -104,20 +104,22 @@ def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[floa
 
     The first tenth is the way into the steady state, and not counted.
     """
-    rows, n = times.shape
+    n = times.shape[1]
     if not 1 <= x <= n:
         raise ValueError(f"x is {x}; expected 1..{n}, the ranks")
     if n <= FEW:
         few_ends, few_stale = replay_few.order(times.tolist(), x, updates, gap_s)
         return _settled(np.array(few_ends), np.array(few_stale), updates)
-    finish_s, base, count = times[0].copy(), np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
+    finish_s, base, place = times[0].copy(), np.zeros(n, dtype=np.int64), np.arange(n, 2 * n)
+    ahead, turn = times.reshape(-1), times.size
     ends, stale, now_s = np.zeros(updates), np.zeros((updates, x), dtype=np.int64), 0.0
     for update in range(updates):
         chosen = np.argpartition(finish_s, x - 1)[:x] if x < n else np.arange(n)
         now_s = max(float(finish_s[chosen].max()), now_s + gap_s)
         stale[update] = update - base[chosen]
-        finish_s[chosen] = now_s + times[count[chosen] % rows, chosen]
-        count[chosen] += 1
+        following = place[chosen]
+        finish_s[chosen] = now_s + ahead[following % turn]
+        place[chosen] = following + n
         base[chosen] = update + 1
         ends[update] = now_s
     return _settled(ends, stale, updates)
