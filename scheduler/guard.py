@@ -66,11 +66,17 @@ def _compare(losses: Sequence[float], recent: int) -> tuple[float, float, float]
     now = losses[-recent:]
     base = losses[max(0, len(losses) - recent - _BASE) : -recent]
     late = base[len(base) // 2 :]
-    jumps = [b - a for a, b in itertools.pairwise(base)]
-    middle = statistics.median(jumps)
-    spread = 1.4826 * statistics.median(abs(jump - middle) for jump in jumps) / math.sqrt(2.0)
+    # A mode of servers tells one rank's loss instead of the mean: whichever is noisier counts.
+    spread = max(_spread(base), _spread(now) if len(now) >= _RECENT else 0.0)
     error = spread * math.sqrt(1.0 / len(now) + 1.0 / len(late))
     return statistics.fmean(now), statistics.fmean(late), error
+
+
+def _spread(losses: Sequence[float]) -> float:
+    """Standard deviation of the noise, from differences of neighbours."""
+    jumps = [after - before for before, after in itertools.pairwise(losses)]
+    middle = statistics.median(jumps)
+    return 1.4826 * statistics.median(abs(jump - middle) for jump in jumps) / math.sqrt(2.0)
 
 
 def loudness(plan: Plan, noise: float) -> float:
