@@ -16,6 +16,7 @@ FILES are written by `python -m benchmarks.tta --json`, one scenario each, with 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -28,7 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.scenarios import KILLED
+from benchmarks.scenarios import FREEZE_EVERY_S, KILLED
 from benchmarks.spec import write_json
 from benchmarks.twin import (
     Constants,
@@ -43,7 +44,8 @@ from benchmarks.twin import (
     twin,
     undisturbed_s,
 )
-from scheduler.cost_model import Conditions, rank
+from scheduler.cost_model import NOISE, Conditions, Prediction, rank
+from scheduler.cost_policy import CostPolicy
 from scheduler.plans import Plan
 from scheduler.records import Window
 from scheduler.simulator import Job
@@ -123,17 +125,22 @@ def _seconds(record: Mapping[str, Any], name: str) -> float:
 
 
 def predictions(record: dict[str, Any], found: Constants, ranker: Any = None) -> dict[str, float]:
-    """Time to accuracy of every mode relative to `sync`, as predicted from a window of `sync` steps of the twin."""
+    """Time to accuracy of every mode relative to `sync`, as a live job in `sync` would predict it, from the twin."""
     spec = record["spec"]
     names = [name for name in _runs(record) if name != "plain"]
     plans = {name: plan_of(name, spec) for name in names}
     active = Plan.sync(ranks_of(spec))
-    job = Job(twin(record, found), active)
-    job.advance(_LEARNED_STEPS)
-    window = _window(job, record)
-    conditions = Conditions.from_window(window)
+    watcher = _Watcher(active.world_size)
+    job = Job(twin(record, found), active, watcher)
+    # Long enough to have seen a rank freeze twice.
+    while job.steps < _LEARNED_STEPS or (spec["scenario"] == "frozen" and job.now_s < 3.0 * FREEZE_EVERY_S):
+        job.advance(4)
+    noise = _noise(record)
+    window = dataclasses.replace(job.window(), noise_scale=noise)
+    conditions = watcher.conditions or Conditions.from_window(window)
     if conditions is None:
         return {}
+    conditions = dataclasses.replace(conditions, noise=noise if math.isfinite(noise) else NOISE)
     offered = [active, *plans.values()]
     ranked = rank(offered, conditions) if ranker is None else ranker(offered, conditions, window, active)
     by_plan = {p.plan.label: p.relative for p in ranked}
@@ -144,14 +151,29 @@ def predictions(record: dict[str, Any], found: Constants, ranker: Any = None) ->
     return values
 
 
-def _window(job: Job, record: Mapping[str, Any]) -> Window:
-    """What a job of the laboratory would know, its measured noise scale included."""
-    import dataclasses
+class _Watcher:
+    """The policy of a live job, whose decisions are not carried out: what it knows at its last look is kept."""
 
+    def __init__(self, n: int) -> None:
+        self.conditions: Conditions | None = None
+        self._policy = CostPolicy(n, ranker=self._rank)
+
+    def decide(self, window: Window, active: Plan) -> None:
+        self._policy.decide(window, active)
+
+    def _rank(
+        self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
+    ) -> list[Prediction]:
+        self.conditions = conditions
+        return rank(offered, conditions)
+
+
+def _noise(record: Mapping[str, Any]) -> float:
+    """The noise scale that a job of the laboratory measured; NaN where none did."""
     reports = [run.get("report", {}) for run in record["variants"].get("star", {}).get("seeds", [])]
     scales = [r["noise_scale"] for r in reports if isinstance(r.get("noise_scale"), float)]
     known = [scale for scale in scales if math.isfinite(scale) and scale > 0.0]
-    return dataclasses.replace(job.window(), noise_scale=statistics.median(known) if known else math.nan)
+    return statistics.median(known) if known else math.nan
 
 
 def regret(record: Mapping[str, Any]) -> dict[str, Any] | None:
