@@ -29,7 +29,7 @@ _SELDOM = 0.08
 _MANY = 128
 """Ranks from which groups are formed by two cuts instead of a table of n^2 entries."""
 
-_BEST, _HOSTS = 8, 64  # Links to choose one server's from, and hosts those of many.
+_BEST, _HOSTS = 8, 32  # Links to choose one server's from, and hosts those of many.
 
 _FEW = 32
 """Ranks up to which similar ones are sought by clustering, which takes the cube of their number."""

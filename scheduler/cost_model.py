@@ -47,6 +47,7 @@ _DRIFT_LIMIT, _DRIFT_SOFTNESS = 0.9, 0.12
 """Chance to reach the target falls around a drift of 0.9: ASGD of 8 ranks, 0.875, is where runs begin to miss it
 (Sync-Switch: one of four runs reaches 0.90, none 0.915)."""
 _ROWS, _ROWS_MANY, _MANY = 24, 5, 128
+_FEW = 4  # Kinds of gradients in an update.
 _FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both was made around a freeze.
 
 
@@ -227,6 +228,17 @@ def predict(
 
 def _progress(flow: Flow, conditions: Conditions) -> Array:
     """Mean progress of an update for the price and its quantiles."""
+    if len(flow.weights) <= _FEW:  # Quicker one by one.
+        kinds = list(zip(flow.weights.tolist(), flow.drifts.tolist(), strict=True))
+        signals = [sum(w * float(alignment(d, price)) for w, d in kinds) for price in conditions.prices.tolist()]
+        found = [
+            update_progress(
+                flow.length, flow.length * signal, flow.gradients, conditions.noise, conditions.world_size,
+                conditions.lr_ratio,
+            )
+            for signal in signals
+        ]
+        return np.array(found, dtype=np.float64)
     signal = (flow.weights[:, None] * alignment(flow.drifts[:, None], conditions.prices[None, :])).sum(axis=0)
     return np.asarray(
         update_progress(

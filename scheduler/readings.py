@@ -178,7 +178,7 @@ class Readings:
         if judged.sum() < 2 or 2 * judged.sum() < len(self.counts):
             return math.nan
         counts = np.minimum(self.counts[judged], RECENT)
-        recent = self.newest(RECENT)[judged]
+        recent = self.newest(RECENT) if judged.all() else self.newest(RECENT)[judged]
         if counts.min() == counts.max():
             middle = RECENT - int(counts[0]) + (int(counts[0]) - 1) // 2  # NaN comes last: they are in front here.
             recent = np.where(np.isnan(recent), -math.inf, recent) if counts[0] < RECENT else recent

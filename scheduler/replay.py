@@ -183,7 +183,7 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
         stale, weight = np.maximum(rates.sum() / rates - 1.0, 0.0), rates / rates.sum()
         scatter = 0.02
     elif plan.rule == "backup":
-        updates = max(12, _ARRIVALS * n // x) if n <= _MANY else 8
+        updates = max(12, _ARRIVALS * n // x) if n <= _MANY else 6
         interval_s, scatter = _backup(times, x, updates, gap_s)
         stale, weight = np.zeros(1), np.ones(1)
     else:
@@ -220,21 +220,22 @@ def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, relati
     """Steps that wait for a quorum and a grace, for several quorums at once.
 
     Args:
-        times: Compute times to come, shape (n_steps, n_ranks); gone through twice.
+        times: Compute times to come, shape (n_steps, n_ranks); gone through twice, of many ranks for some steps more.
         quorums: m of every case.
         fixed_s: What a step takes besides.
         relative: Whether late gradients are damped by `relative` rather than `inverse`.
     """
-    usual, rows = _median(times), len(times)
+    usual = _median(times)
+    steps = 2 * len(times) if len(usual) <= _MANY else len(times) + 3
     typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
     slow, grace_s = usual > _SLOW * typical_s, _GRACE * typical_s
     if len(usual) <= FEW:
         table, loud = times.tolist(), slow.tolist()
         found = [replay_few.partial(table, quorum, fixed_s, loud, grace_s) for quorum in quorums]
     else:
-        found = _partials(times, np.asarray(quorums), fixed_s, slow, grace_s)
+        found = _partials(times, np.asarray(quorums), fixed_s, slow, grace_s, steps)
     cases = zip(quorums, relative, found, strict=True)
-    return [_mean_flow(len(usual), 2 * rows, *case) for case in cases]
+    return [_mean_flow(len(usual), steps, *case) for case in cases]
 
 
 def _median(times: Array) -> Array:
@@ -249,13 +250,19 @@ def _median(times: Array) -> Array:
 
 
 def _partials(
-    times: Array, quorum: npt.NDArray[np.int64], fixed_s: float, slow: npt.NDArray[np.bool_], grace_s: float
+    times: Array,
+    quorum: npt.NDArray[np.int64],
+    fixed_s: float,
+    slow: npt.NDArray[np.bool_],
+    grace_s: float,
+    steps: int,
 ) -> list[tuple[float, list[int]]]:
     """The time that all steps take, and how many gradients of each staleness share in them, for every quorum."""
-    rows, n = times.shape
-    cases, first, steps = np.arange(len(quorum)), (quorum - 1)[:, None], 2 * rows
+    n = times.shape[1]
+    cases, first = np.arange(len(quorum)), (quorum - 1)[:, None]
     places = sorted(set(first[:, 0].tolist()))
-    ahead = np.tile(times, (6, 1)).reshape(-1)  # A rank begins two batches in a step at most.
+    turns = -(-(2 * steps + 2) // len(times))  # A rank begins two batches in a step at most.
+    ahead = np.tile(times, (turns, 1)).reshape(-1)
     place = np.tile(np.arange(n, 2 * n), (len(quorum), 1))  # Of its next time.
     finish_s = np.tile(times[0], (len(quorum), 1))
     version = np.zeros(finish_s.shape, dtype=np.int64)
