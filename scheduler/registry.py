@@ -6,6 +6,7 @@ the import alone takes seconds, and a server that hangs would hold the job up.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -75,6 +76,7 @@ class Registry:
             Path(self.uri[len("sqlite:///") :]).parent.mkdir(parents=True, exist_ok=True)
         self.name = name
         self._environ = environ
+        logging.getLogger("mlflow").setLevel(logging.ERROR)
         self._mlflow: Any = mlflow
         mlflow.set_tracking_uri(self.uri)
         mlflow.set_registry_uri(self.uri)

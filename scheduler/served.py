@@ -27,7 +27,8 @@ class Served(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
         """Load the folder `star` among the artifacts."""
         self._predictor: Predictor = load(Path(context.artifacts["star"]))
 
-    def predict(self, context: Any, model_input: Any, params: dict[str, Any] | None = None) -> Any:
+    # Without annotations: MLflow takes them for a schema, and the signature is one already.
+    def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
         """Estimates for a table with the columns of `scheduler.features.FEATURES`."""
         import pandas
 
