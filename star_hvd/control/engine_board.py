@@ -83,7 +83,8 @@ class EngineBoard:
         self.choice: Choice | None = None
         self.rested_on: dict[int, dict[str, Any]] = {}  # Epoch to the predictions behind its plan.
         self._ranker = ranker
-        self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
+        self._losses: deque[float] = deque(maxlen=_LOSSES)
+        self._loss_steps: deque[int] = deque(maxlen=_LOSSES)
         self._hosts = tuple(hosts) or ("localhost",) * world_size
         self.gradient_bytes = 0
         self.link_bytes_per_s: Sequence[float] = [math.nan] * world_size
@@ -276,8 +277,8 @@ class EngineBoard:
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
             allowed=frozenset(MODES) - set(self.impossible),
-            losses=tuple(loss for _, loss in self._losses),
-            loss_steps=tuple(step for step, _ in self._losses),
+            losses=tuple(self._losses),
+            loss_steps=tuple(self._loss_steps),
         )
 
     def explain(self) -> str:
@@ -369,7 +370,8 @@ class EngineBoard:
         """The mean over the ranks, or one rank's own under servers; NaN where the user told none."""
         if not math.isnan(loss):
             self.loss = loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * loss
-            self._losses.append((step, loss))
+            self._losses.append(loss)
+            self._loss_steps.append(step)
 
     def _note_epoch(self, epoch: int, round_: int) -> None:
         """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""
@@ -453,11 +455,11 @@ class EngineBoard:
         return dataclasses.replace(straggler, evidence=joined) if said else straggler
 
     def _warn_of_stall(self, now_s: float) -> None:
-        if self._waiting_since_s is None or not self.rule.ready or not self.rule.missing:
+        pause_s = self._config.stall_warning_s
+        if self._waiting_since_s is None or now_s - self._waiting_since_s < pause_s:
             return
         waited_s = now_s - self._waiting_since_s
-        pause_s = self._config.stall_warning_s
-        if waited_s >= pause_s and now_s - self._stall_logged_s >= pause_s:
+        if self.rule.ready and self.rule.missing and now_s - self._stall_logged_s >= pause_s:
             self._stall_logged_s = now_s
             logger.warning(
                 "step %d has been waiting for ranks %s for %.0f s", self.rule.round, list(self.rule.missing), waited_s
