@@ -102,6 +102,7 @@ class ClosingRule:
         self._ready: dict[int, float] = {}
         self._offsets: deque[float] = deque(maxlen=_OFFSETS)
         self._typical_s: float | None = None
+        self._late_s: float | None = None  # What the offsets ask for.
         self._closed = False
 
     @property
@@ -190,9 +191,11 @@ class ClosingRule:
         typical = self.typical_compute_s()
         grace = self._grace_fraction * typical
         if self._offsets:
-            middle = statistics.median(self._offsets)
-            deviation = statistics.median(abs(offset - middle) for offset in self._offsets)
-            grace = max(grace, middle + self._grace_mads * deviation)
+            if self._late_s is None:
+                middle = statistics.median(self._offsets)
+                deviation = statistics.median(abs(offset - middle) for offset in self._offsets)
+                self._late_s = middle + self._grace_mads * deviation
+            grace = max(grace, self._late_s)
         return min(grace, max(typical, 1e-3))
 
     def typical_compute_s(self) -> float:
@@ -267,7 +270,7 @@ class ClosingRule:
     def _note_offsets(self) -> None:
         if not self.plan.may_close:  # In lockstep arrivals are told in batches: their times say nothing.
             return
-        first = min(self._ready.values())
+        first, self._late_s = min(self._ready.values()), None
         fast = (when for rank, when in self._ready.items() if not self._is_slow(rank))
         self._offsets.extend(when - first for when in fast if when > first)
 
