@@ -1,7 +1,7 @@
 """What the run log costs a step, also while its MLflow server dies; and whether nothing of it is lost.
 
-Both optimizers are in one process, so the log's own threads and its sender run beside the blocks of either: what differs
-is the step path. What the rest costs the machine is in the step time of both.
+Both optimizers are in one process, so the log's own threads and its sender run beside the blocks of either: what
+differs is the step path. What the rest costs the machine is in the step time of both.
 """
 
 from __future__ import annotations

@@ -192,12 +192,15 @@ class CostPolicy:
         price_s = self._price_s(conditions, active, best.plan)
         free = next((p for p in self.last if self._price_s(conditions, active, p.plan) <= _SWITCH_S), now)
         near = self._near(window, free, now) if free is not best else None
-        if self._rental.pays(window.step, self._loss_s(best, now), price_s):
+        if self._rental.pays(window.step, self._loss_s(best, now) * _steps_of_a_round(active, conditions), price_s):
             # Not for a few percent more than what there is without a price.
             worth = best.relative < (1.0 - self._gain) * free.relative
             return self._go(window, best if worth else free, active, now, trouble)
         if near is not None:
-            return self._go(window, near, active, now, trouble)
+            lost_s = self._rental.lost_s
+            plan = self._go(window, near, active, now, trouble)
+            self._rental.lost_s = lost_s  # The loss against the best goes on.
+            return plan
         self._waiting = (best, price_s - self._rental.lost_s)
         return None
 
@@ -261,3 +264,10 @@ class CostPolicy:
         if now is None:
             why = f"{active.label} cannot run any more; {why}"
         return best.plan.replace(epoch=active.epoch + 1, reason=f"{why}: {comparison(self.last, best, now)}")
+
+
+def _steps_of_a_round(plan: Plan, conditions: Conditions) -> float:
+    """Steps of a rank in one of the window's: predictions are per step, and under local steps rounds are counted."""
+    if plan.mode != "local":
+        return 1.0
+    return float(plan.local_steps) or max(1.0, plan.local_s / float(conditions.usual_s.min()))

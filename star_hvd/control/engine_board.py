@@ -367,11 +367,14 @@ class EngineBoard:
         )
 
     def _note_loss(self, step: int, loss: float) -> None:
-        """The mean over the ranks, or one rank's own under servers; NaN where the user told none."""
-        if not math.isnan(loss):
+        """The mean over the ranks, or one rank's own under servers; NaN where the user told none, infinite where one
+        was no number."""
+        if math.isnan(loss):
+            return
+        self._losses.append(loss)
+        self._loss_steps.append(step)
+        if math.isfinite(loss):
             self.loss = loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * loss
-            self._losses.append(loss)
-            self._loss_steps.append(step)
 
     def _note_epoch(self, epoch: int, round_: int) -> None:
         """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""

@@ -47,7 +47,7 @@ class Contribution:
         own_steps: Gradients the rank has computed so far.
         flag_epoch_delta: Epoch of the prepared plan minus the active one, None when no plan is prepared.
         manual: Whether helpers cannot replay this step (the user works between `synchronize` and `step`).
-        loss: Loss of the batch or NaN.
+        loss: Loss of the batch; NaN where none was told, infinite where it was no number.
         weight: Weight of the fresh gradient.
         local_sqr: Weight times squared norm of the local gradient, None when not sampled.
         folds: Part of the buckets into which a late gradient was folded.
@@ -131,7 +131,7 @@ class HeaderCodec:
             out[_SLOT["flag_count"]], out[_SLOT["flag_epoch"]] = 1.0, delta
             out[_SLOT["flag_epoch_sqr"]] = delta * delta
         out[_SLOT["manual"]] = item.manual
-        if math.isfinite(item.loss):
+        if not math.isnan(item.loss):
             out[_SLOT["loss_sum"]], out[_SLOT["loss_count"]] = item.loss, 1.0
         out[_SLOT["weight"]], out[_SLOT["weight_sqr"]] = item.weight, item.weight**2
         if item.local_sqr is not None and math.isfinite(item.local_sqr):

@@ -138,7 +138,11 @@ class LocalSteps:
             self.average()
 
     def take_over(self) -> None:
-        """Use an averaging that ended without the training thread, which calls this."""
+        """Use an averaging that ended without the training thread, which calls this; one under way ends first."""
+        engine = self._engine
+        with engine.lock:  # The helper has a deadline, and fails the engine past it.
+            while engine.helper_averages() and engine.failure is None:
+                engine.lock.wait(1.0)
         if self._settle(lambda result, extras: self._write(result, extras)):
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.bring_up()  # The helper may have put it onto a shadow, with later steps behind it.

@@ -218,6 +218,11 @@ class RoundEngine(EngineState):
         with self.lock:
             return self._helper_owns()
 
+    def helper_averages(self) -> bool:
+        """Whether that step is an averaging of local steps."""
+        with self.lock:
+            return self._helper_owns() and self._inflight is not None and self._inflight.averaging is not None
+
     def must_poll(self) -> bool:
         """Whether the helper waits for something that nobody announces: a reduction or a device."""
         with self.lock:

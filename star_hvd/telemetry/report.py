@@ -95,6 +95,8 @@ def record_loss(loss: float | torch.Tensor) -> None:
     run = runtime.current()
     if run is not None:
         value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
+        if math.isnan(value):
+            value = math.inf  # On the wire NaN stands for a rank that told none; the guard of accuracy has to hear it.
         for driver in run.drivers.values():
             driver.engine.loss = value
 

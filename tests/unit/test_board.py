@@ -595,3 +595,13 @@ def test_a_machine_s_readings_become_part_of_the_evidence() -> None:
     assert "a CPU quota holds it back 70 % of the time" in found[0].evidence
     with pytest.raises(ChannelError, match="throttled_share"):
         job.say(2, MachineNote(throttled_share=-1.0, **note))
+
+
+def test_a_loss_that_is_no_number_reaches_the_guard_and_not_the_mean() -> None:
+    job = Job(2)
+    job.register(None)
+    board = job.board.engines[0]
+    for step, loss in enumerate((2.0, math.inf, 1.0, math.nan)):
+        board._note_loss(step, loss)
+    assert board.loss == pytest.approx(1.9)
+    assert board.window().losses == (2.0, math.inf, 1.0) and board.window().loss_steps == (0, 1, 2)
