@@ -20,7 +20,9 @@ __all__ = ["Choice"]
 logger = logging.getLogger("star_hvd")
 
 _POLICIES = ("learned", "cost", "rule")
-_QUIET_INTERVAL_S = 0.5  # Between two full decisions while nothing has changed: predictions take milliseconds.
+_QUIET_INTERVAL_S, _QUIETEST_INTERVAL_S, _SLOWER = 0.5, 2.0, 1.25
+"""Between two full decisions while nothing has changed: predictions take milliseconds, so they are made less and less
+often."""
 _STRETCH_UPDATES = 64  # Under one plan, before the loss is compared: fewer drown in the noise of batches.
 _SMOOTH = 16  # Losses at each end of a stretch that are averaged.
 
@@ -49,7 +51,7 @@ class Choice:
         self._predicting: CostPolicy | None = None
         if self.kind != "rule":
             self._predicting = CostPolicy(world_size, ranker=ranker if self.kind == "learned" else None, hosts=known)
-        self._next_s = 0.0
+        self._next_s, self._interval_s = 0.0, _QUIET_INTERVAL_S
         self._seen: object = None
         self._stretch: tuple[int, Plan] | None = None
 
@@ -58,14 +60,16 @@ class Choice:
     ) -> Plan | None:
         """The plan to switch to, None to keep the active one.
 
-        A change of who is slow is looked at immediately, everything else twice a second.
+        A change of who is slow is looked at immediately, everything else twice a second, later every two seconds.
         """
         if self._predicting is None:
             return self._rule.decide(window, active)
         seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed))
         if seen == self._seen and now_s < self._next_s:
             return None
-        self._seen, self._next_s = seen, now_s + _QUIET_INTERVAL_S
+        longer_s = min(_QUIETEST_INTERVAL_S, _SLOWER * self._interval_s)
+        self._interval_s = longer_s if seen == self._seen else _QUIET_INTERVAL_S
+        self._seen, self._next_s = seen, now_s + self._interval_s
         self._learn(window, active)
         try:
             return self._predicting.decide(window, active)

@@ -1,0 +1,108 @@
+"""How often a policy is asked, what it learns from the loss, and what happens when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from scheduler.causes import find_stragglers
+from scheduler.cost_model import Conditions, Prediction, rank
+from scheduler.plans import Plan
+from scheduler.records import RankStats, Window
+from star_hvd.config import Config
+from star_hvd.control.choice import Choice
+
+HOSTS = ("localhost",) * 4
+
+
+def window(step: int = 60, *, slow: float = 4.0, losses: Sequence[float] = ()) -> Window:
+    ranks = tuple(
+        RankStats(
+            rank=r,
+            compute_s=tuple(0.1 * (slow if r == 3 else 1.0) for _ in range(32)),
+            steps=tuple(range(step - 32, step)),
+            comm_s=(0.001,) * 4,
+        )
+        for r in range(4)
+    )
+    return Window(
+        step=step,
+        ranks=ranks,
+        comm_bytes=1000,
+        noise_scale=2.0,
+        losses=tuple(losses),
+        loss_steps=tuple(range(step - len(losses), step)),
+    )
+
+
+class Counting:
+    """The cost model, counting how often it is asked."""
+
+    def __init__(self, *, fail: bool = False) -> None:
+        self.asked, self.fail = 0, fail
+
+    def __call__(self, offered: Sequence[Plan], conditions: Conditions, win: Window, active: Plan) -> list[Prediction]:
+        self.asked += 1
+        if self.fail:
+            raise RuntimeError("broken")
+        return rank(offered, conditions)
+
+
+def decide(choice: Choice, win: Window, active: Plan, now_s: float) -> Plan | None:
+    return choice.decide(win, active, find_stragglers(win), now_s)
+
+
+def test_what_does_not_change_is_asked_less_and_less_often() -> None:
+    ranker = Counting()
+    choice, active = Choice(4, Config(), HOSTS, ranker), Plan.partial(4, 3)
+    for tenth in range(600):
+        decide(choice, window(), active, 0.1 * tenth)
+    assert 30 <= ranker.asked <= 40, "every two seconds in the end"
+    before = ranker.asked
+    decide(choice, window(slow=1.0), active, 60.05)
+    assert ranker.asked == before + 1, "somebody is slow no more: at once"
+
+
+def test_a_policy_that_fails_gives_way_to_the_rule(caplog: pytest.LogCaptureFixture) -> None:
+    choice, active = Choice(4, Config(), HOSTS, Counting(fail=True)), Plan.sync(4)
+    assert decide(choice, window(), active, 0.0) is None
+    assert "a rule on the measurements decides" in caplog.text
+    plan = decide(choice, window(), active, 0.1)
+    assert plan is not None and plan.mode == "partial"
+    assert choice.explain() == "" and choice.predictions() == {}
+
+
+def test_the_environment_goes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAR_POLICY", "rule")
+    assert Choice(4, Config(policy="cost"), HOSTS).kind == "rule"
+    monkeypatch.setenv("STAR_POLICY", "best")
+    with pytest.raises(ValueError, match="STAR_POLICY is 'best'; expected one of learned, cost, rule"):
+        Choice(4, Config(), HOSTS)
+
+
+def test_predictions_and_a_sentence_stand_behind_a_decision() -> None:
+    choice = Choice(4, Config(policy="cost"), HOSTS)
+    plan = decide(choice, window(), Plan.sync(4), 0.0)
+    assert plan is not None and plan.label in choice.predictions()
+    assert set(choice.predictions()[plan.label]) == {"relative", "low", "high", "reach", "interval_s"}
+    assert "rank 3" in choice.explain() and "slower" in choice.explain()
+
+
+def test_a_stretch_under_one_plan_teaches_the_price_once_losses_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.ps(4, 3, epoch=1)
+    told: list[Any] = []
+    policy = choice._predicting
+    assert policy is not None
+    monkeypatch.setattr(policy, "observe", lambda *values: told.append(values))
+    falling = [2.0 - 0.01 * i for i in range(100)]
+    decide(choice, window(100), active, 0.0)
+    decide(choice, window(200), active, 10.0)
+    assert not told, "without losses nothing is learned"
+    decide(choice, window(300, losses=falling), active, 20.0)
+    (plan, updates, decrease, _drift), = told
+    assert plan is active and updates == 100.0 and decrease == pytest.approx(0.84)
+    decide(choice, window(310, losses=falling), Plan.sync(4, epoch=2), 30.0)
+    decide(choice, window(320, losses=falling), Plan.sync(4, epoch=2), 40.0)
+    assert len(told) == 1, "a stretch is long, and under one plan"
