@@ -71,6 +71,7 @@ def run_job(
         JobFailed: It ended with an error or missed a deadline. Nothing of the job is left running.
     """
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    environment.setdefault("STAR_RUN_LOG", "0")  # A sender per training would take the cores that are measured on.
     environment.update(added_environment or {})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
