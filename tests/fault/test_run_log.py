@@ -51,7 +51,7 @@ def test_a_dead_server_costs_nothing_and_gets_the_log_later(
 ) -> None:
     env = {"MLFLOW_TRACKING_URI": request.getfixturevalue(server), "STAR_RUN_LOG": "0"}
     words = (str(tmp_path), str(STEPS))
-    job = run_job("tests.multiproc.run_log_job", *words, ranks=2, env=env, timeout_s=120.0).check()
+    job = run_job("tests.multiproc.run_log_raw", *words, ranks=2, env=env, timeout_s=120.0).check()
     first = job.results[0]
     directory = tmp_path / "runs" / first["name"]
     assert [result["steps"] for result in job.results] == [STEPS, STEPS]
@@ -69,7 +69,7 @@ def test_a_dead_server_costs_nothing_and_gets_the_log_later(
 def test_a_killed_job_leaves_its_log(tmp_path: Path, sender_too: bool) -> None:
     env = {"MLFLOW_TRACKING_URI": database(tmp_path), "STAR_RUN_LOG": "0"}
     words = (str(tmp_path), "400", "die")
-    job = run_job("tests.multiproc.run_log_job", *words, ranks=2, env=env, timeout_s=120.0)
+    job = run_job("tests.multiproc.run_log_raw", *words, ranks=2, env=env, timeout_s=120.0)
     assert job.returncode != 0
     name = job.results[0]["name"]
     directory = tmp_path / "runs" / name
@@ -95,7 +95,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip(f"no mounting here: {mounted.stderr!r}")
     try:
         env = {"MLFLOW_TRACKING_URI": database(tmp_path), "STAR_RUN_LOG": "0"}
-        job = run_job("tests.multiproc.run_log_job", str(disk), "600", ranks=2, env=env, timeout_s=120.0).check()
+        job = run_job("tests.multiproc.run_log_raw", str(disk), "600", ranks=2, env=env, timeout_s=120.0).check()
         assert "the run log cannot be written for now" in job.output
         directory = disk / "runs" / job.results[0]["name"]
         end_sender(directory)

@@ -1,0 +1,63 @@
+"""What every rank of a run-log test runs: a small training that feeds a `RunLog` itself, call by call.
+
+`python -m tests.multiproc.run_log_raw ROOT STEPS [die]`: with `die`, rank 0 kills itself after half of the steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import star_hvd as hvd
+from scheduler.plans import Plan
+from scheduler.records import RankStats, StepReport, Window
+from star_hvd.run_log import RunLog, new_run_name, run_directory, window_values
+from star_hvd.run_log.facts import environment, optimizer_facts
+from tests.support.launch import write_result
+
+STEP_S = 0.02
+
+
+def main(root: str, steps: int, die: bool) -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    rank, size = int(hvd.rank()), int(hvd.size())
+    name = hvd.broadcast_object(new_run_name() if rank == 0 else None, root_rank=0, name="run")
+    log = RunLog(run_directory(name, Path(root)), rank=rank, world_size=size, job=environment(["a"] * size))
+    net = torch.nn.Linear(8, 1)
+    inner = torch.optim.SGD(net.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), mode="sync")
+    log.facts({"optimizer": optimizer_facts(inner)})
+    log.plan(0, Plan.sync(size, reason="asked for"), {})
+    calls_s = []
+    for step in range(steps):
+        if die and rank == 0 and step == steps // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began_s = time.perf_counter()
+        time.sleep(STEP_S)
+        optimizer.zero_grad()
+        loss = net(torch.randn(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        ended_s = time.perf_counter()
+        log.step(StepReport(rank=rank, step=step, compute_s=ended_s - began_s, loss=loss.item()))
+        ranks = tuple(RankStats(rank=r, compute_s=(ended_s - began_s,), steps=(step,)) for r in range(size))
+        log.window(window_values(Window(step=step, ranks=ranks), mode="sync", loss=loss.item()))
+        log.metric("loss", loss.item(), step)
+        calls_s.append(time.perf_counter() - ended_s)
+        write_result({"name": name, "steps": step + 1})
+    optimizer.close()
+    began_s = time.monotonic()
+    log.close("FINISHED", 3.0)
+    calls_s.sort()
+    facts = {"call_s": calls_s[len(calls_s) // 2], "close_s": time.monotonic() - began_s, "dropped": log.dropped}
+    write_result({"name": name, "steps": steps, **facts})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), "die" in sys.argv[3:])
