@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ __all__ = ["Sender", "connect"]
 logger = logging.getLogger("star_hvd.run_log")
 
 _BATCH = 900  # MLflow takes 1,000 metrics in one request.
+_SQLITE = "sqlite:///"
 _MOST_SEGMENTS = 200  # As runs of their own; the events have all of them.
 
 
@@ -32,7 +33,24 @@ def connect(uri: str) -> Any:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     from mlflow.tracking import MlflowClient
 
+    if uri.startswith(_SQLITE):
+        _make_database(Path(uri[len(_SQLITE) :]), lambda draft: MlflowClient(tracking_uri=draft))
     return MlflowClient(tracking_uri=uri)
+
+
+def _make_database(path: Path, open_client: Callable[[str], Any]) -> None:
+    """Make MLflow's SQLite file whole or not at all: one whose first migration was killed cannot be opened any more."""
+    if path.exists() or not path.parent.is_dir():
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        open_client(f"{_SQLITE}{draft}").search_experiments(max_results=1)
+        with contextlib.suppress(OSError):  # It is there by now; or the file system has no links, and MLflow makes it.
+            os.link(draft, path)
+    finally:
+        for left in path.parent.glob(f"{draft.name}*"):
+            with contextlib.suppress(OSError):
+                left.unlink()
 
 
 class Sender:

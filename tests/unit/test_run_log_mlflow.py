@@ -260,3 +260,23 @@ def command_line(words: list[str]) -> int:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(words[1:])))
+
+
+def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    """MLflow cannot open one again whose first migration was killed."""
+    path = tmp_path / "mlflow.db"
+
+    class Killed:
+        def __init__(self, uri: str) -> None:
+            Path(uri.removeprefix("sqlite:///")).write_bytes(b"half a database")
+
+        def search_experiments(self, max_results: int) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sender_module._make_database(path, Killed)
+    assert list(tmp_path.iterdir()) == []
+    assert [e.name for e in connect(f"sqlite:///{path}").search_experiments()] == ["Default"]
+    assert path.is_file() and not list(tmp_path.glob(".mlflow.db*"))
+    sender_module._make_database(path, Killed)  # What is there stays.
+    assert [e.name for e in connect(f"sqlite:///{path}").search_experiments()] == ["Default"]
