@@ -242,7 +242,8 @@ class BucketCore:
 
     def forget(self) -> None:
         """Give up a step that was begun, on all ranks alike: what is on its way is reduced and not applied."""
-        if self._given and self._attached is not None and self.driver.engine.failure is None:
+        alive = self._attached is not None and self.attached_to(runtime.current())
+        if self._given and alive and self.driver.engine.failure is None:
             try:
                 self.synchronize(manual=True)
             except HorovodInternalError:

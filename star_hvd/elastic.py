@@ -34,6 +34,14 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
         with running.away("commit", out_of_data=False):
             super().check_host_updates()
 
+    def restore(self) -> None:
+        """Go back to the last commit, after the world has broken: nothing of it is asked any more.
+
+        Loading an optimizer's state is otherwise done by all ranks together, and one of them may be dead.
+        """
+        runtime.on_reset()
+        super().restore()
+
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator for the training function of an elastic job; see `horovod.torch.elastic.run`.

@@ -153,6 +153,8 @@ class EngineDriver(StepTeller):
         assert outside is not None
         with self._named_failures():
             value = outside.step(skip=skip)
+            if outside is self.local:  # Of local steps the coordinator hears at averagings, the log of each.
+                self._log_step(self.engine.version, self.engine.loss, 0.0, late=False)
             self._settle()
         self.timer.start()
         return value
