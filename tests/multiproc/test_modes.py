@@ -27,7 +27,8 @@ def _job(names: tuple[str, ...]) -> JobResult:
 def facts_of(names: tuple[str, ...], name: str) -> list[dict[str, Any]]:
     job = _job(names)
     facts = [result.get("facts", {}).get(name) for result in job.results]
-    assert all(facts), f"the job ended during {[r.get('running') for r in job.results]}:\n{job.tail}"
+    where = "\n".join(line for line in job.output.splitlines() if "/star_hvd/" in line or "modes.py" in line)
+    assert all(facts), f"the job ended during {[r.get('running') for r in job.results]}:\n{where[-12000:]}\n{job.tail}"
     return facts  # type: ignore[return-value]
 
 
