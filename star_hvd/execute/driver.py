@@ -152,9 +152,10 @@ class EngineDriver(StepTeller):
         outside = self.outside
         assert outside is not None
         with self._named_failures():
+            loss = self.engine.loss  # An averaging takes it along.
             value = outside.step(skip=skip)
             if outside is self.local:  # Of local steps the coordinator hears at averagings, the log of each.
-                self._log_step(self.engine.version, self.engine.loss, 0.0, late=False)
+                self._log_step(self.engine.version, loss, 0.0, late=False)
             self._settle()
         self.timer.start()
         return value
