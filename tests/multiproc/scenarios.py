@@ -303,14 +303,14 @@ def auto_with_a_rank_that_recovers() -> Facts:
     optimizer = sgd(net, "auto")
     loader = hvd.shard(Numbered(), batch_size=4)
     began_s = time.monotonic()
-    for epoch in range(12):
+    for epoch in range(60):  # `auto` leaves `partial` late: it costs nothing then, and slow ranks come back.
         for rows in loader:
             optimizer.zero_grad()
             slow = slow_rank() and epoch < 2
             compute(net, rows[:, 1:], 0.08 if slow else 0.02)
             optimizer.step()
         back = optimizer._star.core.driver.engine.plan.mode == "sync"
-        if hvd.broadcast_object(epoch > 2 and (back or time.monotonic() - began_s > 30.0), 0):
+        if hvd.broadcast_object(epoch > 2 and (back or time.monotonic() - began_s > 40.0), 0):
             break
     modes = _modes()
     return end(net, optimizer) | {"modes": modes}
