@@ -92,6 +92,7 @@ class Client:
         self._held: _Push | None = None
         self._parent: Endpoint | None = None
         self._orphaned = False
+        self._taken_back = False  # The push under way goes nowhere: its parent is, or was, absent.
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -182,8 +183,8 @@ class Client:
             if not self._flats:
                 self._flats = [torch.empty(b.numel, dtype=b.dtype) for b in self._layout.buckets]
             self._push = _Push(step, meta, lent, Exchange(self._layout, self._flats))
-            orphaned = self._orphaned
-        if not orphaned:
+            self._taken_back = self._orphaned
+        if not self._taken_back:
             self._do("push", self._push)
 
     def _borrow(self, flats: Sequence[torch.Tensor], keep: bool) -> list[torch.Tensor]:
@@ -218,7 +219,7 @@ class Client:
                     if reply.kind == "error":
                         raise ChannelError(f"the servers refused the push of rank {self.rank}: {reply.reason}")
                     return reply
-                if self._orphaned:
+                if self._taken_back:
                     break
                 if self._woken:
                     self._woken = False
@@ -229,9 +230,10 @@ class Client:
                         f"{self._push.exchange.describe()} (is a server dead or a rank very late?)"
                     )
 
-            self._push = None
         # Only parents push: until it is back this worker follows the parameters, and its gradients count as dropped.
         reply = self.pull(max(0.0, limit_s - time.monotonic()))
+        with self._changed:
+            self._push, self._taken_back = None, False
         return dataclasses.replace(reply, kind="dropped", reason="the parent in the fan-in tree is absent")
 
     def wake(self) -> None:
@@ -286,6 +288,7 @@ class Client:
             if alone == self._orphaned or self._parent is None:
                 return
             self._orphaned = alone
+            self._taken_back = self._taken_back or (alone and self._push is not None)
             self._changed.notify_all()
         self._do("presence", "withdrawn" if alone else "present")
 

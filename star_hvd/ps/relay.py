@@ -37,7 +37,6 @@ class _Child:
             self.chunks.clear()
             self.partial.clear()
 
-
     def drop(self) -> None:
         """Forget what came of a push."""
         self.meta = None

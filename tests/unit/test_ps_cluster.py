@@ -391,20 +391,24 @@ def test_children_follow_the_parameters_while_their_parent_is_absent() -> None:
         made.servers[0].member(0, 0, "absent")
         for rank in (1, 3):
             made.clients[rank].orphan(True)
+        with pytest.raises(DeadlineError):  # Too short for an answer: the push is still there to be waited for.
+            made.clients[1].wait(0.0)
         reply = made.clients[1].wait(DEADLINE_S)
         assert (reply.kind, reply.version) == ("dropped", 2) and "parent" in reply.reason
         made.clients[2].push(step=2, version=2, flats=made.gradients(2, 2), weight=1.0)
         assert made.clients[2].wait(DEADLINE_S).version == 3, "who pushes by itself goes on"
         made.clients[3].push(step=2, version=2, flats=made.gradients(3, 2), weight=1.0)
         assert (made.clients[3].wait(DEADLINE_S).kind, made.clients[1].pull(DEADLINE_S).version) == ("dropped", 3)
+        made.clients[1].push(step=4, version=3, flats=made.gradients(1, 3), weight=1.0)
         made.servers[0].member(0, 0, "present")
         for rank in (1, 3):
             made.clients[rank].orphan(False)
+        assert made.clients[1].wait(DEADLINE_S).kind == "dropped", "pushed before the parent was back: sent nowhere"
         limit_s = time.monotonic() + DEADLINE_S
         while made.clients[0]._relay._absent and time.monotonic() < limit_s:  # type: ignore[union-attr]
             time.sleep(0.01)
         for rank in range(4):  # What the child took back is not in this push.
-            made.clients[rank].push(step=3, version=3, flats=made.gradients(rank, 3), weight=1.0)
+            made.clients[rank].push(step=5, version=3, flats=made.gradients(rank, 3), weight=1.0)
         replies = [made.clients[rank].wait(DEADLINE_S) for rank in range(4)]
         assert [(r.kind, r.version) for r in replies] == [("params", 4)] * 4
         assert replies[2].notes[-1]["gradients"] == 4
