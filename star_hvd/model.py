@@ -1,6 +1,6 @@
-"""The trained predictor, loaded by rank 0 while the ranks meet: importing LightGBM takes a second or two.
+"""The trained predictor, loaded by rank 0 before the first step of a job in mode `auto`.
 
-Training begins once it is there. Loaded beside the first steps it would make rank 0 look starved, which it then is.
+Importing LightGBM takes a second or two. Beside the first steps that would make rank 0 look starved, which it then is.
 """
 
 from __future__ import annotations
@@ -29,16 +29,13 @@ class LazyRanker:
 
     def __init__(self) -> None:
         self._loaded: Ranker | None = None
-        self._thread = threading.Thread(target=self._load, name="star-model", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="star-model", daemon=True)
 
-    def start(self) -> None:
-        """Begin to load."""
-        self._thread.start()
-
-    def wait(self, deadline_s: float) -> None:
-        """Wait until it is loaded, or known that there is none; without effect before `start`."""
-        if self._thread.ident is not None:
-            self._thread.join(deadline_s)
+    def load(self, deadline_s: float) -> None:
+        """Load it, unless that was done; what takes longer than `deadline_s` goes on beside the job."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._thread.join(deadline_s)
 
     def __call__(
         self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
@@ -47,7 +44,7 @@ class LazyRanker:
         loaded = self._loaded
         return rank(offered, conditions) if loaded is None else loaded(offered, conditions, window, active)
 
-    def _load(self) -> None:
+    def _run(self) -> None:
         try:
             from scheduler.predictor import find_ranker
 

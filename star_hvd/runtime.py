@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import dataclasses
 import logging
 import math
 import queue
@@ -122,7 +123,9 @@ class Runtime(Requests):
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, int(mpi_ops.rank()))
+        # Here, on every rank: a name that is none must end the job, not only what rank 0's coordinator does.
+        chosen = env.policy()
+        super().__init__(dataclasses.replace(config, policy=chosen) if chosen else config, int(mpi_ops.rank()))
         self.world_size = int(mpi_ops.size())
         self.keyring = Keyring()
         self.coordinator: Coordinator | None = None
@@ -144,9 +147,8 @@ class Runtime(Requests):
 
     def start(self) -> None:
         """Exchange addresses and keys over Horovod and start the threads. Collective."""
-        if self.rank == 0 and (env.policy() or self.config.policy) == "learned":
+        if self.rank == 0 and self.config.policy == "learned":
             self._ranker = LazyRanker()
-            self._ranker.start()
         host = own_address(single_host=int(mpi_ops.local_size()) == self.world_size)
         control, control_port = self.keyring.server(host) if self.rank == 0 else (None, 0)
         router, tensor_port = self.keyring.server(host)
@@ -193,12 +195,12 @@ class Runtime(Requests):
     def attach(self, driver: EngineDriver, engine: RoundEngine, initial: Plan, plan: Plan | None) -> None:
         """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
         if self._ranker is not None and plan is None:
-            self._ranker.wait(self.config.control_deadline_s)
+            self._ranker.load(self.config.control_deadline_s)
         self.drivers[driver.number] = driver
         driver.start(engine, self.services)
         wanted = plan.to_dict() if plan is not None else {}
         hosts = [peer.host for peer in self.keyring.peers]
-        driver.log = JobLog(self._job, driver, hosts, self.coordinator, {"policy": env.policy() or self.config.policy})
+        driver.log = JobLog(self._job, driver, hosts, self.coordinator, {"policy": self.config.policy})
         driver.log.start()
         if self._sampler is None:
             self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))

@@ -12,14 +12,12 @@ from scheduler.cost_policy import CostPolicy, Ranker
 from scheduler.plans import Plan
 from scheduler.policy import RulePolicy
 from scheduler.records import Window
-from star_hvd import env
 from star_hvd.config import Config
 
 __all__ = ["Choice"]
 
 logger = logging.getLogger("star_hvd")
 
-_POLICIES = ("learned", "cost", "rule")
 _QUIET_INTERVAL_S, _QUIETEST_INTERVAL_S, _SLOWER = 0.5, 2.0, 1.25
 """Between two full decisions while nothing has changed: predictions take milliseconds, so they are made less and less
 often."""
@@ -35,22 +33,16 @@ class Choice:
         config: Settings.
         hosts: Address of every rank's host.
         ranker: The trained predictor, None where there is none.
-
-    Raises:
-        ValueError: `STAR_POLICY` names no policy.
     """
 
     def __init__(
         self, world_size: int, config: Config, hosts: Sequence[str], ranker: Ranker | None = None
     ) -> None:
-        self.kind = env.policy() or config.policy
-        if self.kind not in _POLICIES:
-            raise ValueError(f"STAR_POLICY is {self.kind!r}; expected one of {', '.join(_POLICIES)}")
         known = hosts if len(set(hosts)) > 1 else None
         self._rule = RulePolicy(world_size, damping=config.damping, hosts=known)
         self._predicting: CostPolicy | None = None
-        if self.kind != "rule":
-            self._predicting = CostPolicy(world_size, ranker=ranker if self.kind == "learned" else None, hosts=known)
+        if config.policy != "rule":
+            self._predicting = CostPolicy(world_size, ranker=ranker, hosts=known)
         self._next_s, self._interval_s = 0.0, _QUIET_INTERVAL_S
         self._seen: object = None
         self._stretch: tuple[int, Plan] | None = None

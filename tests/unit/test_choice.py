@@ -74,14 +74,6 @@ def test_a_policy_that_fails_gives_way_to_the_rule(caplog: pytest.LogCaptureFixt
     assert choice.explain() == "" and choice.predictions() == {}
 
 
-def test_the_environment_goes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAR_POLICY", "rule")
-    assert Choice(4, Config(policy="cost"), HOSTS).kind == "rule"
-    monkeypatch.setenv("STAR_POLICY", "best")
-    with pytest.raises(ValueError, match="STAR_POLICY is 'best'; expected one of learned, cost, rule"):
-        Choice(4, Config(), HOSTS)
-
-
 def test_predictions_and_a_sentence_stand_behind_a_decision() -> None:
     choice = Choice(4, Config(policy="cost"), HOSTS)
     plan = decide(choice, window(), Plan.sync(4), 0.0)
