@@ -65,17 +65,20 @@ def table(summary: dict[str, Any]) -> Table:
     percent = 100.0 * summary["target_accuracy"]
     result = Table(title=f"{summary['scenario']}, {summary['ranks']} ranks, {summary['dataset']}", title_justify="left")
     result.add_column("variant", no_wrap=True)
-    for name in (f"to {percent:.1f} %", "of plain", "min - max", "final", "ms/step", "folds", "drops", "stale"):
-        result.add_column(name, justify="right", no_wrap=True)
     modes = summary["modes"].items()
     fixed = {name: {**one, "median_s": one["seconds"], "seeds": one["per_seed"]} for name, one in modes}
-    for name, values in {**summary["variants"], **fixed}.items():
+    rows = {**summary["variants"], **fixed}
+    several = any(len(values["seeds"]) > 1 for values in rows.values())  # Else a terminal has no room for the rest.
+    spread = ["min - max"] if several else []
+    for name in (f"to {percent:.1f} %", "of plain", *spread, "final", "ms/step", "folds", "drops", "stale"):
+        result.add_column(name, justify="right", no_wrap=True)
+    for name, values in rows.items():
         relaxed = name not in PLAIN_VARIANTS
         result.add_row(
             TITLES.get(name, f"  {name}"),
             _seconds(values["median_s"]),
             _ratio(values["median_s"], summary["plain_s"]),
-            _spread([run["time_to_accuracy_s"] for run in values["seeds"]]),
+            *([_spread([run["time_to_accuracy_s"] for run in values["seeds"]])] if several else []),
             f"{100.0 * values['final_accuracy']:.1f} %",
             f"{1000.0 * values['step_s']:.0f}",
             *([str(values[key]) for key in ("folds", "drops", "max_staleness")] if relaxed else ["-"] * 3),

@@ -1,17 +1,12 @@
-"""The command `star-scheduler`: the learned scheduler, from data to a model in use.
-
-One subcommand per module that has `add_arguments(parser) -> None` and `run(options) -> int`, the exit status. A module
-is imported when it is asked for: LightGBM, MLflow and pandas take their time.
-"""
+"""The command `star-scheduler`: the learned scheduler, from data to a model in use."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Final
+
+from scheduler.commands import run_command
 
 __all__ = ["SUBCOMMANDS", "main"]
 
@@ -33,27 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 all is well, 1 a gate or a comparison says no, 2 wrong arguments or nothing to work with.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="star-scheduler", description="Train, judge and use the learned scheduler.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module, text in SUBCOMMANDS:
-        if importlib.util.find_spec(module) is None:
-            continue
-        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        if name in given[:1]:
-            importlib.import_module(module).add_arguments(command)
-        command.set_defaults(module=module)
-    options = parser.parse_args(given)
-    try:
-        status: int = importlib.import_module(options.module).run(options)
-    except (ValueError, OSError) as error:
-        # What a person can put right comes as one of these; the text says what to do.
-        sys.stderr.write(f"star-scheduler {options.command}: error: {' '.join(str(error).split())}\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write(f"star-scheduler {options.command}: stopped\n")
-        return 130
-    return status
+    return run_command("star-scheduler", "Train, judge and use the learned scheduler.", SUBCOMMANDS, arguments)
 
 
 if __name__ == "__main__":

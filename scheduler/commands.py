@@ -1,0 +1,53 @@
+"""A command with subcommands, each a module of its own.
+
+A module has `add_arguments(parser) -> None` and `run(options) -> int`, the exit status. It is imported when it is asked
+for: some need what others do without, and LightGBM, MLflow and pandas take their time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["Subcommand", "run_command"]
+
+Subcommand = tuple[str, str, str]
+"""Name, module, help."""
+
+
+def run_command(
+    program: str, description: str, subcommands: Sequence[Subcommand], arguments: Sequence[str] | None
+) -> int:
+    """Run a subcommand.
+
+    Args:
+        program: Name of the command.
+        description: Of the command.
+        subcommands: What there is.
+        arguments: The command line without the program's name; that of the process where None.
+
+    Returns:
+        Exit status: the subcommand's, 2 for wrong arguments (raised as `SystemExit` by argparse) or an error a person
+        can put right, 130 where it was interrupted.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module, text in subcommands:
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if name in given[:1]:
+            importlib.import_module(module).add_arguments(command)
+        command.set_defaults(module=module)
+    options = parser.parse_args(given)
+    try:
+        status: int = importlib.import_module(options.module).run(options)
+    except (ValueError, OSError) as error:
+        # What a person can put right comes as one of these; the text says what to do.
+        sys.stderr.write(f"{program} {options.command}: error: {' '.join(str(error).split())}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{program} {options.command}: stopped\n")
+        return 130
+    return status
