@@ -98,7 +98,8 @@ class Conditions:
         """Read a window; None while a rank has not reported yet.
 
         Times to come are those of a rank's present slow run where it is in one, else its recent ones: what comes and
-        goes is expected to come again as often as it did. Freezes are not in a window: see `with_freezes`.
+        goes is expected to come again as often as it did; what came once is not. Freezes are not in a window: see
+        `with_freezes`.
         """
         readings = Readings.of(window)
         if window.world_size == 0 or not readings.counts.all() or math.isnan(readings.reference_s):
@@ -107,6 +108,7 @@ class Conditions:
         times = readings.newest(rows).T.copy()
         for one in np.flatnonzero(readings.slow_now() | (readings.counts < rows)).tolist():
             times[:, one] = _expected(readings, one, rows)
+        _forget_single(times, readings)
         known = np.isfinite(window.table.link_bytes_per_s) & (window.table.link_bytes_per_s > 0.0)
         rate = np.where(known, window.table.link_bytes_per_s, math.inf)
         starved = np.minimum(0.99, window.table.starved_share)
@@ -173,10 +175,22 @@ def _known(value: float, instead: float) -> float:
 def _expected(readings: Readings, rank: int, rows: int) -> Array:
     reports = readings.reports[rank]
     run = readings.slow_run(rank)
-    chosen = run if len(run) >= PERSISTENCE else reports[-rows:]
-    times = np.array([time_s for _, time_s in chosen[-rows:]])
     # The newest is last in every column, so that what all ranks shared in a step stays in one row.
-    return np.resize(times[::-1], rows)[::-1]
+    if len(run) >= PERSISTENCE:
+        return np.resize(np.array([time_s for _, time_s in run[-rows:]])[::-1], rows)[::-1]
+    times = np.array([time_s for _, time_s in reports[-rows:]])
+    # Not the same few again: one long step among six would be four among 24, and look like a habit.
+    return np.concatenate((np.full(rows - len(times), np.median(times)), times))
+
+
+def _forget_single(times: Array, readings: Readings) -> None:
+    """Take out of the expected times the only slow step that a rank had: a pause may be anything, two are a habit."""
+    slow = readings.slow()
+    rows, width = len(times), slow.shape[1]
+    for one in np.flatnonzero(slow.sum(axis=1) == 1).tolist():
+        row = int(slow[one].argmax()) - width + rows
+        if row >= 0:
+            times[row, one] = float(np.median(times[:, one]))
 
 
 def settle(plan: Plan, conditions: Conditions) -> Plan:

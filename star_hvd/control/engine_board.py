@@ -80,6 +80,7 @@ class EngineBoard:
         self._config = config
         self._send = send
         self._registered: dict[int, Plan | None] = {}
+        self._warm: set[int] = set()  # Ranks whose first report has come.
         self.choice: Choice | None = None
         self.rested_on: dict[int, dict[str, Any]] = {}  # Epoch to the predictions behind its plan.
         self._ranker = ranker
@@ -353,6 +354,10 @@ class EngineBoard:
     def _note_report(
         self, rank: int, step: int, message: Arrive | Late | StepNote, *, late: bool, wait_s: float = 0.0
     ) -> None:
+        if rank not in self._warm:
+            # Its first step allocates, compiles and opens files: it tells nothing of the steps to come.
+            self._warm.add(rank)
+            return
         self.history.append(
             StepReport(
                 rank=rank,

@@ -105,6 +105,15 @@ def test_ranks_that_ask_for_different_modes_get_that_of_rank_0() -> None:
     assert isinstance(published, m.PlanMessage) and published.plan["mode"] == "partial"
 
 
+def test_the_first_step_of_a_rank_tells_nothing_of_the_steps_to_come() -> None:
+    job = Job()
+    job.register(None)
+    for rank in range(3):
+        job.arrive(rank, 7, compute_s=1.3 + rank)
+        job.arrive(rank, 8, compute_s=0.02)
+    assert [stats.compute_s for stats in job.engine.window().ranks] == [(0.02,)] * 3
+
+
 def test_a_refused_plan_is_abandoned() -> None:
     job = Job()
     job.register(Plan.partial(3, 2))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler.candidates import candidates, find_trouble, same_plan
 from scheduler.cost_model import Conditions
 from scheduler.plans import MODES, Plan
-from tests.unit.windows import steady
+from tests.unit.windows import steady, window
 
 
 def conditions(times: np.ndarray, rate: list[float] | None = None, comm_bytes: float = 1e6) -> Conditions:
@@ -32,6 +32,18 @@ def test_nobody_slow_leaves_few(n: int) -> None:
 def test_jitter_of_five_milliseconds_is_no_trouble() -> None:
     """As in STAR's alexnet log: 5.4 ms and 14 % of jitter."""
     assert not find_trouble(conditions(steady(8, 200, jitter=0.14, usual_s=0.0054)))
+
+
+@pytest.mark.parametrize("reports", [3, 6, 24])
+def test_one_long_step_is_no_trouble_however_few_there_were(reports: int) -> None:
+    times = steady(4, reports, usual_s=0.02)
+    times[-1, 1] = 1.0
+    early = Conditions.from_window(window(times))
+    assert early is not None and not find_trouble(early)
+    times = steady(4, 2 * reports, usual_s=0.02)
+    times[::2, 1] = 1.0
+    again = Conditions.from_window(window(times))
+    assert again is not None and find_trouble(again).slow == (1,)
 
 
 def test_as_many_are_left_out_as_are_slow() -> None:

@@ -16,7 +16,9 @@ from scheduler.records import RankStats, RankTable, Window
 from tests.unit import plain_causes
 
 _NAN, _INF = math.nan, math.inf
-_SHARES = (0.0, 0.0, 0.1037, 0.5173, 0.9011)  # No sum of which is a half of anything: what is just a half is open.
+# No sum of which is a half of anything, and none in both: what is just a half, or as much as another, is open.
+_INPUT_SHARES = (0.0, 0.0, 0.1037, 0.5173, 0.9011)
+_STARVED_SHARES = (0.0, 0.0, 0.1213, 0.5391, 0.8807)
 
 
 @st.composite
@@ -44,8 +46,8 @@ def windows(draw: st.DrawFn) -> Window:
                 rank=rank,
                 compute_s=tuple(times.tolist()),
                 steps=tuple(steps.tolist()),
-                input_share=float(random.choice(_SHARES)),
-                starved_share=float(random.choice(_SHARES)),
+                input_share=float(random.choice(_INPUT_SHARES)),
+                starved_share=float(random.choice(_STARVED_SHARES)),
                 late_share=0.25,
                 link_bytes_per_s=float(random.choice([_NAN, 1e7, 1e8, 1e8, 2e8, 0.0, _INF])),
                 comm_s=tuple(random.choice([0.0, 0.05, _NAN], int(random.integers(0, 6))).tolist()),
