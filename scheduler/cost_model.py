@@ -22,6 +22,7 @@ import numpy.typing as npt
 from scheduler.causes import PERSISTENCE, Readings
 from scheduler.grouping import progressive_groups, similar_groups, speed_groups
 from scheduler.plans import Plan
+from scheduler.priors import prior_of
 from scheduler.progress import alignment, update_progress
 from scheduler.records import Window
 from scheduler.replay import Flow, order_interval, partial_flow, server_flow
@@ -35,17 +36,11 @@ _Ranks = npt.NDArray[np.int64]
 NOISE = 4.0
 """phi, in gradients of one rank, where nothing is known: in the middle of STAR's tables at a batch of 128."""
 
-LR_RATIO = 0.5
-"""rho where nothing is known: learning rates are chosen below the edge, by a factor of about two."""
-
 _OVERLAP = 0.4
 """Part of the compute time under which an all-reduce hides: the backward pass but for its first bucket."""
 
 _CYCLE_S, _WAY_S = 1.5e-3, 2e-4  # A collective's negotiation; a message's latency both ways, and a server's work.
 _PAUSE_S = 0.05  # Half a cgroup period: what a starved helper keeps a collective waiting.
-_DRIFT_LIMIT, _DRIFT_SOFTNESS = 0.9, 0.12
-"""Chance to reach the target falls around a drift of 0.9: ASGD of 8 ranks, 0.875, is where runs begin to miss it
-(Sync-Switch: one of four runs reaches 0.90, none 0.915)."""
 _ROWS, _ROWS_MANY, _MANY = 24, 5, 128
 _FEW = 4  # Kinds of gradients in an update.
 _FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both was made around a freeze.
@@ -63,8 +58,7 @@ class Conditions:
         starved: Part of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
         frozen_s: Mean time per step that a rank which freezes keeps every collective waiting, seconds.
         freezing: Those ranks.
-        lr_ratio: rho (`scheduler.progress`).
-        price: Price of staleness.
+        price: Price of staleness; with it what else is assumed of the network, rho and the drift it bears.
         usual_s: Mean time of every rank, shape (n_ranks,).
         typical_s: Lower median of them.
         prices: The price, its 5 % and its 95 % quantile.
@@ -77,7 +71,6 @@ class Conditions:
     starved: Array = field(default_factory=lambda: np.zeros(0))
     frozen_s: float = 0.0
     freezing: tuple[int, ...] = ()
-    lr_ratio: float = LR_RATIO
     price: StalenessPrice = field(default_factory=StalenessPrice)
     usual_s: Array = field(init=False)
     typical_s: float = field(init=False)
@@ -118,7 +111,7 @@ class Conditions:
             comm_bytes=float(window.comm_bytes),
             noise=_known(window.noise_scale, NOISE),
             starved=np.where(times.mean(axis=0) > 1.2 * readings.reference_s, starved, 0.0),
-            price=price or StalenessPrice(),
+            price=price or StalenessPrice(prior_of(window.comm_bytes)),
         )
 
     def with_freezes(self, frozen_s: float, freezing: Collection[int], froze: Collection[int]) -> Conditions:
@@ -220,8 +213,7 @@ def predict(
     sync = flow if plan.mode == "sync" else basis or _flow(Plan.sync(conditions.world_size), conditions, {})
     gains = np.maximum(_progress(flow, conditions), 1e-6)
     relative = flow.interval_s / gains / sync.interval_s
-    reach = 1.0 / (1.0 + math.exp(min(50.0, (flow.drift - _DRIFT_LIMIT) / _DRIFT_SOFTNESS)))
-    reach = min(1.0, reach / (1.0 / (1.0 + math.exp(-_DRIFT_LIMIT / _DRIFT_SOFTNESS))))
+    reach = _reach(flow.drift, conditions)
     missed = 1.0 - reach
     # Errors of interval and price are independent; the interval of sync moves with the others.
     scatter = flow.scatter if plan.mode != "sync" else 0.0
@@ -240,6 +232,14 @@ def predict(
     )
 
 
+def _reach(drift: float, conditions: Conditions) -> float:
+    """Chance to reach the target under a mean drift: 1 without any, falling around the network's limit."""
+    prior = conditions.price.prior
+    limit, softness = prior.drift_limit, prior.drift_softness
+    chance = 1.0 / (1.0 + math.exp(min(50.0, (drift - limit) / softness)))
+    return min(1.0, chance * (1.0 + math.exp(-limit / softness)))
+
+
 def _progress(flow: Flow, conditions: Conditions) -> Array:
     """Mean progress of an update for the price and its quantiles."""
     if len(flow.weights) <= _FEW:  # Quicker one by one.
@@ -248,7 +248,7 @@ def _progress(flow: Flow, conditions: Conditions) -> Array:
         found = [
             update_progress(
                 flow.length, flow.length * signal, flow.gradients, conditions.noise, conditions.world_size,
-                conditions.lr_ratio,
+                conditions.price.prior.lr_ratio,
             )
             for signal in signals
         ]
@@ -257,7 +257,7 @@ def _progress(flow: Flow, conditions: Conditions) -> Array:
     return np.asarray(
         update_progress(
             flow.length, flow.length * signal, flow.gradients, conditions.noise, conditions.world_size,
-            conditions.lr_ratio,
+            conditions.price.prior.lr_ratio,
         )
     )
 

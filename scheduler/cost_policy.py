@@ -20,6 +20,7 @@ from scheduler.freezes import Freezes
 from scheduler.guard import AccuracyGuard
 from scheduler.links import LinkMemory
 from scheduler.plans import Plan
+from scheduler.priors import prior_of
 from scheduler.records import Window
 from scheduler.rental import SkiRental
 from scheduler.sentences import comparison, who
@@ -78,6 +79,7 @@ class CostPolicy:
             raise ValueError(f"{len(hosts)} hosts for {world_size} ranks; expected one for each")
         self.world_size = world_size
         self.price = StalenessPrice()
+        self._sized_bytes = 0  # What its prior was made for.
         self.last: list[Prediction] = []
         self.guard = AccuracyGuard()
         self._ranker = ranker
@@ -111,6 +113,8 @@ class CostPolicy:
         alarm = self.guard.check(window, active)
         if alarm:
             return self._safe(active, alarm)
+        if window.comm_bytes != self._sized_bytes and not self.price.observations:
+            self._sized_bytes, self.price = window.comm_bytes, StalenessPrice(prior_of(window.comm_bytes))
         conditions = Conditions.from_window(window, self.price)
         if conditions is None:
             return None

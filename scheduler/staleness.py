@@ -13,13 +13,12 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.priors import LARGE, Prior
 from scheduler.progress import alignment, update_progress
 
 __all__ = ["StalenessPrice"]
 
 _GRID = np.exp(np.linspace(math.log(0.05), math.log(8.0), 48))
-_MEDIAN, _SPREAD = 0.9, 0.6
-"""Prior: delayed gradient descent needs c >= rho; momentum and curvature double it now and then."""
 _ERROR = 0.3  # Of a stretch's log decrease: losses are noisy.
 _WORST = 1.2  # A stretch counts as no worse than exp(-1.2), 30 %, of the usual decrease.
 _KEEP = 0.97  # g falls as training goes on: old stretches count less.
@@ -29,19 +28,21 @@ class StalenessPrice:
     """Posterior of the price c.
 
     Args:
-        median: Of the prior, which is log-normal.
-        spread: Standard deviation of its logarithm.
-        lr_ratio: rho assumed.
+        prior: What is assumed of the network.
 
     Attributes:
+        prior: What was assumed of the network; its rho and its bearable drift are kept.
         observations: Stretches taken in.
+
+    Raises:
+        ValueError: A price or a spread that is not above 0.
     """
 
-    def __init__(self, median: float = _MEDIAN, spread: float = _SPREAD, *, lr_ratio: float = 0.5) -> None:
-        if not (median > 0.0 and spread > 0.0):
-            raise ValueError(f"price median is {median} and spread {spread}; expected both above 0")
-        self._prior = -0.5 * (np.log(_GRID / median) / spread) ** 2
-        self._lr_ratio = lr_ratio
+    def __init__(self, prior: Prior = LARGE) -> None:
+        if not (prior.price > 0.0 and prior.spread > 0.0):
+            raise ValueError(f"price median is {prior.price} and spread {prior.spread}; expected both above 0")
+        self._log_prior = -0.5 * (np.log(_GRID / prior.price) / prior.spread) ** 2
+        self.prior = prior
         # Weighted sums of 1, r and r^2, where r = log decrease - log expected, for every c.
         self._weight = 0.0
         self._log = 0.0  # Of the decrease per update.
@@ -76,7 +77,8 @@ class StalenessPrice:
         if not (updates > 0.0 and math.isfinite(decrease) and math.isfinite(drift) and length > 0.0):
             return False
         signal = length * alignment(drift, _GRID)
-        expected = updates * np.asarray(update_progress(length, signal, gradients, noise, float(world), self._lr_ratio))
+        rho = self.prior.lr_ratio
+        expected = updates * np.asarray(update_progress(length, signal, gradients, noise, float(world), rho))
         expected = np.maximum(expected, 0.02 * updates * length)
         log = math.log(decrease / updates) if decrease > 0.0 else -math.inf
         if self._weight:
@@ -96,7 +98,7 @@ class StalenessPrice:
     def posterior(self) -> npt.NDArray[np.float64]:
         """Probabilities of the grid of prices."""
         spread = self._square - self._sum * self._sum / max(self._weight, 1e-12)
-        logs = self._prior - 0.5 * np.maximum(spread, 0.0) / _ERROR**2
+        logs = self._log_prior - 0.5 * np.maximum(spread, 0.0) / _ERROR**2
         chances = np.exp(logs - logs.max())
         return np.asarray(chances / chances.sum())
 

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from scheduler.cost_model import NOISE, Conditions, rank
 from scheduler.mode_names import parse_mode
 from scheduler.plans import Plan
+from scheduler.priors import prior_of
 from scheduler.staleness import StalenessPrice
 
 __all__ = ["ModeCost", "RankGain", "WhatIf", "read_reports", "what_if"]
@@ -226,7 +227,7 @@ def _modes(
         # What a step takes besides computing is in every mode's path: it is added to the times.
         conditions = Conditions(
             times_s=chunk + comm_s, rate=rates, comm_bytes=comm_bytes if np.isfinite(rates).all() else 0.0,
-            starved=np.zeros(n), price=StalenessPrice(),
+            starved=np.zeros(n), price=StalenessPrice(prior_of(comm_bytes)),
             noise=noise if math.isfinite(noise) else NOISE,
         )
         weight = float((chunk.max(axis=1) + comm_s).sum())

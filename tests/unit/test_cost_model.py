@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.cost_model import NOISE, Conditions, predict, rank, settle
 from scheduler.plans import MODES, Plan
+from scheduler.priors import LARGE
 from scheduler.staleness import StalenessPrice
 from tests.unit.windows import steady, window
 
@@ -39,8 +41,8 @@ def test_sync_is_the_unit() -> None:
 class PriceOf(StalenessPrice):
     """A price that is known."""
 
-    def __init__(self, price: float) -> None:
-        super().__init__()
+    def __init__(self, price: float, lr_ratio: float = LARGE.lr_ratio) -> None:
+        super().__init__(dataclasses.replace(LARGE, lr_ratio=lr_ratio))
         self._fixed = price
 
     @property
@@ -54,7 +56,7 @@ class PriceOf(StalenessPrice):
 @pytest.mark.parametrize("phi", [100 / 128, 400 / 128, 3000 / 128, 9000 / 128])
 def test_without_a_price_equal_ranks_would_choose_asgd(phi: float) -> None:
     """star.md 4.10: Cost(1) / Cost(N) = (1 + phi / b) / (N + phi / b), .20 .37 .78 .91; here by the same formula."""
-    free = conditions([1.0] * 8, noise=phi, price=PriceOf(0.0), lr_ratio=1.0)
+    free = conditions([1.0] * 8, noise=phi, price=PriceOf(0.0, 1.0))
     star = Plan.ps(8, 1, lr_rule="noise", noise_scale=phi, damping="none")
     found = predict(star, free)
     # Their K(x): one update of K(8) / K(1) synchronous steps every 1 / 8 of a step, at the best learning rate.
@@ -69,7 +71,7 @@ def test_without_a_price_equal_ranks_would_choose_asgd(phi: float) -> None:
 def test_any_price_of_the_learning_rate_ratio_keeps_equal_ranks_in_sync(
     n: int, noise: float, rho: float, above: float
 ) -> None:
-    fair = conditions([1.0] * n, noise=noise, price=PriceOf(rho * above), lr_ratio=rho)
+    fair = conditions([1.0] * n, noise=noise, price=PriceOf(rho * above, rho))
     best = rank(every_mode(n), fair)[0]
     # Servers may save the millisecond of a collective's negotiation, in a step of a second.
     assert best.plan.mode == "sync" or best.relative > 0.998

@@ -167,7 +167,8 @@ def test_explain_at_every_time() -> None:
     nothing_else = window(steady(8, slow=SLOW), allowed=("sync",), end=40)
     policy.decide(nothing_else, Plan.sync(8))
     assert policy.explain() == "rank 5 computes 3.1x slower since step 8: sync, no other mode can run"
-    policy.decide(window(steady(8, slow={5: 1.5}), allowed=("sync", "local"), end=40), Plan.sync(8))
+    large = window(steady(8, slow={5: 1.5}), allowed=("sync", "local"), end=40, comm_bytes=10_000_000)
+    policy.decide(large, Plan.sync(8))
     assert policy.explain().startswith("rank 5 computes 1.5x slower since step 8: sync, local(")
     assert policy.explain().endswith("as fast, too little for a switch")
     relaxed = Plan.partial(8, 7, reason="because")

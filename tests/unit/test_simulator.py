@@ -302,9 +302,9 @@ def test_a_slow_rank_is_left_out_and_a_slow_link_too() -> None:
 def test_equal_workers_train_fastest_in_sync() -> None:
     for seed in range(6):
         sc = draw_scenario(seed, world_size=8, pattern="none", steps=120)
-        # Where links are the bottleneck local steps are faster, and rightly so.
-        equal = replace(sc.cluster, relative_s=(), link_bytes_per_s=(1e12,) * 8)
-        sc = replace(sc, cluster=equal)
+        # Where links, a collective's latency or jitter are the bottleneck local steps are faster, and rightly so.
+        equal = replace(sc.cluster, relative_s=(), link_bytes_per_s=(1e12,) * 8, jitter=0.01)
+        sc = replace(sc, cluster=equal, network=replace(sc.network, compute_s=max(0.3, sc.network.compute_s)))
         plans = [Plan.sync(8), Plan.partial(8, 4), Plan.ps(8, 4), Plan.ps(8, 1), Plan.local(8, steps=8)]
         sync, *others = run_plans([sc] * len(plans), plans)
         again = sync.time_s

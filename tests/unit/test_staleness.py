@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
+from scheduler.priors import LARGE
 from scheduler.progress import alignment, iterations, update_progress
 from scheduler.staleness import StalenessPrice
 
@@ -59,7 +61,7 @@ def test_what_is_no_stretch_is_not_taken_in() -> None:
     assert price.observations == 0
     assert price.posterior.sum() == pytest.approx(1.0)
     with pytest.raises(ValueError, match="above 0"):
-        StalenessPrice(median=0.0)
+        StalenessPrice(dataclasses.replace(LARGE, price=0.0))
 
 
 def test_progress_of_known_updates() -> None:
