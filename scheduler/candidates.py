@@ -27,7 +27,9 @@ _SELDOM = 0.08
 """Part of its reports that make a rank slow now and then; alexnet's 5 ms of jitter reach 3 % past `RESOLUTION_S`."""
 
 _MANY = 128
-"""Ranks from which groups are formed by two cuts instead of a table of n^2 entries."""
+"""Ranks above which groups are formed by two cuts instead of a table of n^2 entries, and only such plans are offered as
+answer what was found: everything else costs milliseconds to replay and has hardly a chance there. ASGD, for one, has a
+drift of nearly 1."""
 
 _BEST, _HOSTS = 8, 32  # Links to choose one server's from, and hosts those of many.
 
@@ -129,13 +131,13 @@ def candidates(
         offered += [active] if active is not None else []
         offered += [Plan.partial(n, n - out) for out in trouble.at_once if out < n]
         if trouble:
-            # Who is not known to be slow is waited for anyway: what half of the ranks costs is noise, if anything.
-            offered.append(Plan.partial(n, max(1, n // 2)))
             offered += _subgroups(conditions, trouble)
             offered += _grouped(conditions)
             offered += _servers(conditions, trouble, hosts)
-            offered += [Plan.local(n, steps=4), Plan.local(n, steps=16)]
-            offered += [Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
+            offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
+            if n <= _MANY:
+                # Who is not known to be slow is waited for anyway: what half of the ranks costs is noise, if anything.
+                offered += [Plan.partial(n, max(1, n // 2)), Plan.local(n, steps=16)]
     carried = {"max_staleness": active.max_staleness} if active is not None else {}
     if active is not None and active.mode in ("sync", "partial", "subgroup"):
         carried["damping"] = active.damping  # type: ignore[assignment]
@@ -236,6 +238,8 @@ def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | No
     servers = placed.servers
     out = [len(bad), *trouble.at_once]
     wanted = sorted({n - count for count in out if 0 < count <= n // 2}, reverse=True)
+    if n > _MANY:
+        return [Plan.ps(n, x, servers=servers) for x in wanted[:1]]
     plans = [Plan.ps(n, x, servers=servers) for x in wanted]
     plans += [Plan.ps(n, x, rule="backup", lr_rule="none", servers=servers) for x in wanted[:1]]
     plans.append(Plan.ps(n, 1, servers=servers))

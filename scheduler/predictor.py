@@ -89,7 +89,7 @@ class Predictor:
         calibration = about["calibration"]
         self._widen = float(calibration["widen"])
         self._widest = float(calibration["widest"])
-        self._cost = FEATURES.index("cost_log")
+        self._cost, self._ranks = FEATURES.index("cost_log"), FEATURES.index("ranks_log2")
 
     def __call__(
         self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
@@ -100,6 +100,11 @@ class Predictor:
         """
         costs = {id(prediction.plan): prediction for prediction in rank(offered, conditions)}
         predictions = [costs[id(plan)] for plan in offered]
+        if not self._least[self._ranks] <= math.log2(conditions.world_size) <= self._most[self._ranks]:
+            # Nothing of what it learned would be used: see `estimate`.
+            self.predicted += len(offered)
+            self.fallbacks += len(offered)
+            return predictions
         found = self.estimate(rows(offered, conditions, window, active, predictions))
         self.predicted += len(offered)
         self.fallbacks += int((~found.known).sum())
