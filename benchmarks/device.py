@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -11,12 +12,12 @@ __all__ = ["BurnDevice", "Device", "SleepDevice"]
 BURN_SIZE = 96  # a product of two 96 x 96 matrices takes about 0.05 ms: fine steps, outside the interpreter lock
 
 
-class Device:
+class Device(ABC):
     """Spends the time of one step's computation."""
 
+    @abstractmethod
     def run(self, slowdown: float) -> None:
         """Spend one step's device time, `slowdown` times as long as normal."""
-        raise NotImplementedError
 
 
 class SleepDevice(Device):

@@ -17,7 +17,9 @@ from benchmarks.tasks import USUAL_HIDDEN_UNITS, Task, make_network
 
 __all__ = [
     "REQUIRED_KEYS",
+    "SMOOTHED_EVALUATIONS",
     "accuracies",
+    "accuracies_of",
     "in_force",
     "median_or_none",
     "model_bytes",
@@ -47,11 +49,18 @@ REQUIRED_KEYS = (
 
 
 def accuracies(snapshots: Path, dataset: str, task: Task, hidden_units: int = USUAL_HIDDEN_UNITS) -> list[float]:
-    """Accuracy of every snapshot in the file `snapshots`: the last on all held-out samples, the others on some."""
+    """Accuracy of every snapshot in the file `snapshots`, as `accuracies_of`."""
+    with np.load(snapshots) as arrays:
+        return accuracies_of(arrays["vectors"], dataset, task, hidden_units)
+
+
+def accuracies_of(
+    vectors: Sequence[np.ndarray], dataset: str, task: Task, hidden_units: int = USUAL_HIDDEN_UNITS
+) -> list[float]:
+    """Accuracy of every vector of parameters: the last on all held-out samples, the others on some."""
     model = make_network(dataset, hidden_units)
     values = []
-    with np.load(snapshots) as arrays, torch.no_grad():
-        vectors = arrays["vectors"]
+    with torch.no_grad():
         for index, vector in enumerate(vectors):
             samples = slice(None if index + 1 == len(vectors) else CURVE_SAMPLES)
             x, y = task.test_x[samples], task.test_y[samples]

@@ -87,6 +87,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quota-period-ms", type=float, default=100.0, help="CPU quotas: accounting period")
     parser.add_argument("--deadline-s", type=float, help="end the job after this; default: from the sizes")
     parser.add_argument("--stall-s", type=float, default=180.0, help="end the job after this long without output")
+    parser.add_argument(
+        "--log-runs", action="store_true",
+        help="leave a run log of every training of star_hvd, to retrain from by star-scheduler collect --runs",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the run's folder: log, records, snapshots")
     return parser
 

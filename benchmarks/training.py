@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from benchmarks.device import BurnDevice, Device, SleepDevice
 from benchmarks.freezer import Freezer
 from benchmarks.killed import Watch, kill_server
 from benchmarks.link_rates import ask_for_rate
+from benchmarks.measures import SMOOTHED_EVALUATIONS, accuracies_of
 from benchmarks.quota import CpuQuota
 from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S, Scenario, baseline
 from benchmarks.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
-from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, make_network
+from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, load_task, make_network
 
 __all__ = ["Job", "Setting", "Snapshots", "bring_into_force", "train"]
 
@@ -124,11 +126,12 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
     watch = Watch()
     with _limits(setting, scenario):
         hvd.barrier()
-        start_s = time.perf_counter()
+        start_s, start_monotonic_s = time.perf_counter(), time.monotonic()
         _loop(setting, model, job, scenario, snapshots, record, start_s, watch)
         record.train_s = time.perf_counter() - start_s
     _collect(setting, record, job, plain, watch)
     if not plain:
+        _log_accuracies(setting, snapshots, start_monotonic_s)
         _end(hvd, job.optimizer)
     snapshots.take(record.global_steps, record.train_s)
     return record, snapshots
@@ -161,6 +164,20 @@ def _star_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimiz
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), mode=mode, config=config)
     loader = hvd.shard(setting.train, batch_size=spec.batch_samples, seed=seed)
     return Job(optimizer=wrapped, batches=lambda _: loader, global_step=lambda _: int(wrapped.stats()["steps"]))
+
+
+def _log_accuracies(setting: Setting, snapshots: Snapshots, start_monotonic_s: float) -> None:
+    """Put the accuracies into the run log, where there is one, as if they had been worked out while training."""
+    from star_hvd.run_log import enabled
+
+    if setting.rank or not enabled():
+        return
+    spec = setting.spec
+    task = load_task(spec.dataset, spec.train_samples)
+    found = accuracies_of(snapshots.vectors, spec.dataset, task, spec.hidden_units)
+    smooth = [statistics.median(found[max(0, end - SMOOTHED_EVALUATIONS) : end]) for end in range(1, len(found) + 1)]
+    for step, time_s, value in zip(snapshots.steps, snapshots.times_s, smooth, strict=True):
+        setting.hvd.record_metric("accuracy", value, step, monotonic_s=start_monotonic_s + time_s)
 
 
 def _end(hvd: Any, optimizer: Any) -> None:

@@ -57,7 +57,8 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
             run_elastic_jobs(spec, run_dir, on_progress=view.update, **limits)
         else:
             with _launcher(spec, run_dir) as command:
-                run_job(command, run_dir, on_progress=view.update, **limits)
+                told = _logging(args, spec, target)
+                run_job(command, run_dir, on_progress=view.update, added_environment=told, **limits)
     records = []
     for path in sorted(run_dir.glob("seed*.json")):
         record = RunRecord(**json.loads(path.read_text(encoding="utf-8")))
@@ -70,6 +71,14 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
     else:
         shutil.rmtree(run_dir)
     return summary
+
+
+def _logging(args: argparse.Namespace, spec: RunSpec, target: float) -> dict[str, str]:
+    """What turns the run log on and tells it what the job is."""
+    if not args.log_runs:
+        return {}
+    tags = f"lab={spec.scenario},dataset={spec.dataset},device_ms={1e3 * spec.device_s:g},epochs={spec.epochs}"
+    return {"STAR_RUN_LOG": "1", "STAR_TARGET": f"accuracy>={target:g}", "STAR_RUN_TAGS": tags}
 
 
 @contextlib.contextmanager

@@ -31,6 +31,9 @@ _HISTORY, _MOMENTS = 64, 6
 _FIRST_STEP = 8
 """Reports that a rank should have at a moment."""
 
+_TAKEN_UP = 12
+"""Steps after which a mode that was asked for is in force, at the latest."""
+
 _MISSED = 3.5
 """Logarithm of the relative time of a mode that never reached the target, as `collect` clips it."""
 
@@ -42,7 +45,8 @@ class LoggedRun:
     Attributes:
         name: Of its folder.
         facts: What was logged of the job.
-        plans: Plans in the order they were taken up, without repetition.
+        plans: Plans in the order they were taken up, without repetition, but for the `sync` before a mode that was
+            asked for: all jobs begin in `sync`.
         target_s: When the target was reached, seconds since the first plan; infinite where it was not.
         reports: Per rank (step, compute_s, late), in order of step.
         noise: (step, noise scale) of its windows.
@@ -61,7 +65,7 @@ class LoggedRun:
         optimizer, hardware = self.facts.get("optimizer") or {}, self.facts.get("hardware") or {}
         parts = [
             self.facts.get("world_size"), self.facts.get("batch"), self.facts.get("target"),
-            self.facts.get("scenario"), optimizer.get("class"), optimizer.get("parameters"), hardware.get("cpu"),
+            self.facts.get("tags"), optimizer.get("class"), optimizer.get("parameters"), hardware.get("cpu"),
         ]
         return json.dumps(parts)
 
@@ -83,6 +87,8 @@ def read_run(folder: Path) -> LoggedRun | None:
             except (PlanError, TypeError):
                 return None
             begin_s = float(event.get("time_s", 0.0)) if math.isnan(begin_s) else begin_s
+            if len(plans) == 1 and plans[0].mode == "sync" and int(event.get("step", 0)) <= _TAKEN_UP:
+                plans.clear()
             plans += [plan] if not plans or plans[-1] != plan else []
         elif kind == "metric" and isinstance(event.get("value"), (int, float)):
             points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s", 0.0))))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["host", "interface", "mode", "policy", "target"]
+__all__ = ["host", "interface", "mode", "policy", "tags", "target"]
 
 
 def mode() -> str | None:
@@ -34,3 +34,12 @@ def policy() -> str | None:
 def target() -> str | None:
     """`STAR_TARGET`: what the job is to reach, `accuracy>=0.95` for example, for the run log. Default: unset."""
     return os.environ.get("STAR_TARGET") or None
+
+
+def tags() -> dict[str, str] | None:
+    """`STAR_RUN_TAGS`: what tells jobs apart in the run log, `cluster=east,data=v3` for example. Default: unset.
+
+    What has no `=` is a tag of value `yes`.
+    """
+    pairs = (text.partition("=") for text in os.environ.get("STAR_RUN_TAGS", "").split(",") if text.strip())
+    return {name.strip(): value.strip() if equals else "yes" for name, equals, value in pairs} or None

@@ -55,7 +55,8 @@ class JobLog:
         self._plans_told = 0
         self._stop = threading.Event()
         name = job if driver.number == 0 else f"{job}-{driver.number}"
-        known = {**facts, "target": env.target()} if env.target() else facts
+        told = {"target": env.target(), "tags": env.tags()}
+        known = {**facts, **{name: value for name, value in told.items() if value}}
         self._log = RunLog(
             run_directory(name), rank=driver.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
         )
@@ -72,9 +73,9 @@ class JobLog:
         """A gradient of this rank's own; called by the training thread."""
         self._log.step(report)
 
-    def metric(self, name: str, value: float, step: int) -> None:
-        """A point of a curve of the user's."""
-        self._log.metric(name, value, step)
+    def metric(self, name: str, value: float, step: int, monotonic_s: float | None = None) -> None:
+        """A point of a curve of the user's, of now or of an earlier time of `time.monotonic()`."""
+        self._log.metric(name, value, step, None if monotonic_s is None else self._log.since_s(monotonic_s))
 
     def resources(self, readings: Resources) -> None:
         """What this rank's process gets of its machine."""

@@ -227,11 +227,12 @@ class Runtime(Requests):
 
     def detach(self, driver: EngineDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
-        with self.away("close"):
+        with self.away(messages.CLOSE):
             self.await_all("the end of an optimizer", self.config.step_deadline_s)
         driver.bring_up()
-        with self.away("close"):  # Until the last one has caught up: it may have to fetch from here.
+        with self.away(messages.CLOSE):  # Until the last one has caught up: it may have to fetch from here.
             self.await_all("the last steps of an optimizer", self.config.step_deadline_s)
+            driver.conclude()
         self.drivers.pop(driver.number, None)
         driver.stop()
         _close_log(driver)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -68,15 +69,15 @@ class State(Replicas):
         self.machines.begin(where, start_s, version)
 
 
-class Mode(Replicas):
+class Mode(Replicas, ABC):
     """A mode at work on a state. One `step` is one update, or what comes closest to it."""
 
     def __init__(self, state: State, plans: Sequence[Plan]) -> None:
         self.state = state
 
+    @abstractmethod
     def step(self) -> None:
         """Go on by one update in every replica."""
-        raise NotImplementedError
 
     def leave_s(self) -> Array:
         """When all ranks have ended what they are on, shape (replicas,): the earliest end of the mode."""

@@ -15,6 +15,7 @@ from star_hvd.config import Config
 from star_hvd.control.engine_board import EngineBoard
 from star_hvd.control.links import LinkSurvey
 from star_hvd.control.messages import (
+    CLOSE,
     Arrive,
     Away,
     Bye,
@@ -125,6 +126,7 @@ class Board:
         self._asked = [0] * world_size
         self._closed: set[int] = set()
         self._away: set[int] = set()
+        self._closing: set[int] = set()  # Ranks where an optimizer is being ended.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
         self.links = LinkSurvey(world_size)
@@ -188,6 +190,7 @@ class Board:
             case StepNote():
                 self._engine(message.engine).step_note(rank, message)
             case Away():
+                (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
                 self._set_away(rank, message.away, now_s, out_of_data=message.out_of_data)
             case Take():
                 self._take(rank, message, now_s)
@@ -214,6 +217,7 @@ class Board:
         for engine in self.engines.values():
             engine.link_bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
             engine.machines = self._machines
+            engine.closing = bool(self._closing)
             wake_s = min(wake_s, engine.tick(now_s))
         return wake_s
 

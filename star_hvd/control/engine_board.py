@@ -76,6 +76,7 @@ class EngineBoard:
         self.steps = 0
         self.closed = 0
         self.has_queue = False
+        self.closing = False  # Some ranks have made their last step: a new plan would only be in the way.
         self._warned_of_uneven_loops = False
         self._config = config
         self._send = send
@@ -421,7 +422,7 @@ class EngineBoard:
     def _decide(self, now_s: float) -> None:
         window = self.window()
         self._report_stragglers(find_stragglers(window), now_s)
-        if self._switch is not None or self.refused is not None:
+        if self._switch is not None or self.refused is not None or self.closing:
             return
         if self._again is not None and self.active.mode == "sync" and self.rule.ready:
             again, self._again = self._again, None

@@ -12,6 +12,7 @@ import msgpack
 from star_hvd.errors import ChannelError
 
 __all__ = [
+    "CLOSE",
     "MAX_BYTES",
     "Abandon",
     "Arrive",
@@ -142,6 +143,10 @@ class Join(Message):
     kind: ClassVar[str] = "join"
     engine: int
     version: int
+
+
+CLOSE = "close"
+"""Reason of an `Away` that ends an optimizer."""
 
 
 @message_kind

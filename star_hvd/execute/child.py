@@ -121,6 +121,9 @@ class ChildSteps:
     def finish(self) -> None:
         """Nobody waits for this rank here."""
 
+    def conclude(self) -> None:
+        """Nobody waits for this rank here."""
+
     def leave(self) -> None:
         """The mode has ended."""
         self._link.close()

@@ -229,6 +229,10 @@ class EngineDriver(StepTeller):
         self.engine.set_away(away)
         self.handover.set_away(away)
 
+    def conclude(self) -> None:
+        """All ranks are away and will make no step of this optimizer again."""
+        self.handover.conclude()
+
     def _settle(self) -> None:
         """Where a step ends: leave a mode that has ended, enter the one in force."""
         self.handover.leave()

@@ -49,6 +49,10 @@ class Steps(Protocol):
         """Take part, with nothing, until the end that others wait for."""
         ...
 
+    def conclude(self) -> None:
+        """All ranks have made their last step: nobody who still takes part may wait for one who does not any more."""
+        ...
+
     def leave(self) -> None: ...
 
 
@@ -285,6 +289,13 @@ class Handover:
                 if snapshot is not None:
                     return snapshot
         return self._fetch(engine)
+
+    def conclude(self) -> None:
+        """All ranks are away and will make no step again; returns when nobody waits for this rank any more."""
+        with self._steps_lock:
+            concerned = [steps for steps in self._made.values() if not steps.over]
+        for steps in concerned:
+            steps.conclude()
 
     def set_away(self, away: bool) -> None:
         """The training thread, which calls this, delivers no gradients for now."""

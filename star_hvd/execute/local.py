@@ -179,6 +179,9 @@ class LocalSteps:
     def finish(self) -> None:
         """Nobody waits for this rank here."""
 
+    def conclude(self) -> None:
+        """The helper averages for a rank that is away, until its engine ends."""
+
     def leave(self) -> None:
         """The mode has ended, right after an averaging."""
         self.take_over()

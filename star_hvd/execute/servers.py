@@ -270,6 +270,9 @@ class ServerSteps:
     def finish(self) -> None:
         """Nobody waits for this rank here."""
 
+    def conclude(self) -> None:
+        """Nobody waits for this rank here."""
+
     def leave(self) -> None:
         """The mode has ended; the client stays until the final state has been fetched."""
 
@@ -301,6 +304,7 @@ class GroupSteps(ServerSteps):
         self._ranks = ranks
         self._one_at_a_time = threading.Lock()
         self._away = threading.Event()
+        self._concluding = self._concluded = False
         self._stand_in: threading.Thread | None = None
 
     def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
@@ -312,16 +316,18 @@ class GroupSteps(ServerSteps):
         if self._collective is None:
             return self._push(flats, count=1)
         sums = [flat.clone() for flat in flats]
-        head = torch.tensor([1.0 if fresh else 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+        head = torch.tensor([1.0 if fresh else 0.0, 1.0 if self._concluding else 0.0, 0.0, 0.0, 0.0, 0.0])
         self._reduce([("gh", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
-        present = round(float(head[0]))
+        present, concluding = round(float(head[0])), round(float(head[1]))
         outcome = self._lead(sums, present) if self._leads else None
-        return self._hand_out(outcome, sums)
+        found = self._hand_out(outcome, sums)
+        self._concluded = concluding == len(self._ranks)
+        return found
 
     @property
     def over(self) -> bool:
         """The group ends together, in the step in which its leader learns of the end."""
-        return self._moved or (self._collective is None and not self.wanted)
+        return self._moved or self._concluded or (self._collective is None and not self.wanted)
 
     @property
     def _leads(self) -> bool:
@@ -380,10 +386,17 @@ class GroupSteps(ServerSteps):
                 outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
             self._moved = outcome.kind == "moved"
 
+    def conclude(self) -> None:
+        """Go on taking part until a step says that all members are here: the next step would wait for ever for the
+        first of them to go."""
+        self._concluding = True
+        if self._stand_in is not None:
+            self._stand_in.join(self._deadline_s)
+
     def _take_part(self) -> None:
         zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]
         try:
-            while self._away.is_set() and not self._moved and self._engine.failure is None:
+            while (self._away.is_set() or self._concluding) and not self.over and self._engine.failure is None:
                 with self._one_at_a_time:
                     outcome = self._group_step(zeros, fresh=False)
                 self._moved = outcome.kind == "moved"

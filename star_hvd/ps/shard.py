@@ -12,7 +12,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,20 +28,17 @@ logger = logging.getLogger("star_hvd")
 PushId = tuple[int, int]
 
 
-class Outlet:
+class Outlet(Protocol):
     """How a shard talks to the others; the server implements it."""
 
     def send(self, rank: int, kind: Kind, step: int, store: ChunkStore) -> None:
         """Send a chunk as it is now to a rank: its parameters, or all of it if `kind` is `STATED`."""
-        raise NotImplementedError
 
     def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
         """Tell the primary that all chunks of a push are in."""
-        raise NotImplementedError
 
     def done(self, seq: int) -> None:
         """Tell the primary that all orders up to `seq` are carried out."""
-        raise NotImplementedError
 
 
 class _Running:

@@ -101,7 +101,9 @@ def record_loss(loss: float | torch.Tensor) -> None:
             driver.engine.loss = value
 
 
-def record_metric(name: str, value: float | torch.Tensor, step: int | None = None) -> None:
+def record_metric(
+    name: str, value: float | torch.Tensor, step: int | None = None, *, monotonic_s: float | None = None
+) -> None:
     """Put a point of a curve, the accuracy for example, into the run log; without effect on ranks other than 0.
 
     With `STAR_TARGET="accuracy>=0.95"` the first `accuracy` that is high enough gives the run's time to accuracy.
@@ -110,6 +112,8 @@ def record_metric(name: str, value: float | torch.Tensor, step: int | None = Non
         name: Of the curve.
         value: Its value.
         step: Global step it belongs to; the present one where left out.
+        monotonic_s: When, by `time.monotonic()`, the parameters were what the value is of, where it took until now to
+            work it out.
     """
     run = runtime.current()
     if run is None or run.rank != 0:
@@ -117,7 +121,7 @@ def record_metric(name: str, value: float | torch.Tensor, step: int | None = Non
     number = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
     for driver in run.drivers.values():
         if driver.log is not None:
-            driver.log.metric(name, number, driver.engine.version if step is None else step)
+            driver.log.metric(name, number, driver.engine.version if step is None else step, monotonic_s)
 
 
 def explain(optimizer: int | None = None) -> str:

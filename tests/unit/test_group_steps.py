@@ -1,0 +1,136 @@
+"""The end of `grouped`: members that leave at different moments do not wait for each other for ever.
+
+Ranks are threads, their collective sums in memory as soon as all have submitted a tensor under a name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scheduler.plans import Plan
+from star_hvd.execute.servers import GroupSteps
+
+DEADLINE_S = 10.0
+
+
+class Meeting:
+    """What the collectives of all members share: sums under way, by name and how often it was used."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.given: dict[tuple[str, int], list[torch.Tensor]] = {}
+
+
+class MemoryCollective:
+    """One member's collective."""
+
+    core_each = False
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._uses: dict[str, itertools.count[int]] = {}
+        self._handles: list[tuple[tuple[str, int], torch.Tensor]] = []
+
+    def submit(self, name: str, tensor: torch.Tensor) -> int:
+        key = (name, next(self._uses.setdefault(name, itertools.count())))
+        with self._meeting.lock:
+            self._meeting.given.setdefault(key, []).append(tensor.clone())
+        self._handles.append((key, tensor))
+        return len(self._handles) - 1
+
+    def poll(self, handle: int) -> bool:
+        with self._meeting.lock:
+            return len(self._meeting.given[self._handles[handle][0]]) == self._meeting.size
+
+    def finish(self, handle: int) -> None:
+        key, tensor = self._handles[handle]
+        tensor.copy_(torch.stack(self._meeting.given[key]).sum(dim=0))
+
+
+class Served:
+    """A client whose servers answer at once."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.pulls = 0
+
+    def pull(self, deadline_s: float) -> Any:
+        self.pulls += 1
+        return SimpleNamespace(kind="params", version=self.version, epoch=1, params=[torch.ones(3)])
+
+
+def member(rank: int, ranks: tuple[int, ...], meeting: Meeting) -> GroupSteps:
+    bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4))
+    plan = Plan.grouped(len(ranks), [ranks]).replace(epoch=1)
+    engine = SimpleNamespace(
+        rank=rank, prefix="s", plan=plan, version=0, failure=None, applier=SimpleNamespace(buckets=[bucket])
+    )
+    engine.fail = lambda error: setattr(engine, "failure", error)
+    return GroupSteps(
+        engine,  # type: ignore[arg-type]
+        plan,
+        Served(),  # type: ignore[arg-type]
+        MemoryCollective(meeting),  # type: ignore[arg-type]
+        ranks,
+        deadline_s=DEADLINE_S,
+        on_step=lambda info: None,
+        on_notes=lambda notes: None,
+        plan_of=lambda epoch: None,
+        same_session=lambda one, other: False,
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_members_that_end_at_different_moments_all_end(size: int, seed: int) -> None:
+    ranks, meeting, chance = tuple(range(size)), Meeting(size), random.Random(seed)
+    steps = [member(rank, ranks, meeting) for rank in ranks]
+    met = threading.Barrier(size)
+    ended: list[int] = []
+
+    def close(rank: int, waits_s: list[float]) -> None:
+        time.sleep(waits_s[0])
+        steps[rank].set_away(True)
+        met.wait(DEADLINE_S)  # What `Runtime.await_all` does.
+        time.sleep(waits_s[1])
+        steps[rank].conclude()
+        time.sleep(waits_s[2])
+        steps[rank].set_away(False)
+        ended.append(rank)
+
+    threads = [
+        threading.Thread(target=close, args=(rank, [chance.uniform(0.0, 0.03) for _ in range(3)]), daemon=True)
+        for rank in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S / 2.0)
+    assert sorted(ended) == list(ranks), "a member waits for one that has gone"
+    assert all(each.over for each in steps)
+    assert all(len(sums) == size for sums in meeting.given.values()), "a step was begun that not all take part in"
+
+
+def test_without_members_at_the_end_of_their_loops_nothing_ends() -> None:
+    ranks, meeting = (0, 1), Meeting(2)
+    steps = [member(rank, ranks, meeting) for rank in ranks]
+    for each in steps:
+        each.set_away(True)
+    steps[0]._concluding = True  # Rank 1 is at the end of an epoch only.
+    before = len(meeting.given)
+    limit_s = time.monotonic() + DEADLINE_S
+    while len(meeting.given) < before + 40 and time.monotonic() < limit_s:
+        time.sleep(0.005)
+    assert len(meeting.given) >= before + 40 and not any(each.over for each in steps)
+    steps[1].conclude()
+    steps[0].conclude()
+    assert all(each.over for each in steps)
