@@ -184,8 +184,8 @@ def real_rows(root: Path, project: str, *, told: Any = None) -> list[list[Any]]:
             jobs.setdefault(run.key, []).append(run)
     found: list[list[Any]] = []
     used = 0
-    for number, runs in enumerate(jobs.values()):
-        own = _job_rows(runs, number, project)
+    for runs in jobs.values():
+        own = _job_rows(runs, project)
         used += len(runs) if own else 0
         found += own
     if told is not None:
@@ -241,7 +241,7 @@ def _download(client: Any, experiment_id: str, target: Path) -> None:
             return
 
 
-def _job_rows(runs: Sequence[LoggedRun], number: int, project: str) -> list[list[Any]]:
+def _job_rows(runs: Sequence[LoggedRun], project: str) -> list[list[Any]]:
     """Rows of one job: its sync runs' moments, with what each mode took."""
     modes: dict[str, list[LoggedRun]] = {}
     for run in runs:
@@ -252,6 +252,8 @@ def _job_rows(runs: Sequence[LoggedRun], number: int, project: str) -> list[list
     sync_s = statistics.median(run.target_s for run in basis)
     plans = [basis[0].plans[0], *(own[0].plans[0] for own in modes.values())]
     outcomes = [(0.0, 1.0), *(_outcome(own, sync_s) for own in modes.values())]
+    # Jobs with as many parameters are taken for the same network: it must not be fitted to and judged by.
+    network = f"real-{(runs[0].facts.get('optimizer') or {}).get('parameters', 'unknown')}"
     found: list[list[Any]] = []
     for run in basis:
         for window in windows(run):
@@ -261,7 +263,7 @@ def _job_rows(runs: Sequence[LoggedRun], number: int, project: str) -> list[list
             predictions = in_order(plans, conditions)
             features = rows(plans, conditions, window, plans[0], predictions)
             for index, plan in enumerate(plans):
-                meta = ["real", run.name, f"real{number}", "real", -1, window.step, plan.label[:24], plan.mode, project]
+                meta = ["real", run.name, network, "real", -1, window.step, plan.label[:24], plan.mode, project]
                 found.append([*meta, *outcomes[index], speed(predictions[index]), *features[index]])
     return found
 

@@ -22,6 +22,7 @@ STEPS, RANKS = 120, 3
 
 def _run(logs: Path, uri: str, **more: str) -> JobResult:
     env = {"MLFLOW_TRACKING_URI": uri, "STAR_LOG_DIR": str(logs), "STAR_RUN_LOG": "1", "STAR_TARGET": "accuracy>=0.95"}
+    env |= {"STAR_RUN_TAGS": "cluster=here"}
     module = "tests.multiproc.run_log_job"
     return run_job(module, str(STEPS), ranks=RANKS, env=env | more, timeout_s=150.0).check()
 
@@ -60,6 +61,7 @@ def test_a_job_is_in_mlflow_soon_after_its_end(tmp_path: Path) -> None:
     run = runs[name]
     assert run.info.status == "FINISHED" and run.data.params["optimizer.class"] == "SGD"
     assert run.data.params["versions.torch"] and run.data.params["policy"] == "learned"
+    assert run.data.params["tags.cluster"] == "here"
     assert run.data.metrics["time_to_target_s"] > 0.0
     assert len(client.get_metric_history(run.info.run_id, "accuracy")) >= STEPS
     files = {Path(item.path).name for item in client.list_artifacts(run.info.run_id, "star")}

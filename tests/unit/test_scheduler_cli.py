@@ -142,6 +142,23 @@ def test_runs_of_the_same_job_become_rows(tmp_path: Path) -> None:
     assert dataset.read(tmp_path / "t.csv.gz")[1]["sources"] == {"real": len(frame)}
 
 
+def test_a_mode_that_was_asked_for_is_the_runs_though_all_begin_in_sync(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    for name, step in (("b", 3), ("c", 40)):
+        logged(tmp_path, name, Plan.sync(4), reached_s=5.0)
+        taken = {"kind": "plan", "time_s": 1.5, "step": step, "plan": Plan.partial(4, 3, epoch=1).to_dict()}
+        path = tmp_path / name / "events.jsonl"
+        lines = path.read_text().split("\n")
+        path.write_text("\n".join([*lines[:2], json.dumps(taken), *lines[2:]]))
+    asked, changed = read_run(tmp_path / "b"), read_run(tmp_path / "c")
+    assert asked is not None and [plan.label for plan in asked.plans] == ["partial(3)"]
+    assert asked.target_s == pytest.approx(5.0), "counted from its first step"
+    assert changed is not None and [plan.mode for plan in changed.plans] == ["sync", "partial"]
+    frame = dataset.frame_of(real_rows(tmp_path, "1"))
+    assert frame.groupby("plan")["log_relative"].first()["partial(3)"] == pytest.approx(math.log(0.5))
+    assert set(frame["network"]) == {"real-9"}
+
+
 def test_windows_never_look_ahead(tmp_path: Path) -> None:
     logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
     run = read_run(tmp_path / "a")
