@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.causes import PERSISTENCE, Readings
+from scheduler.causes import MIN_REPORTS, PERSISTENCE, Readings, lower_median
 from scheduler.grouping import progressive_groups, similar_groups, speed_groups
 from scheduler.plans import Plan
 from scheduler.priors import prior_of
@@ -56,6 +56,8 @@ class Conditions:
         comm_bytes: Gradient bytes.
         noise: phi in gradients of one rank.
         starved: Part of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
+        beyond_s: What a collective was measured to take beyond latency and bytes over the link, seconds: on a machine
+            with fewer cores than ranks it is more than both.
         frozen_s: Mean time per step that a rank which freezes keeps every collective waiting, seconds.
         freezing: Those ranks.
         price: Price of staleness; with it what else is assumed of the network, rho and the drift it bears.
@@ -69,6 +71,7 @@ class Conditions:
     comm_bytes: float = 0.0
     noise: float = NOISE
     starved: Array = field(default_factory=lambda: np.zeros(0))
+    beyond_s: float = 0.0
     frozen_s: float = 0.0
     freezing: tuple[int, ...] = ()
     price: StalenessPrice = field(default_factory=StalenessPrice)
@@ -110,6 +113,7 @@ class Conditions:
             rate=rate,
             comm_bytes=float(window.comm_bytes),
             noise=_known(window.noise_scale, NOISE),
+            beyond_s=_beyond_s(window, rate),
             starved=np.where(times.mean(axis=0) > 1.2 * readings.reference_s, starved, 0.0),
             price=price or StalenessPrice(prior_of(window.comm_bytes)),
         )
@@ -174,6 +178,20 @@ def _expected(readings: Readings, rank: int, rows: int) -> Array:
     times = np.array([time_s for _, time_s in reports[-rows:]])
     # Not the same few again: one long step among six would be four among 24, and look like a habit.
     return np.concatenate((np.full(rows - len(times), np.median(times)), times))
+
+
+def _beyond_s(window: Window, rate: Array) -> float:
+    """What the collectives took beyond latency and wire, by the rank with the slowest link; 0 where not measured.
+
+    Bytes over the whole of the link's rate, as if computing hid none: what is beyond is surely something else.
+    """
+    slowest = int(rate.argmin())
+    times = [time_s for time_s in window.table.comm_s[slowest] if math.isfinite(time_s) and time_s >= 0.0]
+    if len(times) < MIN_REPORTS:
+        return 0.0
+    n = window.world_size
+    wire_s = 2.0 * (n - 1) / n * window.comm_bytes / float(rate[slowest])
+    return max(0.0, lower_median(times) - _CYCLE_S - wire_s)
 
 
 def _forget_single(times: Array, readings: Readings) -> None:
@@ -271,7 +289,7 @@ def _ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = Non
     if len(rate) < 2:
         return 0.0
     wire_s = 2.0 * (len(rate) - 1) / len(rate) * conditions.comm_bytes / float(rate.min())
-    return _CYCLE_S + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
+    return _CYCLE_S + conditions.beyond_s + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
 
 
 def _helpers_s(conditions: Conditions, ranks: _Ranks) -> float:

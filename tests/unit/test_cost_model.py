@@ -38,6 +38,25 @@ def test_sync_is_the_unit() -> None:
     assert found.interval_s == pytest.approx(4.0, rel=0.01)
 
 
+@pytest.mark.parametrize("rate", [[1e9] * 4, [1e9, 1e8, 1e9, 1e9]])
+def test_what_a_collective_takes_beyond_its_bytes_is_in_every_mode_that_has_one(rate: list[float]) -> None:
+    times = steady(4, slow={3: 4.0})
+    wire_s = 1.5 * 1_000_000 / min(rate)
+    quiet, loud = (
+        window(times, rates=rate, comm_s=(0.0015 + wire_s + beyond_s,) * 8) for beyond_s in (0.0, 0.05)
+    )
+    plain, busy = Conditions.from_window(quiet), Conditions.from_window(loud)
+    assert plain is not None and busy is not None
+    assert plain.beyond_s == pytest.approx(0.0, abs=1e-9) and busy.beyond_s == pytest.approx(0.05)
+    for plan in (Plan.sync(4), Plan.partial(4, 3), Plan.subgroup(4, (0, 1, 2))):
+        more_s = predict(plan, busy).interval_s - predict(plan, plain).interval_s
+        assert more_s == pytest.approx(0.05, rel=0.05), plan.label
+    server = Plan.ps(4, 1)
+    assert predict(server, busy).interval_s == predict(server, plain).interval_s
+    # What waiting for the slow rank costs is a smaller part then.
+    assert predict(Plan.partial(4, 3), busy).relative > predict(Plan.partial(4, 3), plain).relative
+
+
 class PriceOf(StalenessPrice):
     """A price that is known."""
 

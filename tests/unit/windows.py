@@ -34,6 +34,7 @@ def window(
     starved: dict[int, float] | None = None,
     silent_s: dict[int, float] | None = None,
     comm_bytes: int = 1_000_000,
+    comm_s: Sequence[float] = (),
     allowed: Sequence[str] = MODES,
     **fields: Any,
 ) -> Window:
@@ -50,6 +51,7 @@ def window(
                 link_bytes_per_s=1e9 if rates is None else rates[rank],
                 starved_share=(starved or {}).get(rank, 0.0),
                 silent_s=(silent_s or {}).get(rank, 0.0),
+                comm_s=tuple(comm_s),
             )
             for rank in range(n)
         ),
