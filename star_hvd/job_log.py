@@ -126,15 +126,15 @@ class JobLog:
             mode=engine.active.label,
             stragglers=engine.stragglers,
             ranks={
-                "wait_s": engine.waits_s(),
-                "offset_s": engine.arrival_offsets_s(),
+                "wait_s": engine.arrivals.waits_s(),
+                "offset_s": engine.arrivals.offsets_s(),
                 "silent_s": [s.silent_s for s in window.ranks],
                 "link_bytes_per_s": [s.link_bytes_per_s for s in window.ranks],
             },
             loss=engine.loss,
             closed_early=engine.closed,
             comm_bytes=window.comm_bytes,
-            comm_s=engine.comm_s,
+            comm_s=engine.arrivals.usual_comm_s,
             folds=stats["folds"],
             drops=stats["drops"],
         )

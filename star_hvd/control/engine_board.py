@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import statistics
@@ -13,10 +12,12 @@ from typing import Any
 from scheduler.causes import Straggler, find_stragglers
 from scheduler.closing import Close, ClosingRule
 from scheduler.cost_policy import Ranker
-from scheduler.machine import MachineStats, machine_evidence, throttled_shares
+from scheduler.machine import MachineStats, throttled_shares
 from scheduler.noise import NoiseScale
 from scheduler.records import MODES, Plan, PlanError, StepReport, Window
 from star_hvd.config import Config
+from star_hvd.control.alerts import Alerts
+from star_hvd.control.arrivals import Arrivals
 from star_hvd.control.choice import Choice
 from star_hvd.control.history import History
 from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
@@ -66,6 +67,7 @@ class EngineBoard:
             quorum_deadline_s=config.quorum_deadline_s,
         )
         self.history = History(world_size, _HISTORY)
+        self.arrivals = Arrivals(world_size)
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
         self._refused_by = -1
@@ -92,7 +94,6 @@ class EngineBoard:
         self.link_bytes_per_s: Sequence[float] = [math.nan] * world_size
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
-        self._comm_s: deque[float] = deque(maxlen=_HISTORY)
         self._costly_comm: bool | None = None  # Looked at once for each decision.
         self._other_groups = 0
         self._switch: Switch | None = None
@@ -100,14 +101,8 @@ class EngineBoard:
         self._again: Plan | None = None
         self._published: dict[int, Plan] = {}
         self._next_epoch = 1
-        self._wait_s: list[deque[float]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
-        self._offset_s: list[deque[float]] = [deque(maxlen=_HISTORY) for _ in range(world_size)]
-        self._first_s: dict[int, float] = {}
-        self._step_waits_s: dict[int, dict[int, float]] = {}
         self._decide_at_s = 0.0
-        self._reported_at_s: dict[int, float] = {}
-        self._waiting_since_s: float | None = None
-        self._stall_logged_s = 0.0
+        self._alerts = Alerts(config)
 
     # ---- events ---------------------------------------------------------------------------------------------
 
@@ -133,18 +128,18 @@ class EngineBoard:
         """A fresh gradient."""
         self._note_epoch(message.epoch, message.round)
         self._note_report(rank, message.round, message, late=False)
-        self._wait_s[rank].append(message.previous_wait_s)
+        self.arrivals.waited(rank, message.previous_wait_s)
         if self.active.may_close:
-            self._note_offset(rank, message.round, now_s)
+            self.arrivals.came(rank, message.round, now_s)
         else:
-            self._note_wait(rank, message.round - 1, message.previous_wait_s)
+            self.arrivals.in_lockstep(rank, message.round - 1, message.previous_wait_s)
         if self.rule.round < message.round or not self.rule.ready:
-            self._waiting_since_s = now_s
+            self._alerts.waiting(now_s)
         self.rule.arrive(rank, message.round, message.compute_s, now_s)
 
     def late(self, rank: int, message: Late, now_s: float) -> None:
         """A gradient that missed its step."""
-        self._note_offset(rank, message.version, now_s)
+        self.arrivals.came(rank, message.version, now_s)
         self._note_report(rank, message.version, message, late=True)
         self.rule.late(rank, message.compute_s)
 
@@ -234,7 +229,7 @@ class EngineBoard:
         """A step in a mode without a common reduction."""
         self._note_epoch(message.epoch, message.version)
         self._note_report(rank, message.version, message, late=message.staleness > 0, wait_s=message.comm_s)
-        self._wait_s[rank].append(message.comm_s)
+        self.arrivals.waited(rank, message.comm_s)
         served = self.active.family in ("ps", "grouped")  # A subgroup's members say themselves where they are.
         if served and message.epoch == self.active.epoch:
             self.rule.skip_to(message.version)
@@ -262,7 +257,7 @@ class EngineBoard:
             self._decide_at_s = now_s + self._config.decide_interval_s
             self._costly_comm = None
             self._decide(now_s)
-        self._warn_of_stall(now_s)
+        self._alerts.stall(self.rule, now_s)
         return min(wake_s, self._decide_at_s) if self.choice is not None else wake_s
 
     def window(self) -> Window:
@@ -274,7 +269,7 @@ class EngineBoard:
                 starved_share=throttled_shares(self.machines),
                 link_bytes_per_s=self.link_bytes_per_s,
                 silent_s=self.silent_s,
-                comm_s=tuple(self._comm_s),
+                comm_s=tuple(self.arrivals.comm_s),
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
@@ -297,30 +292,14 @@ class EngineBoard:
         """Whether communication costs enough to look at the links, or a mode is in force that answers a slow one."""
         if self.active.mode in ("subgroup", "ps"):
             return self.choice is not None
-        if self.choice is None or len(self._comm_s) < 4:
+        if self.choice is None or len(self.arrivals.comm_s) < 4:
             return False
         if self._costly_comm is None:
             compute_s = [usual_s for usual_s in self.history.usual_s() if not math.isnan(usual_s)]
-            comm_s = statistics.median(self._comm_s)
+            comm_s = self.arrivals.usual_comm_s
             least_s = max(_COMM_S, _COMM_SHARE * (comm_s + statistics.median_low(compute_s))) if compute_s else math.inf
             self._costly_comm = comm_s > least_s
         return self._costly_comm
-
-    @property
-    def comm_s(self) -> float:
-        """Recent median of a step's communication without waiting for others; NaN if unknown."""
-        return statistics.median(self._comm_s) if self._comm_s else math.nan
-
-    def arrival_offsets_s(self) -> list[float]:
-        """Median arrival of every rank behind the first one of its step; NaN if unknown.
-
-        A gradient that missed its step counts with the time at which it came after all.
-        """
-        return [statistics.median(items) if items else math.nan for items in self._offset_s]
-
-    def waits_s(self) -> list[float]:
-        """Median time of every rank inside the collective; the rank with the least is the slowest. NaN if unknown."""
-        return [statistics.median(items) if items else math.nan for items in self._wait_s]
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
@@ -333,24 +312,6 @@ class EngineBoard:
         """After a refusal, also when all ranks took the refused plan up just before they heard of it."""
         if self.refused is not None and self.active.relaxed and self._switch is None:
             self.publish(self._sync(f"rank {self._refused_by}: {self.refused}"), now_s)
-
-    def _note_wait(self, rank: int, step: int, wait_s: float) -> None:
-        """In lockstep waiting ends at the same moment everywhere, so the longest wait minus one's own is the time one
-        came later: no clock is compared."""
-        waits = self._step_waits_s.setdefault(step, {})
-        waits[rank] = wait_s
-        if len(waits) == self.world_size:
-            del self._step_waits_s[step]
-            self._comm_s.append(min(waits.values()))  # Of the last to come: it waited for nobody.
-            for other, other_s in waits.items():
-                self._offset_s[other].append(max(waits.values()) - other_s)
-        self._step_waits_s.pop(step - _HISTORY, None)
-
-    def _note_offset(self, rank: int, step: int, now_s: float) -> None:
-        if step not in self._first_s:
-            self._first_s[step] = now_s
-            self._first_s.pop(step - 4 * _HISTORY, None)
-        self._offset_s[rank].append(now_s - self._first_s[step])
 
     def _note_report(
         self, rank: int, step: int, message: Arrive | Late | StepNote, *, late: bool, wait_s: float = 0.0
@@ -402,7 +363,7 @@ class EngineBoard:
 
     def _close(self, order: Close) -> None:
         self.closed += 1
-        self._waiting_since_s = None
+        self._alerts.waiting(None)
         if order.excused and not self.has_queue and not self._warned_of_uneven_loops:
             self._warned_of_uneven_loops = True
             logger.warning(
@@ -421,7 +382,7 @@ class EngineBoard:
 
     def _decide(self, now_s: float) -> None:
         window = self.window()
-        self._report_stragglers(find_stragglers(window), now_s)
+        self.stragglers = self._alerts.stragglers(find_stragglers(window), self.machines, now_s)
         if self._switch is not None or self.refused is not None or self.closing:
             return
         if self._again is not None and self.active.mode == "sync" and self.rule.ready:
@@ -447,29 +408,3 @@ class EngineBoard:
         if self._other_groups >= _REGROUP_AFTER:
             self._other_groups = 0
             self.publish(wanted.replace(reason="other ranks are alike by now"), now_s)
-
-    def _report_stragglers(self, found: tuple[Straggler, ...], now_s: float) -> None:
-        found = tuple(self._with_machine(straggler) for straggler in found)
-        self.stragglers = found
-        for straggler in found:
-            last = self._reported_at_s.get(straggler.rank)
-            if last is None or now_s - last >= self._config.report_interval_s:
-                self._reported_at_s[straggler.rank] = now_s
-                logger.warning("%s", straggler.sentence)
-
-    def _with_machine(self, straggler: Straggler) -> Straggler:
-        """Add what its machine says about a slow rank."""
-        said = machine_evidence(straggler.rank, self.machines)
-        joined = "; ".join(filter(None, (straggler.evidence, said)))
-        return dataclasses.replace(straggler, evidence=joined) if said else straggler
-
-    def _warn_of_stall(self, now_s: float) -> None:
-        pause_s = self._config.stall_warning_s
-        if self._waiting_since_s is None or now_s - self._waiting_since_s < pause_s:
-            return
-        waited_s = now_s - self._waiting_since_s
-        if self.rule.ready and self.rule.missing and now_s - self._stall_logged_s >= pause_s:
-            self._stall_logged_s = now_s
-            logger.warning(
-                "step %d has been waiting for ranks %s for %.0f s", self.rule.round, list(self.rule.missing), waited_s
-            )

@@ -168,7 +168,7 @@ def report(optimizer: int | None = None) -> Report | None:
 
 
 def _build(engine: EngineBoard, malformed: int, denied: int) -> Report:
-    offsets_s, waits_s = engine.arrival_offsets_s(), engine.waits_s()
+    offsets_s, waits_s = engine.arrivals.offsets_s(), engine.arrivals.waits_s()
     slow = {item.rank: item for item in engine.stragglers}
     lines = tuple(
         RankLine(

@@ -1,0 +1,62 @@
+"""What rank 0's log says of slow ranks and of steps that nobody can end, each once in a while."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from scheduler.causes import Straggler
+from scheduler.closing import ClosingRule
+from scheduler.machine import MachineStats, machine_evidence
+from star_hvd.config import Config
+
+__all__ = ["Alerts"]
+
+logger = logging.getLogger("star_hvd")
+
+
+class Alerts:
+    """Warnings of one optimizer.
+
+    Args:
+        config: How often.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._reported_at_s: dict[int, float] = {}
+        self._waiting_since_s: float | None = None
+        self._stall_logged_s = 0.0
+
+    def stragglers(
+        self, found: Sequence[Straggler], machines: Sequence[MachineStats], now_s: float
+    ) -> tuple[Straggler, ...]:
+        """Name slow ranks; returns them with what their machines say."""
+        told = tuple(_with_machine(straggler, machines) for straggler in found)
+        for straggler in told:
+            last = self._reported_at_s.get(straggler.rank)
+            if last is None or now_s - last >= self._config.report_interval_s:
+                self._reported_at_s[straggler.rank] = now_s
+                logger.warning("%s", straggler.sentence)
+        return told
+
+    def waiting(self, now_s: float | None) -> None:
+        """A step waits for ranks from now on, or no more where None."""
+        self._waiting_since_s = now_s
+
+    def stall(self, rule: ClosingRule, now_s: float) -> None:
+        """Say for whom a step has been waiting for long."""
+        pause_s = self._config.stall_warning_s
+        if self._waiting_since_s is None or now_s - self._waiting_since_s < pause_s:
+            return
+        waited_s = now_s - self._waiting_since_s
+        if rule.ready and rule.missing and now_s - self._stall_logged_s >= pause_s:
+            self._stall_logged_s = now_s
+            logger.warning("step %d has been waiting for ranks %s for %.0f s", rule.round, list(rule.missing), waited_s)
+
+
+def _with_machine(straggler: Straggler, machines: Sequence[MachineStats]) -> Straggler:
+    said = machine_evidence(straggler.rank, machines)
+    joined = "; ".join(filter(None, (straggler.evidence, said)))
+    return dataclasses.replace(straggler, evidence=joined) if said else straggler
