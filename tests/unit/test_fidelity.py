@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import simspeed
-from benchmarks.fidelity import compare, kendall_tau, main, predictions, regret
+from benchmarks.fidelity import compare, kendall_tau, main, predictions, regret, smooth_s
 from benchmarks.twin import (
     Constants,
     batches_of,
@@ -28,9 +28,11 @@ MACHINE = Constants(own_s=0.006, cycle_s=0.009, spin_s=0.015, epoch_s=0.02)
 
 
 def training(step_s: float, steps: int, **fields: Any) -> dict[str, Any]:
+    """Two evaluations per 5 % of the way, in which accuracy rises from 0.5 to 1."""
     times = [step_s * (k + 1) for k in range(0, steps, 2)]
     return {
         "train_s": step_s * steps, "global_steps": steps, "times_s": times, "steps": list(range(1, steps + 1, 2)),
+        "accuracies": [0.5 + 0.5 * (k + 1) / steps for k in range(0, steps, 2)],
         "report": {"noise_scale": 5.0}, **fields,
     }  # fmt: skip
 
@@ -43,7 +45,7 @@ def record(scenario: str = "one-slow", rows: Any = ((1.0, 1.0, 1.0, 4.0),), **mo
     }  # fmt: skip
     return {
         "scenario": scenario, "ranks": 4, "spec": spec, "model_bytes": 14_000, "versions": {"cores": "2"},
-        "plain_s": 6.0, "star_s": 2.2,
+        "target_accuracy": 0.93, "plain_s": 6.0, "star_s": 2.2,
         "variants": {
             "straggler_free": {"seeds": [training(0.06, 40), training(0.2, 40)]},
             "plain": {"seeds": [training(0.15, 40)]},
@@ -136,11 +138,25 @@ def test_modes_are_predicted_and_compared() -> None:
     assert rows["partial(3)"]["simulated_tta_s"] < 0.5 * rows["plain"]["simulated_tta_s"]
 
 
+def test_times_over_several_targets_depend_less_on_one_evaluation() -> None:
+    one = record()
+    steady, dipped = training(0.05, 80), training(0.05, 80)
+    assert smooth_s(one, [steady]) == pytest.approx(0.05 * 66.0, rel=0.05)
+    late = next(k for k, value in enumerate(dipped["accuracies"]) if value >= 0.93)
+    for k in (late, late + 1):
+        dipped["accuracies"][k] = 0.925
+    assert 1.0 < smooth_s(one, [dipped]) / smooth_s(one, [steady]) < 1.05
+    steady["accuracies"] = [0.9] * len(steady["accuracies"])
+    assert math.isinf(smooth_s(one, [steady])) and math.isinf(smooth_s(one, [training(0.05, 40), steady]))
+
+
 def test_regret_of_auto() -> None:
     found = regret(record(**{"partial(3)": 2.0, "asgd": 2.5}))
     assert found is not None and (found["best"], found["best_s"]) == ("partial(3)", 2.0)
     assert found["regret"] == pytest.approx(0.1)
     assert found["over_plain"] == pytest.approx(2.2 / 6.0)
+    # Of each curve: as fast as the fixed modes, a third of plain Horovod's time.
+    assert found["smooth_regret"] == pytest.approx(0.0) and found["smooth_over_plain"] == pytest.approx(1.0 / 3.0)
     never = record(**{"partial(3)": 2.0})
     never["star_s"] = None
     assert math.isinf(regret(never)["regret"])  # type: ignore[index]
