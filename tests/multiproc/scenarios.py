@@ -307,10 +307,10 @@ def auto_with_a_rank_that_recovers() -> Facts:
         for rows in loader:
             optimizer.zero_grad()
             slow = slow_rank() and epoch < 2
-            compute(net, rows[:, 1:], 0.08 if slow else 0.02)
+            compute(net, rows[:, 1:], 0.2 if slow else 0.05)
             optimizer.step()
         back = optimizer._star.core.driver.engine.plan.mode == "sync"
-        if hvd.broadcast_object(epoch > 2 and (back or time.monotonic() - began_s > 40.0), 0):
+        if hvd.broadcast_object(epoch > 2 and (back or time.monotonic() - began_s > LIMIT_S - 6.0), 0):
             break
     modes = _modes()
     return end(net, optimizer) | {"modes": modes}
