@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -63,14 +64,16 @@ def progress_view(console: Console, total: int) -> Iterator[ProgressView]:
 def table(summary: dict[str, Any]) -> Table:
     """One row per variant."""
     percent = 100.0 * summary["target_accuracy"]
-    result = Table(title=f"{summary['scenario']}, {summary['ranks']} ranks, {summary['dataset']}", title_justify="left")
+    title = f"{summary['scenario']}, {summary['ranks']} ranks, {summary['dataset']}"
+    # Eight columns in the 80 of a usual terminal leave no room for lines between them.
+    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     result.add_column("variant", no_wrap=True)
     modes = summary["modes"].items()
     fixed = {name: {**one, "median_s": one["seconds"], "seeds": one["per_seed"]} for name, one in modes}
     rows = {**summary["variants"], **fixed}
     several = any(len(values["seeds"]) > 1 for values in rows.values())  # Else a terminal has no room for the rest.
     spread = ["min - max"] if several else []
-    for name in (f"to {percent:.1f} %", "of plain", *spread, "final", "ms/step", "folds", "drops", "stale"):
+    for name in (f"to {percent:.1f} %", "ratio", *spread, "final", "ms/step", "folds", "drops", "stale"):
         result.add_column(name, justify="right", no_wrap=True)
     for name, values in rows.items():
         relaxed = name not in PLAIN_VARIANTS

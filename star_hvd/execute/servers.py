@@ -392,6 +392,11 @@ class GroupSteps(ServerSteps):
         self._concluding = True
         if self._stand_in is not None:
             self._stand_in.join(self._deadline_s)
+            if self._stand_in.is_alive():
+                raise DeadlineError(
+                    f"the group of ranks {self._ranks} did not end within {self._deadline_s:g} s; some member has not "
+                    "closed its optimizer. See which one in the log of rank 0, or raise Config.step_deadline_s"
+                )
 
     def _take_part(self) -> None:
         zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from benchmarks.freezer import Freezer
 from benchmarks.killed import Watch
@@ -404,6 +406,13 @@ class TestMeasures:
         assert mode["final_accuracy"] == pytest.approx(0.95)
         assert [run["seed"] for run in mode["per_seed"]] == [0, 1]
         assert table(summary).row_count == 6 and "ps(3)" not in summary["variants"]
+
+    def test_the_table_of_one_seed_fits_a_usual_terminal(self) -> None:
+        summary = summarize(_spec(seeds=(0,)), 0.9, [each for each in _records() if each.seed == 0])
+        console = Console(width=80, file=io.StringIO(), color_system=None)
+        console.print(table(summary))
+        printed = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "Horovod, nobody slow" in printed and "stale" in printed and "…" not in printed
 
     def test_in_force_of_no_steps(self) -> None:
         assert in_force([]) == 0.0
