@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fault.ps_job import STEPS
-from tests.support.launch import run_job
+from tests.support.launch import DeadlineMissed, run_job
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(560)]
 
 
 def test_a_killed_server_comes_back_with_every_update() -> None:
@@ -29,9 +29,12 @@ def test_a_killed_worker_holds_nobody_up_and_the_world_is_rebuilt_at_the_next_co
     environment = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "12"}
     # As with the other elastic test: Horovod's own recovery is not sure to succeed, so it gets a second job.
     for _ in range(2):
-        job = run_job(
-            "tests.fault.ps_job", "worker", ranks=4, timeout_s=120.0, horovodrun_args=elastic, env=environment
-        )
+        try:
+            job = run_job(
+                "tests.fault.ps_job", "worker", ranks=4, timeout_s=240.0, horovodrun_args=elastic, env=environment
+            )
+        except DeadlineMissed as missed:  # Horovod waits without an end for ranks that do not come back.
+            job = missed.result
         if job.returncode == 0:
             break
     survivors = [rank for rank in job.results if rank]

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-__all__ = ["JobResult", "run_job", "write_result"]
+__all__ = ["DeadlineMissed", "JobResult", "run_job", "write_result"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder into which the ranks write.
@@ -60,6 +60,18 @@ class JobResult:
         return self
 
 
+class DeadlineMissed(AssertionError):
+    """A job was ended because it took too long.
+
+    Attributes:
+        result: What it had reported until then.
+    """
+
+    def __init__(self, text: str, result: JobResult) -> None:
+        super().__init__(text)
+        self.result = result
+
+
 def run_job(
     module_or_script: str,
     *args: str,
@@ -80,8 +92,9 @@ def run_job(
         horovodrun_args: Further options of `horovodrun`, `("--stall-check-warning-time-seconds", "5")` for example.
 
     Raises:
-        AssertionError: Horovod is not installed, or the job missed its deadline; the message holds the last lines of
-            its output. Nothing of the job is left running.
+        AssertionError: Horovod is not installed.
+        DeadlineMissed: The job did not end in time; the message holds the last lines of its output. Nothing of the job
+            is left running.
     """
     program = Path(sys.executable).parent / "horovodrun"
     assert program.is_file(), f"{program} does not exist: Horovod is not installed for {sys.executable}"
@@ -103,7 +116,8 @@ def run_job(
         results = [_read(Path(folder) / f"rank{rank}.json") for rank in range(ranks)]
         output = log.read_text(encoding="utf-8", errors="replace")
     result = JobResult(process.returncode, output, results, time.monotonic() - began_s)
-    assert in_time, f"{' '.join(command)} did not end within {timeout_s:g} s:\n{result.tail}"
+    if not in_time:
+        raise DeadlineMissed(f"{' '.join(command)} did not end within {timeout_s:g} s:\n{result.tail}", result)
     return result
 
 
