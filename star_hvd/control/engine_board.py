@@ -191,6 +191,11 @@ class EngineBoard:
             state_bytes=2 * self.gradient_bytes,
         )
 
+    @property
+    def switching(self) -> bool:
+        """Whether a plan is on its way to the ranks. A further one would take its place."""
+        return self._switch is not None
+
     def cannot(self, rank: int, message: Cannot) -> None:
         """A rank cannot prepare the plan on its way, for want of something; other plans may be possible."""
         if self._switch is not None and message.epoch == self._switch.plan.epoch and not self._switch.irrevocable:
