@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from scheduler.causes import MIN_REPORTS, PERSISTENCE, Readings, lower_median
 from scheduler.grouping import progressive_groups, similar_groups, speed_groups
-from scheduler.plans import Plan
+from scheduler.plans import LOCAL_COPIES, Plan
 from scheduler.priors import prior_of
 from scheduler.progress import alignment, update_progress
 from scheduler.records import Window
@@ -283,13 +283,25 @@ def _progress(flow: Flow, conditions: Conditions) -> Array:
 # ---- flows of the modes ---------------------------------------------------------------------------------------------
 
 
+def _wire_s(conditions: Conditions, rate: Array) -> float:
+    """2 (m - 1) / m of the bytes over the slowest of m links."""
+    return 2.0 * (len(rate) - 1) / len(rate) * conditions.comm_bytes / float(rate.min())
+
+
 def _ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None) -> float:
-    """What an all-reduce takes besides what computing hides: 2 (m - 1) / m of the bytes over the slowest link."""
+    """What an all-reduce takes besides what computing hides."""
     rate = conditions.rate if members is None else conditions.rate[np.asarray(members)]
     if len(rate) < 2:
         return 0.0
-    wire_s = 2.0 * (len(rate) - 1) / len(rate) * conditions.comm_bytes / float(rate.min())
+    wire_s = _wire_s(conditions, rate)
     return _CYCLE_S + conditions.beyond_s + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
+
+
+def _averaging_s(conditions: Conditions) -> float:
+    """What an averaging takes, which nothing hides."""
+    if conditions.world_size < 2:
+        return 0.0
+    return _CYCLE_S + conditions.beyond_s + LOCAL_COPIES * _wire_s(conditions, conditions.rate)
 
 
 def _helpers_s(conditions: Conditions, ranks: _Ranks) -> float:
@@ -411,7 +423,7 @@ def _local(plan: Plan, conditions: Conditions) -> Flow:
         round_s = float((counts * conditions.usual_s).max())
         count = float(counts.mean())
     # Freezes come with time, not with rounds.
-    interval_s = (round_s + _ring_s(conditions)) / count + conditions.frozen_s
+    interval_s = (round_s + _averaging_s(conditions)) / count + conditions.frozen_s
     drift = 0.15 * 0.5 * (count - 1.0) * (1.0 - 1.0 / n)
     gradients = float(counts.sum() ** 2 / (counts * counts).sum())
     return Flow(

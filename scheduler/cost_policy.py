@@ -2,10 +2,10 @@
 
 Ski-rental (`scheduler.rental`): the active plan is left when the loss against the best candidate, added up since one
 was first better, has reached the price of the switch. So a disturbance that ends before costs no switch, and one that
-lasts costs at most twice the best that hindsight knows. Where the best one has a price, a mode with next to none, like
-`partial` from `sync`, is taken meanwhile. Hysteresis: a candidate must be better than the active plan by 5 %; the
-return to `sync` when nobody is slow any more needs no gain. Guard of accuracy (`scheduler.guard`): losses that rise, or
-a noise scale that does, end a relaxed mode at once and for a while.
+lasts costs at most twice the best that hindsight knows. Where the best one has a price, a mode without one, there and
+back, like `partial` from `sync`, is taken meanwhile. Hysteresis: a candidate must be better than the active plan by
+5 %; the return to `sync` when nobody is slow any more needs no gain. Guard of accuracy (`scheduler.guard`): losses that
+rise, or a noise scale that does, end a relaxed mode at once and for a while.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ Ranker = Callable[[Sequence[Plan], Conditions, Window, Plan], list[Prediction]]
 _GAIN = 0.05
 """Least predicted gain. Intervals over 24 rows are known to 2 to 5 % where jitter is 10 %."""
 
-_SWITCH_S, _HANDOVER_S = 0.02, 0.5
-_COPIES = 3.0  # Parameters and two moments move at a hand-over.
+_SWITCH_S, _HANDOVER_S = 0.02, 0.2
+"""What a change among modes of Horovod's collectives holds training up, and one to servers or away from them
+(`benchmarks.switches`: 10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
+
+_COPIES = 3.0  # Parameters and two moments: what ranks fetch that rejoin the others, or that leave servers.
 _CALM_STEPS = 12
 """Steps without trouble before the job returns to `sync`: STAR's stragglers stay 3.4 rounds, 10 at the 95th
 percentile, and come back."""
@@ -194,10 +197,10 @@ class CostPolicy:
             self._rest(window)
             return None
         price_s = self._price_s(conditions, active, best.plan)
-        free = next((p for p in self.last if self._price_s(conditions, active, p.plan) <= _SWITCH_S), now)
+        free = next((p for p in self.last if _same_family(active, p.plan)), now)
         near = self._near(window, free, now) if free is not best else None
         if self._rental.pays(window.step, self._loss_s(best, now) * _steps_of_a_round(active, conditions), price_s):
-            # Not for a few percent more than what there is without a price.
+            # Not for a few percent more than what there is without a price, there and back.
             worth = best.relative < (1.0 - self._gain) * free.relative
             return self._go(window, best if worth else free, active, now, trouble)
         if near is not None:
@@ -241,11 +244,17 @@ class CostPolicy:
         return calm >= least * (self.world_size / active.quorum if active.mode == "ps" else 1.0)
 
     def _price_s(self, conditions: Conditions, active: Plan, plan: Plan) -> float:
-        if active.family == plan.family and plan.mode not in ("subgroup", "grouped") and active.servers == plan.servers:
-            return _SWITCH_S  # A change of rule.
-        rate = float(conditions.rate.min())
-        moved_s = _COPIES * conditions.comm_bytes / rate if math.isfinite(rate) else 0.0
-        return _HANDOVER_S + moved_s + float(conditions.usual_s.max())
+        """What a switch holds training up, seconds.
+
+        Where rounds end replicas are equal, so that nothing moves on the way into another mode; on the way back the
+        ranks fetch what the others, or the servers, have.
+        """
+        if _same_family(active, plan):
+            return _SWITCH_S
+        price_s = _HANDOVER_S if {active.family, plan.family} & {"ps", "grouped"} else _SWITCH_S
+        if active.family == "rounds":
+            return price_s
+        return price_s + _COPIES * conditions.comm_bytes / float(conditions.rate.min()) + float(conditions.usual_s.max())
 
     def _safe(self, active: Plan, why: str) -> Plan:
         """Back to `sync`. Servers have a damping of their own, unless there is to be none."""
@@ -268,6 +277,12 @@ class CostPolicy:
         if now is None:
             why = f"{active.label} cannot run any more; {why}"
         return best.plan.replace(epoch=active.epoch + 1, reason=f"{why}: {comparison(self.last, best, now)}")
+
+
+def _same_family(active: Plan, plan: Plan) -> bool:
+    """Whether going to a plan, and coming back, is but a change of rule."""
+    same = active.family == plan.family and plan.mode not in ("subgroup", "grouped")
+    return same and active.servers == plan.servers
 
 
 def _steps_of_a_round(plan: Plan, conditions: Conditions) -> float:

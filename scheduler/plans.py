@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MODES", "RULES", "Plan", "PlanError"]
+__all__ = ["LOCAL_COPIES", "MODES", "RULES", "Plan", "PlanError"]
 
 MODES = ("sync", "partial", "subgroup", "grouped", "ps", "local")
 RULES = ("x", "groups", "ssp", "backup")
 _DAMPINGS = ("inverse", "relative", "none")
 _LR_RULES = ("linear", "noise", "none")
 _GUARDS = ("none", "damp", "reject")
+
+LOCAL_COPIES = 2.0
+"""Times the parameters' bytes that an averaging of `local` moves: with momentum; Adam has a third."""
 
 Ranks = tuple[int, ...]
 

@@ -1,8 +1,8 @@
 """One simulated job under a policy, or many under fixed plans, to the target.
 
 The policy is the one of the live job: `decide(window, active)` gives a plan or None. A plan is taken up one step after
-it was decided; inside the rounds that costs `switch_s`, any other change waits for the batches in hand, and moves the
-state. A policy with a method `observe(plan, updates, gain, drift)` is told what training achieved, as loss decrease.
+it was decided; among modes of collectives that costs `switch_s`, to servers and away from them `handover_s`, and on the
+way back into the rounds the state moves once the batches in hand are done. A policy with a method `observe(plan, updates, gain, drift)` is told what training achieved, as loss decrease.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scheduler.simulator.subsets import Local, Subgroup
 __all__ = ["Job", "Outcome", "Policy", "make_mode", "mean_times_s", "run_plans", "vectorised"]
 
 _STATE_COPIES = 3.0
-"""Parameters and two moments move at a hand-over."""
+"""Parameters and two moments are fetched by ranks that rejoin the others, or that leave servers."""
 
 _SILENT_S, _SILENT_STEPS = 1.5, 12.0
 """A step as long as that gives the coordinator time to decide while it lasts."""
@@ -318,11 +318,12 @@ def _switched(state: State, mode: Mode, before: Plan, plan: Plan) -> Mode:
         state.now_s = state.now_s + machines.switch_s
         return mode
     machines.look(np.maximum(state.now_s, 0.0))
-    end_s = machines.thawed(mode.leave_s())
-    if before.family == plan.family == "rounds" or before.family == plan.family == "ps":
-        cost_s = machines.switch_s
-    else:
-        cost_s = machines.handover_s + _STATE_COPIES * machines.bytes / machines.rate.min(axis=1)
+    # Rounds end with equal replicas, so nothing is waited for there, and nothing moves.
+    end_s = machines.thawed(state.now_s if isinstance(mode, Rounds) else mode.leave_s())
+    served = bool({before.family, plan.family} & {"ps", "grouped"}) and before.family != plan.family
+    cost_s = machines.handover_s if served else machines.switch_s
+    if before.family != "rounds" and before.family != plan.family:
+        cost_s = cost_s + _STATE_COPIES * machines.bytes / machines.rate.min(axis=1)
     state.now_s = end_s + cost_s
     state.step = np.maximum(state.step, state.version.max(axis=1)) + 1
     everybody = np.arange(state.version.size)

@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.plans import LOCAL_COPIES
 from scheduler.simulator.episodes import Episode
 from scheduler.simulator.scenario import Scenario
 
@@ -230,6 +231,14 @@ class Machines(Replicas):
         wire_s = 2.0 * (count - 1.0) / count * self.bytes / rate
         exposed_s = np.maximum(0.1 * wire_s, wire_s - self.hidden_s)
         total_s: Array = np.where(count > 1.0, self.cycle_s + 2.0 * self.latency_s + exposed_s, 0.0)
+        return total_s
+
+    def averaging_s(self) -> Array:
+        """What it takes to average parameters and momentum over all ranks, which nothing hides."""
+        if self.n < 2:
+            return np.zeros(self.replicas)
+        wire_s = 2.0 * (self.n - 1.0) / self.n * self.bytes / self.rate.min(axis=1)
+        total_s: Array = self.cycle_s + 2.0 * self.latency_s + LOCAL_COPIES * wire_s
         return total_s
 
     def helper_delay_s(self, missing: Flags) -> Array:

@@ -67,8 +67,8 @@ class Cluster:
         overlap: Part of the compute time under which communication hides.
         server_s: What a server does per update besides bytes.
         starved_pause_s: How long a starved process may get no processor at all (a cgroup period).
-        switch_s: What a change inside the rounds (sync, partial, local) takes.
-        handover_s: What any other change takes besides moving the state.
+        switch_s: What a change among modes of collectives (sync, partial, local, subgroup) takes.
+        handover_s: What a change to servers, or away from them, takes besides moving the state.
     """
 
     world_size: int

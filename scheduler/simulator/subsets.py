@@ -108,7 +108,7 @@ class Local(Mode):
         close_s = end_s.max(axis=1)
         machines.look(close_s)
         end = machines.thawed(close_s)
-        end = end + machines.ring_s()
+        end = end + machines.averaging_s()
         self._account(done, end)
         state.now_s, state.step = end, state.step + done.max(axis=1).astype(np.int64)
         everybody = np.arange(done.size)

@@ -32,6 +32,7 @@ logger = logging.getLogger("star_hvd")
 _HISTORY = 64
 _LOSSES = 256
 _COMM_S, _COMM_SHARE = 0.01, 0.2  # Communication below this, or this part of a step, is not worth measuring links.
+_COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps to know it by; fewer where it is the most of a step.
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
@@ -297,12 +298,13 @@ class EngineBoard:
         """Whether communication costs enough to look at the links, or a mode is in force that answers a slow one."""
         if self.active.mode in ("subgroup", "ps"):
             return self.choice is not None
-        if self.choice is None or len(self.arrivals.comm_s) < 4:
+        if self.choice is None or len(self.arrivals.comm_s) < _COMM_SURE:
             return False
         if self._costly_comm is None:
+            share = _COMM_SHARE if len(self.arrivals.comm_s) >= _COMM_STEPS else _COMM_SURE_SHARE
             compute_s = [usual_s for usual_s in self.history.usual_s() if not math.isnan(usual_s)]
             comm_s = self.arrivals.usual_comm_s
-            least_s = max(_COMM_S, _COMM_SHARE * (comm_s + statistics.median_low(compute_s))) if compute_s else math.inf
+            least_s = max(_COMM_S, share * (comm_s + statistics.median_low(compute_s))) if compute_s else math.inf
             self._costly_comm = comm_s > least_s
         return self._costly_comm
 
