@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -82,6 +84,7 @@ _FROM_RANKS = (
     Unregister,
 )
 _MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
+_TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -210,13 +213,14 @@ class Board:
             self._hurrying_until_s = None
             self._broadcast(Hurry(False))
         wake_s = now_s + self._config.heartbeat_s
-        due = self.links.due(now_s, wanted=any(engine.suspects_links for engine in self.engines.values()))
+        due = self.links.due(now_s, wanted=lambda: any(engine.suspects_links for engine in self.engines.values()))
         if due is not None:
             self.outbox.append(due)
-        silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
         for engine in self.engines.values():
-            engine.link_bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
-            engine.machines = self._machines
+            if engine.decides(now_s):
+                silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
+                engine.link_bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
+                engine.machines = self._machines
             engine.closing = bool(self._closing)
             wake_s = min(wake_s, engine.tick(now_s))
         return wake_s
@@ -251,13 +255,14 @@ class Board:
         engine = getattr(message, "engine", 0)
         if not 0 <= engine < 1024:
             raise ChannelError(f"optimizer number {engine} is outside 0..1023")
-        rate = getattr(message, "bytes_per_s", 1.0)
-        if not 0.0 < rate < 1e15:
-            raise ChannelError(f"bytes_per_s of a {message.kind} message is {rate!r}; expected a rate above 0")
+        if isinstance(message, LinkRate) and not 0.0 < message.bytes_per_s < 1e15:
+            raise ChannelError(
+                f"bytes_per_s of a {message.kind} message is {message.bytes_per_s!r}; expected a rate above 0"
+            )
         if isinstance(message, MachineNote):
             _check_machine(message)
-        for name in ("compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"):
-            value = getattr(message, name, 0.0)
+        for name in _times_of(type(message)):
+            value = getattr(message, name)
             if not 0.0 <= value < 1e9:
                 raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
         if isinstance(message, (Arrive, Late, Join, RoundNote, StepNote, CutDone, Switched)):
@@ -333,6 +338,8 @@ class Board:
         self.outbox.append((rank, SourceReply(message.engine, source)))
 
     def _look_for_lost(self, now_s: float) -> None:
+        if now_s - min(self._last_seen_s) < min(self._config.absent_after_s, self._config.lost_after_s):
+            return
         for rank, seen_s in enumerate(self._last_seen_s):
             silent = now_s - seen_s >= self._config.absent_after_s
             if silent and rank not in self._absent and rank not in self.finished:
@@ -349,6 +356,12 @@ class Board:
         if not self._said_bye and self.finished | self.lost == set(range(self.world_size)):
             self._said_bye = True
             self._broadcast(Bye(sorted(self.lost - self.finished)))
+
+
+@functools.cache
+def _times_of(kind: type[Message]) -> tuple[str, ...]:
+    """The fields of a message that are times."""
+    return tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES)
 
 
 def _check_machine(message: MachineNote) -> None:

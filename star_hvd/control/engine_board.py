@@ -248,7 +248,11 @@ class EngineBoard:
 
     # ---- time -----------------------------------------------------------------------------------------------
 
-    def tick(self, now_s: float, wall_s: float | None = None) -> float:
+    def decides(self, now_s: float) -> bool:
+        """Whether the next tick makes a window: what is known of the ranks has to be up to date then."""
+        return now_s >= self._decide_at_s
+
+    def tick(self, now_s: float) -> float:
         """Act on what is due; the time at which to be called again at the latest."""
         wake_s = now_s + 1.0
         order, again_s = self.rule.evaluate(now_s)
@@ -259,7 +263,7 @@ class EngineBoard:
         if self._switch is not None and now_s > self._switch.deadline_s and not self._switch.irrevocable:
             self._abandon(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s")
         self._maybe_return_to_sync(now_s)
-        if now_s >= self._decide_at_s:
+        if self.decides(now_s):
             self._decide_at_s = now_s + self._config.decide_interval_s
             self._costly_comm = None
             self._decide(now_s)

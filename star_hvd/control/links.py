@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 
 from star_hvd.control.switch_messages import Probe
 
@@ -16,6 +17,7 @@ __all__ = ["PROBE_BYTES", "LinkSurvey"]
 
 PROBE_BYTES = 1 << 19  # Twice what a token bucket of the usual size lets through at once.
 _NEXT_S = 0.1  # Between two ranks of a sweep, and
+_UNWANTED_S = 0.05  # Until it is asked again whether anybody wants to know.
 _SWEEP_S = 2.0  # all of them together at most: a sweep of many ranks has some under way at a time.
 _PAUSE_S = 5.0  # Between two sweeps at least, and
 _PAUSES = 5.0  # this multiple of the sweep's length: a slow link is not to be kept busy by measuring it.
@@ -44,9 +46,12 @@ class LinkSurvey:
         self._rates: dict[int, float] = {}  # Of this sweep, the best of each rank.
         self._tried: set[tuple[int, int]] = set()
 
-    def due(self, now_s: float, *, wanted: bool) -> tuple[int, Probe] | None:
-        """The rank to ask now and what to ask it, None where nothing is due."""
-        if not wanted or len(self.bytes_per_s) < 2 or now_s < self._next_s:
+    def due(self, now_s: float, *, wanted: Callable[[], bool]) -> tuple[int, Probe] | None:
+        """The rank to ask now and what to ask it, None where nothing is due; `wanted` is asked only in time."""
+        if now_s < self._next_s or len(self.bytes_per_s) < 2:
+            return None
+        if not wanted():
+            self._next_s = now_s + _UNWANTED_S
             return None
         if not self._todo:
             if self._asked and now_s < self._next_s + _PATIENCE_S:

@@ -92,7 +92,7 @@ def survey_links(survey: LinkSurvey, links: list[float], begin_s: float, end_s: 
     """Answer a survey's probes for a while, each at the rate of the slower of both links; who sent to whom."""
     asked = []
     for tenth in range(round(10 * begin_s), round(10 * end_s)):
-        due = survey.due(tenth / 10, wanted=True)
+        due = survey.due(tenth / 10, wanted=lambda: True)
         if due is not None:
             rank, probe = due
             asked.append((rank, probe.target))
@@ -102,11 +102,11 @@ def survey_links(survey: LinkSurvey, links: list[float], begin_s: float, end_s: 
 
 def test_links_are_measured_in_turn_and_only_when_wanted() -> None:
     survey = LinkSurvey(3)
-    assert survey.due(0.0, wanted=False) is None
+    assert survey.due(0.0, wanted=lambda: False) is None
     asked = survey_links(survey, [5.0, 6.0, 7.0], 0.0, 7.0)
     assert asked[:6] == [(0, 1), (1, 2), (2, 0), (0, 2), (1, 0), (2, 1)]
     assert survey.bytes_per_s == [5.0, 5.0, 6.0]
-    assert LinkSurvey(1).due(0.0, wanted=True) is None
+    assert LinkSurvey(1).due(0.0, wanted=lambda: True) is None
 
 
 @pytest.mark.parametrize("slow", [{3}, {0}, {1}, {2, 3}])
@@ -131,7 +131,7 @@ def test_a_ring_in_which_every_neighbour_is_slow_is_seen_through_by_the_next_one
 def test_a_rank_that_does_not_answer_holds_no_sweep_up() -> None:
     survey = LinkSurvey(3)
     for tenth in range(300):
-        due = survey.due(tenth / 10, wanted=True)
+        due = survey.due(tenth / 10, wanted=lambda: True)
         if due is not None and due[0] != 1:
             survey.note(due[0], 4.0)
     assert survey.bytes_per_s[0] == survey.bytes_per_s[2] == 4.0 and math.isnan(survey.bytes_per_s[1])
