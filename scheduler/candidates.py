@@ -29,7 +29,7 @@ _SELDOM = 0.08
 _MANY = 128
 """Ranks above which groups are formed by two cuts instead of a table of n^2 entries, and only such plans are offered as
 answer what was found: everything else costs milliseconds to replay and has hardly a chance there. ASGD, for one, has a
-drift of nearly 1."""
+drift of nearly 1, and servers take in the gradients of all those ranks: against links and freezes only."""
 
 _BEST, _HOSTS = 8, 32  # Links to choose one server's from, and hosts those of many.
 
@@ -137,7 +137,8 @@ def candidates(
         if trouble:
             offered += _subgroups(conditions, trouble)
             offered += _grouped(conditions)
-            offered += _servers(conditions, trouble, hosts)
+            if n <= _MANY or trouble.links or trouble.frozen:
+                offered += _servers(conditions, trouble, hosts)
             offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
             if n <= _MANY:
                 # Who is not known to be slow is waited for anyway: what half of the ranks costs is noise, if anything.

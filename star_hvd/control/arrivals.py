@@ -37,6 +37,8 @@ class Arrivals:
 
         Waiting ended at the same moment everywhere, so the longest wait minus one's own is the time one came later.
         """
+        if step < 0:
+            return  # What a rank tells with its first step: there was none before.
         waits = self._step_waits_s.setdefault(step, {})
         waits[rank] = wait_s
         if len(waits) == len(self._wait_s):

@@ -239,6 +239,7 @@ class Board:
             self.engines[engine] = EngineBoard(
                 engine, self.world_size, self._config, self._broadcast, self._hosts, self._ranker
             )
+            self.engines[engine].link_bytes_per_s = self.links.bytes_per_s
         return self.engines[engine]
 
     def _check(self, message: Message) -> None:

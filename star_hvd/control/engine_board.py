@@ -96,6 +96,7 @@ class EngineBoard:
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
         self._costly_comm: bool | None = None  # Looked at once for each decision.
+        self._heeds_links = False
         self._other_groups = 0
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
@@ -277,7 +278,7 @@ class EngineBoard:
             ranks=self.history.table(
                 oversubscribed_share=_OVERSUBSCRIBED,
                 starved_share=throttled_shares(self.machines),
-                link_bytes_per_s=self.link_bytes_per_s,
+                link_bytes_per_s=self._rates(),
                 silent_s=self.silent_s,
                 comm_s=tuple(self.arrivals.comm_s),
             ),
@@ -299,10 +300,14 @@ class EngineBoard:
 
     @property
     def suspects_links(self) -> bool:
-        """Whether communication costs enough to look at the links, or a mode is in force that answers a slow one."""
-        if self.active.mode in ("subgroup", "ps"):
-            return self.choice is not None
-        if self.choice is None or len(self.arrivals.comm_s) < _COMM_SURE:
+        """Whether the links are to be measured: where they matter, and once at the start, while nobody needs them."""
+        if self.choice is None:
+            return False
+        return self.active.mode in ("subgroup", "ps") or all(map(math.isnan, self.link_bytes_per_s)) or self._costly()
+
+    def _costly(self) -> bool:
+        """Whether communication costs enough for a slow link to be worth an answer."""
+        if len(self.arrivals.comm_s) < _COMM_SURE:
             return False
         if self._costly_comm is None:
             share = _COMM_SHARE if len(self.arrivals.comm_s) >= _COMM_STEPS else _COMM_SURE_SHARE
@@ -311,6 +316,11 @@ class EngineBoard:
             least_s = max(_COMM_S, share * (comm_s + statistics.median_low(compute_s))) if compute_s else math.inf
             self._costly_comm = comm_s > least_s
         return self._costly_comm
+
+    def _rates(self) -> Sequence[float]:
+        """The links' rates from when on they matter; before, all are as good as unknown."""
+        self._heeds_links = self._heeds_links or self.active.mode in ("subgroup", "ps") or self._costly()
+        return self.link_bytes_per_s if self._heeds_links else (math.nan,) * self.world_size
 
     # ---- inside ---------------------------------------------------------------------------------------------
 

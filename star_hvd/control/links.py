@@ -1,6 +1,6 @@
-"""When the ranks' links are measured: only while communication costs something, one rank after another. Pure.
+"""When the ranks' links are measured: once at the start, then while communication costs something. Pure.
 
-A rank is measured by sending to another one, so a low rate is that of either's link. Whoever has a low rate, measured
+One rank after another is measured by sending to another one, so a low rate is that of either's link. Whoever has a low rate, measured
 to a rank that has one too, is measured again, to the rank with the highest rate, before anybody is told of it; and
 every sweep sends to other ranks.
 """
@@ -47,10 +47,10 @@ class LinkSurvey:
         self._tried: set[tuple[int, int]] = set()
 
     def due(self, now_s: float, *, wanted: Callable[[], bool]) -> tuple[int, Probe] | None:
-        """The rank to ask now and what to ask it, None where nothing is due; `wanted` is asked only in time."""
+        """The rank to ask now and what to ask it, None where nothing is due; `wanted` decides on whole sweeps."""
         if now_s < self._next_s or len(self.bytes_per_s) < 2:
             return None
-        if not wanted():
+        if not self._tried and not wanted():
             self._next_s = now_s + _UNWANTED_S
             return None
         if not self._todo:

@@ -14,7 +14,7 @@ from scheduler.records import Plan
 from star_hvd.config import Config
 from star_hvd.control import messages as m
 from star_hvd.control.board import ALL, Board
-from star_hvd.control.switch_messages import MachineNote
+from star_hvd.control.switch_messages import LinkRate, MachineNote, Probe
 from star_hvd.errors import ChannelError
 
 CONFIG = Config(lost_after_s=10.0, plan_deadline_s=60.0)
@@ -614,3 +614,55 @@ def test_a_loss_that_is_no_number_reaches_the_guard_and_not_the_mean() -> None:
         board._note_loss(step, loss)
     assert board.loss == pytest.approx(1.9)
     assert board.window().losses == (2.0, math.inf, 1.0) and board.window().loss_steps == (0, 1, 2)
+
+
+# ---- links ----------------------------------------------------------------------------------------------------------
+
+
+def test_links_are_measured_once_at_the_start_and_heeded_only_where_communication_costs_something() -> None:
+    job = Job(4)
+    job.register(None)
+    rates = {0: 1e8, 1: 1e8, 2: 1e8, 3: 1e7}
+    asked = []
+
+    def answer(seconds: float) -> None:
+        for _ in range(round(seconds / 0.05)):
+            job.now_s += 0.05
+            for probe, rank in zip(job.tick(), job.destinations, strict=True):
+                if isinstance(probe, Probe):
+                    asked.append(rank)
+                    rate = min(rates[rank], rates[probe.target])
+                    job.board.handle(rank, LinkRate(rate), job.now_s)
+
+    answer(2.0)
+    assert set(asked) == {0, 1, 2, 3} and job.board.links.bytes_per_s == list(rates.values())
+    known = job.engine.window().ranks
+    assert all(math.isnan(known[rank].link_bytes_per_s) for rank in range(4)), "nobody has asked for them"
+
+    def lockstep(step: int, comm_s: float) -> None:
+        for rank in range(4):
+            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, comm_s))
+
+    asked.clear()
+    for step in range(8):
+        lockstep(step, comm_s=0.001)
+        answer(1.0)
+    assert not asked and math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
+    for step in range(8, 40):
+        lockstep(step, comm_s=0.5)
+        answer(0.2)
+    assert asked, "they are measured again where it matters"
+    assert [one.link_bytes_per_s for one in job.engine.window().ranks] == list(rates.values())
+
+
+def test_two_steps_of_little_but_communication_are_enough_to_heed_what_is_known_of_links() -> None:
+    job = Job(4)
+    job.register(None)
+    job.board.links.bytes_per_s[:] = [1e8, 1e8, 1e8, 1e7]
+    for step in range(4):
+        heeded = not math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
+        assert heeded == (step >= 3), "what step 0 communicated is told with step 1"
+        for rank in range(4):
+            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, 0.6))
+        job.now_s += 0.7
+        job.tick()
