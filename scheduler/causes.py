@@ -124,7 +124,8 @@ def find_stragglers(
 
     Compute: its last `persistence` reports are all slow, that is above `threshold` times the reference and, where
     the whole job has just become slower, above `threshold` times the fastest rank at that step: see `Readings`.
-    Link: its rate is below half of the others' median, and a usual link would save a considerable part of its step.
+    Link: its rate is below half of the others' median, and a usual link would save a considerable part of its step;
+    that can be told before anybody can be judged by times.
     Silence: nothing was heard of it for many steps while the others were heard.
 
     Args:
@@ -144,7 +145,7 @@ def find_stragglers(
         raise ValueError(f"persistence is {persistence}; expected at least 1")
     if readings is None:
         readings = Readings.of(window) if threshold == THRESHOLD else Readings(window, threshold=threshold)
-    if math.isnan(readings.reference_s):
+    if math.isnan(readings.typical_s):
         return ()
     table = window.table
     runs = readings.run_lengths()
@@ -191,7 +192,7 @@ def _slow_link(window: Window, readings: Readings, rank: int, ratio: float) -> t
         return None, 0.0
     own_s = _comm_s(window, rank)
     saved_s = own_s * (1.0 - ratio)
-    if not (saved_s > RESOLUTION_S and saved_s > LINK_SHARE * (readings.reference_s + own_s)):
+    if not (saved_s > RESOLUTION_S and saved_s > LINK_SHARE * (readings.typical_s + own_s)):
         return None, 0.0
     rate = float(window.table.link_bytes_per_s[rank])
     evidence = (
@@ -219,7 +220,7 @@ def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
     """The rank as a straggler of which nothing is heard, though the others are."""
     silences = window.table.silent_s
     silent_s = float(silences[rank])
-    if not silent_s > _SILENT_S:
+    if not silent_s > _SILENT_S or math.isnan(readings.reference_s):
         return None
     own = [time_s for _, time_s in readings.reports[rank][-RECENT:]]
     if len(own) < MIN_REPORTS:

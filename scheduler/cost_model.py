@@ -91,22 +91,28 @@ class Conditions:
 
     @classmethod
     def from_window(cls, window: Window, price: StalenessPrice | None = None) -> Conditions | None:
-        """Read a window; None while a rank has not reported yet.
+        """Read a window; None while a rank has not reported yet, or too little while nothing is known of links.
 
         Times to come are those of a rank's present slow run where it is in one, else its recent ones: what comes and
         goes is expected to come again as often as it did; what came once is not. Freezes are not in a window: see
         `with_freezes`.
         """
         readings = Readings.of(window)
-        if window.world_size == 0 or not readings.counts.all() or math.isnan(readings.reference_s):
+        if window.world_size == 0 or not readings.counts.all():
             return None
-        rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY
-        times = readings.newest(rows).T.copy()
-        for one in np.flatnonzero(readings.slow_now() | (readings.counts < rows)).tolist():
-            times[:, one] = _expected(readings, one, rows)
-        _forget_single(times, readings)
         known = np.isfinite(window.table.link_bytes_per_s) & (window.table.link_bytes_per_s > 0.0)
         rate = np.where(known, window.table.link_bytes_per_s, math.inf)
+        rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY
+        times = readings.newest(rows).T.copy()
+        if not math.isnan(readings.reference_s):
+            for one in np.flatnonzero(readings.slow_now() | (readings.counts < rows)).tolist():
+                times[:, one] = _expected(readings, one, rows)
+            _forget_single(times, readings)
+        elif known.any():
+            # Too early to judge a rank by its times, not by its link: all are taken to be equal.
+            times[:] = readings.typical_s
+        else:
+            return None
         starved = np.minimum(0.99, window.table.starved_share)
         return cls(
             times_s=times,

@@ -77,6 +77,14 @@ class Readings:
             _last = (window, cls(window))
         return _last[1]
 
+    @property
+    def typical_s(self) -> float:
+        """`reference_s` or, before anybody can be judged by it, the lower median of the latest reports; NaN if none."""
+        if not math.isnan(self.reference_s):
+            return self.reference_s
+        latest = np.sort(self._times[self.counts > 0, -1]) if self._width else np.zeros(0)
+        return float(latest[(len(latest) - 1) // 2]) if len(latest) else math.nan
+
     def newest(self, count: int) -> _Floats:
         """The ranks' last times, newest last, NaN where there are fewer, shape (n_ranks, count)."""
         known = min(count, self._width)

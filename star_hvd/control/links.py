@@ -1,8 +1,8 @@
 """When the ranks' links are measured: once at the start, then while communication costs something. Pure.
 
-One rank after another is measured by sending to another one, so a low rate is that of either's link. Whoever has a low rate, measured
-to a rank that has one too, is measured again, to the rank with the highest rate, before anybody is told of it; and
-every sweep sends to other ranks.
+One rank after another sends to another one, so a low rate is that of either's link. Whoever has a low rate, measured to
+a rank that has one too, is measured again, to the rank with the highest rate, before anybody is told of it; and every
+sweep sends to other ranks.
 """
 
 from __future__ import annotations

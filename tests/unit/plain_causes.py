@@ -51,11 +51,15 @@ def link_ratio(window: Window, rank: int) -> float:
 def _slow_link(window: Window, readings: Readings, rank: int) -> tuple[Straggler | None, float]:
     """The rank as a straggler by its link, and the seconds per step that a usual link would save."""
     ratio = link_ratio(window, rank)
-    if math.isnan(readings.reference_s) or not ratio < LINK_RATIO:
+    typical_s = readings.reference_s
+    if math.isnan(typical_s):  # Too early to judge anybody by times.
+        latest = [reports[-1][1] for reports in readings.reports if reports]
+        typical_s = lower_median(latest) if latest else math.nan
+    if math.isnan(typical_s) or not ratio < LINK_RATIO:
         return None, 0.0
     own_s = _comm_s(window, rank)
     saved_s = own_s * (1.0 - ratio)
-    if not (saved_s > RESOLUTION_S and saved_s > LINK_SHARE * (readings.reference_s + own_s)):
+    if not (saved_s > RESOLUTION_S and saved_s > LINK_SHARE * (typical_s + own_s)):
         return None, 0.0
     rate = window.ranks[rank].link_bytes_per_s
     evidence = (

@@ -162,7 +162,7 @@ def test_bad_windows_and_arguments() -> None:
 def test_explain_at_every_time() -> None:
     policy = CostPolicy(8)
     assert policy.explain() == "no window has been looked at yet"
-    policy.decide(Window(step=0, ranks=window(steady(8, 1)).ranks), Plan.sync(8))
+    policy.decide(Window(step=0, ranks=window(steady(8, 1), rates=[math.nan] * 8).ranks), Plan.sync(8))
     assert policy.explain() == "not every rank has reported yet: sync"
     nothing_else = window(steady(8, slow=SLOW), allowed=("sync",), end=40)
     policy.decide(nothing_else, Plan.sync(8))
@@ -384,3 +384,14 @@ def test_sync_is_never_left_by_the_guard_and_bad_windows_are_named() -> None:
         AccuracyGuard().check(window(steady(8), losses=(1.0, 2.0), loss_steps=(1,)), Plan.partial(8, 7))
     with pytest.raises(ValueError, match="hold_steps"):
         AccuracyGuard(hold_steps=0)
+
+
+def test_a_slow_link_is_answered_before_anybody_can_be_judged_by_times() -> None:
+    rates, nothing = [2.5e7, 2.5e7, 2.5e7, 2.5e6], [math.nan] * 4
+    early = window(steady(4, 1, slow={1: 4.0}), rates=rates, comm_bytes=1_000_000, comm_s=(0.7, 0.7), end=2)
+    plan = CostPolicy(4).decide(early, Plan.sync(4))
+    assert plan is not None and plan.label == "subgroup(0,1,2)", "one long step of rank 1 says nothing"
+    assert plan.reason.startswith("rank 3 has a link of 2.5 MB/s, 10.0x slower than the others'")
+    policy = CostPolicy(4)
+    assert policy.decide(window(steady(4, 1, slow={1: 4.0}), rates=nothing, end=2), Plan.sync(4)) is None
+    assert policy.explain() == "not every rank has reported yet: sync"
