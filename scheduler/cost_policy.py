@@ -11,7 +11,6 @@ rise, or a noise scale that does, end a relaxed mode at once and for a while.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 from scheduler.candidates import Trouble, candidates, find_trouble, same_plan
@@ -254,7 +253,8 @@ class CostPolicy:
         price_s = _HANDOVER_S if {active.family, plan.family} & {"ps", "grouped"} else _SWITCH_S
         if active.family == "rounds":
             return price_s
-        return price_s + _COPIES * conditions.comm_bytes / float(conditions.rate.min()) + float(conditions.usual_s.max())
+        fetched_s = _COPIES * conditions.comm_bytes / float(conditions.rate.min())
+        return price_s + fetched_s + float(conditions.usual_s.max())
 
     def _safe(self, active: Plan, why: str) -> Plan:
         """Back to `sync`. Servers have a damping of their own, unless there is to be none."""

@@ -2,7 +2,8 @@
 
 The policy is the one of the live job: `decide(window, active)` gives a plan or None. A plan is taken up one step after
 it was decided; among modes of collectives that costs `switch_s`, to servers and away from them `handover_s`, and on the
-way back into the rounds the state moves once the batches in hand are done. A policy with a method `observe(plan, updates, gain, drift)` is told what training achieved, as loss decrease.
+way back into the rounds the state moves once the batches in hand are done. A policy with a method
+`observe(plan, updates, gain, drift)` is told what training achieved, as loss decrease.
 """
 
 from __future__ import annotations

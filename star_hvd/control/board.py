@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -85,6 +84,9 @@ _FROM_RANKS = (
 )
 _MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
 _TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
+_TIMES_OF = {
+    kind.kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS
+}
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -262,7 +264,7 @@ class Board:
             )
         if isinstance(message, MachineNote):
             _check_machine(message)
-        for name in _times_of(type(message)):
+        for name in _TIMES_OF[message.kind]:
             value = getattr(message, name)
             if not 0.0 <= value < 1e9:
                 raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
@@ -357,12 +359,6 @@ class Board:
         if not self._said_bye and self.finished | self.lost == set(range(self.world_size)):
             self._said_bye = True
             self._broadcast(Bye(sorted(self.lost - self.finished)))
-
-
-@functools.cache
-def _times_of(kind: type[Message]) -> tuple[str, ...]:
-    """The fields of a message that are times."""
-    return tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES)
 
 
 def _check_machine(message: MachineNote) -> None:
