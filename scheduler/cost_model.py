@@ -105,7 +105,7 @@ class Conditions:
         rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY
         times = readings.newest(rows).T.copy()
         if not math.isnan(readings.reference_s):
-            for one in np.flatnonzero(readings.slow_now() | (readings.counts < rows)).tolist():
+            for one in np.flatnonzero((readings.run_lengths() >= PERSISTENCE) | (readings.counts < rows)).tolist():
                 times[:, one] = _expected(readings, one, rows)
             _forget_single(times, readings)
         elif known.any():
@@ -176,12 +176,11 @@ def _known(value: float, instead: float) -> float:
 
 
 def _expected(readings: Readings, rank: int, rows: int) -> Array:
-    reports = readings.reports[rank]
-    run = readings.slow_run(rank)
-    # The newest is last in every column, so that what all ranks shared in a step stays in one row.
-    if len(run) >= PERSISTENCE:
-        return np.resize(np.array([time_s for _, time_s in run[-rows:]])[::-1], rows)[::-1]
-    times = np.array([time_s for _, time_s in reports[-rows:]])
+    run = min(int(readings.run_lengths()[rank]), rows)
+    if run >= PERSISTENCE:
+        # Again and again, the newest last in every column, so that what all ranks shared in a step stays in one row.
+        return readings.latest(rank, run)[::-1][np.arange(rows) % run][::-1]
+    times = readings.latest(rank, rows)
     # Not the same few again: one long step among six would be four among 24, and look like a habit.
     return np.concatenate((np.full(rows - len(times), np.median(times)), times))
 

@@ -96,15 +96,13 @@ class Readings:
             return times
         return np.concatenate([np.full((len(times), count - known), math.nan), times], axis=1)
 
+    def latest(self, rank: int, count: int) -> _Floats:
+        """The last times of one rank, newest last, at most `count`."""
+        return self._times[rank, self._width - min(count, int(self.counts[rank])) :]
+
     def total_s(self) -> _Floats:
         """Sum of every rank's times, seconds, shape (n_ranks,)."""
         return np.asarray(self._times.sum(axis=1))
-
-    def slow_now(self) -> _Flags:
-        """Whose latest report exceeds the reference: only these can be in a slow run. Shape (n_ranks,)."""
-        if not self._width or math.isnan(self.reference_s):
-            return np.zeros(len(self.counts), dtype=np.bool_)
-        return np.asarray((self._times[:, -1] > self._limit_s) & (self.counts >= MIN_REPORTS))
 
     def is_slow(self, step: int, time_s: float) -> bool:
         """Whether a report exceeds the reference, and the fastest rank of its step, by the threshold."""
