@@ -177,18 +177,26 @@ def test_explain_at_every_time() -> None:
 
 
 def test_meanwhile_a_mode_without_a_price_is_taken() -> None:
-    """With a slow link: local steps at once, servers once their hand-over pays; a subgroup has next to no price."""
+    """With a slow rank: `partial` at once, servers once their hand-over pays; a subgroup has next to no price."""
+    times = steady(4, slow={3: 2.0}, usual_s=0.01)
+    slow = [
+        window(times, comm_bytes=20_000, end=end, allowed=("sync", "partial", "ps")) for end in range(40, 600, 4)
+    ]
+    policy, ends = CostPolicy(4), []
+    plan = Plan.sync(4)
+    for one in slow:
+        taken = policy.decide(one, plan)
+        if taken is not None:
+            plan = taken
+            ends.append((one.step, plan.label))
+    (first, partial), (later, servers) = ends
+    assert (first, partial, servers) == (40, "partial(3)", "ps(backup=1)") and later > 100
     rates = [1e9, 1e9, 1e9, 1e7]
-
-    def taken(*allowed: str) -> list[str]:
-        slow = [
-            window(steady(4), rates=rates, comm_bytes=1_000_000, end=end, allowed=("sync", "local", *allowed))
-            for end in range(40, 120, 2)
-        ]
-        return [plan.mode for plan in drive(CostPolicy(4), Plan.sync(4), slow)]
-
-    assert taken("ps") == ["local", "ps"]
-    assert taken("subgroup") == ["subgroup"]
+    link = [
+        window(steady(4), rates=rates, comm_bytes=1_000_000, end=end, allowed=("sync", "local", "subgroup"))
+        for end in range(40, 120, 4)
+    ]
+    assert [plan.mode for plan in drive(CostPolicy(4), Plan.sync(4), link)] == ["subgroup"]
 
 
 # ---- ski-rental -----------------------------------------------------------------------------------------------------
