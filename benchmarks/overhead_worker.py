@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,13 +48,45 @@ def make_side(hvd: Any, dataset: str, **options: Any) -> Side:
     return Side(model=model, optimizer=wrapped)
 
 
-def main(argv: list[str]) -> int:
-    """Write the step times of every block to `overhead.json` in the run's folder."""
-    parser = argparse.ArgumentParser()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What blocks are made of."""
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--device-ms", type=float, required=True)
+
+
+def alternate(
+    args: argparse.Namespace, sides: Mapping[str, Side], dataset: str, *, rank: int, size: int, warm_up: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Train two sides in turn, block by block, each beginning every other pair of blocks.
+
+    Returns:
+        Of every side's blocks the time of each step in seconds (`times_s`) and when the block ended (`ended_unix_s`).
+    """
+    x, y = load_task(dataset, BATCH_SAMPLES * size).train.tensors
+    mine, device_s = slice(rank * BATCH_SAMPLES, (rank + 1) * BATCH_SAMPLES), args.device_ms / 1000.0
+    for side in sides.values():
+        for _ in range(warm_up):
+            side.step(x[mine], y[mine], device_s)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for block in range(args.blocks):
+        for name in sides if block % 2 == 0 else reversed(list(sides)):
+            times_s = []
+            for _ in range(SKIPPED_STEPS + args.steps):
+                start_s = time.perf_counter()
+                sides[name].step(x[mine], y[mine], device_s)
+                times_s.append(time.perf_counter() - start_s)
+            found[name].append({"ended_unix_s": time.time(), "times_s": times_s[SKIPPED_STEPS:]})
+        if rank == 0:
+            progress(text=f"block {block + 1} of {args.blocks}", done=1)
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Write the step times of every block to `overhead.json` in the run's folder."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--mode", required=True)
     args = parser.parse_args(argv)
@@ -69,22 +102,8 @@ def main(argv: list[str]) -> int:
         "plain": make_side(plain_hvd, args.dataset),
         "star": make_side(hvd, args.dataset, mode=args.mode),
     }
-    x, y = load_task(args.dataset, BATCH_SAMPLES * hvd.size()).train.tensors
-    mine = slice(hvd.rank() * BATCH_SAMPLES, (hvd.rank() + 1) * BATCH_SAMPLES)
-    for side in sides.values():
-        for _ in range(WARM_UP_STEPS):
-            side.step(x[mine], y[mine], args.device_ms / 1000.0)
-    blocks: dict[str, list[list[float]]] = {name: [] for name in sides}
-    for block in range(args.blocks):
-        for name in ("plain", "star") if block % 2 == 0 else ("star", "plain"):
-            times_s = []
-            for _ in range(SKIPPED_STEPS + args.steps):
-                start_s = time.perf_counter()
-                sides[name].step(x[mine], y[mine], args.device_ms / 1000.0)
-                times_s.append(time.perf_counter() - start_s)
-            blocks[name].append(times_s[SKIPPED_STEPS:])
-        if hvd.rank() == 0:
-            progress(text=f"block {block + 1} of {args.blocks}", done=1)
+    found = alternate(args, sides, args.dataset, rank=hvd.rank(), size=hvd.size(), warm_up=WARM_UP_STEPS)
+    blocks = {name: [block["times_s"] for block in made] for name, made in found.items()}
     stats = hvd.allgather_object(dict(sides["star"].optimizer.stats()), name="lab_stats")
     if hvd.rank() == 0:
         write_json(args.run_dir / "overhead.json", {"blocks_s": blocks, "stats": stats})
