@@ -61,6 +61,7 @@ class CostPolicy:
     Attributes:
         price: The price of staleness as learned so far.
         last: Predictions behind the last decision, best first.
+        coming: A plan that may be chosen soon and takes time to get ready, None without one.
         guard: The guard of accuracy.
 
     Raises:
@@ -83,6 +84,7 @@ class CostPolicy:
         self.price = StalenessPrice()
         self._sized_bytes = 0  # What its prior was made for.
         self.last: list[Prediction] = []
+        self.coming: Plan | None = None
         self.guard = AccuracyGuard()
         self._ranker = ranker
         self._hosts = hosts
@@ -109,7 +111,7 @@ class CostPolicy:
         for what, size in (("window", window.world_size), ("plan", active.world_size)):
             if size != self.world_size:
                 raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
-        self._now, self._waiting = (window, active, None), None
+        self._now, self._waiting, self.coming = (window, active, None), None, None
         if self.world_size < 2:
             return None
         alarm = self.guard.check(window, active)
@@ -130,6 +132,7 @@ class CostPolicy:
         self._now = (window, active, trouble)
         self._calm_since = None if trouble else window.step if self._calm_since is None else self._calm_since
         if active.mode == "sync" and (not trouble or self.guard.holds(window.step)):
+            self.coming = self._after_another_freeze(window, conditions, trouble)
             self._rest(window)
             self.last = []
             return None
@@ -195,6 +198,7 @@ class CostPolicy:
         if best is now or not best.relative < (1.0 - self._gain) * now.relative:
             self._rest(window)
             return None
+        self.coming = best.plan
         price_s = self._price_s(conditions, active, best.plan)
         free = next((p for p in self.last if _same_family(active, p.plan)), now)
         near = self._near(window, free, now) if free is not best else None
@@ -209,6 +213,14 @@ class CostPolicy:
             return plan
         self._waiting = (best, price_s - self._rental.lost_s)
         return None
+
+    def _after_another_freeze(self, window: Window, conditions: Conditions, trouble: Trouble) -> Plan | None:
+        """Servers, where a rank froze once: a second time would call for them, and they take seconds to start."""
+        if not self._freezes.froze or "ps" not in window.allowed:
+            return None
+        feared = dataclasses.replace(trouble, frozen=tuple(sorted(self._freezes.froze)))
+        offered = candidates(conditions, allowed=("ps",), hosts=self._hosts, trouble=feared)
+        return next((plan for plan in offered if plan.mode == "ps"), None)
 
     def _near(self, window: Window, free: Prediction, now: Prediction) -> Prediction | None:
         """The best plan that costs next to nothing to go to, once that pays."""

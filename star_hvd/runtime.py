@@ -37,6 +37,7 @@ from star_hvd.control.switch_messages import (
     Probe,
     ServerMoved,
     Servers,
+    WarmServers,
 )
 from star_hvd.errors import ChannelError, DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
@@ -358,7 +359,7 @@ class Runtime(Requests):
                 driver.hurry = message.now
         elif isinstance(message, messages.SourceReply):
             self._sources.put(message)
-        elif isinstance(message, (MakeSet, DropSet, Servers, ServerMoved, Presence, Probe)):
+        elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerMoved, Presence, Probe)):
             self.services.on_message(message)
         elif isinstance(message, messages.Bye):
             self._lost = message.lost

@@ -111,6 +111,12 @@ class ServerHouse:
             each.client.close()
         return None
 
+    def warm(self) -> None:
+        """Start this rank's server before any plan wants it."""
+        if not self._process.alive and not self._stopped:
+            with contextlib.suppress(ChannelError, DeadlineError):  # A plan that wants it tries again, and tells.
+                self._process.start(self._config.plan_deadline_s)
+
     def _connect(self, client: Client, engine: int, plan: Plan) -> list[Endpoint]:
         """Tell where this rank's children find it, learn where all are, start; the servers' endpoints."""
         count = len(plan.servers)

@@ -17,7 +17,16 @@ from star_hvd.channel.keys import Keyring
 from star_hvd.channel.late import ParentLink, probe
 from star_hvd.config import Config
 from star_hvd.control.messages import Message
-from star_hvd.control.switch_messages import DropSet, LinkRate, MakeSet, Presence, Probe, ServerMoved, Servers
+from star_hvd.control.switch_messages import (
+    DropSet,
+    LinkRate,
+    MakeSet,
+    Presence,
+    Probe,
+    ServerMoved,
+    Servers,
+    WarmServers,
+)
 from star_hvd.errors import StarError
 from star_hvd.execute.child import ChildSteps
 from star_hvd.execute.collective import HorovodCollective
@@ -103,6 +112,9 @@ class JobServices:
             with self._changed:
                 self._set_reasons.pop(tuple(message.ranks), None)
             self._sets.remove(message.ranks)
+        elif isinstance(message, WarmServers):
+            if self._rank in message.ranks:
+                self.later(self.house.warm)
         elif isinstance(message, Probe):
             threading.Thread(target=self._probe, args=(message,), name="star-probe", daemon=True).start()
         elif isinstance(message, (Servers, ServerMoved, Presence)):

@@ -74,6 +74,11 @@ class Choice:
         """One sentence on the present choice; empty where the rule decides, whose plans give their reason."""
         return self._predicting.explain() if self._predicting is not None else ""
 
+    @property
+    def coming(self) -> Plan | None:
+        """A plan that may be chosen soon and takes time to get ready."""
+        return self._predicting.coming if self._predicting is not None else None
+
     def predictions(self) -> dict[str, Any]:
         """What the last decision rested on: time of each candidate relative to `sync`, for the run log."""
         if self._predicting is None:

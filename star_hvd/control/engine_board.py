@@ -21,6 +21,7 @@ from star_hvd.control.arrivals import Arrivals
 from star_hvd.control.choice import Choice
 from star_hvd.control.history import History
 from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
+from star_hvd.control.readiness import Readiness
 from star_hvd.control.resolve import resolve
 from star_hvd.control.switch import Switch
 from star_hvd.control.switch_messages import Cannot, CutDone, Moved, Ready, ServerUp, StepNote, Switched
@@ -105,6 +106,7 @@ class EngineBoard:
         self._next_epoch = 1
         self._decide_at_s = 0.0
         self._alerts = Alerts(config)
+        self._readiness = Readiness(send)
 
     # ---- events ---------------------------------------------------------------------------------------------
 
@@ -414,6 +416,9 @@ class EngineBoard:
             self._regroup(now_s)
             return
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
+        if plan is None or plan.family == "rounds":
+            self._readiness.for_links(self.link_bytes_per_s, self.gradient_bytes)
+            self._readiness.for_plan(self.choice.coming, self.impossible)
         if plan is not None:
             self.rested_on[self._next_epoch] = self.choice.predictions()
             self.publish(plan, now_s)

@@ -30,6 +30,7 @@ __all__ = [
     "StepNote",
     "Switched",
     "UpdateNote",
+    "WarmServers",
 ]
 
 
@@ -121,6 +122,15 @@ class DropSet(Message):
     """Remove a Horovod process set."""
 
     kind: ClassVar[str] = "drop_set"
+    ranks: list[int]
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class WarmServers(Message):
+    """Order to these ranks to start their server processes: a plan that needs them may come."""
+
+    kind: ClassVar[str] = "warm_servers"
     ranks: list[int]
 
 

@@ -1,0 +1,62 @@
+"""Gets ready what a plan that may come would need: process sets, and servers, which take seconds to start. Pure.
+
+Nothing waits for it. What was made in vain costs memory: a server process, and a set that patch 0004 makes free of
+charge while it is not used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from scheduler.causes import LINK_RATIO, lower_median
+from scheduler.plans import Plan
+from star_hvd.control.messages import Message
+from star_hvd.control.switch_messages import MakeSet, WarmServers
+
+__all__ = ["Readiness"]
+
+_MOST_SETS = 4  # Made on suspicion; a plan that is published gets its own in any case.
+_WORTH_S = 0.05  # Time of a gradient over a slow link above which a set without it may be wanted.
+
+
+class Readiness:
+    """What was got ready for one optimizer.
+
+    Args:
+        send: Queues a message to all ranks.
+    """
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._sets: set[tuple[int, ...]] = set()
+        self._servers: set[int] = set()
+
+    def for_plan(self, plan: Plan | None, impossible: Collection[str] = ()) -> None:
+        """A plan would be better than the one in force, and may be published once that pays."""
+        if plan is None or plan.mode in impossible:
+            return
+        for ranks in plan.sets:
+            self._make(ranks)
+        new = sorted(set(plan.servers) - self._servers)
+        if new:
+            self._servers.update(new)
+            self._send(WarmServers(new))
+
+    def for_links(self, bytes_per_s: Sequence[float], gradient_bytes: float) -> None:
+        """Links are known before it is known whether they matter: a set without slow ones cannot be made in time later.
+
+        While a collective crawls over a slow link, Horovod makes no set.
+        """
+        known = [rate for rate in bytes_per_s if math.isfinite(rate) and rate > 0.0]
+        if len(known) < len(bytes_per_s) or len(known) < 3:
+            return
+        least = LINK_RATIO * lower_median(known)
+        fast = tuple(rank for rank, rate in enumerate(bytes_per_s) if rate >= least)
+        if 2 * len(fast) >= len(known) > len(fast) and gradient_bytes / min(known) > _WORTH_S:
+            self._make(fast)
+
+    def _make(self, ranks: tuple[int, ...]) -> None:
+        if ranks not in self._sets and len(self._sets) < _MOST_SETS:
+            self._sets.add(ranks)
+            self._send(MakeSet(list(ranks)))

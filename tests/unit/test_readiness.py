@@ -1,0 +1,79 @@
+"""What is got ready before a plan asks for it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from scheduler.cost_policy import CostPolicy
+from scheduler.plans import Plan
+from star_hvd.control.messages import Message, decode, encode
+from star_hvd.control.readiness import Readiness
+from star_hvd.control.switch_messages import MakeSet, WarmServers
+from tests.unit.windows import steady, window
+
+
+@pytest.fixture
+def said() -> list[Message]:
+    return []
+
+
+@pytest.fixture
+def readiness(said: list[Message]) -> Readiness:
+    return Readiness(lambda message: said.append(decode(encode(message))))
+
+
+def test_each_server_and_set_is_asked_for_once(readiness: Readiness, said: list[Message]) -> None:
+    readiness.for_plan(None)
+    readiness.for_plan(Plan.partial(4, 3))
+    assert said == []
+    for _ in range(3):
+        readiness.for_plan(Plan.ps(4, 3, servers=(0, 2)))
+        readiness.for_plan(Plan.subgroup(4, (0, 1, 2)))
+    readiness.for_plan(Plan.ps(4, 3, servers=(1, 2)))
+    assert said == [WarmServers([0, 2]), MakeSet([0, 1, 2]), WarmServers([1])]
+
+
+def test_nothing_for_a_mode_that_cannot_run_here(readiness: Readiness, said: list[Message]) -> None:
+    readiness.for_plan(Plan.subgroup(4, (0, 1, 2)), {"subgroup": "no process sets"})
+    assert said == []
+
+
+def test_a_few_sets_on_suspicion_and_no_more(readiness: Readiness, said: list[Message]) -> None:
+    for out in range(8):
+        readiness.for_plan(Plan.subgroup(8, [rank for rank in range(8) if rank != out]))
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize(
+    ("rates", "gradient_bytes", "wanted"),
+    [
+        ([2.5e7, 2.5e7, 2.5e7, 2.5e6], 1_000_000, [0, 1, 2]),
+        ([2.5e6, 2.5e7, 2.4e7, 2.6e7], 1_000_000, [1, 2, 3]),
+        ([2.5e7, 2.5e7, 2.5e7, 2.5e6], 10_000, None),  # Over in no time anyway.
+        ([2.5e7, 2.4e7, 2.6e7, 2.5e7], 1_000_000_000, None),
+        ([2.5e7, math.nan, 2.5e7, 2.5e6], 1_000_000, None),
+        ([1e8, 1e6], 1_000_000_000, None),
+    ],
+)
+def test_a_set_without_slow_links(
+    readiness: Readiness, said: list[Message], rates: list[float], gradient_bytes: int, wanted: list[int] | None
+) -> None:
+    for _ in range(2):
+        readiness.for_links(rates, gradient_bytes)
+    assert said == ([MakeSet(wanted)] if wanted else [])
+
+
+def test_servers_are_coming_after_a_first_freeze_and_while_their_price_is_not_paid() -> None:
+    policy, sync = CostPolicy(4), Plan.sync(4)
+    calm = [window(steady(4), end=end) for end in range(40, 80, 4)]
+    assert policy.decide(calm[0], sync) is None and policy.coming is None
+    frozen = window(steady(4), end=44, silent_s={3: 1.9})
+    assert policy.decide(frozen, sync) is None
+    assert policy.coming is not None and policy.coming.mode == "ps" and 3 not in policy.coming.servers
+    # A fast network: a step gains a millisecond, the way to servers costs some hundred.
+    policy = CostPolicy(4)
+    quick = window(steady(4, slow={3: 2.0}, usual_s=0.01), comm_bytes=20_000, end=40, allowed=("sync", "ps"))
+    assert policy.decide(quick, sync) is None
+    assert policy.coming is not None and policy.coming.mode == "ps"
