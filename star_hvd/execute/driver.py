@@ -369,6 +369,8 @@ class EngineDriver(StepTeller):
         previous, self._previous = self._previous, plan
         if plan.family in ("ps", "grouped"):
             self._preparer(lambda: self.handover.plan_taken(plan))
+        if self.handover.told_early:
+            self._preparer(self.handover.switched)
         if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
             self._send(Switched(self.number, plan.epoch, round_))  # The children were not asked.
 

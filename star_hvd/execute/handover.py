@@ -117,6 +117,7 @@ class Handover:
         self._seeded = -1  # Epoch of the plan whose servers here began without the training thread.
         self._deadline_s = deadline_s
         self._held: dict[int, Plan] = {}
+        self._early: dict[int, int] = {}  # Epochs told to be in force before this rank read so itself: first steps.
         self._lock = threading.Lock()
         self._steps_lock = threading.RLock()
         self._made: dict[int, Steps] = {}
@@ -155,7 +156,30 @@ class Handover:
             return self._held.get(epoch)
 
     def moved(self, epoch: int, round_: int) -> None:
-        """A plan is in force from a step on; ranks that did not agree to it in band have to follow."""
+        """A plan is in force from a step on; ranks that do not agree to it in band have to follow.
+
+        Whoever takes part in the reductions has agreed, but may not have read so yet: others are a moment ahead. To
+        follow this word of it would void a state that it has and others, who begin with it, wait for.
+        """
+        with self._engine.lock:
+            if self._engine.taking_part and self._engine.plan.epoch < epoch:
+                self._early[epoch] = round_
+                return
+        self._follow(epoch, round_)
+
+    @property
+    def told_early(self) -> bool:
+        """Whether something waits for `switched`."""
+        return bool(self._early)
+
+    def switched(self) -> None:
+        """A plan was taken up in band: follow what was told before. In the preparer's thread."""
+        with self._engine.lock:
+            early, self._early = self._early, {}
+        for epoch, round_ in sorted(early.items()):
+            self.moved(epoch, round_)
+
+    def _follow(self, epoch: int, round_: int) -> None:
         plan = self.plan_of(epoch)
         if plan is None:
             self._engine.fail(StarError(f"the plan of epoch {epoch} is in force and was never prepared here"))

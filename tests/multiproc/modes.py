@@ -38,7 +38,7 @@ def publish(optimizer: Any, mode: str | Plan) -> None:
     assert plan is not None
     with run.coordinator.board() as board:
         engine = board.engines.get(optimizer._star.core.driver.number)
-        if engine is not None and engine._switch is None and engine.active.label != plan.label:
+        if engine is not None and not engine.switching and engine.active.label != plan.label:
             engine.publish(plan, time.monotonic())
 
 
@@ -113,6 +113,47 @@ def summed(mode: str) -> Facts:
     return finish(net, optimizer) | {"modes": sorted(modes)}
 
 
+def beforehand() -> Facts:
+    """A server and a set are got ready in `sync`; the plans that want them find them there."""
+    net, number = model(), 0
+    inner = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="sync")
+    run, served, members = runtime.current(), Plan.ps(4, 3, servers=(1,)), Plan.subgroup(4, (0, 1, 2))
+    assert run is not None
+    services = run.services
+
+    def step() -> None:
+        nonlocal number
+        optimizer.zero_grad()
+        compute(net, batch(number), FAST_S)
+        optimizer.step()
+        number += 1
+
+    step()
+    if run.coordinator is not None:
+        with run.coordinator.board() as board:
+            readiness = board.engines[optimizer._star.core.driver.number]._readiness
+            readiness.for_plan(served)
+            readiness.for_plan(members)
+    there = torch.zeros(1)
+    while float(there) < 1.0 and number < 3000:
+        step()
+        pid = services.house._process.pid
+        ready = services._sets.get(members.members) is not None and (pid is not None or int(hvd.rank()) != 1)
+        there = hvd.allreduce(torch.tensor([float(ready)]), op=hvd.Min, name=f"ready{number}")
+    facts = {"ready": float(there), "pid": services.house._process.pid, "mode_then": optimizer.mode}
+    seen = []
+    for plan in (members, served):
+        for _ in range(1500):
+            publish(optimizer, plan)
+            step()
+            if optimizer.mode == plan.label:
+                break
+        seen.append(optimizer.mode)
+        hvd.barrier()
+    return finish(net, optimizer) | facts | {"seen": seen, "pid_again": services.house._process.pid}
+
+
 def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
     """Close the optimizer; all ranks then have every step."""
     optimizer.close()
@@ -167,6 +208,8 @@ def main(wanted: list[str]) -> None:
             if name.startswith("switch:"):
                 _, seed, count, slow = name.split(":")
                 facts[name] = switching(int(seed), int(count), slow=slow == "slow")
+            elif name == "beforehand":
+                facts[name] = beforehand()
             elif name.startswith("summed:"):
                 facts[name] = summed(name.partition(":")[2])
             elif name.startswith("checkpoint:"):

@@ -81,3 +81,12 @@ def test_a_checkpoint_taken_in_a_mode_can_be_loaded_in_it(name: str) -> None:
     mode = name.partition(":")[2]
     assert {rank["mode_again"] for rank in facts} == {mode}, "the mode did not come back"
     assert {rank["mode_then"] for rank in facts} == ({"sync"} if mode.startswith(("ps", "grouped")) else {mode})
+
+
+def test_servers_and_sets_got_ready_beforehand_are_those_that_plans_use() -> None:
+    facts = facts_of(("beforehand",), "beforehand")
+    check(facts)
+    assert all(rank["ready"] == 1.0 and rank["mode_then"] == "sync" for rank in facts)
+    assert all(rank["seen"] == ["subgroup(0,1,2)", "ps(3)"] for rank in facts)
+    assert [rank["pid"] is not None for rank in facts] == [False, True, False, False]
+    assert all(rank["pid"] == rank["pid_again"] for rank in facts), "another server was started"
