@@ -37,6 +37,9 @@ _SWITCH_S, _HANDOVER_S = 0.02, 0.2
 (`benchmarks.switches`: 10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
 
 _COPIES = 3.0  # Parameters and two moments: what ranks fetch that rejoin the others, or that leave servers.
+_RISK = 1.25
+"""A plan that may well take so many times as long as `sync` (95 % quantile) is not gone to, whatever it promises."""
+
 _CALM_STEPS = 12
 """Steps without trouble before the job returns to `sync`: STAR's stragglers stay 3.4 rounds, 10 at the 95th
 percentile, and come back."""
@@ -188,8 +191,9 @@ class CostPolicy:
 
     def _choose(self, window: Window, conditions: Conditions, active: Plan, trouble: Trouble) -> Plan | None:
         now = next((p for p in self.last if same_plan(p.plan, active)), None)
-        best = self.last[0]
         sync = next((p for p in self.last if p.plan.mode == "sync"), None)
+        sane = [p for p in self.last if p.high < _RISK or p is now or p is sync] or self.last
+        best = sane[0]
         if now is None:
             return self._go(window, best, active, None, trouble)
         if sync is not None and active.mode != "sync" and self._calm(window, active, sync.relative / now.relative):
@@ -200,7 +204,7 @@ class CostPolicy:
             return None
         self.coming = best.plan
         price_s = self._price_s(conditions, active, best.plan)
-        free = next((p for p in self.last if _same_family(active, p.plan)), now)
+        free = next((p for p in sane if _same_family(active, p.plan)), now)
         near = self._near(window, free, now) if free is not best else None
         if self._rental.pays(window.step, self._loss_s(best, now) * _steps_of_a_round(active, conditions), price_s):
             # Not for a few percent more than what there is without a price, there and back.
