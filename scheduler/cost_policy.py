@@ -11,6 +11,7 @@ rise, or a noise scale that does, end a relaxed mode at once and for a while.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from scheduler.candidates import Trouble, candidates, find_trouble, same_plan
@@ -20,6 +21,7 @@ from scheduler.guard import AccuracyGuard
 from scheduler.links import LinkMemory
 from scheduler.plans import Plan
 from scheduler.priors import prior_of
+from scheduler.readings import Readings
 from scheduler.records import Window
 from scheduler.rental import SkiRental
 from scheduler.sentences import comparison, who
@@ -125,7 +127,7 @@ class CostPolicy:
         conditions = Conditions.from_window(window, self.price)
         if conditions is None:
             return None
-        self._freezes.note(window, active, conditions.typical_s)
+        self.watch(window, active)
         conditions = conditions.with_freezes(
             self._freezes.per_step_s, self._freezes.habitual, self._freezes.froze
         )
@@ -145,6 +147,12 @@ class CostPolicy:
         else:
             self.last = sorted(self._ranker(offered, conditions, window, active), key=lambda p: p.relative)
         return self._choose(window, conditions, active, trouble) if self.last else None
+
+    def watch(self, window: Window, active: Plan) -> None:
+        """Take notice of ranks that stand still, also while nothing is decided: plans on their way wait for them too."""
+        typical_s = Readings.of(window).typical_s
+        if not math.isnan(typical_s):
+            self._freezes.note(window, active, typical_s)
 
     def observe(self, plan: Plan, updates: float, decrease: float, drift: float) -> None:
         """What training achieved under a plan: the price of staleness is learned from it."""

@@ -65,10 +65,17 @@ class Choice:
         self._learn(window, active)
         try:
             return self._predicting.decide(window, active)
-        except Exception:  # A defect in a prediction must not end the coordinator: no step would close early any more.
-            logger.exception("predicting modes failed; a rule on the measurements decides from now on")
-            self._predicting = None
+        except Exception:
+            self._give_predicting_up()
             return None
+
+    def watch(self, window: Window, active: Plan) -> None:
+        """See a window about which nothing is to be decided."""
+        if self._predicting is not None:
+            try:
+                self._predicting.watch(window, active)
+            except Exception:
+                self._give_predicting_up()
 
     def explain(self) -> str:
         """One sentence on the present choice; empty where the rule decides, whose plans give their reason."""
@@ -95,6 +102,11 @@ class Choice:
         }
 
     # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _give_predicting_up(self) -> None:
+        """A defect in a prediction must not end the coordinator: no step would close early any more."""
+        logger.exception("predicting modes failed; a rule on the measurements decides from now on")
+        self._predicting = None
 
     def _learn(self, window: Window, active: Plan) -> None:
         """Tell the policy how much the loss fell in a stretch under one plan: what staleness costs is learned so."""

@@ -406,6 +406,8 @@ class EngineBoard:
     def _decide(self, now_s: float) -> None:
         window = self.window()
         self.stragglers = self._alerts.stragglers(find_stragglers(window), self.machines, now_s)
+        if self.choice is not None:
+            self.choice.watch(window, self.active)
         if self._switch is not None or self.refused is not None or self.closing:
             return
         if self._again is not None and self.active.mode == "sync" and self.rule.ready:

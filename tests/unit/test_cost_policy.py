@@ -403,3 +403,12 @@ def test_a_slow_link_is_answered_before_anybody_can_be_judged_by_times() -> None
     policy = CostPolicy(4)
     assert policy.decide(window(steady(4, 1, slow={1: 4.0}), rates=nothing, end=2), Plan.sync(4)) is None
     assert policy.explain() == "not every rank has reported yet: sync"
+
+
+def test_freezes_are_noticed_while_a_plan_is_on_its_way() -> None:
+    policy, plan = CostPolicy(4), Plan.sync(4)
+    assert policy.decide(window(steady(4), end=40), plan) is None
+    for end, silent_s in ((44, 1.5), (60, 0.0), (80, 1.6), (96, 0.0)):
+        policy.watch(window(steady(4), end=end, silent_s={3: silent_s}), plan)
+    taken = drive(policy, plan, [window(steady(4), end=end) for end in range(100, 160, 4)])
+    assert taken and taken[0].mode == "ps" and "rank 3 has frozen 2 times of late" in taken[0].reason
