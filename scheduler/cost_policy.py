@@ -149,7 +149,7 @@ class CostPolicy:
         return self._choose(window, conditions, active, trouble) if self.last else None
 
     def watch(self, window: Window, active: Plan) -> None:
-        """Take notice of ranks that stand still, also while nothing is decided: plans on their way wait for them too."""
+        """Take notice of ranks that stand still, also while nothing is decided: a plan on its way waits for them."""
         typical_s = Readings.of(window).typical_s
         if not math.isnan(typical_s):
             self._freezes.note(window, active, typical_s)
