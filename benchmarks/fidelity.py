@@ -49,7 +49,8 @@ from benchmarks.twin import (
     twin,
     undisturbed_s,
 )
-from scheduler.cost_model import NOISE, Conditions, Prediction, rank
+from scheduler.conditions import NOISE, Conditions
+from scheduler.cost_model import Prediction, rank
 from scheduler.cost_policy import CostPolicy
 from scheduler.plans import Plan
 from scheduler.records import Window

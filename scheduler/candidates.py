@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.causes import LINK_RATIO, LINK_SHARE, RESOLUTION_S, THRESHOLD
-from scheduler.cost_model import Array, Conditions
+from scheduler.conditions import Array, Conditions
 from scheduler.grouping import progressive_groups, similar_groups
 from scheduler.placement import HostLoad, place_servers
 from scheduler.plans import MODES, Plan

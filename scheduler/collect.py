@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.cost_model import Conditions, Prediction, rank
+from scheduler.conditions import Conditions
+from scheduler.cost_model import Prediction, rank
 from scheduler.cost_policy import CostPolicy, Ranker
 from scheduler.features import rows, speed
 from scheduler.plans import Plan

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.collect import in_order
-from scheduler.cost_model import Conditions
+from scheduler.conditions import Conditions
 from scheduler.features import rows, speed
 from scheduler.plans import Plan, PlanError
 from scheduler.records import RankStats, Window

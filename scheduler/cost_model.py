@@ -11,141 +11,32 @@ would choose ASGD (section 4.10), with any price of at least the learning-rate r
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.causes import MIN_REPORTS, PERSISTENCE, Readings, lower_median
+from scheduler.conditions import CYCLE_S, Array, Conditions
 from scheduler.grouping import progressive_groups, similar_groups, speed_groups
 from scheduler.plans import LOCAL_COPIES, Plan
-from scheduler.priors import prior_of
 from scheduler.progress import alignment, update_progress
-from scheduler.records import Window
 from scheduler.replay import Flow, order_interval, partial_flow, server_flow
-from scheduler.staleness import StalenessPrice
 
-__all__ = ["NOISE", "Conditions", "Prediction", "order_interval", "predict", "rank", "settle"]
+__all__ = ["Prediction", "order_interval", "predict", "rank", "settle"]
 
-Array = npt.NDArray[np.float64]
 _Ranks = npt.NDArray[np.int64]
-
-NOISE = 4.0
-"""phi, in gradients of one rank, where nothing is known: in the middle of STAR's tables at a batch of 128."""
 
 _OVERLAP = 0.4
 """Part of the compute time under which an all-reduce hides: the backward pass but for its first bucket."""
 
-_CYCLE_S, _WAY_S = 1.5e-3, 2e-4  # A collective's negotiation; a message's latency both ways, and a server's work.
+_WAY_S = 2e-4  # A message's latency both ways, and a server's work.
 _PAUSE_S = 0.05  # Half a cgroup period: what a starved helper keeps a collective waiting.
-_ROWS, _ROWS_MANY, _MANY = 24, 5, 128
 _FEW = 4  # Kinds of gradients in an update.
 _SERVED = 0.7
 """What a push and its answer take beyond their bytes, as a part of what a collective does: measured with 4 ranks on 2
 cores, where it is 10 of 15 ms."""
-_FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both was made around a freeze.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
-    """What a decision knows of a moment.
-
-    Attributes:
-        times_s: Compute times to expect, one row per step, shape (n_steps, n_ranks), seconds.
-        rate: Link of every rank in bytes per second; infinite where unknown.
-        comm_bytes: Gradient bytes.
-        noise: phi in gradients of one rank.
-        starved: Part of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
-        beyond_s: What a collective was measured to take beyond latency and bytes over the link, seconds: on a machine
-            with fewer cores than ranks it is more than both.
-        frozen_s: Mean time per step that a rank which freezes keeps every collective waiting, seconds.
-        freezing: Those ranks.
-        price: Price of staleness; with it what else is assumed of the network, rho and the drift it bears.
-        usual_s: Mean time of every rank, shape (n_ranks,).
-        typical_s: Lower median of them.
-        prices: The price, its 5 % and its 95 % quantile.
-    """
-
-    times_s: Array
-    rate: Array
-    comm_bytes: float = 0.0
-    noise: float = NOISE
-    starved: Array = field(default_factory=lambda: np.zeros(0))
-    beyond_s: float = 0.0
-    frozen_s: float = 0.0
-    freezing: tuple[int, ...] = ()
-    price: StalenessPrice = field(default_factory=StalenessPrice)
-    usual_s: Array = field(init=False)
-    typical_s: float = field(init=False)
-    prices: Array = field(init=False)
-
-    def __post_init__(self) -> None:
-        usual_s = np.asarray(self.times_s.mean(axis=0))
-        object.__setattr__(self, "usual_s", usual_s)
-        object.__setattr__(self, "typical_s", float(np.sort(usual_s)[(len(usual_s) - 1) // 2]))
-        object.__setattr__(self, "prices", np.array([self.price.value, *self.price.quantiles(0.05, 0.95)]))
-
-    @property
-    def world_size(self) -> int:
-        return int(self.times_s.shape[1])
-
-    @classmethod
-    def from_window(cls, window: Window, price: StalenessPrice | None = None) -> Conditions | None:
-        """Read a window; None while a rank has not reported yet, or too little while nothing is known of links.
-
-        Times to come are those of a rank's present slow run where it is in one, else its recent ones: what comes and
-        goes is expected to come again as often as it did; what came once is not. Freezes are not in a window: see
-        `with_freezes`.
-        """
-        readings = Readings.of(window)
-        if window.world_size == 0 or not readings.counts.all():
-            return None
-        known = np.isfinite(window.table.link_bytes_per_s) & (window.table.link_bytes_per_s > 0.0)
-        rate = np.where(known, window.table.link_bytes_per_s, math.inf)
-        rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY
-        times = readings.newest(rows).T.copy()
-        if not math.isnan(readings.reference_s):
-            for one in np.flatnonzero((readings.run_lengths() >= PERSISTENCE) | (readings.counts < rows)).tolist():
-                times[:, one] = _expected(readings, one, rows)
-            _forget_single(times, readings)
-        elif known.any():
-            # Too early to judge a rank by its times, not by its link: all are taken to be equal.
-            times[:] = readings.typical_s
-        else:
-            return None
-        starved = np.minimum(0.99, window.table.starved_share)
-        return cls(
-            times_s=times,
-            rate=rate,
-            comm_bytes=float(window.comm_bytes),
-            noise=_known(window.noise_scale, NOISE),
-            beyond_s=_beyond_s(window, rate),
-            starved=np.where(times.mean(axis=0) > 1.2 * readings.reference_s, starved, 0.0),
-            price=price or StalenessPrice(prior_of(window.comm_bytes)),
-        )
-
-    def with_freezes(self, frozen_s: float, freezing: Collection[int], froze: Collection[int]) -> Conditions:
-        """The same where ranks were frozen.
-
-        Their longest times are taken out: a freeze that does not come again says nothing of the steps to come, and
-        one that does is counted by `frozen_s`, as it costs all ranks of a collective, whoever computes meanwhile.
-
-        Args:
-            frozen_s: Mean time per step that freezes cost.
-            freezing: Who freezes again and again.
-            froze: Who was frozen at least once.
-        """
-        if not froze:
-            return self
-        times = self.times_s.copy()
-        for one in froze:
-            own = times[:, one]
-            usual_s = min(float(np.median(own)), _FREEZE * self.typical_s)
-            own[own > max(_FREEZE * self.typical_s, _FREEZE_S)] = usual_s
-        return dataclasses.replace(self, times_s=times, frozen_s=frozen_s, freezing=tuple(sorted(freezing)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,44 +63,6 @@ class Prediction:
     progress: float
     drift: float
     reach: float
-
-
-def _known(value: float, instead: float) -> float:
-    return value if math.isfinite(value) and value > 0.0 else instead
-
-
-def _expected(readings: Readings, rank: int, rows: int) -> Array:
-    run = min(int(readings.run_lengths()[rank]), rows)
-    if run >= PERSISTENCE:
-        # Again and again, the newest last in every column, so that what all ranks shared in a step stays in one row.
-        return readings.latest(rank, run)[::-1][np.arange(rows) % run][::-1]
-    times = readings.latest(rank, rows)
-    # Not the same few again: one long step among six would be four among 24, and look like a habit.
-    return np.concatenate((np.full(rows - len(times), np.median(times)), times))
-
-
-def _beyond_s(window: Window, rate: Array) -> float:
-    """What the collectives took beyond latency and wire, by the rank with the slowest link; 0 where not measured.
-
-    Bytes over the whole of the link's rate, as if computing hid none: what is beyond is surely something else.
-    """
-    slowest = int(rate.argmin())
-    times = [time_s for time_s in window.table.comm_s[slowest] if math.isfinite(time_s) and time_s >= 0.0]
-    if len(times) < MIN_REPORTS:
-        return 0.0
-    n = window.world_size
-    wire_s = 2.0 * (n - 1) / n * window.comm_bytes / float(rate[slowest])
-    return max(0.0, lower_median(times) - _CYCLE_S - wire_s)
-
-
-def _forget_single(times: Array, readings: Readings) -> None:
-    """Take out of the expected times the only slow step that a rank had: a pause may be anything, two are a habit."""
-    slow = readings.slow()
-    rows, width = len(times), slow.shape[1]
-    for one in np.flatnonzero(slow.sum(axis=1) == 1).tolist():
-        row = int(slow[one].argmax()) - width + rows
-        if row >= 0:
-            times[row, one] = float(np.median(times[:, one]))
 
 
 def settle(plan: Plan, conditions: Conditions) -> Plan:
@@ -305,7 +158,7 @@ def _ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = Non
     # What is beyond is negotiation, which takes as long for few, and the hops of the ring, which are fewer then.
     hops = (len(rate) - 1) / (conditions.world_size - 1)
     beyond_s = conditions.beyond_s * 0.5 * (1.0 + hops)
-    return _CYCLE_S + beyond_s + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
+    return CYCLE_S + beyond_s + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
 
 
 def _served_s(conditions: Conditions) -> float:
@@ -317,7 +170,7 @@ def _averaging_s(conditions: Conditions) -> float:
     """What an averaging takes, which nothing hides."""
     if conditions.world_size < 2:
         return 0.0
-    return _CYCLE_S + conditions.beyond_s + LOCAL_COPIES * _wire_s(conditions, conditions.rate)
+    return CYCLE_S + conditions.beyond_s + LOCAL_COPIES * _wire_s(conditions, conditions.rate)
 
 
 def _helpers_s(conditions: Conditions, ranks: _Ranks) -> float:

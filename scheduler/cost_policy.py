@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from scheduler.candidates import Trouble, candidates, find_trouble, same_plan
-from scheduler.cost_model import Conditions, Prediction, rank
+from scheduler.conditions import Conditions
+from scheduler.cost_model import Prediction, rank
 from scheduler.freezes import Freezes
 from scheduler.guard import AccuracyGuard
 from scheduler.links import LinkMemory

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.candidates import candidates
-from scheduler.cost_model import Conditions
+from scheduler.conditions import Conditions
 from scheduler.cost_policy import CostPolicy
 from scheduler.plans import Plan
 from scheduler.policy import RulePolicy

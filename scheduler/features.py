@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduler.causes import RESOLUTION_S, THRESHOLD
-from scheduler.cost_model import Array, Conditions, Prediction
+from scheduler.conditions import Array, Conditions
+from scheduler.cost_model import Prediction
 from scheduler.plans import MODES, Plan
 from scheduler.records import Window
 

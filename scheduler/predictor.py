@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.cost_model import Array, Conditions, Prediction, rank
+from scheduler.conditions import Array, Conditions
+from scheduler.cost_model import Prediction, rank
 from scheduler.cost_policy import Ranker
 from scheduler.features import FEATURES, SCHEMA_VERSION, rows, speed
 from scheduler.plans import Plan

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.cost_model import Array
+from scheduler.conditions import Array
 from scheduler.dataset import DatasetError, folds, matrix
 from scheduler.features import FEATURES, SCHEMA_VERSION
 from scheduler.predictor import FORMAT, HEADS, ModelError

@@ -10,7 +10,8 @@ import os
 import threading
 from collections.abc import Sequence
 
-from scheduler.cost_model import Conditions, Prediction, rank
+from scheduler.conditions import Conditions
+from scheduler.cost_model import Prediction, rank
 from scheduler.cost_policy import Ranker
 from scheduler.plans import Plan
 from scheduler.records import Window

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.cost_model import NOISE, Conditions, rank
+from scheduler.conditions import NOISE, Conditions
+from scheduler.cost_model import rank
 from scheduler.mode_names import parse_mode
 from scheduler.plans import Plan
 from scheduler.priors import prior_of

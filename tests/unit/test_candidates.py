@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.candidates import candidates, find_trouble, same_plan
-from scheduler.cost_model import Conditions
+from scheduler.conditions import Conditions
 from scheduler.plans import MODES, Plan
 from tests.unit.windows import steady, window
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from scheduler.causes import find_stragglers
-from scheduler.cost_model import Conditions, Prediction, rank
+from scheduler.conditions import Conditions
+from scheduler.cost_model import Prediction, rank
 from scheduler.plans import Plan
 from scheduler.records import RankStats, Window
 from star_hvd.config import Config

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost_model import NOISE, Conditions, predict, rank, settle
+from scheduler.conditions import NOISE, Conditions
+from scheduler.cost_model import predict, rank, settle
 from scheduler.plans import MODES, Plan
 from scheduler.priors import LARGE
 from scheduler.staleness import StalenessPrice

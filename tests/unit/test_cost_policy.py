@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost_model import Conditions, Prediction
+from scheduler.conditions import Conditions
+from scheduler.cost_model import Prediction
 from scheduler.cost_policy import CostPolicy
 from scheduler.freezes import Freezes
 from scheduler.guard import AccuracyGuard, loss_alarm, loudness

@@ -10,7 +10,7 @@ import pytest
 
 from scheduler.candidates import candidates
 from scheduler.collect import in_order
-from scheduler.cost_model import Conditions
+from scheduler.conditions import Conditions
 from scheduler.features import FEATURES, MOMENT, PLAN, rows
 from scheduler.plans import Plan
 from scheduler.records import RankStats, Window

@@ -13,7 +13,7 @@ import pytest
 from scheduler import predictor
 from scheduler.candidates import candidates
 from scheduler.collect import in_order
-from scheduler.cost_model import Conditions
+from scheduler.conditions import Conditions
 from scheduler.cost_policy import CostPolicy
 from scheduler.features import FEATURES, speed
 from scheduler.plans import Plan

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.cost_model import Conditions, predict
+from scheduler.conditions import Conditions
+from scheduler.cost_model import predict
 from scheduler.cost_policy import CostPolicy
 from scheduler.plans import Plan
 from scheduler.priors import LARGE, prior_of
