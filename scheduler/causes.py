@@ -72,6 +72,8 @@ LINK_SHARE = 0.2
 """Part of the rank's step that a usual link would save. Less is not worth a switch, and on it depend false alarms where
 the gradient is so small that its rate measures latency."""
 
+_WIRE_MOST = 2.0  # Times what the bytes take on a link that its part of a step may be.
+
 SILENT_STEPS = 10
 """A rank is silent after as many usual steps, or three of its own, and a second: the agents tell of themselves more
 often than that."""
@@ -206,14 +208,16 @@ def _slow_link(window: Window, readings: Readings, rank: int, ratio: float) -> t
 def _comm_s(window: Window, rank: int) -> float:
     """What the rank's communication takes per step: measured, else what a ring sends, else 0, not known.
 
-    In a ring every rank sends 2 (n - 1) / n times its gradient and receives as much at the same time.
+    In a ring every rank sends 2 (n - 1) / n times its gradient and receives as much at the same time. Where much more
+    than that was measured it is not the link: too few cores, for one.
     """
     table = window.table
     times = [time_s for time_s in table.comm_s[rank][-RECENT:] if math.isfinite(time_s) and time_s >= 0.0]
-    if len(times) >= MIN_REPORTS:
-        return lower_median(times)
     n = window.world_size
-    return 2.0 * (n - 1) / n * window.comm_bytes / float(table.link_bytes_per_s[rank])
+    wire_s = 2.0 * (n - 1) / n * window.comm_bytes / float(table.link_bytes_per_s[rank])
+    if len(times) >= MIN_REPORTS:
+        return min(lower_median(times), _WIRE_MOST * wire_s) if window.comm_bytes else lower_median(times)
+    return wire_s
 
 
 def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:

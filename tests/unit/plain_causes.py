@@ -77,10 +77,11 @@ def _comm_s(window: Window, rank: int) -> float:
     """
     stats = window.ranks[rank]
     times = [time_s for time_s in stats.comm_s[-RECENT:] if math.isfinite(time_s) and time_s >= 0.0]
-    if len(times) >= MIN_REPORTS:
-        return lower_median(times)
     n = window.world_size
-    return 2.0 * (n - 1) / n * window.comm_bytes / stats.link_bytes_per_s
+    wire_s = 2.0 * (n - 1) / n * window.comm_bytes / stats.link_bytes_per_s
+    if len(times) >= MIN_REPORTS:
+        return min(lower_median(times), 2.0 * wire_s) if window.comm_bytes else lower_median(times)
+    return wire_s
 
 
 def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
