@@ -1,0 +1,90 @@
+"""Word of a switch that comes before a rank has read of it itself."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any, cast
+
+import pytest
+
+from scheduler.plans import Plan
+from star_hvd.execute.handover import Handover
+
+SYNC = Plan.sync(4)
+SUBGROUP = Plan.subgroup(4, (0, 1, 2), epoch=1)
+SERVED = Plan.ps(4, 3, servers=(1,), epoch=2)
+BACK = Plan.sync(4, epoch=3)
+
+
+class Engine:
+    """As much of a rank's engine as a switch is about."""
+
+    def __init__(self, rank: int, plan: Plan) -> None:
+        self.lock = threading.Condition(threading.RLock())
+        self.rank, self.plan = rank, plan
+        self.voided: list[int] = []
+
+    @property
+    def taking_part(self) -> bool:
+        return self.plan.family == "rounds" or self.rank in self.plan.members
+
+    def resume(self, plan: Plan, round_: int) -> bool:
+        if plan.epoch <= self.plan.epoch:
+            return False
+        self.voided.append(plan.epoch)
+        self.plan = plan
+        return True
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
+def handover(engine: Engine) -> Handover:
+    made = Handover(
+        0, cast(Any, engine), cast(Any, None), ready=lambda plan, reason: None, fetch=cast(Any, None),
+        local=cast(Any, None), later=lambda task: None, deadline_s=1.0,
+    )
+    made._held = {plan.epoch: plan for plan in (SUBGROUP, SERVED, BACK)}
+    return made
+
+
+def in_band(engine: Engine, made: Handover, plan: Plan) -> None:
+    """The rank reads the header of the step that all agreed in, as `EngineDriver.on_switch` is told."""
+    with engine.lock:
+        engine.plan = plan
+    if made.told_early:
+        made.switched()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_member_keeps_its_state_whoever_is_first(rank: int) -> None:
+    engine = Engine(rank, SUBGROUP)
+    made = handover(engine)
+    made.moved(SERVED.epoch, 57)
+    assert engine.plan is SUBGROUP and engine.voided == []
+    in_band(engine, made, SERVED)
+    assert engine.plan is SERVED and engine.voided == [] and not made.told_early
+
+
+def test_a_child_follows_at_once() -> None:
+    engine = Engine(3, SUBGROUP)
+    handover(engine).moved(SERVED.epoch, 57)
+    assert engine.plan is SERVED and engine.voided == [SERVED.epoch]
+
+
+def test_what_was_told_early_is_followed_in_the_end() -> None:
+    """In any order of what a slow member hears: it ends in the last plan, and voids no state that it brings along."""
+    events = {"moved to servers": 0, "in band to servers": 1, "moved back": 2}
+    for order in itertools.permutations(events):
+        if order.index("moved to servers") > order.index("moved back"):
+            continue  # The coordinator's messages keep their order.
+        engine = Engine(1, SUBGROUP)
+        made = handover(engine)
+        for event in order:
+            if event == "in band to servers":
+                in_band(engine, made, SERVED)
+            else:
+                plan = SERVED if event == "moved to servers" else BACK
+                made.moved(plan.epoch, 57 if plan is SERVED else 60)
+        assert engine.plan is BACK and engine.voided == [BACK.epoch], order
