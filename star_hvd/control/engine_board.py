@@ -419,7 +419,7 @@ class EngineBoard:
             return
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
         if plan is None or plan.family == "rounds":
-            self._readiness.for_links(self.link_bytes_per_s, self.gradient_bytes)
+            self._readiness.for_links(self.link_bytes_per_s, self.gradient_bytes, self.impossible)
             self._readiness.for_plan(self.choice.coming, self.impossible)
         if plan is not None:
             self.rested_on[self._next_epoch] = self.choice.predictions()

@@ -16,8 +16,8 @@ from star_hvd.control.switch_messages import Probe
 __all__ = ["PROBE_BYTES", "LinkSurvey"]
 
 PROBE_BYTES = 1 << 19  # Twice what a token bucket of the usual size lets through at once.
-_NEXT_S = 0.1  # Between two ranks of a sweep, and
 _UNWANTED_S = 0.05  # Until it is asked again whether anybody wants to know.
+_NEXT_S = 0.1  # Between two ranks of a sweep, and
 _SWEEP_S = 2.0  # all of them together at most: a sweep of many ranks has some under way at a time.
 _PAUSE_S = 5.0  # Between two sweeps at least, and
 _PAUSES = 5.0  # this multiple of the sweep's length: a slow link is not to be kept busy by measuring it.

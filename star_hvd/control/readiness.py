@@ -43,13 +43,15 @@ class Readiness:
             self._servers.update(new)
             self._send(WarmServers(new))
 
-    def for_links(self, bytes_per_s: Sequence[float], gradient_bytes: float) -> None:
+    def for_links(
+        self, bytes_per_s: Sequence[float], gradient_bytes: float, impossible: Collection[str] = ()
+    ) -> None:
         """Links are known before it is known whether they matter: a set without slow ones cannot be made in time later.
 
         While a collective crawls over a slow link, Horovod makes no set.
         """
         known = [rate for rate in bytes_per_s if math.isfinite(rate) and rate > 0.0]
-        if len(known) < len(bytes_per_s) or len(known) < 3:
+        if "subgroup" in impossible or len(known) < len(bytes_per_s) or len(known) < 3:
             return
         least = LINK_RATIO * lower_median(known)
         fast = tuple(rank for rank, rate in enumerate(bytes_per_s) if rate >= least)

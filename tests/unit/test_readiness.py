@@ -36,7 +36,9 @@ def test_each_server_and_set_is_asked_for_once(readiness: Readiness, said: list[
 
 
 def test_nothing_for_a_mode_that_cannot_run_here(readiness: Readiness, said: list[Message]) -> None:
-    readiness.for_plan(Plan.subgroup(4, (0, 1, 2)), {"subgroup": "no process sets"})
+    nowhere = {"subgroup": "no process sets"}
+    readiness.for_plan(Plan.subgroup(4, (0, 1, 2)), nowhere)
+    readiness.for_links([2.5e7, 2.5e7, 2.5e7, 2.5e6], 1_000_000, nowhere)
     assert said == []
 
 
