@@ -130,7 +130,7 @@ class CostPolicy:
             return None
         self.watch(window, active)
         conditions = conditions.with_freezes(
-            self._freezes.per_step_s, self._freezes.habitual, self._freezes.froze
+            self._freezes.per_step_s, self._freezes.freezing, self._freezes.froze
         )
         conditions = dataclasses.replace(conditions, rate=self._links.note(window, active, conditions.rate))
         self._noise = conditions.noise
@@ -184,7 +184,7 @@ class CostPolicy:
         if active.mode != "sync":
             calm = f"; nobody is slow since step {self._calm_since}" if self._calm_since is not None else ""
             return f"{active.reason or active.label}{calm}"
-        text = who(window, trouble, self._freezes.habitual)
+        text = who(window, trouble, self._freezes.freezing)
         if not trouble or not self.last:
             return f"{text}: sync"
         if self._waiting is not None:
@@ -298,7 +298,7 @@ class CostPolicy:
         self._rest(window)
         if same_plan(best.plan, active):
             return None
-        why = who(window, trouble, self._freezes.habitual)
+        why = who(window, trouble, self._freezes.freezing)
         if now is None:
             why = f"{active.label} cannot run any more; {why}"
         return best.plan.replace(epoch=active.epoch + 1, reason=f"{why}: {comparison(self.last, best, now)}")

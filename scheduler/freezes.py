@@ -1,13 +1,14 @@
 """Ranks that stand still again and again: remembered, because a window tells of a freeze only while it lasts.
 
 A frozen process keeps every Horovod collective waiting, whoever takes part in it, so the mode that isolates a job from
-it is `ps` alone, and that cannot be taken up before the rank thaws. One freeze may be a debugger; two within
-`_HORIZON` steps are a habit.
+it is `ps` alone, and that cannot be taken up before the rank thaws. Two freezes within `_HORIZON` steps are a habit.
+One may be a debugger, or the first of many: it counts by half, and ever less the longer none follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,13 @@ __all__ = ["Freezes"]
 
 _HORIZON = 500.0
 """In synchronous steps: two freezes further apart have nothing to do with each other."""
+
+_DOUBT = 0.5
+"""Of the freezes that came, what is taken for chance: one that came once comes again or not. The pace between two that
+came close together is no pace: by it, jobs in the simulator went to servers that cost more than the freezes left."""
+
+_LEAST_STEPS = 25.0  # What came sooner after the beginning says nothing of a pace.
+_WORTH = 0.05  # Part of a usual step: who froze once and costs less than that is not in trouble any more.
 
 _SILENT_S, _SILENT_STEPS = 1.0, 10.0  # As `causes` names a silent rank.
 
@@ -37,6 +45,7 @@ class Freezes:
         self._silent: set[int] = set()
         self._step: int | None = None
         self._now = 0.0
+        self._typical_s = math.inf
 
     def note(self, window: Window, active: Plan, typical_s: float) -> None:
         """Take in a window.
@@ -51,6 +60,7 @@ class Freezes:
         share = active.quorum / active.world_size if active.mode in ("ps", "grouped") else 1.0
         self._now += share * (window.step - self._step) if self._step is not None else 0.0
         self._step = window.step
+        self._typical_s = typical_s
         limit_s = max(_SILENT_S, _SILENT_STEPS * typical_s)
         silences = window.table.silent_s
         long = np.flatnonzero(silences > limit_s).tolist()
@@ -73,17 +83,17 @@ class Freezes:
         return self._spells.keys()
 
     @property
-    def habitual(self) -> Mapping[int, int]:
-        """How often each rank froze that did so twice or more."""
-        return {rank: len(spells) for rank, spells in self._spells.items() if len(spells) > 1}
+    def freezing(self) -> Mapping[int, int]:
+        """How often each rank froze that is expected to do so again."""
+        worth_s = _WORTH * self._typical_s
+        return {r: len(s) for r, s in self._spells.items() if len(s) > 1 or self._rank_s(s) >= worth_s}
 
     @property
     def per_step_s(self) -> float:
-        """Time per synchronous step that the habit costs every collective, seconds; 0 without one."""
-        total_s = 0.0
-        for rank in self.habitual:
-            spells = self._spells[rank]
-            # As many gaps as spells but one: the last spell ends the last gap.
-            steps = max(1.0, spells[-1].begin - spells[0].begin)
-            total_s += sum(one.silent_s for one in spells[1:]) / steps
-        return total_s
+        """Time per synchronous step that freezes to come are expected to cost every collective, seconds."""
+        return sum(self._rank_s(self._spells[rank]) for rank in self.freezing)
+
+    def _rank_s(self, spells: Sequence[_Spell]) -> float:
+        """The same, of one rank's freezes: of k in t steps, k - 1/2 are taken for the pace of those to come."""
+        pace = (len(spells) - _DOUBT) / min(_HORIZON, max(_LEAST_STEPS, self._now))
+        return pace * sum(one.silent_s for one in spells) / len(spells)

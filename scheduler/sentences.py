@@ -26,13 +26,16 @@ def who(window: Window, trouble: Trouble, freezes: Mapping[int, int], since: Map
     Args:
         window: Recent reports.
         trouble: Who is in trouble by the times to expect: ranks that are slow in turn are known by it alone.
-        freezes: How often each rank froze that did so repeatedly.
+        freezes: How often each rank froze that is expected to do so again.
         since: Steps at which ranks became slow, where that is longer ago than the window reaches.
     """
     readings = Readings.of(window)
     known = dict(since or {})
     found = [s for s in find_stragglers(window, readings=readings) if s.rank not in freezes or s.silent]
-    parts = [f"rank {rank} has frozen {count} times of late" for rank, count in sorted(freezes.items())]
+    parts = [
+        f"rank {rank} has frozen {f'{count} times' if count > 1 else 'once'} of late"
+        for rank, count in sorted(freezes.items())
+    ]
     parts += [f"rank {s.rank} {s.evidence}" for s in found if (s.silent and s.rank not in freezes) or s.cause == "link"]
     for cause, words in _BECAUSE.items():
         same = [s for s in found if s.cause == cause and not s.silent]

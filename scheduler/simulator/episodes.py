@@ -28,6 +28,8 @@ KINDS = ("compute", "input", "starved", "frozen", "link")
 """`compute`, `input`: own work takes longer. `starved`: the process gets 1 / factor of a processor, so its helper
 threads are late too. `frozen`: it stands still. `link`: its network carries 1 / factor."""
 
+_HABIT = 0.75  # Part of the ranks that freeze which do so again and again: who did once is most likely one of them.
+
 PATTERNS = ("none", "one", "several", "rotating", "bursts", "mixed", "frozen", "links")
 
 Rows = tuple[tuple[float, ...], ...]
@@ -216,13 +218,16 @@ def _bursts(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -
 
 
 def _frozen(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
-    """One or two ranks that stand still again and again."""
+    """One or two ranks that stand still: mostly again and again, sometimes only a few times, or once."""
     episodes: list[Episode] = []
     for rank in rng.choice(n, size=min(n, int(rng.integers(1, 3))), replace=False):
         pause_s = max(1.0, step_s * float(rng.uniform(5.0, 60.0)))
         every_s = pause_s * float(rng.uniform(2.0, 12.0))
         now_s = every_s * float(rng.uniform(0.1, 1.0))
-        while now_s < 1.5 * horizon_s and len(episodes) < 400:
+        most = 400 if rng.random() < _HABIT else int(rng.integers(1, 4))
+        for _ in range(most):
+            if now_s >= 1.5 * horizon_s:
+                break
             last_s = pause_s * float(rng.uniform(0.5, 1.5))
             episodes.append(Episode(rank=int(rank), kind="frozen", start_s=now_s, end_s=now_s + last_s))
             now_s += last_s + every_s * float(rng.exponential()) + step_s

@@ -35,7 +35,7 @@ __all__ = ["Job", "Outcome", "Policy", "make_mode", "mean_times_s", "run_plans",
 _STATE_COPIES = 3.0
 """Parameters and two moments are fetched by ranks that rejoin the others, or that leave servers."""
 
-_SILENT_S, _SILENT_STEPS = 1.5, 12.0
+_SILENT_S, _SILENT_STEPS = 1.2, 12.0
 """A step as long as that gives the coordinator time to decide while it lasts."""
 
 _LOSSES = 256
