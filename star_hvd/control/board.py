@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler.cost_policy import Ranker
 from scheduler.machine import MachineStats
-from scheduler.records import Plan, PlanError
+from scheduler.records import Plan
 from scheduler.workqueue import WorkQueue
 from star_hvd.config import Config
 from star_hvd.control.engine_board import EngineBoard
@@ -37,6 +35,7 @@ from star_hvd.control.messages import (
     Take,
     Unregister,
 )
+from star_hvd.control.sanity import check
 from star_hvd.control.switch_messages import (
     Cannot,
     CutDone,
@@ -57,36 +56,6 @@ __all__ = ["ALL", "Board"]
 logger = logging.getLogger("star_hvd")
 
 ALL = -1  # Destination: every rank.
-_FROM_RANKS = (
-    Arrive,
-    Away,
-    Cannot,
-    CutDone,
-    Finished,
-    Heartbeat,
-    Hello,
-    Join,
-    Late,
-    LinkRate,
-    MachineNote,
-    Ready,
-    Refuse,
-    Register,
-    Restart,
-    RoundNote,
-    ServerMoved,
-    ServerUp,
-    Source,
-    StepNote,
-    Switched,
-    Take,
-    Unregister,
-)
-_MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
-_TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
-_TIMES_OF = {
-    kind.kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS
-}
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -145,7 +114,7 @@ class Board:
         """
         if not 0 <= rank < self.world_size:
             raise ChannelError(f"a message came from rank {rank}; this job has ranks 0..{self.world_size - 1}")
-        self._check(message)
+        check(message, self.world_size, self._round_of)
         self._last_seen_s[rank] = now_s
         if getattr(message, "engine", -1) in self._closed:
             return  # What other ranks said of an optimizer while its end was on its way.
@@ -244,37 +213,9 @@ class Board:
             self.engines[engine].link_bytes_per_s = self.links.bytes_per_s
         return self.engines[engine]
 
-    def _check(self, message: Message) -> None:
-        """Reject what a sane rank cannot have said, before anything changes."""
-        if isinstance(message, Register):
-            try:
-                plans = [Plan.from_dict(values) for values in (message.initial, message.plan or message.initial)]
-            except (PlanError, TypeError) as error:
-                raise ChannelError(f"a plan was refused: {str(error)[:200]}") from error
-            if any(plan.world_size != self.world_size for plan in plans):
-                raise ChannelError(f"a plan is for {plans[-1].world_size} ranks; this job has {self.world_size}")
-        if not isinstance(message, _FROM_RANKS):
-            raise ChannelError(f"a {message.kind} message came from a rank; only the coordinator sends those")
-        engine = getattr(message, "engine", 0)
-        if not 0 <= engine < 1024:
-            raise ChannelError(f"optimizer number {engine} is outside 0..1023")
-        if isinstance(message, LinkRate) and not 0.0 < message.bytes_per_s < 1e15:
-            raise ChannelError(
-                f"bytes_per_s of a {message.kind} message is {message.bytes_per_s!r}; expected a rate above 0"
-            )
-        if isinstance(message, MachineNote):
-            _check_machine(message)
-        for name in _TIMES_OF[message.kind]:
-            value = getattr(message, name)
-            if not 0.0 <= value < 1e9:
-                raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
-        if isinstance(message, (Arrive, Late, Join, RoundNote, StepNote, CutDone, Switched)):
-            step = message.version if isinstance(message, (Late, Join, StepNote)) else message.round
-            now_at = self.engines[engine].rule.round if engine in self.engines else 0
-            if not 0 <= step <= now_at + _MAX_AHEAD:
-                raise ChannelError(f"a {message.kind} message is of step {step}; this job is at step {now_at}")
-        if isinstance(message, Take) and min(message.loader, message.epoch, message.samples, message.batch - 1) < 0:
-            raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
+    def _round_of(self, engine: int) -> int:
+        """The step an optimizer is at, 0 for one not heard of yet."""
+        return self.engines[engine].rule.round if engine in self.engines else 0
 
     def _set_away(self, rank: int, away: bool, now_s: float, *, out_of_data: bool = True) -> None:
         (self._away.add if away else self._away.discard)(rank)
@@ -359,10 +300,3 @@ class Board:
         if not self._said_bye and self.finished | self.lost == set(range(self.world_size)):
             self._said_bye = True
             self._broadcast(Bye(sorted(self.lost - self.finished)))
-
-
-def _check_machine(message: MachineNote) -> None:
-    for name in MachineStats.names():
-        value = getattr(message, name)
-        if not (math.isnan(value) or 0.0 <= value < 1e9):
-            raise ChannelError(f"{name} of a machine message is {value!r}; expected a number from 0, or NaN")
