@@ -190,7 +190,7 @@ class Board:
         for engine in self.engines.values():
             if engine.decides(now_s):
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
-                engine.link_bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
+                engine.links.bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
                 engine.machines = self._machines
             engine.closing = bool(self._closing)
             wake_s = min(wake_s, engine.tick(now_s))
@@ -210,7 +210,7 @@ class Board:
             self.engines[engine] = EngineBoard(
                 engine, self.world_size, self._config, self._broadcast, self._hosts, self._ranker
             )
-            self.engines[engine].link_bytes_per_s = self.links.bytes_per_s
+            self.engines[engine].links.bytes_per_s = self.links.bytes_per_s
         return self.engines[engine]
 
     def _round_of(self, engine: int) -> int:

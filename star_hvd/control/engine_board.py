@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from star_hvd.config import Config
 from star_hvd.control.alerts import Alerts
 from star_hvd.control.arrivals import Arrivals
 from star_hvd.control.choice import Choice
+from star_hvd.control.heed import LinkHeed
 from star_hvd.control.history import History
 from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
 from star_hvd.control.readiness import Readiness
@@ -32,8 +32,6 @@ logger = logging.getLogger("star_hvd")
 
 _HISTORY = 64
 _LOSSES = 256
-_COMM_S, _COMM_SHARE = 0.01, 0.2  # Communication below this, or this part of a step, is not worth measuring links.
-_COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps to know it by; fewer where it is the most of a step.
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
@@ -93,11 +91,9 @@ class EngineBoard:
         self._loss_steps: deque[int] = deque(maxlen=_LOSSES)
         self._hosts = tuple(hosts) or ("localhost",) * world_size
         self.gradient_bytes = 0
-        self.link_bytes_per_s: Sequence[float] = [math.nan] * world_size
+        self.links = LinkHeed(self.history, self.arrivals, world_size)
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
-        self._costly_comm: bool | None = None  # Looked at once for each decision.
-        self._heeds_links = False
         self._other_groups = 0
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
@@ -190,7 +186,7 @@ class EngineBoard:
             times_s=self.history.usual_s(),
             hosts=self._hosts,
             slow=[straggler.rank for straggler in self.stragglers],
-            link_bytes_per_s=self.link_bytes_per_s,
+            link_bytes_per_s=self.links.bytes_per_s,
             free_cpu_cores=[math.nan] * self.world_size,
             state_bytes=2 * self.gradient_bytes,
         )
@@ -268,7 +264,7 @@ class EngineBoard:
         self._maybe_return_to_sync(now_s)
         if self.decides(now_s):
             self._decide_at_s = now_s + self._config.decide_interval_s
-            self._costly_comm = None
+            self.links.look_again()
             self._decide(now_s)
         self._alerts.stall(self.rule, now_s)
         return min(wake_s, self._decide_at_s) if self.choice is not None else wake_s
@@ -280,7 +276,7 @@ class EngineBoard:
             ranks=self.history.table(
                 oversubscribed_share=_OVERSUBSCRIBED,
                 starved_share=throttled_shares(self.machines),
-                link_bytes_per_s=self._rates(),
+                link_bytes_per_s=self.links.rates(self.active),
                 silent_s=self.silent_s,
                 comm_s=tuple(self.arrivals.comm_s),
             ),
@@ -303,26 +299,7 @@ class EngineBoard:
     @property
     def suspects_links(self) -> bool:
         """Whether the links are to be measured: where they matter, and once at the start, while nobody needs them."""
-        if self.choice is None:
-            return False
-        return self.active.mode in ("subgroup", "ps") or all(map(math.isnan, self.link_bytes_per_s)) or self._costly()
-
-    def _costly(self) -> bool:
-        """Whether communication costs enough for a slow link to be worth an answer."""
-        if len(self.arrivals.comm_s) < _COMM_SURE:
-            return False
-        if self._costly_comm is None:
-            share = _COMM_SHARE if len(self.arrivals.comm_s) >= _COMM_STEPS else _COMM_SURE_SHARE
-            compute_s = [usual_s for usual_s in self.history.usual_s() if not math.isnan(usual_s)]
-            comm_s = self.arrivals.usual_comm_s
-            least_s = max(_COMM_S, share * (comm_s + statistics.median_low(compute_s))) if compute_s else math.inf
-            self._costly_comm = comm_s > least_s
-        return self._costly_comm
-
-    def _rates(self) -> Sequence[float]:
-        """The links' rates from when on they matter; before, all are as good as unknown."""
-        self._heeds_links = self._heeds_links or self.active.mode in ("subgroup", "ps") or self._costly()
-        return self.link_bytes_per_s if self._heeds_links else (math.nan,) * self.world_size
+        return self.choice is not None and self.links.suspects(self.active)
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
@@ -406,9 +383,9 @@ class EngineBoard:
     def _decide(self, now_s: float) -> None:
         window = self.window()
         self.stragglers = self._alerts.stragglers(find_stragglers(window), self.machines, now_s)
-        if self.choice is not None:
-            self.choice.watch(window, self.active)
         if self._switch is not None or self.refused is not None or self.closing:
+            if self.choice is not None:
+                self.choice.watch(window, self.active)
             return
         if self._again is not None and self.active.mode == "sync" and self.rule.ready:
             again, self._again = self._again, None
@@ -419,7 +396,7 @@ class EngineBoard:
             return
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
         if plan is None or plan.family == "rounds":
-            self._readiness.for_links(self.link_bytes_per_s, self.gradient_bytes, self.impossible)
+            self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.impossible)
             self._readiness.for_plan(self.choice.coming, self.impossible)
         if plan is not None:
             self.rested_on[self._next_epoch] = self.choice.predictions()
