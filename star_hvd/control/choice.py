@@ -58,6 +58,7 @@ class Choice:
             return self._rule.decide(window, active)
         seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed))
         if seen == self._seen and now_s < self._next_s:
+            self.watch(window, active)
             return None
         longer_s = min(_QUIETEST_INTERVAL_S, _SLOWER * self._interval_s)
         self._interval_s = longer_s if seen == self._seen else _QUIET_INTERVAL_S
@@ -70,7 +71,7 @@ class Choice:
             return None
 
     def watch(self, window: Window, active: Plan) -> None:
-        """See a window about which nothing is to be decided."""
+        """See a window about which nothing is decided: how long a rank is silent shows in the last of them."""
         if self._predicting is not None:
             try:
                 self._predicting.watch(window, active)

@@ -99,3 +99,12 @@ def test_a_stretch_under_one_plan_teaches_the_price_once_losses_are_told(monkeyp
     decide(choice, window(310, losses=falling), Plan.sync(4, epoch=2), 30.0)
     decide(choice, window(320, losses=falling), Plan.sync(4, epoch=2), 40.0)
     assert len(told) == 1, "a stretch is long, and under one plan"
+
+
+def test_windows_between_two_decisions_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice, active = Choice(4, Config(), HOSTS, Counting()), Plan.sync(4)
+    seen: list[int] = []
+    monkeypatch.setattr("scheduler.cost_policy.CostPolicy.watch", lambda self, win, plan: seen.append(win.step))
+    for number in range(4):
+        decide(choice, window(60 + number), active, 0.1 * number)
+    assert seen == [60, 61, 62, 63]
