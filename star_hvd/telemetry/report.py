@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from scheduler.outlook import outlook
+from scheduler.records import Window
 from star_hvd import runtime
 from star_hvd.control.board import Board
 from star_hvd.control.engine_board import EngineBoard
@@ -33,6 +37,10 @@ class RankLine:
         late_share: Part of the gradients that missed their step.
         slowdown: Compute time over the reference, for a slow rank; 1 for the others.
         cause: Of a slow rank, else empty.
+        next_s: Forecast of `compute_s` of the next step.
+        next_low_s: Its 10 % quantile.
+        next_high_s: Its 90 % quantile.
+        slow_next: Probability that it is 1.2 times the usual rank's or more.
     """
 
     rank: int
@@ -44,6 +52,10 @@ class RankLine:
     late_share: float
     slowdown: float = 1.0
     cause: str = ""
+    next_s: float = math.nan
+    next_low_s: float = math.nan
+    next_high_s: float = math.nan
+    slow_next: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +79,15 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        table = Table(title=f"step {self.step}: {self.mode} ({self.reason})", title_justify="left")
-        for name in ("rank", "compute ms", "wait ms", "behind ms", "input", "starved", "late", "slow"):
+        table = Table(title=f"step {self.step}: {self.mode} ({self.reason})", title_justify="left", box=box.SIMPLE)
+        columns = ("rank", "compute ms", "next ms", "wait ms", "behind ms", "input", "starved", "late", "slow")
+        for name in columns:
             table.add_column(name, justify="right")
         for line in self.ranks:
             table.add_row(
                 str(line.rank),
                 _ms(line.compute_s),
+                f"{_ms(line.next_s)} ({_ms(line.next_low_s)}-{_ms(line.next_high_s)})",
                 _ms(line.wait_s),
                 _ms(line.offset_s),
                 f"{line.input_share:.0%}",
@@ -82,7 +96,7 @@ class Report:
                 f"{line.slowdown:.1f}x {line.cause}" if line.cause else "",
             )
         out = io.StringIO()
-        Console(file=out, width=100, force_terminal=False).print(table)
+        Console(file=out, width=108, force_terminal=False).print(table)
         return "\n".join([out.getvalue().rstrip(), *(self.stragglers or ("no rank is slow",))])
 
 
@@ -164,7 +178,28 @@ def report(optimizer: int | None = None) -> Report | None:
         return None
     with run.coordinator.board() as board:
         engine = _engine(board, optimizer)
-        return None if engine is None else _build(engine, run.coordinator.malformed, run.keyring.denied)
+        if engine is None:
+            return None
+        window, told = engine.window(), _build(engine, run.coordinator.malformed, run.keyring.denied)
+    # The job's coordinator is not kept waiting for it.
+    return replace(told, ranks=_with_forecast(told.ranks, window))
+
+
+def _with_forecast(lines: Sequence[RankLine], window: Window) -> tuple[RankLine, ...]:
+    expected = outlook(window)
+    if expected is None:
+        return tuple(lines)
+    low_s, _, high_s = expected.quantile_s
+    return tuple(
+        replace(
+            line,
+            next_s=float(expected.median_s[line.rank]),
+            next_low_s=float(low_s[line.rank]),
+            next_high_s=float(high_s[line.rank]),
+            slow_next=float(expected.slow[line.rank]),
+        )
+        for line in lines
+    )
 
 
 def _build(engine: EngineBoard, malformed: int, denied: int) -> Report:

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 from benchmarks import forecast as benchmark
 from scheduler.forecast import Forecaster, LastValue, RunningMean, RunningMedian
+from scheduler.outlook import outlook
+from scheduler.records import RankStats, Window
+from tests.unit.windows import steady, window
 
 Array = npt.NDArray[np.float64]
 
@@ -215,3 +218,26 @@ def test_on_the_recorded_traces_it_beats_last_value_and_running_mean() -> None:
         ours = found["next"]["forecast"]
         assert ours["fitted"] > max(found["next"][other]["rule"] for other in ("last", "mean"))
         assert ours["auc"] > max(found["next"][other]["auc"] for other in ("last", "mean"))
+
+
+# ---- the forecast of a window --------------------------------------------------------------------------------------
+
+
+def test_the_outlook_of_a_window_is_that_of_its_steps() -> None:
+    times = steady(4, 40, slow={3: 3.0}, jitter=0.05)
+    expected = Forecaster(4)
+    for row in times:
+        expected.update(row)
+    found = outlook(window(times, end=40))
+    assert found is not None
+    np.testing.assert_allclose(found.median_s, expected.forecast().median_s)
+    low_s, _, high_s = found.quantile_s
+    assert (low_s < found.median_s).all() and (found.median_s < high_s).all()
+    assert 0.27 < found.median_s[3] < 0.33 and found.slow[3] > 0.9 and max(found.slow[:3]) < 0.2
+
+
+def test_the_outlook_of_ranks_that_told_little_or_nothing() -> None:
+    assert outlook(Window(step=0, ranks=tuple(RankStats(rank=r, compute_s=(), steps=()) for r in range(3)))) is None
+    told = RankStats(rank=0, compute_s=(0.1, 0.2, 0.1), steps=(4, 6, 6))
+    found = outlook(Window(step=7, ranks=(told, RankStats(rank=1, compute_s=(), steps=()))))
+    assert found is not None and np.isnan(found.median_s[1]) and 0.09 < found.median_s[0] < 0.21
