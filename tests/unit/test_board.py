@@ -2,80 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scheduler.records import Plan
-from star_hvd.config import Config
 from star_hvd.control import messages as m
-from star_hvd.control.board import ALL, Board
-from star_hvd.control.switch_messages import LinkRate, MachineNote, Probe
+from star_hvd.control.board import ALL
 from star_hvd.errors import ChannelError
-
-CONFIG = Config(lost_after_s=10.0, plan_deadline_s=60.0)
-
-
-class Job:
-    """A board, a clock, and what the board has sent."""
-
-    def __init__(self, world_size: int = 3, config: Config = CONFIG) -> None:
-        self.world_size = world_size
-        self.now_s = 100.0
-        self.board = Board(world_size, config, self.now_s)
-
-    def say(self, rank: int, message: m.Message) -> list[m.Message]:
-        self.board.handle(rank, message, self.now_s)
-        return self.sent()
-
-    def pass_time(self, seconds: float, alive: tuple[int, ...] | None = None) -> list[m.Message]:
-        """Let time pass in small steps in which ranks give signs of life."""
-        end_s, heard = self.now_s + seconds, []
-        while self.now_s < end_s - 1e-9:
-            self.now_s = min(end_s, self.now_s + 0.5)
-            for rank in range(self.world_size) if alive is None else alive:
-                self.board.handle(rank, m.Heartbeat(rank), self.now_s)
-            assert self.board.tick(self.now_s) > self.now_s
-            heard += self.sent()
-        return heard
-
-    def sent(self) -> list[m.Message]:
-        outbox, self.board.outbox = self.board.outbox, []
-        self.destinations = [destination for destination, _ in outbox]
-        return [message for _, message in outbox]
-
-    def register(self, plan: Plan | None, engine: int = 0) -> list[m.Message]:
-        first = Plan.sync(self.world_size).to_dict()
-        wanted = plan.to_dict() if plan is not None else {}
-        return [x for r in range(self.world_size) for x in self.say(r, m.Register(engine, first, wanted))]
-
-    def arrive(self, rank: int, step: int, epoch: int = 0, compute_s: float = 0.1) -> None:
-        self.say(rank, m.Arrive(0, step, epoch, compute_s, 0.0, 0.05, 0.0, 0.01))
-
-    def tick(self) -> list[m.Message]:
-        self.board.tick(self.now_s)
-        return self.sent()
-
-    @property
-    def engine(self) -> Any:
-        return self.board.engines[0]
-
-
-def only(heard: list[m.Message], kind: type[m.Message]) -> list[Any]:
-    return [message for message in heard if isinstance(message, kind)]
-
-
-def relaxed_job(world_size: int = 3) -> Job:
-    job = Job(world_size)
-    job.register(Plan.partial(world_size, world_size - 1))
-    for rank in range(world_size):
-        job.arrive(rank, 5, epoch=1)
-    assert job.engine.active.relaxed
-    return job
+from tests.unit.boards import PLAN, Job, only, relaxed_job
 
 
 def test_a_plan_is_published_once_all_ranks_have_registered() -> None:
@@ -192,16 +127,6 @@ def test_everybody_leaves_once_all_have_finished() -> None:
     assert only(job.pass_time(30.0), m.Bye) == []
 
 
-def test_a_silent_rank_is_named_and_does_not_keep_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job()
-    job.say(0, m.Finished(0)), job.say(1, m.Finished(1))
-    assert only(job.pass_time(9.5, alive=(0, 1)), m.Bye) == []
-    assert only(job.pass_time(1.0, alive=(0, 1)), m.Bye) == [m.Bye([2])]
-    assert "rank 2 has given no sign of life for 10." in caplog.text
-    job.say(2, m.Heartbeat(2))
-    assert "rank 2 is heard again" in caplog.text and not job.board.lost
-
-
 def sources(job: Job, rank: int, times: int = 6) -> set[int]:
     return {reply.rank for _ in range(times) for reply in only(job.say(rank, m.Source(0)), m.SourceReply)}
 
@@ -236,129 +161,6 @@ def test_what_is_said_of_a_closed_optimizer_is_ignored() -> None:
     job.say(0, m.Unregister(0))
     job.arrive(1, 7)
     assert job.board.engines == {}
-
-
-PLAN = Plan.sync(3).to_dict()
-BAD = [
-    m.Register(0, {"mode": "turbo", "world_size": 3, "quorum": 3}, {}),
-    m.Register(0, PLAN, {"mode": "sync"}),
-    m.Register(0, PLAN, Plan.sync(4).to_dict()),
-    m.Register(0, Plan.sync(4).to_dict(), {}),
-    m.Register(-1, PLAN, {}),
-    m.Register(5000, PLAN, {}),
-    m.Arrive(0, 7, 0, -1.0, 0.0, 0.0, 0.0, 0.0),
-    m.Arrive(0, 7, 0, math.nan, 0.0, 0.0, 0.0, 0.0),
-    m.Arrive(0, 7, 0, math.inf, 0.0, 0.0, 0.0, 0.0),
-    m.Arrive(0, 7, 0, 1.0, 0.0, 0.0, 0.0, math.nan),
-    m.Arrive(0, -7, 0, 1.0, 0.0, 0.0, 0.0, 0.0),
-    m.Arrive(0, 1 << 50, 0, 1.0, 0.0, 0.0, 0.0, 0.0),
-    m.Join(0, 1 << 50),
-    m.Late(0, 7, 0, 1.0, 1e10, 0.0, 0.0),
-    m.Late(2000, 7, 0, 1.0, 1.0, 0.0, 0.0),
-    m.RoundNote(0, 1 << 50, 0, [0], 0.0, 1.0, 1.0, 0.0, 0, 0.0, 0.0),
-    m.Take(0, 0, -1, 4, False),
-    m.Take(0, 0, 4, 0, False),
-    m.Take(0, -1, 4, 1, False),
-    m.PlanMessage(0, PLAN),
-    m.CloseRound(0, 3, 0.1),
-    m.Grant(0, 0, 0, 1),
-    m.Bye([]),
-    m.Abandon(0, 1, ""),
-    m.EpochEnd(0, 0),
-    m.SourceReply(0, 1),
-    m.Hurry(True),
-]
-
-
-def state_of(thing: Any) -> Any:
-    """Everything an object holds, down to plain values."""
-    if isinstance(thing, dict):
-        return {key: state_of(value) for key, value in thing.items()}
-    if isinstance(thing, (list, tuple, deque)):
-        return [state_of(value) for value in thing]
-    if not type(thing).__module__.startswith(("star_hvd", "scheduler")):
-        return "a call" if callable(thing) else repr(thing)
-    names = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
-    return {name: state_of(getattr(thing, name)) for name in [*names, *getattr(thing, "__dict__", ())]}
-
-
-def test_the_state_that_is_compared_is_all_there_is() -> None:
-    """Each of these must show, or the test below could not fail."""
-    said = [
-        m.Hello(0),
-        m.Arrive(0, 7, 1, 0.1, 0.0, 0.0, 0.0, 0.0),
-        m.Late(0, 5, 1, 0.1, 0.0, 0.0, 0.0),
-        m.Join(0, 8),
-        m.RoundNote(0, 6, 1, [0], 1.0, 1.0, 1.0, 1.0, 3, 1.0, 0.0),
-        m.Refuse(0, 1, "x"),
-        m.Away(True, False, "x"),
-        m.Take(0, 0, 10, 4, False),
-        m.Source(0),
-        m.Finished(1),
-        m.Unregister(0),
-    ]
-    for message in said:
-        job = relaxed_job()
-        before = state_of(job.board)
-        job.now_s += 1.0
-        job.board.handle(1, message, job.now_s)
-        assert state_of(job.board) != before, message.kind
-
-
-@pytest.mark.parametrize("message", BAD, ids=lambda x: x.kind)
-def test_bad_input_changes_nothing(message: m.Message) -> None:
-    job = relaxed_job()
-    job.say(0, m.Take(0, 0, 10, 4, False))
-    before = state_of(job.board)
-    job.now_s += 1.0
-    with pytest.raises(ChannelError):
-        job.say(1, message)
-    assert state_of(job.board) == before
-
-
-@pytest.mark.parametrize("rank", [-1, 3, 1 << 40])
-def test_a_rank_that_does_not_exist(rank: int) -> None:
-    with pytest.raises(ChannelError, match=r"ranks 0\.\.2"):
-        Job().say(rank, m.Hello(0))
-
-
-COUNT = st.integers(-2, 40) | st.sampled_from([1 << 52, -(1 << 52)])
-TIME_S = st.floats(0.0, 2.0) | st.sampled_from([math.nan, math.inf, -1.0])
-LOOP = st.integers(0, 2)
-ANY = st.one_of(
-    st.builds(m.Register, LOOP, st.sampled_from([PLAN, {}]), st.sampled_from([{}, Plan.partial(3, 2).to_dict()])),
-    st.builds(m.Unregister, st.just(2)),
-    st.builds(m.Arrive, LOOP, COUNT, st.integers(-1, 4), TIME_S, TIME_S, TIME_S, TIME_S, TIME_S),
-    st.builds(m.Late, LOOP, COUNT, st.integers(-1, 4), TIME_S, TIME_S, TIME_S, TIME_S),
-    st.builds(m.Join, LOOP, COUNT),
-    st.builds(m.Away, st.booleans(), st.booleans(), st.just("x")),
-    st.builds(m.Refuse, LOOP, st.integers(-1, 4), st.just("x")),
-    st.builds(m.Take, LOOP, st.integers(-1, 3), st.integers(-1, 9), st.integers(0, 3), st.booleans()),
-    st.builds(m.Source, LOOP),
-    st.builds(m.Finished, st.integers(-1, 3)),
-    st.builds(
-        m.RoundNote, LOOP, COUNT, st.integers(-1, 4), st.just([0]), st.floats(), st.floats(), st.floats(),
-        st.floats(), st.integers(0, 3), st.floats(), st.floats(),
-    ),
-)  # fmt: skip
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(-1, 3), ANY, st.floats(0.0, 3.0)), max_size=60), st.booleans())
-def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]], auto: bool) -> None:
-    """Ranks may say anything in any order: it is acted on or refused, and the board goes on."""
-    job = Job()
-    job.register(None if auto else Plan.partial(3, 2))
-    for rank, message, pause_s in said:
-        job.now_s += pause_s
-        try:
-            job.board.handle(rank, message, job.now_s)
-        except ChannelError:
-            continue
-        finally:
-            assert job.board.tick(job.now_s) > job.now_s
-        for sent in job.sent():
-            assert m.decode(m.encode(sent)) == sent
 
 
 def test_a_rank_pinned_while_another_relaxed_plan_is_on_its_way_brings_everybody_back_to_sync() -> None:
@@ -423,21 +225,6 @@ def test_nobody_is_told_twice_that_arrivals_need_not_hurry() -> None:
     assert only(job.pass_time(3.0), m.Hurry) == []
 
 
-def test_a_step_that_waits_long_is_logged_with_the_ranks_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(3, Config(stall_warning_s=10.0, lost_after_s=1e6))
-    job.register(None)
-    job.arrive(0, 7), job.arrive(2, 7)
-    job.pass_time(9.5)
-    assert caplog.text == ""
-    job.pass_time(1.0)
-    assert "step 7 has been waiting for ranks [1] for 10 s" in caplog.text
-    job.pass_time(5.0)
-    assert caplog.text.count("has been waiting") == 1, "not more often than it is long"
-    job.arrive(1, 7)
-    job.pass_time(30.0)
-    assert caplog.text.count("has been waiting") == 1
-
-
 def test_a_step_that_was_closed_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """The ranks may compute the next gradient for minutes; that is no stall."""
     job = relaxed_job()
@@ -450,41 +237,6 @@ def test_a_step_that_was_closed_waits_for_nobody(caplog: pytest.LogCaptureFixtur
     job.arrive(0, 7, epoch=1)
     assert len(only(job.pass_time(30.0), m.CloseRound)) == 0
     assert "step 7 has been waiting for ranks [1, 2]" in caplog.text
-
-
-def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    job = relaxed_job()
-    job.tick()
-    job.arrive(1, 6, epoch=1)
-    (order,) = only(job.pass_time(61.0), m.CloseRound)
-    assert order.round == 6
-    assert "step 6 closes without ranks [0, 2]: its quorum did not come together within 60 s" in caplog.text
-
-
-def test_a_slow_rank_is_named_and_not_named_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(3, Config(report_interval_s=30.0, lost_after_s=1e6))
-    job.register(Plan.sync(3))
-    for step in range(40):
-        for rank in range(3):
-            job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
-        job.now_s += 0.4
-        job.tick()
-    lines = [record.getMessage() for record in caplog.records if "slower" in record.getMessage()]
-    assert len(lines) == 1 and lines[0].startswith("rank 2 computes 4.0x slower than the median since step ")
-    assert [straggler.rank for straggler in job.engine.stragglers] == [2]
-    job.pass_time(31.0)
-    assert len([record for record in caplog.records if "slower" in record.getMessage()]) == 2
-
-
-def test_equal_ranks_are_never_called_slow(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job()
-    job.register(Plan.sync(3))
-    for step in range(40):
-        for rank in range(3):
-            job.arrive(rank, step, compute_s=0.1 + 0.005 * ((step + rank) % 3))
-        job.now_s += 0.1
-        job.tick()
-    assert "slower" not in caplog.text and job.engine.stragglers == ()
 
 
 def test_auto_relaxes_for_a_slow_rank_and_never_after_a_refusal() -> None:
@@ -503,23 +255,6 @@ def test_auto_relaxes_for_a_slow_rank_and_never_after_a_refusal() -> None:
         published[refused] = only(heard, m.PlanMessage)
     assert published[False] and published[False][0].plan["quorum"] < 4
     assert published[True] == []
-
-
-def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    job = Job()
-    job.register(Plan.sync(3))
-    job.say(2, m.Finished(2))
-    for step in range(3):
-        job.arrive(0, step), job.arrive(1, step)
-        assert [order.round for order in only(job.tick(), m.CloseRound)] == [step]
-    assert caplog.text.count("ranks [2] are outside their training loop") == 1
-    fed = Job()
-    fed.register(Plan.sync(3))
-    fed.say(0, m.Take(0, 0, 10, 4, False))
-    fed.say(2, m.Finished(2))
-    caplog.clear()
-    fed.arrive(0, 0), fed.arrive(1, 0)
-    assert only(fed.tick(), m.CloseRound) and "outside" not in caplog.text
 
 
 def test_a_finished_rank_stays_away_after_an_epoch_that_ends_without_it() -> None:
@@ -586,83 +321,3 @@ def test_what_is_said_of_a_refused_plan_is_short(plan: dict[str, Any]) -> None:
         with pytest.raises(ChannelError, match="a plan was refused: plan ") as caught:
             Job().say(0, message)
         assert len(str(caught.value)) < 300, "an error must not carry what was received into the log"
-
-
-def test_a_machine_s_readings_become_part_of_the_evidence() -> None:
-    job = Job(3)
-    job.register(None)
-    note = {"pressure_share": 0.1, "gpu_clock_share": math.nan, "gpu_throttled": math.nan}
-    note |= {"gpu_temperature_c": math.nan, "nic_drops_per_s": 0.0}
-    job.say(2, MachineNote(throttled_share=0.7, **note))
-    for step in range(8):
-        for rank in range(3):
-            job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
-        job.now_s += 0.4
-        job.tick()
-    found = job.board.engines[0].stragglers
-    assert [(s.rank, s.cause) for s in found] == [(2, "starved")]
-    assert "a CPU quota holds it back 70 % of the time" in found[0].evidence
-    with pytest.raises(ChannelError, match="throttled_share"):
-        job.say(2, MachineNote(throttled_share=-1.0, **note))
-
-
-def test_a_loss_that_is_no_number_reaches_the_guard_and_not_the_mean() -> None:
-    job = Job(2)
-    job.register(None)
-    board = job.board.engines[0]
-    for step, loss in enumerate((2.0, math.inf, 1.0, math.nan)):
-        board._note_loss(step, loss)
-    assert board.loss == pytest.approx(1.9)
-    assert board.window().losses == (2.0, math.inf, 1.0) and board.window().loss_steps == (0, 1, 2)
-
-
-# ---- links ----------------------------------------------------------------------------------------------------------
-
-
-def test_links_are_measured_once_at_the_start_and_heeded_only_where_communication_costs_something() -> None:
-    job = Job(4)
-    job.register(None)
-    rates = {0: 1e8, 1: 1e8, 2: 1e8, 3: 1e7}
-    asked = []
-
-    def answer(seconds: float) -> None:
-        for _ in range(round(seconds / 0.05)):
-            job.now_s += 0.05
-            for probe, rank in zip(job.tick(), job.destinations, strict=True):
-                if isinstance(probe, Probe):
-                    asked.append(rank)
-                    rate = min(rates[rank], rates[probe.target])
-                    job.board.handle(rank, LinkRate(rate), job.now_s)
-
-    answer(2.0)
-    assert set(asked) == {0, 1, 2, 3} and job.board.links.bytes_per_s == list(rates.values())
-    known = job.engine.window().ranks
-    assert all(math.isnan(known[rank].link_bytes_per_s) for rank in range(4)), "nobody has asked for them"
-
-    def lockstep(step: int, comm_s: float) -> None:
-        for rank in range(4):
-            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, comm_s))
-
-    asked.clear()
-    for step in range(8):
-        lockstep(step, comm_s=0.001)
-        answer(1.0)
-    assert not asked and math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
-    for step in range(8, 40):
-        lockstep(step, comm_s=0.5)
-        answer(0.2)
-    assert asked, "they are measured again where it matters"
-    assert [one.link_bytes_per_s for one in job.engine.window().ranks] == list(rates.values())
-
-
-def test_two_steps_of_little_but_communication_are_enough_to_heed_what_is_known_of_links() -> None:
-    job = Job(4)
-    job.register(None)
-    job.board.links.bytes_per_s[:] = [1e8, 1e8, 1e8, 1e7]
-    for step in range(4):
-        heeded = not math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
-        assert heeded == (step >= 3), "what step 0 communicated is told with step 1"
-        for rank in range(4):
-            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, 0.6))
-        job.now_s += 0.7
-        job.tick()

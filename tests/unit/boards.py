@@ -1,0 +1,73 @@
+"""A coordinator's board driven by scripted jobs, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scheduler.records import Plan
+from star_hvd.config import Config
+from star_hvd.control import messages as m
+from star_hvd.control.board import Board
+
+CONFIG = Config(lost_after_s=10.0, plan_deadline_s=60.0)
+
+
+PLAN = Plan.sync(3).to_dict()
+
+
+class Job:
+    """A board, a clock, and what the board has sent."""
+
+    def __init__(self, world_size: int = 3, config: Config = CONFIG) -> None:
+        self.world_size = world_size
+        self.now_s = 100.0
+        self.board = Board(world_size, config, self.now_s)
+
+    def say(self, rank: int, message: m.Message) -> list[m.Message]:
+        self.board.handle(rank, message, self.now_s)
+        return self.sent()
+
+    def pass_time(self, seconds: float, alive: tuple[int, ...] | None = None) -> list[m.Message]:
+        """Let time pass in small steps in which ranks give signs of life."""
+        end_s, heard = self.now_s + seconds, []
+        while self.now_s < end_s - 1e-9:
+            self.now_s = min(end_s, self.now_s + 0.5)
+            for rank in range(self.world_size) if alive is None else alive:
+                self.board.handle(rank, m.Heartbeat(rank), self.now_s)
+            assert self.board.tick(self.now_s) > self.now_s
+            heard += self.sent()
+        return heard
+
+    def sent(self) -> list[m.Message]:
+        outbox, self.board.outbox = self.board.outbox, []
+        self.destinations = [destination for destination, _ in outbox]
+        return [message for _, message in outbox]
+
+    def register(self, plan: Plan | None, engine: int = 0) -> list[m.Message]:
+        first = Plan.sync(self.world_size).to_dict()
+        wanted = plan.to_dict() if plan is not None else {}
+        return [x for r in range(self.world_size) for x in self.say(r, m.Register(engine, first, wanted))]
+
+    def arrive(self, rank: int, step: int, epoch: int = 0, compute_s: float = 0.1) -> None:
+        self.say(rank, m.Arrive(0, step, epoch, compute_s, 0.0, 0.05, 0.0, 0.01))
+
+    def tick(self) -> list[m.Message]:
+        self.board.tick(self.now_s)
+        return self.sent()
+
+    @property
+    def engine(self) -> Any:
+        return self.board.engines[0]
+
+
+def only(heard: list[m.Message], kind: type[m.Message]) -> list[Any]:
+    return [message for message in heard if isinstance(message, kind)]
+
+
+def relaxed_job(world_size: int = 3) -> Job:
+    job = Job(world_size)
+    job.register(Plan.partial(world_size, world_size - 1))
+    for rank in range(world_size):
+        job.arrive(rank, 5, epoch=1)
+    assert job.engine.active.relaxed
+    return job

@@ -1,0 +1,168 @@
+"""What a board notices and logs: slow ranks, long steps, machines, losses, links."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from scheduler.records import Plan
+from star_hvd.config import Config
+from star_hvd.control import messages as m
+from star_hvd.control.switch_messages import LinkRate, MachineNote, Probe
+from star_hvd.errors import ChannelError
+from tests.unit.boards import Job, only, relaxed_job
+
+
+def test_a_silent_rank_is_named_and_does_not_keep_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.say(0, m.Finished(0)), job.say(1, m.Finished(1))
+    assert only(job.pass_time(9.5, alive=(0, 1)), m.Bye) == []
+    assert only(job.pass_time(1.0, alive=(0, 1)), m.Bye) == [m.Bye([2])]
+    assert "rank 2 has given no sign of life for 10." in caplog.text
+    job.say(2, m.Heartbeat(2))
+    assert "rank 2 is heard again" in caplog.text and not job.board.lost
+
+
+def test_a_step_that_waits_long_is_logged_with_the_ranks_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(3, Config(stall_warning_s=10.0, lost_after_s=1e6))
+    job.register(None)
+    job.arrive(0, 7), job.arrive(2, 7)
+    job.pass_time(9.5)
+    assert caplog.text == ""
+    job.pass_time(1.0)
+    assert "step 7 has been waiting for ranks [1] for 10 s" in caplog.text
+    job.pass_time(5.0)
+    assert caplog.text.count("has been waiting") == 1, "not more often than it is long"
+    job.arrive(1, 7)
+    job.pass_time(30.0)
+    assert caplog.text.count("has been waiting") == 1
+
+
+def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    job = relaxed_job()
+    job.tick()
+    job.arrive(1, 6, epoch=1)
+    (order,) = only(job.pass_time(61.0), m.CloseRound)
+    assert order.round == 6
+    assert "step 6 closes without ranks [0, 2]: its quorum did not come together within 60 s" in caplog.text
+
+
+def test_a_slow_rank_is_named_and_not_named_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(3, Config(report_interval_s=30.0, lost_after_s=1e6))
+    job.register(Plan.sync(3))
+    for step in range(40):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
+        job.now_s += 0.4
+        job.tick()
+    lines = [record.getMessage() for record in caplog.records if "slower" in record.getMessage()]
+    assert len(lines) == 1 and lines[0].startswith("rank 2 computes 4.0x slower than the median since step ")
+    assert [straggler.rank for straggler in job.engine.stragglers] == [2]
+    job.pass_time(31.0)
+    assert len([record for record in caplog.records if "slower" in record.getMessage()]) == 2
+
+
+def test_equal_ranks_are_never_called_slow(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    for step in range(40):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.1 + 0.005 * ((step + rank) % 3))
+        job.now_s += 0.1
+        job.tick()
+    assert "slower" not in caplog.text and job.engine.stragglers == ()
+
+
+def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    job.say(2, m.Finished(2))
+    for step in range(3):
+        job.arrive(0, step), job.arrive(1, step)
+        assert [order.round for order in only(job.tick(), m.CloseRound)] == [step]
+    assert caplog.text.count("ranks [2] are outside their training loop") == 1
+    fed = Job()
+    fed.register(Plan.sync(3))
+    fed.say(0, m.Take(0, 0, 10, 4, False))
+    fed.say(2, m.Finished(2))
+    caplog.clear()
+    fed.arrive(0, 0), fed.arrive(1, 0)
+    assert only(fed.tick(), m.CloseRound) and "outside" not in caplog.text
+
+
+def test_a_machine_s_readings_become_part_of_the_evidence() -> None:
+    job = Job(3)
+    job.register(None)
+    note = {"pressure_share": 0.1, "gpu_clock_share": math.nan, "gpu_throttled": math.nan}
+    note |= {"gpu_temperature_c": math.nan, "nic_drops_per_s": 0.0}
+    job.say(2, MachineNote(throttled_share=0.7, **note))
+    for step in range(8):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
+        job.now_s += 0.4
+        job.tick()
+    found = job.board.engines[0].stragglers
+    assert [(s.rank, s.cause) for s in found] == [(2, "starved")]
+    assert "a CPU quota holds it back 70 % of the time" in found[0].evidence
+    with pytest.raises(ChannelError, match="throttled_share"):
+        job.say(2, MachineNote(throttled_share=-1.0, **note))
+
+
+def test_a_loss_that_is_no_number_reaches_the_guard_and_not_the_mean() -> None:
+    job = Job(2)
+    job.register(None)
+    board = job.board.engines[0]
+    for step, loss in enumerate((2.0, math.inf, 1.0, math.nan)):
+        board._note_loss(step, loss)
+    assert board.loss == pytest.approx(1.9)
+    assert board.window().losses == (2.0, math.inf, 1.0) and board.window().loss_steps == (0, 1, 2)
+
+
+def test_links_are_measured_once_at_the_start_and_heeded_only_where_communication_costs_something() -> None:
+    job = Job(4)
+    job.register(None)
+    rates = {0: 1e8, 1: 1e8, 2: 1e8, 3: 1e7}
+    asked = []
+
+    def answer(seconds: float) -> None:
+        for _ in range(round(seconds / 0.05)):
+            job.now_s += 0.05
+            for probe, rank in zip(job.tick(), job.destinations, strict=True):
+                if isinstance(probe, Probe):
+                    asked.append(rank)
+                    rate = min(rates[rank], rates[probe.target])
+                    job.board.handle(rank, LinkRate(rate), job.now_s)
+
+    answer(2.0)
+    assert set(asked) == {0, 1, 2, 3} and job.board.links.bytes_per_s == list(rates.values())
+    known = job.engine.window().ranks
+    assert all(math.isnan(known[rank].link_bytes_per_s) for rank in range(4)), "nobody has asked for them"
+
+    def lockstep(step: int, comm_s: float) -> None:
+        for rank in range(4):
+            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, comm_s))
+
+    asked.clear()
+    for step in range(8):
+        lockstep(step, comm_s=0.001)
+        answer(1.0)
+    assert not asked and math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
+    for step in range(8, 40):
+        lockstep(step, comm_s=0.5)
+        answer(0.2)
+    assert asked, "they are measured again where it matters"
+    assert [one.link_bytes_per_s for one in job.engine.window().ranks] == list(rates.values())
+
+
+def test_two_steps_of_little_but_communication_are_enough_to_heed_what_is_known_of_links() -> None:
+    job = Job(4)
+    job.register(None)
+    job.board.links.bytes_per_s[:] = [1e8, 1e8, 1e8, 1e7]
+    for step in range(4):
+        heeded = not math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
+        assert heeded == (step >= 3), "what step 0 communicated is told with step 1"
+        for rank in range(4):
+            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, 0.6))
+        job.now_s += 0.7
+        job.tick()
