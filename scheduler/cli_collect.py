@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from importlib import metadata
 from pathlib import Path
@@ -59,11 +60,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def project_version() -> str:
-    """Version of the installed project; `unknown` in a bare checkout."""
+    """Version of the installed project, or of the checkout this is run in; `unknown` without either."""
     try:
         return metadata.version("star-hvd")
     except metadata.PackageNotFoundError:
+        pass
+    try:
+        text = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
         return "unknown"
+    found = re.search(r'^version = "([^"]+)"', text, re.MULTILINE)  # Python 3.10 has no tomllib.
+    return found[1] if found else "unknown"
 
 
 def _tell(text: str) -> None:

@@ -27,7 +27,7 @@ __all__ = ["Close", "ClosingRule"]
 _RECENT = 5  # Own compute times that predict the next one: short, so that a recovered rank is waited for again.
 _SLOW = 1.3  # Times the reference; as in `causes.THRESHOLD`.
 _COMING_BACK_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens.
-_OFFSETS, _OFFSETS_EVERY = 64, 4  # Arrival offsets behind the grace time; once there are so many, steps between looks.
+_OFFSETS = 64  # Arrival offsets behind the grace time.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,9 +273,7 @@ class ClosingRule:
     def _note_offsets(self) -> None:
         if not self.plan.may_close:  # In lockstep arrivals are told in batches: their times say nothing.
             return
-        first = min(self._ready.values())
-        if len(self._offsets) < _OFFSETS or self.round % _OFFSETS_EVERY == 0:
-            self._late_s = None
+        first, self._late_s = min(self._ready.values()), None
         fast = (when for rank, when in self._ready.items() if not self._is_slow(rank))
         self._offsets.extend(when - first for when in fast if when > first)
 

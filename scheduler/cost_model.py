@@ -21,7 +21,7 @@ import numpy.typing as npt
 from scheduler.conditions import CYCLE_S, Array, Conditions
 from scheduler.grouping import progressive_groups, similar_groups, speed_groups
 from scheduler.plans import LOCAL_COPIES, Plan
-from scheduler.progress import alignment, update_progress
+from scheduler.progress import alignment, local_drift, update_progress
 from scheduler.replay import Flow, order_interval, partial_flow, server_flow
 
 __all__ = ["Prediction", "order_interval", "predict", "rank", "settle"]
@@ -293,7 +293,7 @@ def _local(plan: Plan, conditions: Conditions) -> Flow:
         count = float(counts.mean())
     # Freezes come with time, not with rounds.
     interval_s = (round_s + _averaging_s(conditions)) / count + conditions.frozen_s
-    drift = 0.15 * 0.5 * (count - 1.0) * (1.0 - 1.0 / n)
+    drift = float(local_drift(count, n))
     gradients = float(counts.sum() ** 2 / (counts * counts).sum())
     return Flow(
         interval_s=interval_s,

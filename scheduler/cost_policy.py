@@ -137,6 +137,7 @@ class CostPolicy:
         trouble = find_trouble(conditions)
         self._now = (window, active, trouble)
         self._calm_since = None if trouble else window.step if self._calm_since is None else self._calm_since
+        lost_s = self._freezes.take_lost_s()
         if active.mode == "sync" and (not trouble or self.guard.holds(window.step)):
             self.coming = self._after_another_freeze(window, conditions, trouble)
             self._rest(window)
@@ -147,7 +148,7 @@ class CostPolicy:
             self.last = rank(offered, conditions)
         else:
             self.last = sorted(self._ranker(offered, conditions, window, active), key=lambda p: p.relative)
-        return self._choose(window, conditions, active, trouble) if self.last else None
+        return self._choose(window, conditions, active, trouble, lost_s) if self.last else None
 
     def watch(self, window: Window, active: Plan) -> None:
         """Take notice of ranks that stand still, also while nothing is decided: a plan on its way waits for them."""
@@ -198,7 +199,9 @@ class CostPolicy:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _choose(self, window: Window, conditions: Conditions, active: Plan, trouble: Trouble) -> Plan | None:
+    def _choose(
+        self, window: Window, conditions: Conditions, active: Plan, trouble: Trouble, lost_s: float
+    ) -> Plan | None:
         now = next((p for p in self.last if same_plan(p.plan, active)), None)
         sync = next((p for p in self.last if p.plan.mode == "sync"), None)
         sane = [p for p in self.last if p.high < _RISK or p is now or p is sync] or self.last
@@ -215,14 +218,16 @@ class CostPolicy:
         price_s = self._price_s(conditions, active, best.plan)
         free = next((p for p in sane if _same_family(active, p.plan)), now)
         near = self._near(window, free, now) if free is not best else None
+        if best.plan.mode == "ps":
+            self._rental.lost_s += lost_s  # What its like would have spared.
         if self._rental.pays(window.step, self._loss_s(best, now) * _steps_of_a_round(active, conditions), price_s):
             # Not for a few percent more than what there is without a price, there and back.
             worth = best.relative < (1.0 - self._gain) * free.relative
             return self._go(window, best if worth else free, active, now, trouble)
         if near is not None:
-            lost_s = self._rental.lost_s
+            so_far_s = self._rental.lost_s
             plan = self._go(window, near, active, now, trouble)
-            self._rental.lost_s = lost_s  # The loss against the best goes on.
+            self._rental.lost_s = so_far_s  # The loss against the best goes on.
             return plan
         self._waiting = (best, price_s - self._rental.lost_s)
         return None

@@ -46,6 +46,7 @@ class Freezes:
         self._step: int | None = None
         self._now = 0.0
         self._typical_s = math.inf
+        self._lost_s = 0.0
 
     def note(self, window: Window, active: Plan, typical_s: float) -> None:
         """Take in a window.
@@ -69,13 +70,19 @@ class Freezes:
         silent = {rank: float(silences[rank]) for rank in long if silences[rank] > 2.0 * usual_s}
         for rank, silent_s in silent.items():
             spells = self._spells.setdefault(rank, [])
-            if rank in self._silent:
-                spells[-1].silent_s = max(spells[-1].silent_s, silent_s)
-            else:
-                spells.append(_Spell(self._now, silent_s))
+            if rank not in self._silent:
+                spells.append(_Spell(self._now, 0.0))
+            longer_s = max(0.0, silent_s - spells[-1].silent_s)
+            spells[-1].silent_s += longer_s
+            self._lost_s += longer_s if active.mode != "ps" else 0.0
         self._silent = set(silent)
         begin = self._now - _HORIZON
         self._spells = {r: kept for r, s in self._spells.items() if (kept := [one for one in s if one.begin > begin])}
+
+    def take_lost_s(self) -> float:
+        """Seconds that freezes cost the job since this was asked last, as it was not at servers."""
+        lost_s, self._lost_s = self._lost_s, 0.0
+        return lost_s
 
     @property
     def froze(self) -> Collection[int]:

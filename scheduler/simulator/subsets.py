@@ -8,17 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduler.plans import Plan
-from scheduler.progress import alignment
+from scheduler.progress import alignment, local_drift
 from scheduler.simulator.base import Mode, State, damped
 from scheduler.simulator.machines import Array, Flags
 
 __all__ = ["Local", "Subgroup"]
-
-_LOCAL_DRIFT = 0.15
-"""Drift per local step of the others that a rank does not see. Much less than a stale gradient's: each rank goes
-downhill by its own steps, and only their difference is lost. Chosen so that 4 local steps cost a few percent at a
-small learning rate and up to a third at a large one, as local SGD is reported to (early phases suffer most)."""
-
 
 class Subgroup(Mode):
     """The members all-reduce; every other rank sends its gradients late to a parent and gets parameters back.
@@ -117,7 +111,7 @@ class Local(Mode):
     def _account(self, done: Array, end_s: Array) -> None:
         """An average of n walks of `done` steps: as many steps of n gradients, drifting apart between averagings."""
         account, count = self.state.account, done.mean(axis=1)
-        drift = _LOCAL_DRIFT * 0.5 * (count - 1.0) * (1.0 - 1.0 / account.world)
+        drift = np.asarray(local_drift(count, account.world))
         account.add(
             np.where(count > 0.0, end_s, math.inf),
             length=np.ones_like(count),
