@@ -417,6 +417,14 @@ def test_a_slow_link_is_answered_before_anybody_can_be_judged_by_times() -> None
     assert policy.explain() == "not every rank has reported yet: sync"
 
 
+def test_what_a_freeze_costs_is_lost_against_servers() -> None:
+    """Not what its like will cost: that takes a dozen steps to add up to the price of the switch."""
+    policy = CostPolicy(4)
+    assert policy.decide(window(steady(4), end=40), Plan.sync(4)) is None
+    taken = policy.decide(window(steady(4), end=42, silent_s={3: 2.0}), Plan.sync(4))
+    assert taken is not None and taken.mode == "ps" and taken.reason.startswith("rank 3 has frozen once of late: ps(")
+
+
 def test_a_single_freeze_is_left_behind() -> None:
     """Servers for a while, as another may follow; back in `sync` when none does, at little loss."""
     sc = job((Episode(rank=1, kind="frozen", start_s=4.0, end_s=7.0),), allowed=("sync", "partial", "ps"))
