@@ -121,9 +121,10 @@ def _reach(drift: float, conditions: Conditions) -> float:
 
 def _progress(flow: Flow, conditions: Conditions) -> Array:
     """Mean progress of an update for the price and its quantiles."""
+    prices = conditions.early * conditions.prices
     if len(flow.weights) <= _FEW:  # Quicker one by one.
         kinds = list(zip(flow.weights.tolist(), flow.drifts.tolist(), strict=True))
-        signals = [sum(w * float(alignment(d, price)) for w, d in kinds) for price in conditions.prices.tolist()]
+        signals = [sum(w * float(alignment(d, price)) for w, d in kinds) for price in prices.tolist()]
         found = [
             update_progress(
                 flow.length, flow.length * signal, flow.gradients, conditions.noise, conditions.world_size,
@@ -132,7 +133,7 @@ def _progress(flow: Flow, conditions: Conditions) -> Array:
             for signal in signals
         ]
         return np.array(found, dtype=np.float64)
-    signal = (flow.weights[:, None] * alignment(flow.drifts[:, None], conditions.prices[None, :])).sum(axis=0)
+    signal = (flow.weights[:, None] * alignment(flow.drifts[:, None], prices[None, :])).sum(axis=0)
     return np.asarray(
         update_progress(
             flow.length, flow.length * signal, flow.gradients, conditions.noise, conditions.world_size,

