@@ -33,7 +33,8 @@ def test_smaller_networks_are_taken_to_bear_no_less_drift(one: float, other: flo
 def test_asgd_of_four_equal_ranks() -> None:
     """Measured with a perceptron on the digits: 0.95 to 1.27 times the samples of a synchronous run, target reached."""
     plan = Plan.ps(4, 1, lr_rule="linear")
-    small, large = (Conditions.from_window(window(steady(4), end=400, comm_bytes=size)) for size in (20_000, 50_000_000))
+    windows = (window(steady(4), end=400, comm_bytes=size) for size in (20_000, 50_000_000))
+    small, large = map(Conditions.from_window, windows)
     assert small is not None and large is not None
     found, doubtful = predict(plan, small), predict(plan, large)
     assert 4.0 * found.progress == pytest.approx(1.0 / 1.2, rel=0.1) and found.reach > 0.9
