@@ -79,7 +79,7 @@ def test_a_fork_finds_what_leaving_out_the_slow_rank_brings() -> None:
     assert (job.now_s, job.steps, float(job.state.account.progress[0])) == before
     assert log_relative[0] == 0.0
     assert np.log(1 / 4) < log_relative[1] < np.log(1 / 2)
-    assert log_relative[3] == pytest.approx(0.0, abs=0.3)
+    assert 0.0 < log_relative[3] < 0.5, "waits for the slow rank as well, and drifts apart"
     assert ((reached >= 0.0) & (reached <= 1.0)).all()
 
 
