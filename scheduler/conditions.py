@@ -25,9 +25,9 @@ NOISE = 4.0
 CYCLE_S = 1.5e-3  # A collective's negotiation.
 _ROWS, _ROWS_MANY, _MANY = 24, 5, 128
 _EARLY, _EARLY_STEPS = 2.0, 100.0
-"""Staleness costs twice as much at the first step as from step 100 on: of 31 trainings of a perceptron (107 kB) with
-momentum and two of four gradients late now and then, 8 fell back to guessing between steps 25 and 45, of 20 with one
-late none did. Sync-Switch (Li et al. 2021) says the same of the first percents."""
+"""Staleness costs twice as much at the first step as from step 100 on: of 42 trainings of a perceptron (107 kB) with
+momentum and two of four gradients late now and then, 8 fell back to guessing within the first 60 steps, of 24 with one
+late 1 did. Sync-Switch (Li et al. 2021) says the same of the first percents."""
 
 _FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both was made around a freeze.
 
@@ -46,7 +46,7 @@ class Conditions:
             with fewer cores than ranks it is more than both.
         frozen_s: Mean time per step that a rank which freezes keeps every collective waiting, seconds.
         freezing: Those ranks.
-        early: What multiplies it at the beginning of a training, 1 later.
+        early: Times the price that staleness costs at the beginning of a training; 1 later.
         price: Price of staleness; with it what else is assumed of the network, rho and the drift it bears.
         usual_s: Mean time of every rank, shape (n_ranks,).
         typical_s: Lower median of them.

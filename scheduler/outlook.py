@@ -14,7 +14,7 @@ __all__ = ["outlook"]
 
 
 def outlook(window: Window, quantiles: Sequence[float] = (0.1, 0.5, 0.9), threshold: float = 1.2) -> Forecast | None:
-    """Forecast the next step from a window's reports; some ten milliseconds for eight ranks.
+    """Forecast the next step from a window's reports; some tens of milliseconds for eight ranks.
 
     Args:
         window: Recent reports. A rank that made no report of a step, as it was late, tells nothing there.
@@ -33,7 +33,7 @@ def outlook(window: Window, quantiles: Sequence[float] = (0.1, 0.5, 0.9), thresh
     forecaster = Forecaster(len(table))
     for step in np.unique(table.steps[known]).tolist():
         here = known & (table.steps == step)
-        # Under servers a rank may report a step more than once; the mean is of the same gradients as its steps.
+        # Under servers a rank may report a step more than once.
         count = here.sum(axis=1)
         sums_s = np.where(here, table.compute_s, 0.0).sum(axis=1)
         forecaster.update(np.where(count > 0, sums_s / np.maximum(count, 1), math.nan))
