@@ -6,7 +6,8 @@ Two ends are known, in between it goes by the logarithm of the gradient's size:
   0.95 to 1.27 times the samples of a synchronous run at a quarter to a half of the learning rate that is fastest for
   that; at the fastest itself it does not converge. With one of 107 kB on Fashion-MNIST (momentum 0.9, 102 runs, steps
   to 73 to 82 %), 4 ranks, over a synchronous run's: `ps(3)` 1.38 to 1.45, `asgd` 4.9 to 5.9, `ps(backup=1)` 1.02
-  to 1.09, `partial(3)` 1.06 to 1.19, two slow ranks late 1.27 to 1.36: a price and a rate ratio of 0.5 fit these to about a tenth.
+  to 1.09, `partial(3)` 1.06 to 1.19, two slow ranks late 1.27 to 1.36: a price and a rate ratio of 0.5 fit
+  these to about a tenth.
 * Convolutional networks from 4 MB on. ASGD of 8 ranks, a drift of 0.875, is where runs begin to miss the target
   (Sync-Switch, Li et al. 2021: one of four runs reaches 0.90 of a ResNet on CIFAR-10, none 0.915), and delayed gradient
   descent needs a price of at least the learning-rate ratio.
