@@ -52,7 +52,8 @@ _OUTSIDE = 0.1
 
 _TRUST = 0.5
 """Part of the learned correction that the choice goes by: two predictors that err differently are better than either.
-On 60 held-out simulated jobs the regret is 2.9 % with half of it, 3.1 % with all and 3.2 % with none."""
+Chosen on 60 simulated jobs (regret 2.9 %, 3.2 % with none of it); on 30 others it is 5.8 %, 6.0 % with all of it and
+7.8 % with none."""
 
 
 class ModelError(ValueError):
