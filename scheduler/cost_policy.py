@@ -43,6 +43,9 @@ _COPIES = 3.0  # Parameters and two moments: what ranks fetch that rejoin the ot
 _RISK = 1.25
 """A plan that may well take so many times as long as `sync` (95 % quantile) is not gone to, whatever it promises."""
 
+_ALIKE = 0.02
+"""Predictions of `partial` that differ by less say nothing: the one that waits for more ranks is taken."""
+
 _CALM_STEPS = 12
 """Steps without trouble before the job returns to `sync`: STAR's stragglers stay 3.4 rounds, 10 at the 95th
 percentile, and come back."""
@@ -205,7 +208,7 @@ class CostPolicy:
         now = next((p for p in self.last if same_plan(p.plan, active)), None)
         sync = next((p for p in self.last if p.plan.mode == "sync"), None)
         sane = [p for p in self.last if p.high < _RISK or p is now or p is sync] or self.last
-        best = sane[0]
+        best = _most_patient(sane)
         if now is None:
             return self._go(window, best, active, None, trouble)
         if sync is not None and active.mode != "sync" and self._calm(window, active, sync.relative / now.relative):
@@ -216,7 +219,8 @@ class CostPolicy:
             return None
         self.coming = best.plan
         price_s = self._price_s(conditions, active, best.plan)
-        free = next((p for p in sane if _same_family(active, p.plan)), now)
+        near_by = [p for p in sane if _same_family(active, p.plan)]
+        free = _most_patient(near_by) if near_by else now
         near = self._near(window, free, now) if free is not best else None
         if best.plan.mode == "ps":
             self._rental.lost_s += lost_s  # What its like would have spared.
@@ -313,6 +317,15 @@ def _same_family(active: Plan, plan: Plan) -> bool:
     """Whether going to a plan, and coming back, is but a change of rule."""
     same = active.family == plan.family and plan.mode not in ("subgroup", "grouped")
     return same and active.servers == plan.servers
+
+
+def _most_patient(ranked: Sequence[Prediction]) -> Prediction:
+    """The first; of plans `partial` as good as that one, the one that waits for most ranks."""
+    first = ranked[0]
+    if first.plan.mode != "partial":
+        return first
+    alike = [p for p in ranked if p.plan.mode == "partial" and p.relative <= (1.0 + _ALIKE) * first.relative]
+    return max(alike, key=lambda p: p.plan.quorum)
 
 
 def _steps_of_a_round(plan: Plan, conditions: Conditions) -> float:
