@@ -31,8 +31,9 @@ from star_hvd.errors import StarError
 from star_hvd.execute.child import ChildSteps
 from star_hvd.execute.collective import HorovodCollective
 from star_hvd.execute.driver import EngineDriver, Send
+from star_hvd.execute.groups import GroupSteps
 from star_hvd.execute.handover import Steps
-from star_hvd.execute.servers import GroupSteps, ServerSteps
+from star_hvd.execute.servers import ServerSteps
 from star_hvd.execute.state import Snapshot
 from star_hvd.process_sets import SetKeeper
 from star_hvd.ps import JobKey

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from scheduler.plans import Plan
-from star_hvd.execute.servers import GroupSteps
+from star_hvd.execute.groups import GroupSteps
 
 DEADLINE_S = 10.0
 
