@@ -26,7 +26,7 @@ __all__ = ["Trouble", "candidates", "find_trouble", "same_plan"]
 _SELDOM = 0.08
 """Part of its reports that make a rank slow now and then; alexnet's 5 ms of jitter reach 3 % past `RESOLUTION_S`."""
 
-_MANY = 128
+_MANY = 64
 """Ranks above which groups are formed by two cuts instead of a table of n^2 entries, and only such plans are offered as
 answer what was found: everything else costs milliseconds to replay and has hardly a chance there. ASGD, for one, has a
 drift of nearly 1, and servers take in the gradients of all those ranks: against links and freezes only."""

@@ -92,13 +92,14 @@ class ClosingRule:
         grace_mads: float = 4.0,
         quorum_deadline_s: float = 60.0,
     ) -> None:
-        self.plan = plan
+        self._plan, self._taking_part = plan, plan.members_or_all
         self.round = 0
         self._grace_fraction = grace_fraction
         self._grace_mads = grace_mads
         self._quorum_deadline_s = quorum_deadline_s
         self._ranks = [_Rank() for _ in range(plan.world_size)]
         self._ready: dict[int, float] = {}
+        self._first_s = 0.0  # When the first of them came.
         self._away: set[int] = set()
         self._offsets: deque[float] = deque(maxlen=_OFFSETS)
         self._typical_s: float | None = None
@@ -111,14 +112,24 @@ class ClosingRule:
         return tuple(sorted(self._ready))
 
     @property
+    def begun(self) -> bool:
+        """Whether any is: `ready` without a list of them."""
+        return bool(self._ready)
+
+    @property
     def away(self) -> tuple[int, ...]:
         """Ranks that are excused for now."""
         return tuple(sorted(self._away))
 
     @property
-    def _taking_part(self) -> tuple[int, ...]:
-        """Ranks whose gradients a step is made of: the members of a subgroup, else all."""
-        return self.plan.members_or_all
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+        self._taking_part = plan.members_or_all  # Ranks whose gradients a step is made of. Asked for at every message.
 
     def skip_to(self, round_: int) -> None:
         """Steps up to `round_` have ended without arrivals told here."""
@@ -145,6 +156,7 @@ class ClosingRule:
             return
         if round_ > self.round:
             self._advance(round_, now_s - compute_s)
+        self._first_s = min(now_s, self._first_s) if self._ready else now_s
         self._ready.setdefault(rank, now_s)
         state.version = max(state.version, round_)
         self._away.discard(rank)
@@ -227,7 +239,7 @@ class ClosingRule:
             active = tuple(rank for rank in taking_part if rank not in self._away or rank in self._ready)
         needed = min(self.plan.quorum, len(active))
         if len(self._ready) < needed:
-            return self._without_quorum(min(self._ready.values()), now_s)
+            return self._without_quorum(now_s)
         arrivals = sorted(self._ready.values())
         if not self.plan.may_close:
             return self._without_the_away(arrivals[-1], now_s)
@@ -251,10 +263,10 @@ class ClosingRule:
             return None, limit_s
         return self._close("away"), None
 
-    def _without_quorum(self, first_s: float, now_s: float) -> tuple[Close | None, float | None]:
+    def _without_quorum(self, now_s: float) -> tuple[Close | None, float | None]:
         if not self.plan.may_close:
             return None, None
-        deadline_s = first_s + self._quorum_deadline_s
+        deadline_s = self._first_s + self._quorum_deadline_s
         if now_s >= deadline_s:
             return self._close("deadline"), None
         return None, deadline_s
@@ -273,7 +285,7 @@ class ClosingRule:
     def _note_offsets(self) -> None:
         if not self.plan.may_close:  # In lockstep arrivals are told in batches: their times say nothing.
             return
-        first, self._late_s = min(self._ready.values()), None
+        first, self._late_s = self._first_s, None
         fast = (when for rank, when in self._ready.items() if not self._is_slow(rank))
         self._offsets.extend(when - first for when in fast if when > first)
 

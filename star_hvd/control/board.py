@@ -105,6 +105,7 @@ class Board:
         self._machines = [MachineStats()] * world_size
         self.links = LinkSurvey(world_size)
         self._hurrying_until_s: float | None = None
+        self._look_at_s = now_s  # Before that nobody can have been silent for long.
 
     def handle(self, rank: int, message: Message, now_s: float) -> None:
         """Act on one message of `rank`.
@@ -282,7 +283,11 @@ class Board:
         self.outbox.append((rank, SourceReply(message.engine, source)))
 
     def _look_for_lost(self, now_s: float) -> None:
-        if now_s - min(self._last_seen_s) < min(self._config.absent_after_s, self._config.lost_after_s):
+        if now_s < self._look_at_s:
+            return
+        patience_s = min(self._config.absent_after_s, self._config.lost_after_s)
+        self._look_at_s = min(self._last_seen_s) + patience_s
+        if now_s < self._look_at_s:
             return
         for rank, seen_s in enumerate(self._last_seen_s):
             silent = now_s - seen_s >= self._config.absent_after_s

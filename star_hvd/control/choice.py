@@ -11,6 +11,7 @@ from scheduler.causes import Straggler
 from scheduler.cost_policy import CostPolicy, Ranker
 from scheduler.plans import Plan
 from scheduler.policy import RulePolicy
+from scheduler.readings import Readings
 from scheduler.records import Window
 from star_hvd.config import Config
 
@@ -18,9 +19,10 @@ __all__ = ["Choice"]
 
 logger = logging.getLogger("star_hvd")
 
-_QUIET_INTERVAL_S, _QUIETEST_INTERVAL_S, _SLOWER = 0.5, 2.0, 1.25
+_FIRST_INTERVAL_S, _QUIET_INTERVAL_S, _QUIETEST_INTERVAL_S, _SLOWER = 0.1, 0.5, 2.0, 1.25
 """Between two full decisions while nothing has changed: predictions take milliseconds, so they are made less and less
-often."""
+often. At a job's beginning, where every report tells something new, they are made more often."""
+_ALERT = 2  # Slow reports of a rank in a row that are looked at immediately in `sync`: there everybody waits for it.
 _STRETCH_UPDATES = 64  # Under one plan, before the loss is compared: fewer drown in the noise of batches.
 _SMOOTH = 16  # Losses at each end of a stretch that are averaged.
 
@@ -43,7 +45,7 @@ class Choice:
         self._predicting: CostPolicy | None = None
         if config.policy != "rule":
             self._predicting = CostPolicy(world_size, ranker=ranker, hosts=known)
-        self._next_s, self._interval_s = 0.0, _QUIET_INTERVAL_S
+        self._next_s, self._interval_s = 0.0, _FIRST_INTERVAL_S / _SLOWER
         self._seen: object = None
         self._stretch: tuple[int, Plan] | None = None
 
@@ -56,12 +58,13 @@ class Choice:
         """
         if self._predicting is None:
             return self._rule.decide(window, active)
-        seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed))
+        alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
+        seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed), alert)
         if seen == self._seen and now_s < self._next_s:
             self.watch(window, active)
             return None
         longer_s = min(_QUIETEST_INTERVAL_S, _SLOWER * self._interval_s)
-        self._interval_s = longer_s if seen == self._seen else _QUIET_INTERVAL_S
+        self._interval_s = longer_s if self._seen in (None, seen) else _QUIET_INTERVAL_S
         self._seen, self._next_s = seen, now_s + self._interval_s
         self._learn(window, active)
         try:

@@ -30,7 +30,9 @@ __all__ = ["EngineBoard"]
 
 logger = logging.getLogger("star_hvd")
 
-_HISTORY = 64
+_HISTORY, _HISTORY_MANY, _MANY = 64, 32, 128
+"""Reports that are kept of each rank, of many ranks fewer: as many as a median is made of. A decision's time goes with
+the bytes it looks at."""
 _LOSSES = 256
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
@@ -66,7 +68,7 @@ class EngineBoard:
             grace_mads=config.grace_mads,
             quorum_deadline_s=config.quorum_deadline_s,
         )
-        self.history = History(world_size, _HISTORY)
+        self.history = History(world_size, _HISTORY if world_size <= _MANY else _HISTORY_MANY)
         self.arrivals = Arrivals(world_size)
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
@@ -133,7 +135,7 @@ class EngineBoard:
             self.arrivals.came(rank, message.round, now_s)
         else:
             self.arrivals.in_lockstep(rank, message.round - 1, message.previous_wait_s)
-        if self.rule.round < message.round or not self.rule.ready:
+        if self.rule.round < message.round or not self.rule.begun:
             self._alerts.waiting(now_s)
         self.rule.arrive(rank, message.round, message.compute_s, now_s)
 

@@ -72,12 +72,16 @@ class History:
     def usual_s(self) -> list[float]:
         """Median of every rank's latest compute times, seconds; NaN for a rank without reports."""
         recent = self._values[:, _COMPUTE, -_USUAL:]
-        if int(self._counts.min(initial=_USUAL)) >= _USUAL:
+        counts = np.minimum(self._counts, recent.shape[1])
+        if int(counts.min(initial=_USUAL)) == _USUAL:
             middle = (_USUAL - 1) // 2
             two = np.partition(recent, (middle, middle + 1), axis=1)[:, middle : middle + 2]
             return list((0.5 * (two[:, 0] + two[:, 1])).tolist())
-        kept = [row[len(row) - min(int(count), len(row)) :] for row, count in zip(recent, self._counts, strict=True)]
-        return [float(np.median(row)) if len(row) else math.nan for row in kept]
+        known = np.arange(recent.shape[1]) >= recent.shape[1] - counts[:, None]
+        ordered = np.sort(np.where(known, recent, math.inf), axis=1)
+        ranks = np.arange(len(counts))
+        two_of_each = ordered[ranks, np.maximum(counts - 1, 0) // 2], ordered[ranks, counts // 2 * (counts > 0)]
+        return list(np.where(counts > 0, 0.5 * (two_of_each[0] + two_of_each[1]), math.nan).tolist())
 
     def table(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,32 @@ def test_what_does_not_change_is_asked_less_and_less_often() -> None:
     before = ranker.asked
     decide(choice, window(slow=1.0), active, 60.05)
     assert ranker.asked == before + 1, "somebody is slow no more: at once"
+
+
+def test_a_job_is_looked_at_more_often_at_its_beginning() -> None:
+    ranker = Counting()
+    choice, active = Choice(4, Config(), HOSTS, ranker), Plan.partial(4, 3)
+    for tenth in range(6):
+        decide(choice, window(), active, 0.1 * tenth)
+    assert ranker.asked >= 4
+
+
+def test_two_slow_reports_in_a_row_are_looked_at_immediately_in_sync() -> None:
+    def begins(count: int) -> Window:
+        """Rank 3 was slow in its last steps, too few to be named."""
+        calm = window(slow=1.0)
+        times = calm.ranks[3].compute_s[:-count] + (0.4,) * count
+        return replace(calm, ranks=(*calm.ranks[:3], replace(calm.ranks[3], compute_s=times)))
+
+    for active, immediately in ((Plan.sync(4), True), (Plan.partial(4, 3), False)):
+        ranker = Counting()
+        choice = Choice(4, Config(), HOSTS, ranker)
+        for tenth in range(600):
+            decide(choice, window(slow=1.0), active, 0.1 * tenth)
+        before = ranker.asked
+        choice.decide(begins(2), active, (), 60.01)
+        assert (ranker.asked > before) is immediately
+        assert not find_stragglers(begins(2)) and find_stragglers(begins(3))
 
 
 def test_a_policy_that_fails_gives_way_to_the_rule(caplog: pytest.LogCaptureFixture) -> None:

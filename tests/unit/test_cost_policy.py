@@ -72,6 +72,29 @@ def test_a_slow_rank_is_answered_with_a_reason() -> None:
     assert policy.explain() == found
 
 
+def test_of_plans_alike_the_one_that_waits_for_more_ranks_is_taken() -> None:
+    def almost(offered: Sequence[Plan], conditions: Conditions, win: Window, active: Plan) -> list[Prediction]:
+        """Each rank that a step of `partial` waits for costs half a percent."""
+        found = []
+        for plan in offered:
+            out = 8 - plan.quorum
+            relative = {"sync": 1.0, "partial": 0.5 - (0.05 + 0.002 * out if out > 1 else 0.0)}.get(plan.mode, 0.9)
+            found.append(
+                Prediction(plan=plan, relative=relative, low=relative, high=relative, interval_s=0.1, progress=1.0,
+                           drift=0.0, reach=1.0)
+            )  # fmt: skip
+        return sorted(found, key=lambda p: p.relative)
+
+    slow = window(steady(8, slow={5: 3.1, 6: 3.1}), end=442)
+    policy = CostPolicy(8, ranker=almost)
+    plan = policy.decide(slow, Plan.sync(8))
+    assert [p.plan.quorum for p in policy.last if p.plan.mode == "partial"] == [4, 6], "fewer ranks are a trifle faster"
+    assert plan is not None and plan.label == "partial(6)"
+    assert policy.decide(slow, plan) is None
+    best = policy.decide(slow, Plan.partial(8, 4))
+    assert best is None, "nor is the plan in force left for one alike"
+
+
 def test_both_of_two_and_causes_are_named() -> None:
     policy = CostPolicy(8)
     both = window(steady(8, slow={2: 3.0, 3: 3.0}), starved={2: 0.9, 3: 0.9}, end=40)
