@@ -63,8 +63,10 @@ class Choice:
         if seen == self._seen and now_s < self._next_s:
             self.watch(window, active)
             return None
-        longer_s = min(_QUIETEST_INTERVAL_S, _SLOWER * self._interval_s)
-        self._interval_s = longer_s if self._seen in (None, seen) else _QUIET_INTERVAL_S
+        if self._seen in (None, seen):
+            self._interval_s = min(_QUIETEST_INTERVAL_S, _SLOWER * self._interval_s)
+        else:
+            self._interval_s = min(_QUIET_INTERVAL_S, self._interval_s)
         self._seen, self._next_s = seen, now_s + self._interval_s
         self._learn(window, active)
         try:

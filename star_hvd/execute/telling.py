@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from scheduler.readings import THRESHOLD
 from scheduler.records import Plan, StepReport
 from star_hvd.control import messages
 from star_hvd.control.switch_messages import StepNote
@@ -24,6 +25,7 @@ __all__ = ["Send", "StepLog", "StepTeller"]
 logger = logging.getLogger("star_hvd")
 
 _NO_TIMES = ComputeTimes(0.0, 0.0, 0.0, 0.0)
+_FIRST_ARRIVALS, _SMOOTHING = 8, 0.2
 
 
 class Send(Protocol):
@@ -69,6 +71,7 @@ class StepTeller:
         self._send = send
         self._times = _NO_TIMES
         self._wait_s = 0.0
+        self._usual_s, self._arrivals = 0.0, 0
         self._began_s = time.monotonic()
 
     def note_step(self, info: StepInfo) -> None:
@@ -131,11 +134,17 @@ class StepTeller:
         t = self._times
         self._send(
             messages.Arrive(self.number, round_, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
-            urgent=self._urgent(),
+            urgent=self._urgent() or self._is_news(t.compute_s),
         )
 
     def _urgent(self) -> bool:
         return self.engine.plan.may_close or self.hurry
+
+    def _is_news(self, compute_s: float) -> bool:
+        """Whether a step in `sync` tells of a rank that is slow all of a sudden; at the beginning all are news."""
+        usual_s, self._arrivals = self._usual_s, self._arrivals + 1
+        self._usual_s = compute_s if self._arrivals == 1 else usual_s + _SMOOTHING * (compute_s - usual_s)
+        return self._arrivals <= _FIRST_ARRIVALS or compute_s > THRESHOLD * usual_s
 
     def on_late(self, version: int, epoch: int) -> None:
         t = self._times
