@@ -14,6 +14,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from scheduler.candidates import Trouble, candidates, find_trouble, same_plan
 from scheduler.conditions import Conditions
 from scheduler.cost_model import Prediction, rank
@@ -105,6 +107,7 @@ class CostPolicy:
         self._noise = 4.0
         self._now: tuple[Window, Plan, Trouble | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
+        self._going: Plan | None = None
 
     @property
     def window_steps(self) -> int:
@@ -120,7 +123,7 @@ class CostPolicy:
         for what, size in (("window", window.world_size), ("plan", active.world_size)):
             if size != self.world_size:
                 raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
-        self._now, self._waiting, self.coming = (window, active, None), None, None
+        self._now, self._waiting, self._going, self.coming = (window, active, None), None, None, None
         if self.world_size < 2:
             return None
         alarm = self.guard.check(window, active)
@@ -185,6 +188,8 @@ class CostPolicy:
             return f"{self.guard.reason}: sync until step {self.guard.until_step} at least"
         if trouble is None:
             return f"not every rank has reported yet: {active.label}"
+        if self._going is not None:
+            return self._going.reason
         if active.mode != "sync":
             calm = f"; nobody is slow since step {self._calm_since}" if self._calm_since is not None else ""
             return f"{active.reason or active.label}{calm}"
@@ -221,7 +226,7 @@ class CostPolicy:
         price_s = self._price_s(conditions, active, best.plan)
         near_by = [p for p in sane if _same_family(active, p.plan)]
         free = _most_patient(near_by) if near_by else now
-        near = self._near(window, free, now) if free is not best else None
+        near = self._near(window, free, now, _just_lost_s(conditions, active, free.plan)) if free is not best else None
         if best.plan.mode == "ps":
             self._rental.lost_s += lost_s  # What its like would have spared.
         if self._rental.pays(window.step, self._loss_s(best, now) * _steps_of_a_round(active, conditions), price_s):
@@ -244,12 +249,13 @@ class CostPolicy:
         offered = candidates(conditions, allowed=("ps",), hosts=self._hosts, trouble=feared)
         return next((plan for plan in offered if plan.mode == "ps"), None)
 
-    def _near(self, window: Window, free: Prediction, now: Prediction) -> Prediction | None:
+    def _near(self, window: Window, free: Prediction, now: Prediction, just_lost_s: float) -> Prediction | None:
         """The best plan that costs next to nothing to go to, once that pays."""
         if free is now or not free.relative < (1.0 - self._gain) * now.relative:
             self._near_rental.rest(window.step)
             return None
-        return free if self._near_rental.pays(window.step, self._loss_s(free, now), _SWITCH_S) else None
+        loss_s = max(just_lost_s, self._loss_s(free, now))
+        return free if self._near_rental.pays(window.step, loss_s, _SWITCH_S) else None
 
     @staticmethod
     def _loss_s(best: Prediction, now: Prediction) -> float:
@@ -310,7 +316,9 @@ class CostPolicy:
         why = who(window, trouble, self._freezes.freezing)
         if now is None:
             why = f"{active.label} cannot run any more; {why}"
-        return best.plan.replace(epoch=active.epoch + 1, reason=f"{why}: {comparison(self.last, best, now)}")
+        reason = f"{why}: {comparison(self.last, best, now)}"
+        self._going = best.plan.replace(epoch=active.epoch + 1, reason=reason)
+        return self._going
 
 
 def _same_family(active: Plan, plan: Plan) -> bool:
@@ -326,6 +334,17 @@ def _most_patient(ranked: Sequence[Prediction]) -> Prediction:
         return first
     alike = [p for p in ranked if p.plan.mode == "partial" and p.relative <= (1.0 + _ALIKE) * first.relative]
     return max(alike, key=lambda p: p.plan.quorum)
+
+
+def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
+    """What the latest step took longer in `sync` than it would have in a plan `partial`; 0 for any other two.
+
+    At first few of the expected steps are slow, so that the expected loss is small whatever a slow one cost.
+    """
+    if active.mode != "sync" or plan.mode != "partial":
+        return 0.0
+    latest = np.sort(conditions.times_s[-1])
+    return float(latest[-1] - latest[plan.quorum - 1])
 
 
 def _steps_of_a_round(plan: Plan, conditions: Conditions) -> float:

@@ -32,7 +32,7 @@ class SkiRental:
         """Whether the switch pays by now.
 
         Args:
-            step: Present step. Asking again at the same step adds nothing; the first loss counts one step.
+            step: Present step. Asking again at the same step adds nothing; the first loss counts one step at least.
             loss_s: Loss of a step against the best plan, 0 or more.
             price_s: What the switch costs; the loss of one step is always allowed to be spared.
 
@@ -41,7 +41,7 @@ class SkiRental:
         """
         if not 0.0 <= loss_s < math.inf:
             raise ValueError(f"the loss of a step is {loss_s} s; expected a finite number, 0 or more")
-        steps = 1 if self._step is None else max(0, step - self._step)
+        steps = max(0 if self.lost_s else 1, 0 if self._step is None else step - self._step)
         self._step = step
         self.lost_s += steps * loss_s
         return self.lost_s >= price_s

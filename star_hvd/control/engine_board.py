@@ -13,8 +13,10 @@ from scheduler.closing import Close, ClosingRule
 from scheduler.cost_policy import Ranker
 from scheduler.machine import MachineStats, throttled_shares
 from scheduler.noise import NoiseScale
+from scheduler.readings import Readings
 from scheduler.records import MODES, Plan, PlanError, StepReport, Window
 from star_hvd.config import Config
+from star_hvd.control.again import SlowAgain
 from star_hvd.control.alerts import Alerts
 from star_hvd.control.arrivals import Arrivals
 from star_hvd.control.choice import Choice
@@ -105,6 +107,7 @@ class EngineBoard:
         self._decide_at_s = 0.0
         self._alerts = Alerts(config)
         self._readiness = Readiness(send)
+        self._again_slow = SlowAgain(world_size)
 
     # ---- events ---------------------------------------------------------------------------------------------
 
@@ -138,6 +141,8 @@ class EngineBoard:
         if self.rule.round < message.round or not self.rule.begun:
             self._alerts.waiting(now_s)
         self.rule.arrive(rank, message.round, message.compute_s, now_s)
+        if self._again_slow.note(rank, message.compute_s) and self.choice is not None and self.active.mode == "sync":
+            self._decide_at_s = now_s
 
     def late(self, rank: int, message: Late, now_s: float) -> None:
         """A gradient that missed its step."""
@@ -384,6 +389,7 @@ class EngineBoard:
 
     def _decide(self, now_s: float) -> None:
         window = self.window()
+        self._again_slow.usual(Readings.of(window).typical_s)
         self.stragglers = self._alerts.stragglers(find_stragglers(window), self.machines, now_s)
         if self._switch is not None or self.refused is not None or self.closing:
             if self.choice is not None:

@@ -9,6 +9,7 @@ import pytest
 from scheduler.records import Plan
 from star_hvd.config import Config
 from star_hvd.control import messages as m
+from star_hvd.control.again import SlowAgain
 from star_hvd.control.switch_messages import LinkRate, MachineNote, Probe
 from star_hvd.errors import ChannelError
 from tests.unit.boards import Job, only, relaxed_job
@@ -166,3 +167,31 @@ def test_two_steps_of_little_but_communication_are_enough_to_heed_what_is_known_
             job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, 0.6))
         job.now_s += 0.7
         job.tick()
+
+
+def test_a_second_slow_step_in_sync_is_answered_before_the_next_window() -> None:
+    job = Job(4, Config(decide_interval_s=0.1))
+    job.register(None)
+    answered = []
+    for step in range(8):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.05)
+            answered += [(step, plan) for plan in only(job.tick(), m.PlanMessage)]
+        slow_s = 0.3 if step >= 6 else 0.05
+        job.now_s += slow_s
+        job.tick()  # The window that is due by now: the report comes right behind it.
+        job.arrive(3, step, compute_s=slow_s)
+        answered += [(step, plan) for plan in only(job.tick(), m.PlanMessage)]
+    assert [(step, message.plan["mode"]) for step, message in answered] == [(7, "partial")]
+    assert job.engine.explain() == answered[0][1].plan["reason"], "also before it is in force"
+
+
+def test_what_is_worth_a_look() -> None:
+    again = SlowAgain(2)
+    assert not any(again.note(0, 9.0) for _ in range(5)), "nothing is known yet"
+    again.usual(math.nan)
+    again.usual(0.1)
+    assert [again.note(1, time_s) for time_s in (0.1, 0.5, 0.5, 0.5, 0.5)] == [False, False, True, True, False]
+    assert [again.note(1, time_s) for time_s in (0.1, 0.2, 0.1, 0.2, 0.2)] == [False, False, False, False, True]
+    again.usual(0.001)
+    assert not any(again.note(0, 0.0025) for _ in range(5)), "a millisecond or two are Horovod's cycle"
