@@ -22,6 +22,7 @@ logger = logging.getLogger("star_hvd")
 _FIRST_INTERVAL_S, _QUIET_INTERVAL_S, _QUIETEST_INTERVAL_S, _SLOWER = 0.1, 0.5, 2.0, 1.25
 """Between two full decisions while nothing has changed: predictions take milliseconds, so they are made less and less
 often. At a job's beginning, where every report tells something new, they are made more often."""
+_LEAST_INTERVAL_S = 0.3  # Outside `sync`, whatever changes: a decision holds the interpreter of a rank that trains.
 _ALERT = 2  # Slow reports of a rank in a row that are looked at immediately in `sync`: there everybody waits for it.
 _STRETCH_UPDATES = 64  # Under one plan, before the loss is compared: fewer drown in the noise of batches.
 _SMOOTH = 16  # Losses at each end of a stretch that are averaged.
@@ -45,7 +46,7 @@ class Choice:
         self._predicting: CostPolicy | None = None
         if config.policy != "rule":
             self._predicting = CostPolicy(world_size, ranker=ranker, hosts=known)
-        self._next_s, self._interval_s = 0.0, _FIRST_INTERVAL_S / _SLOWER
+        self._last_s, self._next_s, self._interval_s = -math.inf, 0.0, _FIRST_INTERVAL_S / _SLOWER
         self._seen: object = None
         self._stretch: tuple[int, Plan] | None = None
 
@@ -54,20 +55,20 @@ class Choice:
     ) -> Plan | None:
         """The plan to switch to, None to keep the active one.
 
-        A change of who is slow is looked at immediately, everything else twice a second, later every two seconds.
+        A change of who is slow is looked at immediately in `sync`, else soon; everything else twice a second, later
+        every two seconds.
         """
         if self._predicting is None:
             return self._rule.decide(window, active)
         alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
         seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed), alert)
-        if seen == self._seen and now_s < self._next_s:
+        least_s = 0.0 if active.mode == "sync" else _LEAST_INTERVAL_S
+        if now_s < (self._next_s if seen == self._seen else self._last_s + least_s):
             self.watch(window, active)
             return None
-        if self._seen in (None, seen):
-            self._interval_s = min(_QUIETEST_INTERVAL_S, _SLOWER * self._interval_s)
-        else:
-            self._interval_s = min(_QUIET_INTERVAL_S, self._interval_s)
-        self._seen, self._next_s = seen, now_s + self._interval_s
+        longest_s = _QUIETEST_INTERVAL_S if self._seen in (None, seen) else _QUIET_INTERVAL_S
+        self._interval_s = min(longest_s, _SLOWER * self._interval_s)
+        self._seen, self._last_s, self._next_s = seen, now_s, now_s + self._interval_s
         self._learn(window, active)
         try:
             return self._predicting.decide(window, active)

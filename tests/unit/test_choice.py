@@ -93,6 +93,15 @@ def test_two_slow_reports_in_a_row_are_looked_at_immediately_in_sync() -> None:
         assert not find_stragglers(begins(2)) and find_stragglers(begins(3))
 
 
+@pytest.mark.parametrize(("active", "most"), [(Plan.partial(4, 3), 35), (Plan.sync(4), 110)])
+def test_what_changes_all_the_time_is_looked_at_a_few_times_a_second(active: Plan, most: int) -> None:
+    ranker = Counting()
+    choice = Choice(4, Config(), HOSTS, ranker)
+    for tenth in range(100):
+        choice.decide(window(), active, find_stragglers(window()) if tenth % 2 else (), 0.1 * tenth)
+    assert most // 3 <= ranker.asked <= most
+
+
 def test_a_policy_that_fails_gives_way_to_the_rule(caplog: pytest.LogCaptureFixture) -> None:
     choice, active = Choice(4, Config(), HOSTS, Counting(fail=True)), Plan.sync(4)
     assert decide(choice, window(), active, 0.0) is None
