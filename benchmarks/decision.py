@@ -65,7 +65,7 @@ def _reader(window: Window) -> Callable[[], Window]:
     for stats in window.ranks:
         for step, time_s in zip(stats.steps, stats.compute_s, strict=True):
             engine.history.append(StepReport(rank=stats.rank, step=step, compute_s=time_s))
-    engine.link_bytes_per_s = [stats.link_bytes_per_s for stats in window.ranks]
+    engine.links.bytes_per_s = [stats.link_bytes_per_s for stats in window.ranks]
     engine.gradient_bytes = window.comm_bytes
     rest = {"step": window.step, "noise_scale": window.noise_scale, "allowed": window.allowed}
     return lambda: dataclasses.replace(engine.window(), **rest)  # type: ignore[arg-type]

@@ -131,7 +131,7 @@ class JobLog:
                 "silent_s": [s.silent_s for s in window.ranks],
                 "link_bytes_per_s": [s.link_bytes_per_s for s in window.ranks],
             },
-            loss=engine.loss,
+            loss=engine.losses.usual,
             closed_early=engine.closed,
             comm_bytes=window.comm_bytes,
             comm_s=engine.arrivals.usual_comm_s,

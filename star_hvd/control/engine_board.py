@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from star_hvd.control.arrivals import Arrivals
 from star_hvd.control.choice import Choice
 from star_hvd.control.heed import LinkHeed
 from star_hvd.control.history import History
+from star_hvd.control.losses import Losses
 from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
 from star_hvd.control.readiness import Readiness
 from star_hvd.control.resolve import resolve
@@ -35,7 +35,6 @@ logger = logging.getLogger("star_hvd")
 _HISTORY, _HISTORY_MANY, _MANY = 64, 32, 128
 """Reports that are kept of each rank, of many ranks fewer: as many as a median is made of. A decision's time goes with
 the bytes it looks at."""
-_LOSSES = 256
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
@@ -78,7 +77,7 @@ class EngineBoard:
         self.impossible: dict[str, str] = {}
         self.noise = NoiseScale()
         self.stragglers: tuple[Straggler, ...] = ()
-        self.loss = math.nan
+        self.losses = Losses()
         self.steps = 0
         self.closed = 0
         self.has_queue = False
@@ -91,8 +90,6 @@ class EngineBoard:
         self.choice: Choice | None = None
         self.rested_on: dict[int, dict[str, Any]] = {}  # Epoch to the predictions behind its plan.
         self._ranker = ranker
-        self._losses: deque[float] = deque(maxlen=_LOSSES)
-        self._loss_steps: deque[int] = deque(maxlen=_LOSSES)
         self._hosts = tuple(hosts) or ("localhost",) * world_size
         self.gradient_bytes = 0
         self.links = LinkHeed(self.history, self.arrivals, world_size)
@@ -154,7 +151,7 @@ class EngineBoard:
         """What the header of a step said, told by rank 0."""
         self._note_epoch(message.epoch, message.round)
         self.steps = max(self.steps, message.round + 1)
-        self._note_loss(message.round, message.loss)
+        self.losses.note(message.round, message.loss)
         if message.local_count == self.world_size and message.folds == 0 and message.weight > 0:
             # Weights are batch sizes over a reference, so both batches and the noise scale are in that unit.
             mean_weight = message.weight / self.world_size
@@ -246,7 +243,7 @@ class EngineBoard:
         if served and message.epoch == self.active.epoch:
             self.rule.skip_to(message.version)
         self.steps = max(self.steps, message.version)
-        self._note_loss(message.version, message.loss)
+        self.losses.note(message.version, message.loss)
 
     def _send_all(self, items: Sequence[Message]) -> None:
         for message in items:
@@ -290,8 +287,8 @@ class EngineBoard:
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
             allowed=frozenset(MODES) - set(self.impossible),
-            losses=tuple(self._losses),
-            loss_steps=tuple(self._loss_steps),
+            losses=tuple(self.losses.values),
+            loss_steps=tuple(self.losses.steps),
         )
 
     def explain(self) -> str:
@@ -339,16 +336,6 @@ class EngineBoard:
                 late=late,
             )
         )
-
-    def _note_loss(self, step: int, loss: float) -> None:
-        """The mean over the ranks, or one rank's own under servers; NaN where the user told none, infinite where one
-        was no number."""
-        if math.isnan(loss):
-            return
-        self._losses.append(loss)
-        self._loss_steps.append(step)
-        if math.isfinite(loss):
-            self.loss = loss if math.isnan(self.loss) else 0.9 * self.loss + 0.1 * loss
 
     def _note_epoch(self, epoch: int, round_: int) -> None:
         """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""

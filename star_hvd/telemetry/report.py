@@ -225,7 +225,7 @@ def _build(engine: EngineBoard, malformed: int, denied: int) -> Report:
         step=engine.steps,
         closed_early=engine.closed,
         noise_scale=engine.noise.value,
-        loss=engine.loss,
+        loss=engine.losses.usual,
         ranks=lines,
         stragglers=tuple(item.sentence for item in engine.stragglers),
         plans=tuple({"step": step, "mode": plan.label, "reason": plan.reason} for step, plan in engine.plans),

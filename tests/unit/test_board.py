@@ -303,7 +303,7 @@ def test_rank_0_may_tell_of_a_switch_first() -> None:
     job = Job()
     job.register(Plan.partial(3, 2))
     job.say(0, m.RoundNote(0, 4, 1, [0, 1, 2], 1.5, 3.0, 3.0, 0.0, 0, 0.0, 0.0))
-    assert job.engine.active.relaxed and job.engine.steps == 5 and job.engine.loss == 1.5
+    assert job.engine.active.relaxed and job.engine.steps == 5 and job.engine.losses.usual == 1.5
 
 
 def test_arrivals_stay_hurried_as_long_as_a_rank_has_finished() -> None:
