@@ -41,6 +41,9 @@ _SWITCH_S, _HANDOVER_S = 0.02, 0.2
 """What a change among modes of Horovod's collectives holds training up, and one to servers or away from them
 (`benchmarks.switches`: 10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
 
+_SET_S = 0.3
+"""Making a process set holds every collective up for so long (`benchmarks.sets`: 307 ms with 4 ranks). It stays."""
+
 _COPIES = 3.0  # Parameters and two moments: what ranks fetch that rejoin the others, or that leave servers.
 _RISK = 1.25
 """A plan that may well take so many times as long as `sync` (95 % quantile) is not gone to, whatever it promises."""
@@ -108,6 +111,7 @@ class CostPolicy:
         self._now: tuple[Window, Plan, Trouble | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
         self._going: Plan | None = None
+        self._sets: set[tuple[int, ...]] = set()  # Those that plans in force needed.
 
     @property
     def window_steps(self) -> int:
@@ -126,6 +130,7 @@ class CostPolicy:
         self._now, self._waiting, self._going, self.coming = (window, active, None), None, None, None
         if self.world_size < 2:
             return None
+        self._sets.update(active.sets)
         alarm = self.guard.check(window, active)
         if alarm:
             return self._safe(active, alarm)
@@ -291,6 +296,7 @@ class CostPolicy:
         if _same_family(active, plan):
             return _SWITCH_S
         price_s = _HANDOVER_S if {active.family, plan.family} & {"ps", "grouped"} else _SWITCH_S
+        price_s += _SET_S * len(set(plan.sets) - self._sets)
         if active.family == "rounds":
             return price_s
         fetched_s = _COPIES * conditions.comm_bytes / float(conditions.rate.min())

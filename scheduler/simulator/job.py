@@ -161,6 +161,7 @@ class Job:
         self.switches: list[tuple[float, str, str]] = []
         self.steps = 0
         self._pending: Plan | None = None
+        self._sets = set(self.plan.sets)
         self._told = (0.0, 0.0, 0.0)
         self._frozen = sorted(
             (e.start_s, e.end_s, e.rank) for e in scenario.episodes if e.kind == "frozen"
@@ -298,7 +299,9 @@ class Job:
         plan = resolved(plan, self._usual_s())
         before, self.plan = self.plan, plan
         self.switches.append((self.now_s, plan.label, plan.reason))
-        self.mode = _switched(state, self.mode, before, plan)
+        new = set(plan.sets) - self._sets
+        self._sets |= new
+        self.mode = _switched(state, self.mode, before, plan, self.scenario.cluster.set_s * len(new))
 
     def _usual_s(self) -> list[float]:
         """Median of the last 16 compute times of every rank."""
@@ -311,8 +314,8 @@ class Job:
         return [time_s if not math.isnan(time_s) else lower_median(known or [1.0]) for time_s in usual]
 
 
-def _switched(state: State, mode: Mode, before: Plan, plan: Plan) -> Mode:
-    """The mode of `plan`, once the state is where it has to be."""
+def _switched(state: State, mode: Mode, before: Plan, plan: Plan, sets_s: float) -> Mode:
+    """The mode of `plan`, once the state is where it has to be and the process sets are made."""
     machines = state.machines
     if isinstance(mode, Rounds) and plan.mode in ("sync", "partial"):
         mode.set_plans([plan] * machines.replicas)
@@ -325,7 +328,7 @@ def _switched(state: State, mode: Mode, before: Plan, plan: Plan) -> Mode:
     cost_s = machines.handover_s if served else machines.switch_s
     if before.family != "rounds" and before.family != plan.family:
         cost_s = cost_s + _STATE_COPIES * machines.bytes / machines.rate.min(axis=1)
-    state.now_s = end_s + cost_s
+    state.now_s = end_s + cost_s + sets_s
     state.step = np.maximum(state.step, state.version.max(axis=1)) + 1
     everybody = np.arange(state.version.size)
     state.report(everybody)

@@ -69,6 +69,7 @@ class Cluster:
         starved_pause_s: How long a starved process may get no processor at all (a cgroup period).
         switch_s: What a change among modes of collectives (sync, partial, local, subgroup) takes.
         handover_s: What a change to servers, or away from them, takes besides moving the state.
+        set_s: What making a process set takes, once for each.
     """
 
     world_size: int
@@ -83,6 +84,7 @@ class Cluster:
     starved_pause_s: float = 0.1
     switch_s: float = 0.01
     handover_s: float = 0.3
+    set_s: float = 0.3
 
     def __post_init__(self) -> None:
         n = self.world_size

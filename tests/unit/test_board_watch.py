@@ -115,7 +115,7 @@ def test_a_loss_that_is_no_number_reaches_the_guard_and_not_the_mean() -> None:
     job.register(None)
     board = job.board.engines[0]
     for step, loss in enumerate((2.0, math.inf, 1.0, math.nan)):
-        board._note_loss(step, loss)
+        board.losses.note(step, loss)
     assert board.losses.usual == pytest.approx(1.9)
     assert board.window().losses == (2.0, math.inf, 1.0) and board.window().loss_steps == (0, 1, 2)
 

@@ -24,7 +24,7 @@ def readiness(said: list[Message]) -> Readiness:
     return Readiness(lambda message: said.append(decode(encode(message))))
 
 
-def test_each_server_and_set_is_asked_for_once(readiness: Readiness, said: list[Message]) -> None:
+def test_a_server_is_asked_for_once_and_a_set_which_stalls_all_never(readiness: Readiness, said: list[Message]) -> None:
     readiness.for_plan(None)
     readiness.for_plan(Plan.partial(4, 3))
     assert said == []
@@ -32,20 +32,20 @@ def test_each_server_and_set_is_asked_for_once(readiness: Readiness, said: list[
         readiness.for_plan(Plan.ps(4, 3, servers=(0, 2)))
         readiness.for_plan(Plan.subgroup(4, (0, 1, 2)))
     readiness.for_plan(Plan.ps(4, 3, servers=(1, 2)))
-    assert said == [WarmServers([0, 2]), MakeSet([0, 1, 2]), WarmServers([1])]
+    assert said == [WarmServers([0, 2]), WarmServers([1])]
 
 
 def test_nothing_for_a_mode_that_cannot_run_here(readiness: Readiness, said: list[Message]) -> None:
-    nowhere = {"subgroup": "no process sets"}
-    readiness.for_plan(Plan.subgroup(4, (0, 1, 2)), nowhere)
+    nowhere = {"subgroup": "no process sets", "ps": "no servers"}
+    readiness.for_plan(Plan.ps(4, 3, servers=(0, 2)), nowhere)
     readiness.for_links([2.5e7, 2.5e7, 2.5e7, 2.5e6], 1_000_000, nowhere)
     assert said == []
 
 
 def test_a_few_sets_on_suspicion_and_no_more(readiness: Readiness, said: list[Message]) -> None:
     for out in range(8):
-        readiness.for_plan(Plan.subgroup(8, [rank for rank in range(8) if rank != out]))
-    assert len(said) == 4
+        readiness.for_links([2.5e6 if rank == out else 2.5e7 for rank in range(8)], 1_000_000)
+    assert said == [MakeSet([rank for rank in range(8) if rank != out]) for out in range(4)]
 
 
 @pytest.mark.parametrize(
