@@ -95,6 +95,33 @@ def test_of_plans_alike_the_one_that_waits_for_more_ranks_is_taken() -> None:
     assert best is None, "nor is the plan in force left for one alike"
 
 
+def test_a_process_set_is_paid_for_once() -> None:
+    def half(offered: Sequence[Plan], conditions: Conditions, win: Window, active: Plan) -> list[Prediction]:
+        relative = {"sync": 1.0, "subgroup": 0.5}
+        found = [
+            Prediction(plan=p, relative=relative[p.mode], low=0.5, high=1.0, interval_s=0.1, progress=1.0, drift=0.0,
+                       reach=1.0)
+            for p in offered
+        ]  # fmt: skip
+        return sorted(found, key=lambda p: p.relative)
+
+    policy, end = CostPolicy(8, ranker=half), 40
+
+    def steps_until_a_switch() -> tuple[int, Plan]:
+        nonlocal end
+        for count in range(1, 30):
+            end += 1
+            plan = policy.decide(window(steady(8, slow=SLOW), end=end, allowed=("sync", "subgroup")), Plan.sync(8))
+            if plan is not None:
+                return count, plan
+        raise AssertionError("no switch")
+
+    first, plan = steps_until_a_switch()
+    policy.decide(window(steady(8, slow=SLOW), end=end, allowed=("sync", "subgroup")), plan)
+    second, _ = steps_until_a_switch()
+    assert first >= 6 and second == 1, "50 ms are lost with each step, and a set takes 300"
+
+
 def test_both_of_two_and_causes_are_named() -> None:
     policy = CostPolicy(8)
     both = window(steady(8, slow={2: 3.0, 3: 3.0}), starved={2: 0.9, 3: 0.9}, end=40)
