@@ -44,6 +44,10 @@ _SWITCH_S, _HANDOVER_S = 0.02, 0.2
 _SET_S = 0.3
 """Making a process set holds every collective up for so long (`benchmarks.sets`: 307 ms with 4 ranks). It stays."""
 
+_SOON = 0.25
+"""Part of a switch's price that has to be lost before its plan is got ready: a server's start takes four seconds of a
+processor, and where plans take turns in being best none is switched to (0.9 s of 7 in a trace on two cores)."""
+
 _COPIES = 3.0  # Parameters and two moments: what ranks fetch that rejoin the others, or that leave servers.
 _RISK = 1.25
 """A plan that may well take so many times as long as `sync` (95 % quantile) is not gone to, whatever it promises."""
@@ -227,7 +231,6 @@ class CostPolicy:
         if best is now or not best.relative < (1.0 - self._gain) * now.relative:
             self._rest(window)
             return None
-        self.coming = best.plan
         price_s = self._price_s(conditions, active, best.plan)
         near_by = [p for p in sane if _same_family(active, p.plan)]
         free = _most_patient(near_by) if near_by else now
@@ -238,6 +241,8 @@ class CostPolicy:
             # Not for a few percent more than what there is without a price, there and back.
             worth = best.relative < (1.0 - self._gain) * free.relative
             return self._go(window, best if worth else free, active, now, trouble)
+        if self._rental.lost_s >= _SOON * price_s:
+            self.coming = best.plan
         if near is not None:
             so_far_s = self._rental.lost_s
             plan = self._go(window, near, active, now, trouble)

@@ -31,22 +31,6 @@ logger = logging.getLogger("star_hvd")
 
 Event = dict[str, Any]
 
-_GENTLY = """
-import contextlib, importlib, os, threading
-
-def load():
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    importlib.import_module("star_hvd.ps.server").warm_up()
-
-thread = threading.Thread(target=load)
-thread.start()
-thread.join()
-importlib.import_module("star_hvd.ps.server").run()
-"""
-"""A server's program that imports torch, four seconds of work, in a thread of the lowest priority: Linux has one for
-each thread. The thread that serves keeps the usual one, which no process without privileges gets back."""
-
 
 @dataclass
 class _Opened:
@@ -113,12 +97,8 @@ class ServerProcess:
 
     # ---- life ---------------------------------------------------------------------------------------------
 
-    def start(self, deadline_s: float, *, gently: bool = False) -> Endpoint:
+    def start(self, deadline_s: float) -> Endpoint:
         """Start the process and wait until it listens.
-
-        Args:
-            deadline_s: Longest time for that.
-            gently: Somebody trains meanwhile: what the start computes, seconds of it, yields to them.
 
         Raises:
             DeadlineError: It does not listen within `deadline_s`.
@@ -130,7 +110,7 @@ class ServerProcess:
             self._stopping = False
             mine, theirs = socket.socketpair()
             with theirs:
-                self._process = self._spawn(theirs, gently=gently)
+                self._process = self._spawn(theirs)
             self._pipe = Pipe(mine)
             self.endpoint = self._greet(deadline_s)
             self._thread = threading.Thread(
@@ -139,9 +119,10 @@ class ServerProcess:
             self._thread.start()
             return self.endpoint
 
-    def _spawn(self, end: socket.socket, *, gently: bool) -> subprocess.Popen[bytes]:
-        program = ["-c", _GENTLY] if gently else ["-m", "star_hvd.ps.server"]
-        return subprocess.Popen([sys.executable, *program], stdin=end.fileno(), env=self._environment())
+    def _spawn(self, end: socket.socket) -> subprocess.Popen[bytes]:
+        # At the usual priority: at the lowest one a job of four ranks on two cores stalled more, not less.
+        command = [sys.executable, "-m", "star_hvd.ps.server"]
+        return subprocess.Popen(command, stdin=end.fileno(), env=self._environment())
 
     def _greet(self, deadline_s: float) -> Endpoint:
         assert self._pipe is not None

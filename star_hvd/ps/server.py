@@ -13,7 +13,7 @@ import stat
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import msgpack
 import torch
@@ -31,7 +31,7 @@ from star_hvd.ps.shard import Outlet, Shard
 from star_hvd.ps.store import ChunkStore, OptimizerSpec, Record
 from star_hvd.ps.wire import Header, Kind, pack, read_meta, unpack
 
-__all__ = ["Server", "main", "run", "serve", "warm_up"]
+__all__ = ["Server", "main", "serve"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -353,20 +353,9 @@ def main() -> int:
     logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
     sys.path.extend(path for path in config["path"] if path not in sys.path)
     torch.set_num_threads(int(config["threads"]))
-    warm_up()
-    return serve(Server(pipe, config), pipe)
-
-
-def warm_up() -> None:
-    """The first optimizer of a process makes torch import its compiler, which takes seconds: now, not at the switch."""
+    # The first optimizer of a process makes torch import its compiler, which takes seconds: now, not at the switch.
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
-
-
-def run() -> NoReturn:
-    """Serve, and end the process: taking the interpreter and torch down in order takes seconds and serves nobody."""
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)
+    return serve(Server(pipe, config), pipe)
 
 
 def serve(server: Server, pipe: Pipe) -> int:
@@ -386,4 +375,6 @@ def serve(server: Server, pipe: Pipe) -> int:
 
 
 if __name__ == "__main__":
-    run()
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # Taking the interpreter and torch down in order takes seconds and serves nobody.

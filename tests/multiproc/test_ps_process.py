@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,17 +49,6 @@ def test_a_server_process_from_its_start_to_its_end() -> None:
         other.close()
         pids = [server.pid for server in made.servers]
     assert not any(psutil.pid_exists(pid) for pid in pids if pid is not None)
-
-
-def test_a_server_that_starts_gently_serves_with_the_usual_priority() -> None:
-    server = ServerProcess(0, JobKey.new(), "127.0.0.1")
-    try:
-        server.start(DEADLINE_S, gently=True)
-        process = psutil.Process(server.pid)
-        assert "priority" in process.cmdline()[2] and os.getpriority(os.PRIO_PROCESS, process.pid) == 0
-    finally:
-        server.stop()
-    assert not server.alive
 
 
 def test_an_optimizer_that_fails_ends_the_server_with_a_reason() -> None:

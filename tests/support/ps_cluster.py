@@ -64,7 +64,7 @@ class _ThreadProcess:
 class ThreadServer(ServerProcess):
     """A server in a thread of this process: starts at once, and a debugger sees it."""
 
-    def _spawn(self, end: socket.socket, *, gently: bool) -> Any:
+    def _spawn(self, end: socket.socket) -> Any:
         return _ThreadProcess(Pipe(end.dup()))
 
 
