@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.causes import LINK_RATIO, LINK_SHARE, RESOLUTION_S, THRESHOLD
+from scheduler.causes import LINK_RATIO, LINK_SHARE, RESOLUTION_S
 from scheduler.conditions import Array, Conditions
 from scheduler.grouping import progressive_groups, similar_groups
 from scheduler.placement import HostLoad, place_servers
 from scheduler.plans import MODES, Plan
+from scheduler.readings import slow_limit_s
 
 __all__ = ["Trouble", "candidates", "find_trouble", "same_plan"]
 
@@ -70,7 +71,7 @@ def find_trouble(conditions: Conditions) -> Trouble:
     """Read off the expected times who is in trouble; nobody beyond half of the ranks."""
     times = conditions.times_s
     usual_s, typical_s = conditions.usual_s, conditions.typical_s
-    limit_s = max(THRESHOLD * typical_s, typical_s + RESOLUTION_S)
+    limit_s = slow_limit_s(typical_s)
     late = times > limit_s
     share = late.mean(axis=0)
     slow = np.flatnonzero(usual_s > limit_s)

@@ -22,7 +22,7 @@ from scheduler.conditions import CYCLE_S, Array, Conditions
 from scheduler.grouping import progressive_groups, similar_groups, speed_groups
 from scheduler.plans import LOCAL_COPIES, Plan
 from scheduler.progress import alignment, local_drift, update_progress
-from scheduler.readings import THRESHOLD
+from scheduler.readings import slow_limit_s
 from scheduler.replay import Flow, order_interval, partial_flow, server_flow
 
 __all__ = ["Prediction", "order_interval", "predict", "rank", "settle"]
@@ -207,7 +207,7 @@ def _partials(candidates: Sequence[Plan], conditions: Conditions) -> dict[str, F
     )
     late_s = _helpers_s(conditions, np.flatnonzero(conditions.usual_s > 1.2 * conditions.typical_s))
     if conditions.beyond_s:
-        closed = (conditions.times_s > THRESHOLD * conditions.typical_s).any(axis=1)
+        closed = (conditions.times_s > slow_limit_s(conditions.typical_s)).any(axis=1)
         late_s += _CLOSED * conditions.beyond_s * float(closed.mean())
     return {plan.label: flow.slower(late_s) for plan, flow in zip(plans, flows, strict=True)}
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from scheduler.records import RankTable, Window
 
-__all__ = ["MIN_REPORTS", "RECENT", "RESOLUTION_S", "THRESHOLD", "Readings"]
+__all__ = ["MIN_REPORTS", "RECENT", "RESOLUTION_S", "THRESHOLD", "Readings", "slow_limit_s"]
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -37,6 +37,12 @@ reference."""
 RECENT = 32
 """Reports per rank that make its median. Long against a rotation of a few steps, short against a training
 phase."""
+
+
+
+def slow_limit_s(usual_s: float, threshold: float = THRESHOLD) -> float:
+    """The time above which a batch is slow where one usually takes `usual_s`, seconds; NaN of NaN."""
+    return max(threshold * usual_s, usual_s + RESOLUTION_S)
 
 
 _SOME = 16
@@ -65,7 +71,7 @@ class Readings:
         self._width = self._times.shape[1]
         self._threshold = threshold
         self.reference_s = self._reference()
-        self._limit_s = max(threshold * self.reference_s, self.reference_s + RESOLUTION_S)
+        self._limit_s = slow_limit_s(self.reference_s, threshold)
         self._slow: _Flags | None = None
         self._runs: _Ints | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scheduler.readings import RESOLUTION_S, THRESHOLD
+from scheduler.readings import slow_limit_s
 
 __all__ = ["SlowAgain"]
 
@@ -27,7 +27,7 @@ class SlowAgain:
     def usual(self, typical_s: float) -> None:
         """What a batch usually takes, as the last window says; NaN where it does not."""
         if not math.isnan(typical_s):
-            self._limit_s = max(THRESHOLD * typical_s, typical_s + RESOLUTION_S)
+            self._limit_s = slow_limit_s(typical_s)
 
     def note(self, rank: int, compute_s: float) -> bool:
         """Take in a report; whether it is worth a look."""

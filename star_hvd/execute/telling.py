@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from scheduler.readings import THRESHOLD
+from scheduler.readings import slow_limit_s
 from scheduler.records import Plan, StepReport
 from star_hvd.control import messages
 from star_hvd.control.switch_messages import StepNote
@@ -25,7 +25,8 @@ __all__ = ["Send", "StepLog", "StepTeller"]
 logger = logging.getLogger("star_hvd")
 
 _NO_TIMES = ComputeTimes(0.0, 0.0, 0.0, 0.0)
-_FIRST_ARRIVALS, _SMOOTHING = 8, 0.2
+_FIRST_ARRIVALS = 8  # All of which are news to the coordinator.
+_SMOOTHING = 0.2  # Weight of the newest step in what is usual for this rank.
 
 
 class Send(Protocol):
@@ -132,9 +133,10 @@ class StepTeller:
 
     def on_arrive(self, round_: int, epoch: int) -> None:
         t = self._times
+        news = self._is_news(t.compute_s)
         self._send(
             messages.Arrive(self.number, round_, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
-            urgent=self._urgent() or self._is_news(t.compute_s),
+            urgent=news or self._urgent(),
         )
 
     def _urgent(self) -> bool:
@@ -144,7 +146,7 @@ class StepTeller:
         """Whether a step in `sync` tells of a rank that is slow all of a sudden; at the beginning all are news."""
         usual_s, self._arrivals = self._usual_s, self._arrivals + 1
         self._usual_s = compute_s if self._arrivals == 1 else usual_s + _SMOOTHING * (compute_s - usual_s)
-        return self._arrivals <= _FIRST_ARRIVALS or compute_s > THRESHOLD * usual_s
+        return self._arrivals <= _FIRST_ARRIVALS or compute_s > slow_limit_s(usual_s)
 
     def on_late(self, version: int, epoch: int) -> None:
         t = self._times
