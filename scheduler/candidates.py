@@ -42,6 +42,10 @@ two slow ranks of four lost a point of accuracy, which no prediction saw coming.
 _FEW = 32
 """Ranks up to which similar ones are sought by clustering, which takes the cube of their number."""
 
+_A_LITTLE = 1.15
+"""Times the usual time: who takes longer is left out of one subgroup. Unlike a straggler such a rank is waited for in
+`partial`, whose steps wait a moment for those about to come."""
+
 _PLACING_S = 0.05  # As in `policy_causes`.
 
 
@@ -171,9 +175,13 @@ def _key(plan: Plan) -> tuple[object, ...]:
 
 
 def _subgroups(conditions: Conditions, trouble: Trouble) -> list[Plan]:
-    """Without the slow ranks, without the slow links, and without either."""
+    """Without the slow ranks, without the slow links, without either, and without those a little slower either."""
     n, plans = conditions.world_size, []
-    without = (frozenset(trouble.slow), frozenset(trouble.links), frozenset((*trouble.slow, *trouble.links)))
+    both = frozenset((*trouble.slow, *trouble.links))
+    without = [frozenset(trouble.slow), frozenset(trouble.links), both]
+    if n <= _MANY:
+        slower = np.flatnonzero(conditions.usual_s > _A_LITTLE * conditions.typical_s)
+        without.append(both | frozenset(slower.tolist()))
     for outside in dict.fromkeys(without):
         if 0 < len(outside) <= n // 2:
             plans.append(Plan.subgroup(n, [r for r in range(n) if r not in outside]))

@@ -45,8 +45,8 @@ _SET_S = 0.3
 """Making a process set holds every collective up for so long (`benchmarks.sets`: 307 ms with 4 ranks). It stays."""
 
 _SOON = 0.25
-"""Part of a switch's price that has to be lost before its plan is got ready: a server's start takes four seconds of a
-processor, and where plans take turns in being best none is switched to (0.9 s of 7 in a trace on two cores)."""
+"""Part of a switch's price that has to be lost before its plan is got ready: a server's start takes more than two
+seconds of a processor, and where plans take turns in being best none is switched to."""
 
 _COPIES = 3.0  # Parameters and two moments: what ranks fetch that rejoin the others, or that leave servers.
 _RISK = 1.25

@@ -39,7 +39,6 @@ RECENT = 32
 phase."""
 
 
-
 def slow_limit_s(usual_s: float, threshold: float = THRESHOLD) -> float:
     """The time above which a batch is slow where one usually takes `usual_s`, seconds; NaN of NaN."""
     return max(threshold * usual_s, usual_s + RESOLUTION_S)

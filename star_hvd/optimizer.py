@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -18,6 +17,7 @@ from horovod.torch.mpi_ops import Average, global_process_set
 
 from scheduler.records import Plan, parse_mode
 from star_hvd import env, runtime
+from star_hvd.arguments import check_numbers, check_predivide, names_of
 from star_hvd.config import Config
 from star_hvd.core import BucketCore
 from star_hvd.execute.native import NativeCore
@@ -62,8 +62,9 @@ def DistributedOptimizer(
         groups: Number of groups, or lists of parameters, reduced together.
         sparse_as_dense: Whether sparse gradients are made dense for the reduction.
         process_set: Process set to reduce in.
-        mode: `auto` (the coordinator decides from measurements), `sync`, `partial` (one rank may be late),
-            `partial(m)` (a step waits for m ranks), or a `Plan`. The environment variable `STAR_MODE` goes first.
+        mode: `auto` (the coordinator decides from measurements), `sync`, `partial(m)` (a step waits for m ranks),
+            `subgroup(0,1,2)`, `grouped(G)`, `local(H)`, `ps(x)` and its relatives, all in `parse_mode`, or a `Plan`.
+            The environment variable `STAR_MODE` goes first.
         config: Tuning values, equal on all ranks. Those of channel and control are taken from the first optimizer or
             loader of the job.
         max_grad_norm: Clip the averaged gradient to this norm. Use this instead of clipping by hand: helpers of
@@ -78,26 +79,22 @@ def DistributedOptimizer(
         ValueError: Parameters without names or with equal names, a bad number, an unknown mode, m outside 1..n.
     """
     if gradient_predivide_factor != 1.0:
-        if mpi_ops.rocm_built():
-            raise ValueError("gradient_predivide_factor not supported yet with ROCm")
-        if op != Average:
-            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        check_predivide(op)
     if num_groups != 0:
         warnings.warn(
             "Parameter `num_groups` has been replaced by `groups` and will be removed",
             DeprecationWarning,
             stacklevel=2,
         )
-        if groups is None:
-            groups = num_groups
-    _check_numbers(backward_passes_per_step, groups, max_grad_norm)
+        groups = num_groups if groups is None else groups
+    check_numbers(backward_passes_per_step, groups, max_grad_norm)
     settings = config or Config()
     plan = parse_mode(
         env.mode() or mode, int(mpi_ops.size()), damping=settings.damping, max_staleness=settings.max_staleness
     )
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
-    names = _names(optimizer, named_parameters)
+    names = names_of(optimizer, named_parameters)
     wrapped = _wrap(optimizer)
     wrapped._star = _Wrapper(
         wrapped,
@@ -115,54 +112,6 @@ def DistributedOptimizer(
         max_grad_norm=max_grad_norm,
     )
     return wrapped
-
-
-def _check_numbers(passes: int, groups: Any, max_grad_norm: float | None) -> None:
-    if passes <= 0:
-        raise ValueError("backward_passes_per_step must be > 0")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm is {max_grad_norm!r}; expected a positive number or None")
-    if groups is None:
-        return
-    if not isinstance(groups, list):
-        if not groups > 0:
-            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
-        return
-    seen: set[int] = set()
-    for param in (p for group in groups for p in group):
-        if not isinstance(param, torch.Tensor):
-            raise ValueError("groups must consist of torch.Tensor.")
-        if id(param) in seen:
-            raise ValueError("A parameter can only appear once in groups.")
-        seen.add(id(param))
-
-
-def _names(optimizer: torch.optim.Optimizer, named: Iterable[Any] | None) -> dict[torch.nn.Parameter, str]:
-    pairs = (
-        list(named)
-        if named is not None
-        else [
-            (f"allreduce.noname.{i}.{j}", param)
-            for i, group in enumerate(optimizer.param_groups)
-            for j, param in enumerate(group["params"])
-        ]
-    )
-    if any(not isinstance(pair, tuple) for pair in pairs):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    twice = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-    if twice:
-        raise ValueError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}")
-    named_ids = {id(param) for _, param in pairs}
-    unnamed = [id(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in named_ids]
-    if unnamed:
-        raise ValueError(
-            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
-            f"{', '.join(map(str, unnamed))}"
-        )
-    return {param: name for name, param in pairs}
 
 
 def _adasum(optimizer: torch.optim.Optimizer, named: Any, compression: Any, passes: int, op: Any, where: Any) -> Any:

@@ -22,10 +22,44 @@ logger = logging.getLogger("star_hvd")
 _FIRST_INTERVAL_S, _QUIET_INTERVAL_S, _QUIETEST_INTERVAL_S, _SLOWER = 0.1, 0.5, 2.0, 1.25
 """Between two full decisions while nothing has changed: predictions take milliseconds, so they are made less and less
 often. At a job's beginning, where every report tells something new, they are made more often."""
-_LEAST_INTERVAL_S = 0.3  # Outside `sync`, whatever changes: a decision holds the interpreter of a rank that trains.
+_LEAST_INTERVAL_S, _LEAST_MOST_S = 0.3, 1.0
+"""Outside `sync`, whatever changes: a decision holds the interpreter of a rank that trains, which closes the steps too.
+Where who is slow changes all the time and no change is answered, they are made less and less often as well."""
 _ALERT = 2  # Slow reports of a rank in a row that are looked at immediately in `sync`: there everybody waits for it.
 _STRETCH_UPDATES = 64  # Under one plan, before the loss is compared: fewer drown in the noise of batches.
 _SMOOTH = 16  # Losses at each end of a stretch that are averaged.
+
+
+class _Pace:
+    """When full decisions are due."""
+
+    def __init__(self) -> None:
+        self._last_s, self._next_s = -math.inf, 0.0
+        self._interval_s, self._least_s = _FIRST_INTERVAL_S / _SLOWER, _LEAST_INTERVAL_S
+        self._seen: tuple[object, ...] | None = None
+
+    def due(self, seen: tuple[object, ...], now_s: float, *, in_sync: bool) -> bool:
+        """Whether one is; it counts as made then.
+
+        Args:
+            seen: What a decision depends on, first of all the epoch of the plan in force.
+            now_s: The present.
+            in_sync: Everybody waits for the slowest: a change is decided on at once.
+        """
+        same = seen == self._seen
+        another_plan = self._seen is None or seen[0] != self._seen[0]
+        if another_plan or now_s - self._last_s >= _QUIETEST_INTERVAL_S:
+            self._least_s = _LEAST_INTERVAL_S
+        restless = self._least_s > _LEAST_INTERVAL_S
+        soonest_s = self._last_s + self._least_s if not in_sync and (restless or not same) else 0.0
+        if now_s < max(soonest_s, self._next_s if same else 0.0):
+            return False
+        if not same and not another_plan:
+            self._least_s = min(_LEAST_MOST_S, _SLOWER * self._least_s)
+        longest_s = _QUIETEST_INTERVAL_S if same or self._seen is None else _QUIET_INTERVAL_S
+        self._interval_s = min(longest_s, _SLOWER * self._interval_s)
+        self._seen, self._last_s, self._next_s = seen, now_s, now_s + self._interval_s
+        return True
 
 
 class Choice:
@@ -46,8 +80,7 @@ class Choice:
         self._predicting: CostPolicy | None = None
         if config.policy != "rule":
             self._predicting = CostPolicy(world_size, ranker=ranker, hosts=known)
-        self._last_s, self._next_s, self._interval_s = -math.inf, 0.0, _FIRST_INTERVAL_S / _SLOWER
-        self._seen: object = None
+        self._pace = _Pace()
         self._stretch: tuple[int, Plan] | None = None
 
     def decide(
@@ -62,13 +95,9 @@ class Choice:
             return self._rule.decide(window, active)
         alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
         seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed), alert)
-        least_s = 0.0 if active.mode == "sync" else _LEAST_INTERVAL_S
-        if now_s < (self._next_s if seen == self._seen else self._last_s + least_s):
+        if not self._pace.due(seen, now_s, in_sync=active.mode == "sync"):
             self.watch(window, active)
             return None
-        longest_s = _QUIETEST_INTERVAL_S if self._seen in (None, seen) else _QUIET_INTERVAL_S
-        self._interval_s = min(longest_s, _SLOWER * self._interval_s)
-        self._seen, self._last_s, self._next_s = seen, now_s, now_s + self._interval_s
         self._learn(window, active)
         try:
             return self._predicting.decide(window, active)

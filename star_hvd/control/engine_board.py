@@ -35,6 +35,7 @@ logger = logging.getLogger("star_hvd")
 _HISTORY, _HISTORY_MANY, _MANY = 64, 32, 128
 """Reports that are kept of each rank, of many ranks fewer: as many as a median is made of. A decision's time goes with
 the bytes it looks at."""
+_SOONER = 0.25  # Part of the interval between two windows after which an alarm may have the next one.
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
@@ -101,7 +102,7 @@ class EngineBoard:
         self._again: Plan | None = None
         self._published: dict[int, Plan] = {}
         self._next_epoch = 1
-        self._decide_at_s = 0.0
+        self._decide_at_s = self._decide_next_s = 0.0  # When the next window is made, and when it is without alarm.
         self._alerts = Alerts(config)
         self._readiness = Readiness(send)
         self._again_slow = SlowAgain(world_size)
@@ -139,7 +140,9 @@ class EngineBoard:
             self._alerts.waiting(now_s)
         self.rule.arrive(rank, message.round, message.compute_s, now_s)
         if self._again_slow.note(rank, message.compute_s) and self.choice is not None and self.active.mode == "sync":
-            self._decide_at_s = now_s
+            # Where all become slow together, a thousand such reports are still one look.
+            waited_s = (1.0 - _SOONER) * self._config.decide_interval_s
+            self._decide_at_s = min(self._decide_at_s, max(now_s, self._decide_next_s - waited_s))
 
     def late(self, rank: int, message: Late, now_s: float) -> None:
         """A gradient that missed its step."""
@@ -267,7 +270,7 @@ class EngineBoard:
             self._abandon(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s")
         self._maybe_return_to_sync(now_s)
         if self.decides(now_s):
-            self._decide_at_s = now_s + self._config.decide_interval_s
+            self._decide_at_s = self._decide_next_s = now_s + self._config.decide_interval_s
             self.links.look_again()
             self._decide(now_s)
         self._alerts.stall(self.rule, now_s)

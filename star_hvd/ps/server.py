@@ -24,6 +24,7 @@ from star_hvd.errors import ChannelError
 from star_hvd.ps.auth import Door, Endpoint, JobKey, connect
 from star_hvd.ps.layout import Layout, LayoutError
 from star_hvd.ps.mirror import Mirror
+from star_hvd.ps.no_compiler import leave_out
 from star_hvd.ps.outbox import Outbox, shard_identity, worker_identity
 from star_hvd.ps.pipe import Pipe
 from star_hvd.ps.primary import Links, Primary
@@ -353,8 +354,7 @@ def main() -> int:
     logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
     sys.path.extend(path for path in config["path"] if path not in sys.path)
     torch.set_num_threads(int(config["threads"]))
-    # The first optimizer of a process makes torch import its compiler, which takes seconds: now, not at the switch.
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0).step()
+    leave_out()
     return serve(Server(pipe, config), pipe)
 
 

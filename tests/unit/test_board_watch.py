@@ -179,11 +179,36 @@ def test_a_second_slow_step_in_sync_is_answered_before_the_next_window() -> None
             answered += [(step, plan) for plan in only(job.tick(), m.PlanMessage)]
         slow_s = 0.3 if step >= 6 else 0.05
         job.now_s += slow_s
-        job.tick()  # The window that is due by now: the report comes right behind it.
+        job.tick()  # The window that is due by now: the report comes soon behind it.
+        job.now_s += 0.03
         job.arrive(3, step, compute_s=slow_s)
         answered += [(step, plan) for plan in only(job.tick(), m.PlanMessage)]
     assert [(step, message.plan["mode"]) for step, message in answered] == [(7, "partial")]
     assert job.engine.explain() == answered[0][1].plan["reason"], "also before it is in force"
+
+
+def test_many_that_become_slow_together_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, looks = Job(64, Config(decide_interval_s=0.1)), 0
+    job.register(None)
+    for step in range(8):
+        for rank in range(64):
+            job.arrive(rank, step, compute_s=0.05)
+        job.now_s += 0.1
+        job.tick()
+    decide = job.engine._decide
+
+    def counted(now_s: float) -> None:
+        nonlocal looks
+        looks += 1
+        decide(now_s)
+
+    monkeypatch.setattr(job.engine, "_decide", counted)
+    for step in (8, 9):
+        for rank in range(30):
+            job.now_s += 1e-4
+            job.arrive(rank, step, compute_s=0.3)
+            job.tick()
+    assert looks <= 1, "in six milliseconds"
 
 
 def test_what_is_worth_a_look() -> None:

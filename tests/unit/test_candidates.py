@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from scheduler.candidates import candidates, find_trouble, same_plan
 from scheduler.conditions import Conditions
+from scheduler.cost_model import predict
 from scheduler.plans import MODES, Plan
 from tests.unit.windows import steady, window
 
@@ -52,6 +53,21 @@ def test_as_many_are_left_out_as_are_slow() -> None:
     assert 2 in trouble.at_once
     labels = {plan.label for plan in candidates(conditions(steady(8, slow={2: 2.0, 5: 4.0})))}
     assert {"sync", "partial(6)", "subgroup(0,1,3,4,6,7)", "grouped(2)", "ps(6)", "ps(backup=2)", "ps(1)"} <= labels
+
+
+def test_ranks_a_little_slower_are_left_out_of_one_subgroup_beside_the_slow_one() -> None:
+    mixed = conditions(steady(8, slow={1: 1.2, 6: 1.08, 7: 3.0}))
+    trouble = find_trouble(mixed)
+    assert trouble.slow == (7,)
+    labels = {plan.label for plan in candidates(mixed)}
+    assert {"subgroup(0,1,2,3,4,5,6)", "subgroup(0,2,3,4,5,6)"} <= labels
+    # `partial` waits for rank 1, which is about to come; without it a step is shorter.
+    with_it, without = (predict(Plan.subgroup(8, m), mixed) for m in ((0, 1, 2, 3, 4, 5, 6), (0, 2, 3, 4, 5, 6)))
+    assert predict(Plan.partial(8, 6), mixed).interval_s == pytest.approx(with_it.interval_s, rel=0.02)
+    assert without.interval_s < 0.95 * with_it.interval_s
+    many = conditions(steady(200, slow={1: 1.2, 7: 3.0}))
+    left_out = [set(range(200)) - set(plan.members) for plan in candidates(many) if plan.mode == "subgroup"]
+    assert left_out == [{7}], "of many ranks some are always a little slower"
 
 
 def test_ranks_that_are_slow_in_turn() -> None:

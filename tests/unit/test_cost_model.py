@@ -59,6 +59,13 @@ def test_what_a_collective_takes_beyond_its_bytes_is_in_every_mode_that_has_one(
     calm = dataclasses.replace(busy, times_s=steady(4)), dataclasses.replace(plain, times_s=steady(4))
     more_s = predict(Plan.partial(4, 3), calm[0]).interval_s - predict(Plan.partial(4, 3), calm[1]).interval_s
     assert more_s == pytest.approx(0.05, rel=0.05)
+    # Two that come late are more work than one, and waiting for one of the two leaves one.
+    two = dataclasses.replace(busy, times_s=steady(4, slow={2: 4.0, 3: 4.0}))
+    quiet_two = dataclasses.replace(two, beyond_s=0.0)
+    for quorum, share in ((2, 1.5), (3, 1.35), (4, 1.0)):
+        plan = Plan.partial(4, quorum)
+        more_s = predict(plan, two).interval_s - predict(plan, quiet_two).interval_s
+        assert more_s == pytest.approx(0.05 * share, rel=0.05), plan.label
     # What waiting for the slow rank costs is a smaller part then.
     assert predict(Plan.partial(4, 3), busy).relative > predict(Plan.partial(4, 3), plain).relative
 
