@@ -20,13 +20,8 @@ from tests.contract.harness import (
     train,
     values_of,
     warned,
+    wrapped,
 )
-
-
-def _wrapped(api: Api, **options: Any) -> tuple[torch.nn.Module, Any]:
-    model = mlp()
-    return model, api.wrap(Plain.sgd(model.parameters()), model.named_parameters(), **options)
-
 
 # ---- errors ---------------------------------------------------------------------------------------------------
 
@@ -51,14 +46,14 @@ def bad_names(ctx: Context) -> None:
 def bad_numbers(ctx: Context) -> None:
     for passes in (0, -1):
         with raises(ValueError, "backward_passes_per_step must be > 0"):
-            _wrapped(ctx.star, backward_passes_per_step=passes)
+            wrapped(ctx.star, backward_passes_per_step=passes)
     _both(ctx, "gradient_predivide_factor not supported with op != Average", gradient_predivide_factor=2.0, op=_sum)
-    model, optimizer = _wrapped(ctx.star)
+    model, optimizer = wrapped(ctx.star)
     with raises(ValueError, "backward_passes_per_step must be > 0"):
         optimizer.set_backward_passes_per_step(0)
     for norm in (0.0, -1.0, float("nan")):
         with raises(ValueError, "max_grad_norm"):
-            _wrapped(ctx.star, max_grad_norm=norm)
+            wrapped(ctx.star, max_grad_norm=norm)
     # What was refused left nothing behind.
     differentiate(model, 0)
     optimizer.step()
@@ -87,11 +82,11 @@ def bad_modes(ctx: Context) -> None:
         "": "expected 'auto'",
     }.items():
         with raises(ValueError, text):
-            _wrapped(ctx.star, mode=mode)
+            wrapped(ctx.star, mode=mode)
     with raises(ValueError, "mode is 3"):
-        _wrapped(ctx.star, mode=3)
+        wrapped(ctx.star, mode=3)
     with raises(ValueError, f"the plan is for {n + 1} ranks but this job has {n}"):
-        _wrapped(ctx.star, mode=star_hvd.Plan.sync(n + 1))
+        wrapped(ctx.star, mode=star_hvd.Plan.sync(n + 1))
     with raises(star_hvd.PlanError, "quorum"):
         star_hvd.Plan(mode="sync", world_size=n + 1, quorum=n)
 
@@ -115,14 +110,14 @@ def bad_config(ctx: Context) -> None:
 
 @case(modes=("sync",))
 def a_plan_as_mode(ctx: Context) -> None:
-    model, optimizer = _wrapped(ctx.star, mode=star_hvd.Plan.partial(ctx.size, ctx.size))
+    model, optimizer = wrapped(ctx.star, mode=star_hvd.Plan.partial(ctx.size, ctx.size))
     for step in range(8):
         optimizer.zero_grad()
         differentiate(model, step)
         optimizer.step()
         horovod.barrier()  # Time for the coordinator's answer.
     assert optimizer.mode == f"partial({ctx.size})", optimizer.mode
-    _, quiet = _wrapped(ctx.star, mode="sync")
+    _, quiet = wrapped(ctx.star, mode="sync")
     assert quiet.mode == "sync"
 
 
@@ -130,7 +125,7 @@ def a_plan_as_mode(ctx: Context) -> None:
 def too_many_backward_passes(ctx: Context) -> None:
     def run(api: Api) -> Any:
         for options in ({}, {"groups": 4}, {"backward_passes_per_step": 2}):
-            model, optimizer = _wrapped(api, **options)
+            model, optimizer = wrapped(api, **options)
             passes = options.get("backward_passes_per_step", 1)
             for _ in range(passes):
                 differentiate(model, 0)
@@ -149,7 +144,7 @@ def too_many_backward_passes(ctx: Context) -> None:
 @case()
 def too_many_backward_passes_in_groups_is_explained(ctx: Context) -> None:
     """Horovod's bare `assert` fails there, without a word."""
-    model, optimizer = _wrapped(ctx.star, groups=4)
+    model, optimizer = wrapped(ctx.star, groups=4)
     differentiate(model, 0)
     with raises(AssertionError, "Increase backward_passes_per_step"):
         differentiate(model, 0)
@@ -161,7 +156,7 @@ def too_many_backward_passes_in_groups_is_explained(ctx: Context) -> None:
 def zero_grad_between_backward_and_step(ctx: Context) -> None:
     def run(api: Api) -> Any:
         for options in ({}, {"groups": 2}, {"backward_passes_per_step": 2}):
-            model, optimizer = _wrapped(api, **options)
+            model, optimizer = wrapped(api, **options)
             differentiate(model, 0)
             with raises(AssertionError, "optimizer.zero_grad() was called after loss.backward() but before"):
                 optimizer.zero_grad()
@@ -180,7 +175,7 @@ def zero_grad_between_backward_and_step(ctx: Context) -> None:
 @case()
 def warning_when_synchronized_twice(ctx: Context) -> None:
     def run(api: Api, **options: Any) -> Any:
-        model, optimizer = _wrapped(api, **options)
+        model, optimizer = wrapped(api, **options)
         differentiate(model, 0)
         optimizer.synchronize()
         with warned() as texts:
@@ -201,7 +196,7 @@ def warning_when_synchronized_twice(ctx: Context) -> None:
 @case()
 def skip_synchronize_ends_with_its_block(ctx: Context) -> None:
     def run(api: Api) -> Any:
-        model, optimizer = _wrapped(api)
+        model, optimizer = wrapped(api)
         differentiate(model, 0)
         optimizer.synchronize()
         with raises(KeyError, "inside"), optimizer.skip_synchronize():
@@ -223,7 +218,7 @@ def skip_synchronize_ends_with_its_block(ctx: Context) -> None:
 def attributes(ctx: Context) -> None:
     for options in ({}, {"groups": 2}):
         for api in (ctx.horovod, ctx.star):
-            model, optimizer = _wrapped(api, backward_passes_per_step=2, **options)
+            model, optimizer = wrapped(api, backward_passes_per_step=2, **options)
             names = {param: name for name, param in model.named_parameters()}
             assert optimizer.backward_passes_per_step == 2
             assert optimizer.op == api.module.Average
@@ -257,7 +252,7 @@ def classes(ctx: Context) -> None:
 
 @case(modes=("sync",))
 def repr_and_defaults(ctx: Context) -> None:
-    model, optimizer = _wrapped(ctx.star)
+    model, optimizer = wrapped(ctx.star)
     plain = Plain.sgd(model.parameters())
     assert optimizer.defaults == plain.defaults
     assert str(optimizer) == str(plain)
@@ -292,7 +287,7 @@ def required_arguments_of_the_users_class(ctx: Context) -> None:
 @case()
 def subclass_of_the_returned_class(ctx: Context) -> None:
     """Horovod's `super(self.__class__, self)` calls itself for ever there."""
-    model, optimizer = _wrapped(ctx.star)
+    model, optimizer = wrapped(ctx.star)
 
     class Counting(type(optimizer)):  # type: ignore[misc]
         steps = 0
@@ -321,7 +316,7 @@ def subclass_of_the_returned_class(ctx: Context) -> None:
 
 @case(modes=("sync",))
 def the_returned_class_is_not_called(ctx: Context) -> None:
-    _, optimizer = _wrapped(ctx.star)
+    _, optimizer = wrapped(ctx.star)
     with raises(TypeError, "DistributedOptimizer"):
         type(optimizer)(mlp().parameters(), lr=0.1)
 
@@ -349,6 +344,6 @@ def mode_of_the_environment_goes_first(ctx: Context) -> None:
     os.environ["STAR_MODE"] = "nonsense"
     try:
         with raises(ValueError, "nonsense"):
-            _wrapped(ctx.star, mode="sync")
+            wrapped(ctx.star, mode="sync")
     finally:
         del os.environ["STAR_MODE"]

@@ -23,6 +23,7 @@ from tests.contract.harness import (
     differentiate,
     mean_gradients,
     mlp,
+    params_of,
     values_of,
     warned,
 )
@@ -30,10 +31,6 @@ from tests.contract.harness import (
 
 def _adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.05, weight_decay=1.0)
-
-
-def _params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def _steps(model: torch.nn.Module, optimizer: Any, first: int, last: int) -> None:
@@ -93,23 +90,23 @@ def a_group_added_after_wrapping_gets_defaults(ctx: Context) -> None:
 def broadcasting_fresh_state_leaves_weights_alone(ctx: Context) -> None:
     for wrapped in (True, False):
         model = mlp()
-        before = _params(model)
+        before = params_of(model)
         optimizer: Any = _adamw(model.parameters())
         if wrapped:
             optimizer = ctx.star.wrap(optimizer, model.named_parameters())
         ctx.star.module.broadcast_optimizer_state(optimizer, root_rank=0)
-        assert_same(_params(model), before, exact=True)
+        assert_same(params_of(model), before, exact=True)
         assert all(param.grad is None for param in model.parameters())
         assert not getattr(optimizer, "_handles", None)
         if wrapped:
             _steps(model, optimizer, 0, 3)
-            assert all_equal(_params(model))
+            assert all_equal(params_of(model))
 
 
 @case(modes=("sync",))
 def broadcasting_fresh_state_under_horovod_shrinks_weights(ctx: Context) -> None:
     model = mlp()
-    before = _params(model)
+    before = params_of(model)
     ctx.horovod.module.broadcast_optimizer_state(_adamw(model.parameters()), root_rank=0)
     assert not torch.equal(model[0].weight, before["0.weight"]), "Horovod restores the weights now"
 
@@ -244,7 +241,7 @@ def parameters_added_later_are_reduced(ctx: Context) -> None:
             differentiate(model, step)
             optimizer.step()
             apply_reference(alone, plain, step, ctx.size)
-        assert_same(_params(model), _params(alone), exact=ctx.size == 2)
+        assert_same(params_of(model), params_of(alone), exact=ctx.size == 2)
 
 
 @case(modes=("sync",))
@@ -254,7 +251,7 @@ def parameters_added_later_are_not_reduced_under_horovod(ctx: Context) -> None:
     optimizer.add_param_group({"params": list(model[2].parameters())})
     differentiate(model, 0)
     optimizer.step()
-    assert not all_equal(_params(model)), "Horovod reduces them now"
+    assert not all_equal(params_of(model)), "Horovod reduces them now"
 
 
 @case()
@@ -274,7 +271,7 @@ def a_frozen_layer_thawed_and_added(ctx: Context) -> None:
         differentiate(model, step)
         optimizer.step()
         _step_where_trainable(alone, plain, step, ctx.size)
-    assert_same(_params(model), _params(alone), exact=ctx.size == 2)
+    assert_same(params_of(model), params_of(alone), exact=ctx.size == 2)
 
 
 def _step_where_trainable(model: torch.nn.Module, optimizer: Any, step: int, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""What happens around `step`: closures, hooks, schedulers, GradScaler, a step given up."""
+"""What happens around `step`: closures, hooks, schedulers, a step given up."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.contract.harness import (
     Context,
     Plain,
     all_equal,
-    apply_reference,
     assert_same,
     case,
     differentiate,
@@ -21,16 +20,10 @@ from tests.contract.harness import (
     mean_gradients,
     mlp,
     reference,
-    train,
     values_of,
     warned,
+    wrapped,
 )
-
-
-def _wrapped(api: Api, make: Any = Plain.sgd, **options: Any) -> tuple[torch.nn.Module, Any]:
-    model = mlp()
-    return model, api.wrap(make(model.parameters()), model.named_parameters(), **options)
-
 
 # ---- closures -------------------------------------------------------------------------------------------------
 
@@ -46,7 +39,7 @@ def _step_with_closure(model: torch.nn.Module, optimizer: Any, step: int) -> Any
 @case()
 def closure_is_evaluated_before_the_reduction(ctx: Context) -> None:
     for options in ({}, {"groups": 2}):
-        model, optimizer = _wrapped(ctx.star, **options)
+        model, optimizer = wrapped(ctx.star, **options)
         for step in range(5):
             loss = _step_with_closure(model, optimizer, step)
             assert isinstance(loss, torch.Tensor) and loss.requires_grad
@@ -56,7 +49,7 @@ def closure_is_evaluated_before_the_reduction(ctx: Context) -> None:
 
 @case(modes=("sync",))
 def closure_under_horovod_is_not_reduced(ctx: Context) -> None:
-    model, optimizer = _wrapped(ctx.horovod)
+    model, optimizer = wrapped(ctx.horovod)
 
     def closure() -> torch.Tensor:
         return differentiate(model, 0)
@@ -68,7 +61,7 @@ def closure_under_horovod_is_not_reduced(ctx: Context) -> None:
 
 @case()
 def closure_returns_the_loss_and_may_run_without_grad(ctx: Context) -> None:
-    model, optimizer = _wrapped(ctx.star)
+    model, optimizer = wrapped(ctx.star)
     with torch.no_grad():
         loss = _step_with_closure(model, optimizer, 0)
     torch.testing.assert_close(loss, loss_of(mlp(), ctx.rank, 0))
@@ -82,7 +75,7 @@ def lbfgs(ctx: Context) -> None:
         def make(params: Any, options: dict[str, Any] = options) -> torch.optim.Optimizer:
             return torch.optim.LBFGS(params, lr=0.5, max_iter=6, **options)
 
-        model, optimizer = _wrapped(ctx.star, make)
+        model, optimizer = wrapped(ctx.star, make)
         alone = mlp()
         plain = make(alone.parameters())
         for step in range(2):
@@ -152,7 +145,7 @@ def hooks_registered_before_wrapping_are_kept(ctx: Context) -> None:
 
 @case()
 def step_hooks_see_reduced_gradients(ctx: Context) -> None:
-    model, optimizer = _wrapped(ctx.star, Plain.simple)
+    model, optimizer = wrapped(ctx.star, Plain.simple)
     seen: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(model[0].weight.grad.clone()))
     differentiate(model, 0)
@@ -202,7 +195,7 @@ def scheduler_made_before_wrapping(ctx: Context) -> None:
 @case()
 def one_cycle_scheduler_moves_momentum_too(ctx: Context) -> None:
     def run(api: Api) -> Any:
-        model, optimizer = _wrapped(api)
+        model, optimizer = wrapped(api)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=8)
         for step in range(6):
             optimizer.zero_grad()
@@ -220,7 +213,7 @@ def one_cycle_scheduler_moves_momentum_too(ctx: Context) -> None:
 @case()
 def zero_grad_passes_set_to_none_on(ctx: Context) -> None:
     for options in ({}, {"groups": 2}):
-        model, optimizer = _wrapped(ctx.star, **options)
+        model, optimizer = wrapped(ctx.star, **options)
         for step, flag in enumerate((True, False, True, False, True)):
             differentiate(model, step)
             optimizer.step()
@@ -234,7 +227,7 @@ def zero_grad_passes_set_to_none_on(ctx: Context) -> None:
 
 @case(modes=("sync",))
 def zero_grad_of_horovod_takes_no_argument(ctx: Context) -> None:
-    _, optimizer = _wrapped(ctx.horovod)
+    _, optimizer = wrapped(ctx.horovod)
     try:
         optimizer.zero_grad(set_to_none=True)
     except TypeError:
@@ -247,7 +240,7 @@ def gradients_cleared_by_the_model(ctx: Context) -> None:
     """`model.zero_grad()`, or gradients assigned by hand, instead of the optimizer's own `zero_grad`."""
 
     def run(api: Api) -> Any:
-        model, optimizer = _wrapped(api)
+        model, optimizer = wrapped(api)
         for step in range(5):
             if step % 2:
                 for param in model.parameters():
@@ -261,98 +254,6 @@ def gradients_cleared_by_the_model(ctx: Context) -> None:
     ctx.compare(run)
 
 
-# ---- GradScaler -----------------------------------------------------------------------------------------------
-
-
-def _scale_and_step(api: Api, recipe: str, **options: Any) -> tuple[Any, torch.nn.Module, list[float]]:
-    """Five steps; in the third one rank's gradient has an infinity."""
-    model, optimizer = _wrapped(api, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    scales: list[float] = []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = loss_of(model, int(horovod.rank()), step)
-        if step == 2 and int(horovod.rank()) == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        if recipe == "naive":
-            scaler.step(optimizer)
-        else:
-            optimizer.synchronize()
-            scaler.unscale_(optimizer)
-            with optimizer.skip_synchronize():
-                scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return optimizer, model, scales
-
-
-def _scaled_reference(ranks: int) -> dict[str, torch.Tensor]:
-    model = mlp()
-    optimizer = Plain.sgd(model.parameters())
-    for step in (0, 1, 3, 4):  # Nobody takes the third.
-        apply_reference(model, optimizer, step, ranks)
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-@case()
-def grad_scaler_without_a_recipe(ctx: Context) -> None:
-    """All ranks skip the step in which one had an infinity, and their scales stay equal."""
-    for options in ({}, {"groups": 2}, {"max_grad_norm": 100.0}):
-        with warned() as texts:
-            _, model, scales = _scale_and_step(ctx.star, "naive", **options)
-        assert not texts, texts
-        assert scales == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0], scales
-        assert_same(_only_params(model), _scaled_reference(ctx.size), exact=ctx.size == 2)
-        assert all_equal(_only_params(model))
-
-
-def _only_params(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-@case(modes=("sync",))
-def grad_scaler_without_a_recipe_under_horovod(ctx: Context) -> None:
-    model, optimizer = _wrapped(ctx.horovod)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    loss = loss_of(model, ctx.rank, 0)
-    scaler.scale(loss * float("inf") if ctx.rank == 1 else loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    scales = horovod.allgather_object(scaler.get_scale(), name="contract.scales")
-    optimizer._handles.clear()
-    assert len(set(scales)) > 1, "Horovod's ranks agree on the scale now"
-
-
-@case()
-def grad_scaler_by_the_documented_recipe(ctx: Context) -> None:
-    _, model, scales = _scale_and_step(ctx.star, "documented")
-    _, theirs, their_scales = _scale_and_step(ctx.horovod, "documented")
-    assert scales == their_scales
-    assert_same(_only_params(model), _only_params(theirs), exact=ctx.size == 2)
-    assert all_equal(_only_params(model))
-
-
-@case(modes=("sync",))
-def grad_scaler_stays_in_sync(ctx: Context) -> None:
-    for recipe in ("naive", "documented"):
-        optimizer, model, _ = _scale_and_step(ctx.relaxed(), recipe)
-        assert optimizer.mode == "sync", optimizer.mode
-        assert_same(_only_params(model), _scaled_reference(ctx.size), exact=ctx.size == 2)
-
-
-@case()
-def grad_scaler_switched_off(ctx: Context) -> None:
-    model, optimizer = _wrapped(ctx.star)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for step in range(5):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, ctx.rank, step)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert_same(values_of(model, optimizer), train(ctx.star, Plain.sgd), exact=ctx.size == 2)
-
-
 # ---- a step given up ------------------------------------------------------------------------------------------
 
 
@@ -361,7 +262,7 @@ def a_synchronized_step_that_is_not_applied(ctx: Context) -> None:
     """`synchronize()`, a look at the gradients, and on to the next batch without `step()`."""
 
     def run(api: Api) -> Any:
-        model, optimizer = _wrapped(api)
+        model, optimizer = wrapped(api)
         for step in range(6):
             optimizer.zero_grad()
             differentiate(model, step)
@@ -380,7 +281,7 @@ def synchronize_twice_by_hand(ctx: Context) -> None:
     """The second time reduces the mean again, which changes nothing."""
 
     def run(api: Api) -> Any:
-        model, optimizer = _wrapped(api)
+        model, optimizer = wrapped(api)
         for step in range(4):
             optimizer.zero_grad()
             differentiate(model, step)
@@ -399,7 +300,7 @@ def load_state_dict_in_the_middle_of_a_step(ctx: Context) -> None:
     """What backward has begun is forgotten; the next step counts in full."""
 
     def run(api: Api) -> Any:
-        model, optimizer = _wrapped(api)
+        model, optimizer = wrapped(api)
         saved = None
         for step in range(6):
             optimizer.zero_grad()
@@ -429,7 +330,7 @@ def _wait_for_handles(optimizer: Any) -> None:
 @case()
 def load_state_dict_after_synchronize(ctx: Context) -> None:
     def run(api: Api) -> Any:
-        model, optimizer = _wrapped(api)
+        model, optimizer = wrapped(api)
         for step in range(5):
             optimizer.zero_grad()
             differentiate(model, step)
@@ -448,7 +349,7 @@ def passes_changed_in_the_middle_of_a_step(ctx: Context) -> None:
     """Gradients on their way stay in the step."""
 
     def run(api: Api) -> Any:
-        model, optimizer = _wrapped(api)
+        model, optimizer = wrapped(api)
         for step in range(4):
             optimizer.zero_grad()
             differentiate(model, step)

@@ -33,11 +33,13 @@ __all__ = [
     "logged",
     "mean_gradients",
     "mlp",
+    "params_of",
     "raises",
     "reference",
     "train",
     "values_of",
     "warned",
+    "wrapped",
 ]
 
 Values = dict[str, torch.Tensor]
@@ -268,3 +270,13 @@ class Plain:
     @staticmethod
     def simple(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=0.1)
+
+
+def wrapped(api: Api, make: Any = Plain.sgd, **options: Any) -> tuple[torch.nn.Module, Any]:
+    """The small model and its optimizer, wrapped by a library."""
+    model = mlp()
+    return model, api.wrap(make(model.parameters()), model.named_parameters(), **options)
+
+
+def params_of(model: torch.nn.Module) -> Values:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
