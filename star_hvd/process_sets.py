@@ -131,8 +131,6 @@ class SetKeeper:
         self._orders: queue.SimpleQueue[tuple[str, Ranks] | None] = queue.SimpleQueue()
         self._sets: dict[Ranks, ProcessSet] = {}
         self._foreign: set[Ranks] = set()
-        self._used: dict[Ranks, int] = {}
-        self._clock = itertools.count()
         self._began_s: float | None = None
         self._keeps_all = bool(mpi_ops.nccl_built())
         self._thread = threading.Thread(target=self._run, name="star-sets", daemon=True)
@@ -170,25 +168,9 @@ class SetKeeper:
         self._orders.put(("remove", tuple(ranks)))
 
     def get(self, ranks: Iterable[int]) -> ProcessSet | None:
-        """The set with these ranks, None if there is none yet. Counts as a use of it."""
+        """The set with these ranks, None if there is none yet."""
         key = tuple(sorted(ranks))
-        if key == self._world:
-            return global_process_set
-        found = self._sets.get(key)
-        if found is not None:
-            self._used[key] = next(self._clock)
-        return found
-
-    def stale(self, keep: int) -> list[Ranks]:
-        """The sets to remove so that `keep` remain, those first that were not used for longest.
-
-        Advice for the coordinator: ranks may differ in it, so one rank's answer has to be made everybody's order.
-        """
-        if self._keeps_all:
-            return []
-        mine = [ranks for ranks in list(self._sets) if ranks not in self._foreign]
-        mine.sort(key=lambda ranks: self._used.get(ranks, -1))
-        return mine[: max(0, len(mine) - keep)]
+        return global_process_set if key == self._world else self._sets.get(key)
 
     def unavailable_reason(self) -> str | None:
         """Why no set can be used in this job, None where they can."""
@@ -242,14 +224,12 @@ class SetKeeper:
             return f"Horovod did not make the set {list(ranks)}: {error}"
         if not own:
             self._foreign.add(ranks)
-        self._used[ranks] = next(self._clock)
         return None
 
     def _remove(self, ranks: Ranks) -> None:
         if self._keeps_all or ranks in self._foreign or ranks not in self._sets:
             return
         gone = self._sets.pop(ranks)
-        self._used.pop(ranks, None)
         try:
             if not remove_process_set(gone):
                 logger.warning("Horovod knows no process set %s to remove", list(ranks))

@@ -96,7 +96,7 @@ class ServerHouse:
             spec = OptimizerSpec.of(applier.base, groups, applier.hyper)
             if self._rank in plan.servers:
                 self._announce(engine, plan)
-            client = Client(self._rank, engine, plan.epoch, [], layout, self._key, self._config)
+            client = Client(self._rank, engine, plan.epoch, [], layout, self._key)
             endpoints = self._connect(client, engine, plan)
         except (LayoutError, DeadlineError) as error:
             return str(error)

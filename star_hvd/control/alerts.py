@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from scheduler.causes import Straggler
-from scheduler.closing import ClosingRule
+from scheduler.closing import Close, ClosingRule
 from scheduler.machine import MachineStats, machine_evidence
 from star_hvd.config import Config
 
@@ -28,6 +28,7 @@ class Alerts:
         self._reported_at_s: dict[int, float] = {}
         self._waiting_since_s: float | None = None
         self._stall_logged_s = 0.0
+        self._warned_of_uneven_loops = False
 
     def stragglers(
         self, found: Sequence[Straggler], machines: Sequence[MachineStats], now_s: float
@@ -44,6 +45,29 @@ class Alerts:
     def waiting(self, now_s: float | None) -> None:
         """A step waits for ranks from now on, or no more where None."""
         self._waiting_since_s = now_s
+
+    def closing(self, order: Close, *, has_queue: bool) -> None:
+        """A step is closed: say what is unusual about it.
+
+        Args:
+            order: How it is closed.
+            has_queue: Whether the ranks are fed by a work queue.
+        """
+        self.waiting(None)
+        if order.excused and not has_queue and not self._warned_of_uneven_loops:
+            self._warned_of_uneven_loops = True
+            logger.warning(
+                "ranks %s are outside their training loop while others still train; without star_hvd.shard every rank "
+                "makes as many steps as the slow ones, and the fast ranks end up waiting: feed them by star_hvd.shard",
+                list(order.excused),
+            )
+        if order.reason == "deadline":
+            logger.warning(
+                "step %d closes without ranks %s: its quorum did not come together within %g s",
+                order.round,
+                list(order.missing),
+                self._config.quorum_deadline_s,
+            )
 
     def stall(self, rule: ClosingRule, now_s: float) -> None:
         """Say for whom a step has been waiting for long."""

@@ -36,6 +36,7 @@ from star_hvd.control.messages import (
     Unregister,
 )
 from star_hvd.control.sanity import check
+from star_hvd.control.set_ledger import SetLedger
 from star_hvd.control.switch_messages import (
     Cannot,
     CutDone,
@@ -104,6 +105,7 @@ class Board:
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
         self.links = LinkSurvey(world_size)
+        self._sets = SetLedger(world_size)
         self._hurrying_until_s: float | None = None
         self._look_at_s = now_s  # Before that nobody can have been silent for long.
 
@@ -135,6 +137,7 @@ class Board:
                 engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
             case Unregister():
                 self.engines.pop(message.engine, None)
+                self._sets.ended(message.engine)
                 self._closed.add(message.engine)
             case Arrive():
                 self._engine(message.engine).arrive(rank, message, now_s)
@@ -151,7 +154,7 @@ class Board:
             case MachineNote():
                 self._machines[rank] = MachineStats(**{n: getattr(message, n) for n in MachineStats.names()})
             case Cannot():
-                self._engine(message.engine).cannot(rank, message)
+                self._engine(message.engine).cannot(rank, message, now_s)
             case Ready():
                 self._engine(message.engine).ready(rank, message)
             case Restart():
@@ -209,7 +212,7 @@ class Board:
     def _engine(self, engine: int) -> EngineBoard:
         if engine not in self.engines:
             self.engines[engine] = EngineBoard(
-                engine, self.world_size, self._config, self._broadcast, self._hosts, self._ranker
+                engine, self.world_size, self._config, self._broadcast, self._hosts, self._ranker, self._sets
             )
             self.engines[engine].links.bytes_per_s = self.links.bytes_per_s
         return self.engines[engine]

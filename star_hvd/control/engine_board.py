@@ -18,13 +18,15 @@ from star_hvd.config import Config
 from star_hvd.control.again import SlowAgain
 from star_hvd.control.alerts import Alerts
 from star_hvd.control.arrivals import Arrivals
+from star_hvd.control.barred import Barred
 from star_hvd.control.choice import Choice
 from star_hvd.control.heed import LinkHeed
 from star_hvd.control.history import History
 from star_hvd.control.losses import Losses
-from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, Refuse, RoundNote
+from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, PlanMessage, Refuse, RoundNote
 from star_hvd.control.readiness import Readiness
 from star_hvd.control.resolve import resolve
+from star_hvd.control.set_ledger import SetLedger
 from star_hvd.control.switch import Switch
 from star_hvd.control.switch_messages import Cannot, CutDone, Moved, Ready, ServerUp, StepNote, Switched
 
@@ -35,6 +37,7 @@ logger = logging.getLogger("star_hvd")
 _HISTORY, _HISTORY_MANY, _MANY = 64, 32, 128
 """Reports that are kept of each rank, of many ranks fewer: as many as a median is made of. A decision's time goes with
 the bytes it looks at."""
+_UNTOLD = 64  # Plans whose predictions are kept for the log.
 _SOONER = 0.25  # Part of the interval between two windows after which an alarm may have the next one.
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
@@ -50,6 +53,7 @@ class EngineBoard:
         send: Queues a message to all ranks.
         hosts: Address of every rank's host.
         ranker: The predictor behind mode `auto`, None for the cost model.
+        sets: The process sets of all optimizers of the job.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class EngineBoard:
         send: Callable[[Message], None],
         hosts: Sequence[str] = (),
         ranker: Ranker | None = None,
+        sets: SetLedger | None = None,
     ) -> None:
         self.engine = engine
         self.world_size = world_size
@@ -75,7 +80,8 @@ class EngineBoard:
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
         self._refused_by = -1
-        self.impossible: dict[str, str] = {}
+        self.barred = Barred()
+        self._sets = SetLedger(world_size) if sets is None else sets
         self.noise = NoiseScale()
         self.stragglers: tuple[Straggler, ...] = ()
         self.losses = Losses()
@@ -83,7 +89,6 @@ class EngineBoard:
         self.closed = 0
         self.has_queue = False
         self.closing = False  # Some ranks have made their last step: a new plan would only be in the way.
-        self._warned_of_uneven_loops = False
         self._config = config
         self._send = send
         self._registered: dict[int, Plan | None] = {}
@@ -104,7 +109,7 @@ class EngineBoard:
         self._next_epoch = 1
         self._decide_at_s = self._decide_next_s = 0.0  # When the next window is made, and when it is without alarm.
         self._alerts = Alerts(config)
-        self._readiness = Readiness(send)
+        self._readiness = Readiness(engine, self._sets, send)
         self._again_slow = SlowAgain(world_size)
 
     # ---- events ---------------------------------------------------------------------------------------------
@@ -129,7 +134,7 @@ class EngineBoard:
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
         """A fresh gradient."""
-        self._note_epoch(message.epoch, message.round)
+        self._acted(rank, message.epoch, message.round)
         self._note_report(rank, message.round, message, late=False)
         self.arrivals.waited(rank, message.previous_wait_s)
         if self.active.may_close:
@@ -183,8 +188,8 @@ class EngineBoard:
         self._next_epoch += 1
         self._switch = Switch(self.engine, plan, self.active, now_s + self._config.plan_deadline_s)
         self._published[plan.epoch] = plan
-        for message in self._switch.first_messages():
-            self._send(message)
+        self._send_all(self._sets.order(self.engine, plan.sets, plan.epoch))
+        self._send(PlanMessage(self.engine, plan.to_dict()))
 
     def _resolve(self, plan: Plan) -> Plan:
         return resolve(
@@ -203,13 +208,12 @@ class EngineBoard:
         """Whether a plan is on its way to the ranks. A further one would take its place."""
         return self._switch is not None
 
-    def cannot(self, rank: int, message: Cannot) -> None:
+    def cannot(self, rank: int, message: Cannot, now_s: float) -> None:
         """A rank cannot prepare the plan on its way, for want of something; other plans may be possible."""
         if self._switch is not None and message.epoch == self._switch.plan.epoch and not self._switch.irrevocable:
             plan = self._switch.plan
-            if plan.mode not in self.impossible:
-                logger.warning("mode %s is not possible here: rank %d: %s", plan.mode, rank, message.reason)
-            self.impossible[plan.mode] = message.reason
+            level = logging.WARNING if self.barred.bar(plan.mode, now_s) else logging.INFO
+            logger.log(level, "mode %s is not possible now: rank %d: %s", plan.mode, rank, message.reason)
             self._abandon(message.reason)
 
     def ready(self, rank: int, message: Ready) -> None:
@@ -239,7 +243,7 @@ class EngineBoard:
 
     def step_note(self, rank: int, message: StepNote) -> None:
         """A step in a mode without a common reduction."""
-        self._note_epoch(message.epoch, message.version)
+        self._acted(rank, message.epoch, message.version)
         self._note_report(rank, message.version, message, late=message.staleness > 0, wait_s=message.comm_s)
         self.arrivals.waited(rank, message.comm_s)
         served = self.active.family in ("ps", "grouped")  # A subgroup's members say themselves where they are.
@@ -289,7 +293,7 @@ class EngineBoard:
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
-            allowed=frozenset(MODES) - set(self.impossible),
+            allowed=frozenset(MODES).difference(self.barred),
             losses=tuple(self.losses.values),
             loss_steps=tuple(self.losses.steps),
         )
@@ -340,6 +344,10 @@ class EngineBoard:
             )
         )
 
+    def _acted(self, rank: int, epoch: int, round_: int) -> None:
+        self._sets.acted(self.engine, rank, epoch)
+        self._note_epoch(epoch, round_)
+
     def _note_epoch(self, epoch: int, round_: int) -> None:
         """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""
         if epoch <= self.active.epoch or epoch not in self._published:
@@ -360,24 +368,11 @@ class EngineBoard:
 
     def _close(self, order: Close) -> None:
         self.closed += 1
-        self._alerts.waiting(None)
-        if order.excused and not self.has_queue and not self._warned_of_uneven_loops:
-            self._warned_of_uneven_loops = True
-            logger.warning(
-                "ranks %s are outside their training loop while others still train; without star_hvd.shard every rank "
-                "makes as many steps as the slow ones, and the fast ranks end up waiting: feed them by star_hvd.shard",
-                list(order.excused),
-            )
+        self._alerts.closing(order, has_queue=self.has_queue)
         self._send(CloseRound(self.engine, order.round, order.typical_compute_s))
-        if order.reason == "deadline":
-            logger.warning(
-                "step %d closes without ranks %s: its quorum did not come together within %g s",
-                order.round,
-                list(order.missing),
-                self._config.quorum_deadline_s,
-            )
 
     def _decide(self, now_s: float) -> None:
+        self.barred.lift(now_s)
         window = self.window()
         self._again_slow.usual(Readings.of(window).typical_s)
         self.stragglers = self._alerts.stragglers(find_stragglers(window), self.machines, now_s)
@@ -394,10 +389,11 @@ class EngineBoard:
             return
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
         if plan is None or plan.family == "rounds":
-            self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.impossible)
-            self._readiness.for_plan(self.choice.coming, self.impossible)
+            self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.barred)
+            self._readiness.for_plan(self.choice.coming, self.barred)
         if plan is not None:
             self.rested_on[self._next_epoch] = self.choice.predictions()
+            self.rested_on.pop(self._next_epoch - _UNTOLD, None)  # Where nobody logs them.
             self.publish(plan, now_s)
 
     def _regroup(self, now_s: float) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from scheduler.causes import LINK_RATIO, lower_median
 from scheduler.plans import Plan
 from star_hvd.control.messages import Message
-from star_hvd.control.switch_messages import MakeSet, WarmServers
+from star_hvd.control.set_ledger import MOST_SETS, SetLedger
+from star_hvd.control.switch_messages import WarmServers
 
 __all__ = ["Readiness"]
 
-_MOST_SETS = 4  # Made on suspicion; a plan that is published gets its own in any case.
 _WORTH_S = 0.05  # Time of a gradient over a slow link above which a set without it may be wanted.
 
 
@@ -24,17 +24,18 @@ class Readiness:
     """What was got ready for one optimizer.
 
     Args:
+        engine: Number of the optimizer.
+        sets: The process sets of the job.
         send: Queues a message to all ranks.
     """
 
-    def __init__(self, send: Callable[[Message], None]) -> None:
-        self._send = send
-        self._sets: set[tuple[int, ...]] = set()
+    def __init__(self, engine: int, sets: SetLedger, send: Callable[[Message], None]) -> None:
+        self._engine, self._sets, self._send = engine, sets, send
         self._servers: set[int] = set()
 
-    def for_plan(self, plan: Plan | None, impossible: Collection[str] = ()) -> None:
+    def for_plan(self, plan: Plan | None, barred: Collection[str] = ()) -> None:
         """A plan would be better than the one in force, and may be published once that pays."""
-        if plan is None or plan.mode in impossible:
+        if plan is None or plan.mode in barred:
             return
         new = sorted(set(plan.servers) - self._servers)
         if new:
@@ -42,14 +43,14 @@ class Readiness:
             self._send(WarmServers(new))
 
     def for_links(
-        self, bytes_per_s: Sequence[float], gradient_bytes: float, impossible: Collection[str] = ()
+        self, bytes_per_s: Sequence[float], gradient_bytes: float, barred: Collection[str] = ()
     ) -> None:
         """Links are known before it is known whether they matter: a set without slow ones cannot be made in time later.
 
         While a collective crawls over a slow link, Horovod makes no set.
         """
         known = [rate for rate in bytes_per_s if math.isfinite(rate) and rate > 0.0]
-        if "subgroup" in impossible or len(known) < len(bytes_per_s) or len(known) < 3:
+        if "subgroup" in barred or len(known) < len(bytes_per_s) or len(known) < 3:
             return
         least = LINK_RATIO * lower_median(known)
         fast = tuple(rank for rank, rate in enumerate(bytes_per_s) if rate >= least)
@@ -57,6 +58,6 @@ class Readiness:
             self._make(fast)
 
     def _make(self, ranks: tuple[int, ...]) -> None:
-        if ranks not in self._sets and len(self._sets) < _MOST_SETS:
-            self._sets.add(ranks)
-            self._send(MakeSet(list(ranks)))
+        if ranks not in self._sets and len(self._sets) < MOST_SETS:  # It pushes out nothing that was in use once.
+            for message in self._sets.order(self._engine, [ranks]):
+                self._send(message)

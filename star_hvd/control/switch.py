@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scheduler.plans import Plan
-from star_hvd.control.messages import Message, PlanMessage
-from star_hvd.control.switch_messages import Commit, MakeSet, Servers
+from star_hvd.control.messages import Message
+from star_hvd.control.switch_messages import Commit, Servers
 
 __all__ = ["Switch"]
 
@@ -42,11 +42,6 @@ class Switch:
         """Whether servers were told to make their last update for it."""
         same = self.plan.family == self.active.family == "ps"
         return self.committed and self.active.family in ("ps", "grouped") and not same
-
-    def first_messages(self) -> list[Message]:
-        """What starts it."""
-        sets: list[Message] = [MakeSet(list(ranks)) for ranks in self.plan.sets]
-        return [*sets, PlanMessage(self.engine, self.plan.to_dict())]
 
     def server_up(self, index: int, address: list[str]) -> list[Message]:
         """A server runs, or a parent of the fan-in tree listens; once all do, everybody is told where."""

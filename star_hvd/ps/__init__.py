@@ -9,7 +9,7 @@ How the parts are used, in order:
     spec = OptimizerSpec.of(base, optimizer.param_groups, hyper)     # `hyper` is the worker's HyperRow
     server.open(engine, session, index, endpoints, layout, plan, spec, version)    # `index` in order of endpoints
     server.seed(engine, session, snapshot)                           # the same version on every owner; event `seeded`
-    client = Client(rank, engine, session, endpoints, layout, key, config); client.start()    # on every worker
+    client = Client(rank, engine, session, endpoints, layout, key); client.start()    # on every worker
     client.push(step=.., version=.., flats=.., weight=.., ...); reply = client.wait(deadline_s)
     primary.cut(engine, epoch)                                       # event `cut` with the final version
     client.state(deadline_s)                                         # parameters and optimizer state, also after it

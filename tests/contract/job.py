@@ -18,7 +18,7 @@ from horovod.torch import mpi_ops, optimizer
 
 import star_hvd
 from star_hvd import runtime
-from tests.contract import cases_api, cases_ranks, cases_scaler, cases_state, cases_step, cases_values
+from tests.contract import cases_api, cases_gradients, cases_ranks, cases_scaler, cases_state, cases_step, cases_values
 from tests.contract.harness import CASES, Api, Context
 from tests.support.launch import write_result
 
@@ -26,7 +26,8 @@ import horovod.torch as horovod  # isort: skip
 
 __all__ = ["case_ids"]
 
-MODULES = (cases_values, cases_api, cases_step, cases_scaler, cases_state, cases_ranks)
+NUMBERS = (cases_values, cases_gradients)
+MODULES = (*NUMBERS, cases_api, cases_step, cases_scaler, cases_state, cases_ranks)
 CASE_LIMIT_S = 40.0
 RENEWED_EVERY = 24
 
@@ -39,7 +40,7 @@ def case_ids(ranks: int) -> list[str]:
         f"{item.name}[{mode}]"
         for item in items
         for mode in item.modes
-        if ranks < 4 or mode == "sync" or item.function.__module__ == cases_values.__name__
+        if ranks < 4 or mode == "sync" or item.function.__module__ in [each.__name__ for each in NUMBERS]
     ]
 
 

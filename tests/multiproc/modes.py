@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
+import itertools
 import logging
 import os
 import random
@@ -18,7 +19,9 @@ import torch
 
 import star_hvd as hvd
 from scheduler.records import Plan, parse_mode
-from star_hvd import runtime
+from star_hvd import process_sets, runtime
+from star_hvd.control.set_ledger import MOST_SETS
+from star_hvd.process_sets import MAX_SETS
 from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, digest, model
 from tests.support.launch import write_result
 
@@ -26,6 +29,7 @@ CONFIG = hvd.Config(plan_deadline_s=15.0, control_deadline_s=20.0)
 SLOW_S, FAST_S = 0.03, 0.004
 LIMIT_S = 120.0
 MODES = ["sync", "partial(3)", "subgroup(0,1,2)", "subgroup(1,2)", "local(3)", "grouped(2)"]
+MODES += ["subgroup(1,2,3)", "subgroup(0,3)", "subgroup(0,1)", "subgroup(0,2,3)"]  # More sets than are kept.
 MODES += ["ps(4)", "ps(1)", "ps(2)"]
 
 
@@ -154,6 +158,33 @@ def beforehand() -> Facts:
     return finish(net, optimizer) | facts | {"seen": seen, "pid_again": services.house._process.pid}
 
 
+def many_sets() -> Facts:
+    """Every subgroup of four ranks twice in turn, more than the number of sets that Horovod may be asked for."""
+    process_sets.MAX_SETS = MOST_SETS + 2
+    net, number, seen, most = model(), 0, [], 0
+    inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="sync", config=CONFIG)
+    run = runtime.current()
+    assert run is not None
+    # Each has a rank of the one before, which brings the state.
+    subgroups = [(0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (2, 3), *itertools.combinations(range(4), 3)]
+    plans = [Plan.subgroup(4, members) for members in subgroups]
+    for plan in plans * 2:
+        for _ in range(1500):
+            publish(optimizer, plan)
+            optimizer.zero_grad()
+            compute(net, batch(number), FAST_S)
+            optimizer.step()
+            number += 1
+            if optimizer.mode == plan.label:
+                break
+        seen.append(optimizer.mode)
+        most = max(most, len(run.services._sets._sets))
+        hvd.barrier()
+    process_sets.MAX_SETS = MAX_SETS
+    return finish(net, optimizer) | {"seen": seen, "wanted": [plan.label for plan in plans * 2], "most": most}
+
+
 def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
     """Close the optimizer; all ranks then have every step."""
     optimizer.close()
@@ -210,6 +241,8 @@ def main(wanted: list[str]) -> None:
                 facts[name] = switching(int(seed), int(count), slow=slow == "slow")
             elif name == "beforehand":
                 facts[name] = beforehand()
+            elif name == "many_sets":
+                facts[name] = many_sets()
             elif name.startswith("summed:"):
                 facts[name] = summed(name.partition(":")[2])
             elif name.startswith("checkpoint:"):

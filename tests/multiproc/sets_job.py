@@ -63,9 +63,6 @@ def keeper() -> dict[str, Any]:
         found = told.keeper.get(ranks)
         if rank in ranks:
             sums[str(ranks)] = total(10.0**rank, f"sum{ranks}", found)
-    told.keeper.get((0, 1))
-    told.keeper.get((2,))
-    stale = told.keeper.stale(1)
     told.keeper.remove((1, 2))
     again = told.add(0, 2)
     if rank != 1:
@@ -74,7 +71,7 @@ def keeper() -> dict[str, Any]:
     trainer.join(DEADLINE_S)
     told.keeper.stop(DEADLINE_S)
     gone = told.keeper.get((1, 2)) is None
-    return {"reasons": reasons, "sums": sums, "stale": stale, "again": again, "gone": gone, "trained": len(reduced)}
+    return {"reasons": reasons, "sums": sums, "again": again, "gone": gone, "trained": len(reduced)}
 
 
 def taken_over() -> dict[str, Any]:
@@ -89,7 +86,7 @@ def taken_over() -> dict[str, Any]:
     sums = total(1.0, "users", users) if hvd.rank() < 2 else 0.0
     same = found is not None and found.process_set_id == users.process_set_id
     told.keeper.stop(DEADLINE_S)
-    return {"reason": reason, "same": same, "sum": sums, "stale": told.keeper.stale(0)}
+    return {"reason": reason, "same": same, "sum": sums}
 
 
 def static() -> dict[str, Any]:
@@ -100,7 +97,7 @@ def static() -> dict[str, Any]:
     told.keeper.remove((0, 1))
     sums = total(1.0, "static", found) if hvd.rank() < 2 else 0.0
     told.keeper.stop(DEADLINE_S)
-    return {"reasons": reasons, "sum": sums, "stale": told.keeper.stale(0)}
+    return {"reasons": reasons, "sum": sums}
 
 
 def over_hosts() -> dict[str, Any]:

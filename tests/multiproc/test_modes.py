@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from star_hvd.control.set_ledger import MOST_SETS
 from tests.support.launch import JobResult, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
@@ -90,3 +91,12 @@ def test_servers_and_sets_got_ready_beforehand_are_those_that_plans_use() -> Non
     assert all(rank["seen"] == ["subgroup(0,1,2)", "ps(3)"] for rank in facts)
     assert [rank["pid"] is not None for rank in facts] == [False, True, False, False]
     assert all(rank["pid"] == rank["pid_again"] for rank in facts), "another server was started"
+
+
+def test_sets_come_and_go_with_the_plans_that_need_them() -> None:
+    """Invariants hold through 20 subgroups of other ranks each; with every set kept the seventh would be refused."""
+    facts = facts_of(("many_sets",), "many_sets")
+    check(facts)
+    for rank in facts:
+        assert rank["seen"] == rank["wanted"]
+        assert MOST_SETS <= rank["most"] <= MOST_SETS + 2

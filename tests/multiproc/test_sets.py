@@ -28,7 +28,6 @@ def test_sets_are_added_used_and_removed_while_training_goes_on() -> None:
         right = {"(0, 1)": 11.0, "(1, 2)": 110.0, "(2,)": 100.0, "(0, 1, 2)": 111.0, "again": 101.0}
         members = {"(0, 1)": {0, 1}, "(1, 2)": {1, 2}, "(2,)": {2}, "(0, 1, 2)": {0, 1, 2}, "again": {0, 2}}
         assert facts["sums"] == {name: value for name, value in right.items() if rank in members[name]}
-        assert [1, 2] in facts["stale"] and [2] not in facts["stale"] and len(facts["stale"]) == 2
         assert facts["again"] is None and facts["gone"]
         assert facts["trained"] > 0
 
@@ -38,7 +37,6 @@ def test_a_set_of_the_users_is_used_and_left_alone() -> None:
     assert [facts["sum"] for facts in result.results] == [2.0, 2.0, 0.0]
     for facts in result.results:
         assert facts["reason"] is None and facts["same"]
-        assert facts["stale"] == [[0, 2]]
 
 
 def test_without_dynamic_sets_those_made_at_the_start_are_used() -> None:
@@ -46,7 +44,7 @@ def test_without_dynamic_sets_those_made_at_the_start_are_used() -> None:
     result = job("static", HOROVOD_DYNAMIC_PROCESS_SETS="0")
     assert [facts["sum"] for facts in result.results] == [2.0, 2.0, 0.0]
     for facts in result.results:
-        assert facts["unavailable"] is None and facts["stale"] == []
+        assert facts["unavailable"] is None
         *known, unknown = facts["reasons"]
         assert known == [None, None] and "[2] is not one of those made at the start: 0,1; 0,2; 1,2" in unknown
 

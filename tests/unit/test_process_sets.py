@@ -153,28 +153,25 @@ def test_a_users_set_is_taken_over_and_never_removed(horovod: Horovod) -> None:
     assert found is not None and found.process_set_id == 7
     told.keeper.remove((0, 1))
     told.keeper.stop(WAIT_S)
-    assert told.keeper.stale(0) == [] and horovod.log == []
+    assert horovod.log == []
 
 
-def test_the_least_used_sets_are_stale(horovod: Horovod) -> None:
+def test_a_removed_set_is_gone_and_can_be_made_again(horovod: Horovod) -> None:
     told = Told()
     for ranks in ((0, 1), (1, 2), (2, 3)):
         told.add(*ranks)
-    told.keeper.get((0, 1))
-    assert told.keeper.stale(3) == []
-    assert told.keeper.stale(1) == [(1, 2), (2, 3)]
-    told.keeper.remove((1, 2))
-    told.add(0, 1)
-    assert told.keeper.stale(0) == [(2, 3), (0, 1)] and told.keeper.get((1, 2)) is None
+    told.keeper.remove((2, 1))
+    told.add(0, 1)  # Already there; answered after the removal.
+    assert told.keeper.get((1, 2)) is None and told.keeper.get((2, 3)) is not None
+    assert told.add(1, 2) is None and told.keeper.get((1, 2)) is not None
     told.keeper.stop(WAIT_S)
-    assert horovod.log[-1] == ("remove", (1, 2))
+    assert horovod.log[-2:] == [("remove", (1, 2)), ("add", (1, 2))]
 
 
 def test_under_nccl_nothing_is_ever_removed(horovod: Horovod, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_sets.mpi_ops, "nccl_built", lambda: True)
     told = Told()
     told.add(0, 1)
-    assert told.keeper.stale(0) == []
     told.keeper.remove((0, 1))
     told.add(1, 2)
     told.keeper.stop(WAIT_S)

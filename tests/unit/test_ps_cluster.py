@@ -275,7 +275,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_push_is_left_out_of_the_rest() -> N
         before = made.clients[0].pull(DEADLINE_S).params
         dying = made.clients[1]
         half = made.layout.chunks[0]
-        dying._layout = type(made.layout)(made.layout.buckets, (half,), 2)  # It sends one chunk of many.
+        dying._line._layout = type(made.layout)(made.layout.buckets, (half,), 2)  # It sends one chunk of many.
         dying.push(step=0, version=0, flats=[f.fill_(3.0) for f in made.gradients(1, 0)], weight=1.0)
         made.clients[0].push(step=0, version=0, flats=[f.fill_(1.0) for f in made.gradients(0, 0)], weight=1.0)
         with pytest.raises(DeadlineError):
@@ -405,7 +405,7 @@ def test_children_follow_the_parameters_while_their_parent_is_absent() -> None:
             made.clients[rank].orphan(False)
         assert made.clients[1].wait(DEADLINE_S).kind == "dropped", "pushed before the parent was back: sent nowhere"
         limit_s = time.monotonic() + DEADLINE_S
-        while made.clients[0]._relay._absent and time.monotonic() < limit_s:  # type: ignore[union-attr]
+        while made.clients[0]._line.relay._absent and time.monotonic() < limit_s:  # type: ignore[union-attr]
             time.sleep(0.01)
         for rank in range(4):  # What the child took back is not in this push.
             made.clients[rank].push(step=5, version=3, flats=made.gradients(rank, 3), weight=1.0)

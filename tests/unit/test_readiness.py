@@ -10,6 +10,7 @@ from scheduler.cost_policy import CostPolicy
 from scheduler.plans import Plan
 from star_hvd.control.messages import Message, decode, encode
 from star_hvd.control.readiness import Readiness
+from star_hvd.control.set_ledger import SetLedger
 from star_hvd.control.switch_messages import MakeSet, WarmServers
 from tests.unit.windows import steady, window
 
@@ -21,7 +22,7 @@ def said() -> list[Message]:
 
 @pytest.fixture
 def readiness(said: list[Message]) -> Readiness:
-    return Readiness(lambda message: said.append(decode(encode(message))))
+    return Readiness(0, SetLedger(8), lambda message: said.append(decode(encode(message))))
 
 
 def test_a_server_is_asked_for_once_and_a_set_which_stalls_all_never(readiness: Readiness, said: list[Message]) -> None:

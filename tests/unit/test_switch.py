@@ -13,10 +13,9 @@ from scheduler.plans import Plan, PlanError
 from star_hvd.buckets import pack
 from star_hvd.channel.late import LatePushes
 from star_hvd.control.links import LinkSurvey
-from star_hvd.control.messages import PlanMessage
 from star_hvd.control.resolve import resolve
 from star_hvd.control.switch import Switch
-from star_hvd.control.switch_messages import Commit, MakeSet, Servers
+from star_hvd.control.switch_messages import Commit, Servers
 from star_hvd.errors import ChannelError
 from star_hvd.execute.late import LateGradients
 from star_hvd.execute.state import Counters
@@ -39,7 +38,6 @@ def completed(plan: Plan, active: Plan = SYNC, **known: Any) -> Plan:
 def test_a_switch_waits_for_all_ranks_and_says_once_that_they_are_ready() -> None:
     plan = Plan.subgroup(4, [0, 1, 2], epoch=3)
     switch = Switch(7, plan, SYNC, 10.0)
-    assert switch.first_messages() == [MakeSet([0, 1, 2]), PlanMessage(7, plan.to_dict())]
     assert [switch.rank_ready(rank) for rank in (2, 0, 0, 1)] == [[]] * 4
     assert switch.rank_ready(3) == [Commit(7, 3)]
     assert switch.rank_ready(3) == [] and switch.committed and not switch.irrevocable
