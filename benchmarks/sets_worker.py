@@ -30,6 +30,8 @@ CHANGES = 4
 FREEZE_S = 2.0
 BEAT_S = 0.01
 SMALL_ELEMENTS = 1024  # 4 KB
+IDLE_SETS = (1, 4, 8)
+PAUSE_S = 0.01  # Between two reductions: a short step's computation.
 
 
 def reduce_s(name: str, process_set: Any = hvd.global_process_set, elements: int = 1) -> tuple[float, float]:
@@ -85,6 +87,27 @@ def change_sets(ranks: list[int]) -> dict[str, float]:
     }
 
 
+def beside_idle_sets(known: list[int]) -> dict[str, float]:
+    """The mean of an all-reduce of the world with more and more sets that nobody uses; seconds."""
+    size = hvd.size()
+    subsets = [ranks for n in range(size - 1, 1, -1) for ranks in itertools.combinations(range(size), n)]
+    others = (list(ranks) for ranks in subsets if list(ranks) != known)
+    facts, idle = {}, 1
+    for number in IDLE_SETS:
+        for ranks in itertools.islice(others, number - idle):
+            hvd.add_process_set(ranks)
+            idle += 1
+        if idle < number:
+            break
+        hvd.barrier()
+        took_s = []
+        for _ in range(REDUCTIONS):
+            time.sleep(PAUSE_S)
+            took_s.append(reduce_s("idle", elements=SMALL_ELEMENTS)[0])
+        facts[f"idle_{number}_s"] = statistics.mean(took_s)
+    return facts
+
+
 def frozen(process_set: Any) -> dict[str, float]:
     """Stop the last rank, no member of the set, while the others use the set and the world."""
     hvd.barrier()
@@ -127,13 +150,15 @@ def measure(ranks: list[int]) -> dict[str, float]:
         reduce_s("empty")
     times_s = sorted(reduce_s("empty")[0] for _ in range(REDUCTIONS))
     facts |= {"idle_cpu_share": idle_cpu(), "empty_s": times_s[REDUCTIONS // 2], "empty_p95_s": times_s[-10]}
-    return facts | frozen(made)
+    facts |= frozen(made)
+    return facts | (beside_idle_sets(ranks) if dynamic else {})
 
 
 def gathered(facts: list[dict[str, float]]) -> dict[str, float]:
     """One figure per name: the mean of the shares, the median of typical and the worst of extreme times."""
     typical: dict[str, Callable[[list[float]], float]] = {"idle_cpu_share": statistics.mean}
     typical |= dict.fromkeys(("empty_s", "empty_p95_s", "add_s", "remove_s", "beside_s"), statistics.median)
+    typical |= {f"idle_{number}_s": statistics.median for number in IDLE_SETS}
     names = {name for each in facts for name in each}
     return {name: typical.get(name, max)([each[name] for each in facts if name in each]) for name in sorted(names)}
 

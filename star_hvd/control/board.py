@@ -57,6 +57,7 @@ __all__ = ["ALL", "Board"]
 logger = logging.getLogger("star_hvd")
 
 ALL = -1  # Destination: every rank.
+_TIDY_S = 5.0  # Between two looks for process sets that nobody needs.
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -106,6 +107,7 @@ class Board:
         self._machines = [MachineStats()] * world_size
         self.links = LinkSurvey(world_size)
         self._sets = SetLedger(world_size)
+        self._tidy_at_s = now_s
         self._hurrying_until_s: float | None = None
         self._look_at_s = now_s  # Before that nobody can have been silent for long.
 
@@ -191,6 +193,9 @@ class Board:
         due = self.links.due(now_s, wanted=lambda: any(engine.suspects_links for engine in self.engines.values()))
         if due is not None:
             self.outbox.append(due)
+        if now_s >= self._tidy_at_s:
+            self._tidy_at_s = now_s + _TIDY_S
+            self.outbox.extend((ALL, message) for message in self._sets.tidy(now_s))
         for engine in self.engines.values():
             if engine.decides(now_s):
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]

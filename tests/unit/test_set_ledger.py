@@ -69,18 +69,34 @@ def test_all_groups_of_a_plan_are_made_whatever_their_number() -> None:
     assert ledger.order(0, [(0, 3)], 2) == [DropSet([2, 3]), DropSet([0, 1]), DropSet([1, 2]), *made((0, 3))]
 
 
+def test_a_set_that_nobody_has_needed_for_long_goes_and_one_made_on_suspicion_stays() -> None:
+    ledger = SetLedger(4)
+    ledger.order(0, [(2, 3)])
+    ledger.order(0, [(0, 1)], 1)
+    reach(ledger, 1)
+    assert ledger.tidy(0.0) == ledger.tidy(1000.0) == [], "the plan in force needs it"
+    reach(ledger, 2)
+    assert ledger.tidy(2000.0) == ledger.tidy(2059.0) == []
+    ledger.order(0, [(0, 1)], 3)
+    reach(ledger, 4)
+    assert ledger.tidy(2061.0) == ledger.tidy(2120.0) == [], "asked for again meanwhile"
+    assert ledger.tidy(2122.0) == [DropSet([0, 1])]
+    assert (2, 3) in ledger and len(ledger) == 1
+    assert ledger.order(0, [(0, 1)], 5) == made((0, 1))
+
+
 @given(st.data())
 def test_nobody_loses_a_set_that_it_may_be_in(data: st.DataObject) -> None:
     """Two optimizers, ranks that follow plans at their own pace and reports that come late or not at all."""
     ledger, there = SetLedger(4, most=data.draw(st.integers(1, 4))), set[tuple[int, ...]]()
     plans: dict[int, list[list[tuple[int, ...]]]] = {0: [[]], 1: [[]]}
     at = {(engine, rank): 0 for engine in plans for rank in range(4)}
-    for _ in range(data.draw(st.integers(1, 40))):
+    for now in range(data.draw(st.integers(1, 40))):
         engine = data.draw(st.integers(0, 1))
         if data.draw(st.booleans()):
             sets = data.draw(st.lists(st.sampled_from(PAIRS), max_size=2, unique=True))
             plans[engine].append(sets)
-            for message in ledger.order(engine, sets, len(plans[engine]) - 1):
+            for message in [*ledger.tidy(40.0 * now), *ledger.order(engine, sets, len(plans[engine]) - 1)]:
                 assert isinstance(message, MakeSet | DropSet)
                 ranks = tuple(message.ranks)
                 if isinstance(message, MakeSet):
