@@ -70,14 +70,18 @@ class Freezes:
         silent = {rank: float(silences[rank]) for rank in long if silences[rank] > 2.0 * usual_s}
         for rank, silent_s in silent.items():
             spells = self._spells.setdefault(rank, [])
-            if rank not in self._silent:
+            if rank not in self._silent or not spells:
                 spells.append(_Spell(self._now, 0.0))
             longer_s = max(0.0, silent_s - spells[-1].silent_s)
             spells[-1].silent_s += longer_s
             self._lost_s += longer_s if active.mode != "ps" else 0.0
         self._silent = set(silent)
         begin = self._now - _HORIZON
-        self._spells = {r: kept for r, s in self._spells.items() if (kept := [one for one in s if one.begin > begin])}
+        self._spells = {
+            rank: kept
+            for rank, spells in self._spells.items()
+            if (kept := [one for one in spells if one.begin > begin or (rank in silent and one is spells[-1])])
+        }
 
     def take_lost_s(self) -> float:
         """Seconds that freezes cost the job since this was asked last, as it was not at servers."""

@@ -233,7 +233,7 @@ class SetKeeper:
         try:
             if not remove_process_set(gone):
                 logger.warning("Horovod knows no process set %s to remove", list(ranks))
-        except ValueError as error:
+        except Exception as error:  # Whatever it is, the orders after it have to be carried out.
             logger.warning("process set %s was not removed: %s", list(ranks), error)
 
 

@@ -6,6 +6,7 @@ import atexit
 import collections
 import contextlib
 import dataclasses
+import gc
 import logging
 import math
 import queue
@@ -197,6 +198,8 @@ class Runtime(Requests):
         """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
         if self._ranker is not None and plan is None:
             self._ranker.load(self.config.control_deadline_s)
+        if driver.number > 0:
+            gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
         self.drivers[driver.number] = driver
         driver.start(engine, self.services)
         wanted = plan.to_dict() if plan is not None else {}
@@ -234,8 +237,11 @@ class Runtime(Requests):
         with self.away(messages.CLOSE):  # Until the last one has caught up: it may have to fetch from here.
             self.await_all("the last steps of an optimizer", self.config.step_deadline_s)
             driver.conclude()
+            # Whoever runs a server keeps it until the last group has had its last answer.
+            self.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
         self.drivers.pop(driver.number, None)
         driver.stop()
+        self.services.house.forget(driver.number)
         _close_log(driver)
         self.agent.send(messages.Unregister(driver.number))
 

@@ -37,6 +37,7 @@ class _Session:
     endpoints: list[Endpoint]
     layout: Layout
     spec: OptimizerSpec
+    used: bool = False  # Whether it was ever entered: its plan may have been abandoned.
 
 
 class ServerHouse:
@@ -102,14 +103,36 @@ class ServerHouse:
             return str(error)
         session = _Session(plan.epoch, plan, client, endpoints, layout, spec)
         self._serves[engine, plan.epoch] = plan.epoch
+        self._tidy(engine, driver.engine.plan)
         with self._changed:
-            kept = self._sessions.setdefault(engine, [])
-            past = [each for each in kept if each.number <= driver.engine.plan.epoch]
-            old = past[:-2]  # The last but one may still be asked for its last state.
-            self._sessions[engine] = [each for each in kept if each not in old] + [session]
-        for each in old:
-            each.client.close()
+            self._sessions.setdefault(engine, []).append(session)
         return None
+
+    def _tidy(self, engine: int, active: Plan) -> None:
+        """Close an optimizer's sessions that are over, or were never begun because their plan was abandoned."""
+        live = self._serves.get((engine, active.epoch))
+        with self._changed:
+            kept = self._sessions.get(engine, [])
+            past = [each for each in kept if each.number <= active.epoch and each.number != live]
+            used = [each for each in past if each.used]
+            # The last one may still be asked for its last state; in another mode that is the last but one.
+            old = [each for each in past if not each.used] + used[: -1 if live is not None else -2]
+            self._sessions[engine] = [each for each in kept if each not in old]
+        self._close(engine, old)
+
+    def forget(self, engine: int) -> None:
+        """An optimizer is closed on all ranks: let go of its connections and of its shards on this rank's server."""
+        with self._changed:
+            sessions = self._sessions.pop(engine, [])
+            for known in (self._found, self._serves):
+                for key in [key for key in known if key[0] == engine]:
+                    del known[key]
+        self._close(engine, sessions)
+
+    def _close(self, engine: int, sessions: list[_Session]) -> None:
+        for session in sessions:
+            session.client.close()
+            self._process.close(engine, session.number)
 
     def warm(self) -> None:
         """Start this rank's server before any plan wants it."""
@@ -222,8 +245,10 @@ class ServerHouse:
     # ---- for the training thread --------------------------------------------------------------------------------
 
     def client(self, engine: int, plan: Plan) -> Client:
-        """The connection to the servers of a plan."""
-        return self._session_of(engine, plan).client
+        """The connection to the servers of a plan, which begins, or goes on, with it."""
+        session = self._session_of(engine, plan)
+        session.used = True
+        return session.client
 
     def seed(self, engine: int, plan: Plan, snapshot: Snapshot) -> None:
         """Open this rank's shard with the state in which the plan begins."""

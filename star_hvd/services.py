@@ -107,12 +107,10 @@ class JobServices:
 
     def on_message(self, message: Message) -> None:
         """An order of the coordinator, in the agent's thread."""
-        if isinstance(message, MakeSet):
-            self._sets.add(message.ranks)
-        elif isinstance(message, DropSet):
-            with self._changed:
+        if isinstance(message, (MakeSet, DropSet)):
+            with self._changed:  # What was told of it before does not hold any more.
                 self._set_reasons.pop(tuple(message.ranks), None)
-            self._sets.remove(message.ranks)
+            (self._sets.add if isinstance(message, MakeSet) else self._sets.remove)(message.ranks)
         elif isinstance(message, WarmServers):
             if self._rank in message.ranks:
                 self.later(self.house.warm)

@@ -140,6 +140,8 @@ class Keyring:
         router.linger = 0
         router.curve_server = True
         router.curve_publickey, router.curve_secretkey = self.public_key, self._secret_key
+        # A rank whose connection broke comes back under its name while the old one may still seem open here.
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         router.setsockopt(zmq.MAXMSGSIZE, 64 * 1024 * 1024)
         router.setsockopt(zmq.SNDHWM, 0)
         router.setsockopt(zmq.RCVHWM, 0)

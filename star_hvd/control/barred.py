@@ -36,6 +36,11 @@ class Barred(Collection[str]):
         self._until_s[mode] = now_s + self._last_s[mode]
         return first
 
+    def succeeded(self, mode: str) -> None:
+        """The mode came into force: what kept it out has passed."""
+        self._until_s.pop(mode, None)
+        self._last_s.pop(mode, None)
+
     def lift(self, now_s: float) -> None:
         """Let those go whose time is over."""
         self._until_s = {mode: until_s for mode, until_s in self._until_s.items() if until_s > now_s}

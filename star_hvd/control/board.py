@@ -205,6 +205,10 @@ class Board:
             wake_s = min(wake_s, engine.tick(now_s))
         return wake_s
 
+    def stood_still(self, stood_s: float, now_s: float) -> None:
+        """The coordinator's own process was stopped for so long: it says nothing of the ranks that it did not hear."""
+        self._last_seen_s = [min(now_s, seen_s + stood_s) for seen_s in self._last_seen_s]
+
     def silent_for_s(self, now_s: float) -> list[float]:
         """Seconds since each rank was last heard."""
         return [now_s - seen for seen in self._last_seen_s]
@@ -310,6 +314,7 @@ class Board:
             self._maybe_bye()
 
     def _maybe_bye(self) -> None:
-        if not self._said_bye and self.finished | self.lost == set(range(self.world_size)):
+        # Where nobody has finished nobody waits for the end, and who is lost may come back.
+        if not self._said_bye and self.finished and self.finished | self.lost == set(range(self.world_size)):
             self._said_bye = True
             self._broadcast(Bye(sorted(self.lost - self.finished)))

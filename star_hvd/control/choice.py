@@ -25,6 +25,7 @@ often. At a job's beginning, where every report tells something new, they are ma
 _LEAST_INTERVAL_S, _LEAST_MOST_S = 0.3, 1.0
 """Outside `sync`, whatever changes: a decision holds the interpreter of a rank that trains, which closes the steps too.
 Where who is slow changes all the time and no change is answered, they are made less and less often as well."""
+_PAUSE_S, _MOST_PAUSE_S = 60.0, 3600.0  # Without predictions after one failed: twice as long each time.
 _ALERT = 2  # Slow reports of a rank in a row that are looked at immediately in `sync`: there everybody waits for it.
 _STRETCH_UPDATES = 64  # Under one plan, before the loss is compared: fewer drown in the noise of batches.
 _SMOOTH = 16  # Losses at each end of a stretch that are averaged.
@@ -75,11 +76,12 @@ class Choice:
     def __init__(
         self, world_size: int, config: Config, hosts: Sequence[str], ranker: Ranker | None = None
     ) -> None:
-        known = hosts if len(set(hosts)) > 1 else None
-        self._rule = RulePolicy(world_size, damping=config.damping, hosts=known)
-        self._predicting: CostPolicy | None = None
-        if config.policy != "rule":
-            self._predicting = CostPolicy(world_size, ranker=ranker, hosts=known)
+        self._world_size, self._ranker = world_size, ranker
+        self._known = hosts if len(set(hosts)) > 1 else None
+        self._rule = RulePolicy(world_size, damping=config.damping, hosts=self._known)
+        self._predicting = self._make_predicting() if config.policy != "rule" else None
+        self._failed = 0
+        self._again_at_s: float | None = None  # When predictions are tried again.
         self._pace = _Pace()
         self._stretch: tuple[int, Plan] | None = None
 
@@ -91,27 +93,29 @@ class Choice:
         A change of who is slow is looked at immediately in `sync`, else soon; everything else twice a second, later
         every two seconds.
         """
+        if self._again_at_s is not None and now_s >= self._again_at_s:
+            self._again_at_s, self._predicting = None, self._make_predicting()
         if self._predicting is None:
             return self._rule.decide(window, active)
         alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
         seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed), alert)
         if not self._pace.due(seen, now_s, in_sync=active.mode == "sync"):
-            self.watch(window, active)
+            self.watch(window, active, now_s)
             return None
         self._learn(window, active)
         try:
             return self._predicting.decide(window, active)
         except Exception:
-            self._give_predicting_up()
+            self._give_predicting_up(now_s)
             return None
 
-    def watch(self, window: Window, active: Plan) -> None:
+    def watch(self, window: Window, active: Plan, now_s: float) -> None:
         """See a window about which nothing is decided: how long a rank is silent shows in the last of them."""
         if self._predicting is not None:
             try:
                 self._predicting.watch(window, active)
             except Exception:
-                self._give_predicting_up()
+                self._give_predicting_up(now_s)
 
     def explain(self) -> str:
         """One sentence on the present choice; empty where the rule decides, whose plans give their reason."""
@@ -139,10 +143,15 @@ class Choice:
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
-    def _give_predicting_up(self) -> None:
+    def _make_predicting(self) -> CostPolicy:
+        return CostPolicy(self._world_size, ranker=self._ranker, hosts=self._known)
+
+    def _give_predicting_up(self, now_s: float) -> None:
         """A defect in a prediction must not end the coordinator: no step would close early any more."""
-        logger.exception("predicting modes failed; a rule on the measurements decides from now on")
-        self._predicting = None
+        pause_s = min(_MOST_PAUSE_S, _PAUSE_S * 2.0**self._failed)
+        self._failed += 1
+        logger.exception("predicting modes failed; a rule on the measurements decides for %.0f s", pause_s)
+        self._predicting, self._stretch, self._again_at_s = None, None, now_s + pause_s
 
     def _learn(self, window: Window, active: Plan) -> None:
         """Tell the policy how much the loss fell in a stretch under one plan: what staleness costs is learned so."""

@@ -22,6 +22,8 @@ __all__ = ["Coordinator"]
 
 logger = logging.getLogger("star_hvd")
 
+_STOOD_STILL_S = 2.0  # Four times the longest wait: this process, not the ranks, was silent.
+
 
 class Coordinator:
     """Owns the ROUTER that all agents are connected to.
@@ -70,19 +72,24 @@ class Coordinator:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         next_beat_s = 0.0
+        last_s = time.monotonic()
         try:
             while not self._stop.is_set():
-                now_s = time.monotonic()
+                # What came while this process stood still is heard before anybody is called silent.
                 with self._lock:
+                    while self._receive():
+                        pass
+                now_s = time.monotonic()
+                stood_s, last_s = now_s - last_s, now_s
+                with self._lock:
+                    if stood_s > _STOOD_STILL_S:
+                        self._board.stood_still(stood_s, now_s)
                     wake_s = min(self._board.tick(now_s), now_s + 0.5)
                     self._send_all()
                 if now_s >= next_beat_s:
                     next_beat_s = now_s + self._config.heartbeat_s
                     self._beat()
-                if poller.poll(max(0, math.ceil(1e3 * (wake_s - time.monotonic())))):
-                    with self._lock:
-                        while self._receive():
-                            pass
+                poller.poll(max(0, math.ceil(1e3 * (wake_s - time.monotonic()))))
         except Exception:
             # Without a coordinator no step closes early any more: training goes on in lockstep.
             logger.exception("the coordinator stopped; slow ranks hold everybody up from now on")

@@ -129,7 +129,7 @@ class EngineBoard:
         if wanted is None:
             self.choice = Choice(self.world_size, self._config, self._hosts, self._ranker)
         elif wanted.mode != self.active.mode:
-            self._wanted = wanted  # Published again when it was refused for a passing reason.
+            self._wanted = wanted
             self.publish(wanted, now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
@@ -211,10 +211,7 @@ class EngineBoard:
     def cannot(self, rank: int, message: Cannot, now_s: float) -> None:
         """A rank cannot prepare the plan on its way, for want of something; other plans may be possible."""
         if self._switch is not None and message.epoch == self._switch.plan.epoch and not self._switch.irrevocable:
-            plan = self._switch.plan
-            level = logging.WARNING if self.barred.bar(plan.mode, now_s) else logging.INFO
-            logger.log(level, "mode %s is not possible now: rank %d: %s", plan.mode, rank, message.reason)
-            self._abandon(message.reason)
+            self._bar(f"rank {rank}: {message.reason}", now_s)
 
     def ready(self, rank: int, message: Ready) -> None:
         """A rank has prepared the plan on its way."""
@@ -271,7 +268,7 @@ class EngineBoard:
         if again_s is not None:
             wake_s = min(wake_s, again_s)
         if self._switch is not None and now_s > self._switch.deadline_s and not self._switch.irrevocable:
-            self._abandon(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s")
+            self._bar(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s", now_s)
         self._maybe_return_to_sync(now_s)
         if self.decides(now_s):
             self._decide_at_s = self._decide_next_s = now_s + self._config.decide_interval_s
@@ -353,6 +350,7 @@ class EngineBoard:
         if epoch <= self.active.epoch or epoch not in self._published:
             return
         self.active = self._published[epoch]
+        self.barred.succeeded(self.active.mode)
         self._published = {e: plan for e, plan in self._published.items() if e > epoch}
         if self._switch is not None and self._switch.plan.epoch <= epoch:
             self._switch = None
@@ -360,9 +358,21 @@ class EngineBoard:
         self.plans.append((round_, self.active))
         logger.warning("step %d: %s: %s", round_, self.active.label, self.active.reason or "asked for")
 
+    def _bar(self, reason: str, now_s: float) -> None:
+        """Give the plan on its way up, and its mode for a while: other ranks may be no readier if asked at once."""
+        assert self._switch is not None
+        mode = self._switch.plan.mode
+        if mode != "sync":
+            level = logging.WARNING if self.barred.bar(mode, now_s) else logging.INFO
+            logger.log(level, "mode %s is not possible now: %s", mode, reason)
+        self._abandon(reason)
+
     def _abandon(self, reason: str) -> None:
         assert self._switch is not None
-        plan, self._switch = self._switch.plan, None
+        plan = self._switch.plan
+        if not self._switch.committed:
+            self._sets.abandoned(self.engine, plan.epoch)
+        self._switch = None
         logger.info("plan %s is abandoned: %s", plan.label, reason)
         self._send(Abandon(self.engine, plan.epoch, reason))
 
@@ -378,13 +388,14 @@ class EngineBoard:
         self.stragglers = self._alerts.stragglers(find_stragglers(window), self.machines, now_s)
         if self._switch is not None or self.refused is not None or self.closing:
             if self.choice is not None:
-                self.choice.watch(window, self.active)
+                self.choice.watch(window, self.active, now_s)
             return
         if self._again is not None and self.active.mode == "sync" and self.rule.ready:
             again, self._again = self._again, None
             self.publish(again.replace(servers=(), reason="the loaded state is in force"), now_s)
             return
         if self.choice is None:
+            self._ask_again(now_s)
             self._regroup(now_s)
             return
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
@@ -395,6 +406,12 @@ class EngineBoard:
             self.rested_on[self._next_epoch] = self.choice.predictions()
             self.rested_on.pop(self._next_epoch - _UNTOLD, None)  # Where nobody logs them.
             self.publish(plan, now_s)
+
+    def _ask_again(self, now_s: float) -> None:
+        """Publish the mode that the user asked for once more, where it was not possible for a while."""
+        wanted = self._wanted
+        if wanted is not None and self.active.mode != wanted.mode and wanted.mode not in self.barred:
+            self.publish(wanted, now_s)
 
     def _regroup(self, now_s: float) -> None:
         """Form the groups anew, where the user left them open, once other ones have fitted better for a while."""

@@ -17,6 +17,7 @@ from star_hvd.control.history import History
 __all__ = ["LinkHeed"]
 
 _COMM_S, _COMM_SHARE = 0.01, 0.2  # Communication below this, or this part of a step, is not worth measuring links.
+_HEEDED_LOOKS = 600  # About a minute: links that come and go are remembered, and one that recovered is not blamed.
 _COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps to know it by; fewer where it is the most of a step.
 
 
@@ -36,19 +37,21 @@ class LinkHeed:
         self._history = history
         self._arrivals = arrivals
         self._costs: bool | None = None  # Looked at once for each decision.
-        self._heeded = False
+        self._heeded = 0  # Looks for which rates are told, since communication cost something last.
 
     def look_again(self) -> None:
         """A decision is due: what communication costs is to be found out anew."""
         self._costs = None
+        self._heeded = max(0, self._heeded - 1)
 
     def suspects(self, active: Plan) -> bool:
         """Whether the links are to be measured."""
         return _at_the_links(active) or all(map(math.isnan, self.bytes_per_s)) or self._costly()
 
     def rates(self, active: Plan) -> Sequence[float]:
-        """The links' rates from when on they matter; before, all are as good as unknown."""
-        self._heeded = self._heeded or _at_the_links(active) or self._costly()
+        """The links' rates while they matter; else all are as good as unknown: nobody measures them any more."""
+        if _at_the_links(active) or self._costly():
+            self._heeded = _HEEDED_LOOKS
         return self.bytes_per_s if self._heeded else (math.nan,) * len(self.bytes_per_s)
 
     def _costly(self) -> bool:

@@ -18,18 +18,20 @@ __all__ = ["MOST_SETS", "SetLedger"]
 
 MOST_SETS = 4
 """Sets that are kept beside those still needed."""
-_IDLE_S = 60.0
-"""For so long at the most. To make one again holds a job up for a third of a second."""
+_IDLE_S, _SUSPECTED_S = 60.0, 600.0
+"""For so long at the most, the latter where no plan ever used it. To make one again holds a job up for a third of a
+second, and cannot be done while a collective crawls over a slow link."""
 
 Ranks = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Known:
-    """A set: when it was asked for last, per optimizer the newest plan with it, and since when no rank needs it."""
+    """A set: when it was asked for last, the plans with it as (optimizer, epoch), and since when no rank needs it."""
 
     asked: int
-    epochs: dict[int, int] = field(default_factory=dict)
+    plans: set[tuple[int, int]] = field(default_factory=set)
+    used: bool = False
     idle_since_s: float | None = None
 
 
@@ -66,7 +68,12 @@ class SetLedger:
         """An optimizer is gone on all ranks, and needs nothing."""
         self._acts_on.pop(engine, None)
         for known in self._known.values():
-            known.epochs.pop(engine, None)
+            known.plans = {plan for plan in known.plans if plan[0] != engine}
+
+    def abandoned(self, engine: int, epoch: int) -> None:
+        """A plan was given up before all ranks were ready for it, so that none of them can have entered it."""
+        for known in self._known.values():
+            known.plans.discard((engine, epoch))
 
     def order(self, engine: int, sets: Iterable[Ranks], epoch: int | None = None) -> list[Message]:
         """The messages after which all of these sets are there.
@@ -81,7 +88,8 @@ class SetLedger:
             known = self._known.setdefault(ranks, _Known(0))
             known.asked, known.idle_since_s = next(self._clock), None
             if epoch is not None:
-                known.epochs[engine] = epoch
+                known.plans.add((engine, epoch))
+                known.used = True
         gone = sorted(self._unneeded(), key=lambda ranks: self._known[ranks].asked)
         gone = [ranks for ranks in gone if ranks not in wanted][: max(0, len(self._known) - self._most)]
         return [*self._drop(gone), *(MakeSet(list(ranks)) for ranks in wanted)]
@@ -93,7 +101,7 @@ class SetLedger:
             known = self._known[ranks]
             if known.idle_since_s is None:
                 known.idle_since_s = now_s
-            elif now_s - known.idle_since_s > _IDLE_S and known.epochs:  # One made on suspicion waits for its plan.
+            elif now_s - known.idle_since_s > (_IDLE_S if known.used else _SUSPECTED_S):
                 gone.append(ranks)
         return self._drop(gone)
 
@@ -105,8 +113,6 @@ class SetLedger:
     def _unneeded(self) -> list[Ranks]:
         """Sets in which no rank can have anything queued, now or by a plan that is on its way."""
         reached = {engine: min(epochs) for engine, epochs in self._acts_on.items()} if self._known else {}
-        return [
-            ranks
-            for ranks, known in self._known.items()
-            if all(reached.get(engine, -1) > epoch for engine, epoch in known.epochs.items())
-        ]
+        for known in self._known.values():
+            known.plans = {(engine, epoch) for engine, epoch in known.plans if reached.get(engine, -1) <= epoch}
+        return [ranks for ranks, known in self._known.items() if not known.plans]

@@ -84,7 +84,8 @@ class ChildSteps:
         engine.counters.produced_weight -= sum(float(flat[-1]) for flat in flats) / len(flats)
         # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
         self._receive(contained, _PATIENCE_S if self._answered else _SHORT_PATIENCE_S)
-        self._on_step(StepInfo(contained, max(0, contained - 1 - version), time.monotonic() - began_s))
+        staleness, epoch = max(0, contained - 1 - version), self._engine.plan.epoch
+        self._on_step(StepInfo(contained, staleness, time.monotonic() - began_s, epoch))
         return None
 
     def _receive(self, least: int, patience_s: float) -> None:

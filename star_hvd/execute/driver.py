@@ -98,6 +98,7 @@ class EngineDriver(StepTeller):
         if outside is not None:
             outside.leave()
         self.engine.drop_pending()
+        self.timer.close()
 
     # ---- training thread ------------------------------------------------------------------------------------
 

@@ -77,6 +77,11 @@ class GroupSteps(ServerSteps):
         return self._moved or self._concluded or (self._collective is None and not self.wanted)
 
     @property
+    def _acts_on(self) -> int:
+        """Until it is over the members meet once more on their process set, though another plan be in force already."""
+        return self._engine.plan.epoch if self.over else self.plan.epoch
+
+    @property
     def _leads(self) -> bool:
         return self._engine.rank == self._ranks[0]
 

@@ -49,11 +49,12 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What became of one gradient: staleness, and seconds between its push and the reply."""
+    """What became of one gradient: staleness, seconds between its push and the reply, the epoch that was acted on."""
 
     version: int
     staleness: int
     comm_s: float
+    epoch: int
 
 
 @dataclass(slots=True)
@@ -121,6 +122,11 @@ class ServerSteps:
         """Whether this rank has nothing more to do with these servers."""
         return self._moved or not self.wanted
 
+    @property
+    def _acts_on(self) -> int:
+        """Epoch of the newest plan of which nothing earlier is left to do here."""
+        return self._engine.plan.epoch
+
     # ---- training thread ------------------------------------------------------------------------------------
 
     def give(self, bucket: Bucket) -> None:
@@ -148,7 +154,7 @@ class ServerSteps:
         else:
             self._write(outcome)
             staleness = max(0, outcome.version - 1 - version)
-            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s))
+            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self._acts_on))
         return None
 
     def _contribution(self) -> list[torch.Tensor]:

@@ -85,7 +85,7 @@ class StepTeller:
             StepNote(
                 self.number,
                 info.version,
-                self.engine.plan.epoch,
+                info.epoch,
                 t.compute_s,
                 t.input_s,
                 t.cpu_s,

@@ -6,6 +6,7 @@ nothing shows in the process list or the environment. When the owner dies the so
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -299,8 +300,9 @@ class Server:
             self._open(message)
             return
         sessions = [s for e, s in self._jobs if e == engine]
-        key = (engine, message.get("session") if message.get("session") is not None else max(sessions, default=-1))
-        job = self._jobs.get(key)  # type: ignore[arg-type]
+        session = message.get("session")
+        key = (engine, max(sessions, default=-1) if session is None else int(session))
+        job = self._jobs.get(key)
         if job is None:
             if what != "close":
                 raise ChannelError(f"optimizer {engine} is not open here (session {key[1]})")
@@ -314,7 +316,8 @@ class Server:
             if message["index"] == 0 and job.primary is None:
                 job.join()
         elif what == "close":
-            self._jobs.pop(key).close()  # type: ignore[arg-type]
+            del job  # Or it would outlive its end by this frame.
+            self._end(key)
         elif job.primary is not None:
             if what == "plan":
                 job.primary.set_plan(Plan.from_dict(message["plan"]))
@@ -323,6 +326,10 @@ class Server:
             elif what == "member":
                 job.primary.member(message["rank"], message["what"])
 
+    def _end(self, key: Key) -> None:
+        self._jobs.pop(key).close()
+        gc.collect()  # Its parts refer to each other, and hold descriptors and memory that Python does not count.
+
     def _open(self, message: dict[str, Any]) -> None:
         key = (int(message["engine"]), int(message["session"]))
         descriptor = self._pipe.descriptor() if message["mirror"] else None
@@ -330,7 +337,7 @@ class Server:
         if descriptor is not None:
             mirror = Mirror(descriptor, len(message["layout"]["chunks"]) + 1)
         for old in sorted(each for each in self._jobs if each[0] == key[0])[:-1]:
-            self._jobs.pop(old).close()
+            self._end(old)
         if key in self._jobs:
             raise ChannelError(f"optimizer {key[0]} is open here already in session {key[1]}")
         self._jobs[key] = _Job(self, message, mirror, bool(message["recover"]))

@@ -71,6 +71,11 @@ class StepTimer:
         self._began_s, self._began_cpu_s = time.monotonic(), time.thread_time()
         self._began_queue_s = self._queue.read_s()
 
+    def close(self) -> None:
+        """Nothing more is timed."""
+        if self._queue is not None:
+            self._queue.close()
+
     def add_outside(self, seconds: float) -> None:
         """Take out time spent in the user's own collectives or waiting for an epoch to end."""
         self._outside_s += seconds

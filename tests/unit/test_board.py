@@ -127,6 +127,29 @@ def test_everybody_leaves_once_all_have_finished() -> None:
     assert only(job.pass_time(30.0), m.Bye) == []
 
 
+def test_a_coordinator_that_stood_still_calls_nobody_lost() -> None:
+    job = Job(3)
+    job.register(None)
+    job.pass_time(1.0)
+    job.now_s += 30.0
+    job.board.stood_still(30.0, job.now_s)
+    assert only(job.tick(), m.Bye) == [] and not job.board.lost
+    job.pass_time(1.0)
+    assert not job.board.lost
+    assert only(job.pass_time(11.0, alive=(0, 1)), m.Bye) == [] and job.board.lost == {2}
+
+
+def test_nobody_is_told_of_an_end_while_nobody_has_finished() -> None:
+    """Rank 0 may hear nothing for a while, of itself neither, and all come back."""
+    job = Job(3)
+    assert only(job.pass_time(30.0, alive=()), m.Bye) == [] and job.board.lost == {0, 1, 2}
+    job.pass_time(1.0)
+    assert not job.board.lost
+    for rank in (0, 1):
+        assert only(job.say(rank, m.Finished(rank)), m.Bye) == []
+    assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye([])]
+
+
 def sources(job: Job, rank: int, times: int = 6) -> set[int]:
     return {reply.rank for _ in range(times) for reply in only(job.say(rank, m.Source(0)), m.SourceReply)}
 

@@ -154,6 +154,11 @@ def test_links_are_measured_once_at_the_start_and_heeded_only_where_communicatio
         answer(0.2)
     assert asked, "they are measured again where it matters"
     assert [one.link_bytes_per_s for one in job.engine.window().ranks] == list(rates.values())
+    rates[3] = 1e8  # It recovers, and since communication is cheap again nobody measures it.
+    for step in range(40, 140):
+        lockstep(step, comm_s=0.001)
+        answer(1.0)
+    assert math.isnan(job.engine.window().ranks[3].link_bytes_per_s), "a rate of long ago is held against it"
 
 
 def test_two_steps_of_little_but_communication_are_enough_to_heed_what_is_known_of_links() -> None:

@@ -117,6 +117,29 @@ def test_a_policy_that_fails_gives_way_to_the_rule(caplog: pytest.LogCaptureFixt
     assert choice.explain() == "" and choice.predictions() == {}
 
 
+def test_predictions_that_failed_are_tried_again_later_and_later() -> None:
+    ranker = Counting(fail=True)
+    choice, active = Choice(4, Config(), HOSTS, ranker), Plan.sync(4)
+    times_s = [0.0, 59.0, 61.0, 120.0, 182.0, 300.0]
+    asked = []
+    for now_s in times_s:
+        decide(choice, window(), active, now_s)
+        asked.append(ranker.asked)
+    assert asked == [1, 1, 2, 2, 3, 3]
+    ranker.fail = False
+    assert decide(choice, window(), active, 500.0) is not None and choice.predictions()
+
+
+def test_a_rank_silent_for_long_under_servers_is_no_defect() -> None:
+    choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.ps(4, 1, servers=(0,), epoch=3)
+    for tick in range(400):
+        silent = (0.0, 0.0, 0.0, 0.3 * tick)
+        calm = window(40 + 20 * tick, slow=1.0)
+        ranks = tuple(replace(each, silent_s=s) for each, s in zip(calm.ranks, silent, strict=True))
+        decide(choice, replace(calm, ranks=ranks), active, 0.3 * tick)
+        assert choice.explain(), "predictions were given up"
+
+
 def test_predictions_and_a_sentence_stand_behind_a_decision() -> None:
     choice = Choice(4, Config(policy="cost"), HOSTS)
     plan = decide(choice, window(), Plan.sync(4), 0.0)

@@ -330,6 +330,15 @@ def test_freezes_are_counted_and_forgotten() -> None:
     assert not freezes.freezing and freezes.per_step_s == 0.0
 
 
+def test_a_freeze_without_end_is_one_freeze_however_long() -> None:
+    freezes, plan = Freezes(), Plan.ps(4, 1)
+    for step in range(0, 12000, 50):
+        freezes.note(window(steady(4), end=step, silent_s={3: max(0.0, 0.02 * (step - 100))}), plan, 0.1)
+    assert dict(freezes.freezing) == {3: 1}
+    freezes.note(window(steady(4), end=12050), plan, 0.1)
+    assert not freezes.freezing, "it began long ago"
+
+
 def test_what_came_once_counts_less_and_less() -> None:
     freezes, plan = Freezes(), Plan.sync(4)
     costs = []

@@ -134,3 +134,15 @@ def test_without_members_at_the_end_of_their_loops_nothing_ends() -> None:
     steps[1].conclude()
     steps[0].conclude()
     assert all(each.over for each in steps)
+
+
+def test_a_group_acts_on_its_own_plan_until_it_has_met_for_the_last_time() -> None:
+    """Or its process set would be taken for one that nobody needs."""
+    steps, alone = member(0, (0, 1), Meeting(2)), member(0, (0,), Meeting(1))
+    alone._collective = None
+    for each in (steps, alone):
+        assert each._acts_on == 1
+        each._engine.plan = Plan.sync(2).replace(epoch=2)
+    assert steps._acts_on == 1 and alone._acts_on == 2, "one has to meet the other member, to learn of the end together"
+    steps._moved = True
+    assert steps._acts_on == 2

@@ -69,9 +69,8 @@ def test_all_groups_of_a_plan_are_made_whatever_their_number() -> None:
     assert ledger.order(0, [(0, 3)], 2) == [DropSet([2, 3]), DropSet([0, 1]), DropSet([1, 2]), *made((0, 3))]
 
 
-def test_a_set_that_nobody_has_needed_for_long_goes_and_one_made_on_suspicion_stays() -> None:
+def test_a_set_that_nobody_has_needed_for_long_goes() -> None:
     ledger = SetLedger(4)
-    ledger.order(0, [(2, 3)])
     ledger.order(0, [(0, 1)], 1)
     reach(ledger, 1)
     assert ledger.tidy(0.0) == ledger.tidy(1000.0) == [], "the plan in force needs it"
@@ -81,8 +80,35 @@ def test_a_set_that_nobody_has_needed_for_long_goes_and_one_made_on_suspicion_st
     reach(ledger, 4)
     assert ledger.tidy(2061.0) == ledger.tidy(2120.0) == [], "asked for again meanwhile"
     assert ledger.tidy(2122.0) == [DropSet([0, 1])]
-    assert (2, 3) in ledger and len(ledger) == 1
-    assert ledger.order(0, [(0, 1)], 5) == made((0, 1))
+    assert len(ledger) == 0 and ledger.order(0, [(0, 1)], 5) == made((0, 1))
+
+
+def test_a_set_made_on_suspicion_waits_longer_for_its_plan() -> None:
+    ledger = SetLedger(4)
+    ledger.order(0, [(2, 3)])
+    assert ledger.tidy(0.0) == ledger.tidy(599.0) == []
+    assert ledger.tidy(601.0) == [DropSet([2, 3])]
+
+
+def test_sets_of_plans_that_were_given_up_go_like_others() -> None:
+    ledger = SetLedger(4, most=1)
+    reach(ledger, 0)
+    for epoch, ranks in enumerate(PAIRS, start=1):
+        ledger.order(0, [ranks], epoch)
+        ledger.abandoned(0, epoch)
+        assert len(ledger) <= 2
+    ledger.order(0, [PAIRS[0]], 10)
+    reach(ledger, 10)
+    ledger.order(0, [PAIRS[0]], 11)
+    ledger.abandoned(0, 11)
+    assert ledger.tidy(0.0) == ledger.tidy(100.0) == [] and PAIRS[0] in ledger, "the plan in force has it too"
+
+
+def test_a_closed_optimizers_sets_go() -> None:
+    ledger = SetLedger(4)
+    ledger.order(3, [(0, 1)], 1)
+    ledger.ended(3)
+    assert ledger.tidy(0.0) == [] and ledger.tidy(61.0) == [DropSet([0, 1])]
 
 
 @given(st.data())
@@ -143,6 +169,29 @@ def test_a_mode_that_was_not_possible_is_tried_again_later_and_later() -> None:
         barred.bar("ps", 0.0)
     barred.lift(3601.0)
     assert "ps" not in barred, "at least once an hour"
+
+
+def test_a_mode_that_came_into_force_after_all_is_barred_for_a_minute_the_next_time() -> None:
+    barred = Barred()
+    for _ in range(5):
+        barred.bar("ps", 0.0)
+    barred.succeeded("ps")
+    assert "ps" not in barred
+    barred.bar("ps", 0.0)
+    barred.lift(61.0)
+    assert "ps" not in barred
+
+
+def test_the_mode_a_user_asked_for_is_tried_again() -> None:
+    job = Job(3)
+    (plan,) = only(job.register(Plan.ps(3, 2)), m.PlanMessage)
+    assert only(job.say(1, Cannot(0, 1, "the servers were not up in time")), m.Abandon)
+    assert only(job.pass_time(59.0), m.PlanMessage) == []
+    (again,) = only(job.pass_time(3.0), m.PlanMessage)
+    assert again.plan["mode"] == plan.plan["mode"] == "ps" and again.plan["epoch"] > plan.plan["epoch"]
+    heard = job.pass_time(61.0)  # Nobody gets ready this time.
+    assert only(heard, m.Abandon) and not only(heard, m.PlanMessage)
+    assert len(only(job.pass_time(125.0), m.PlanMessage)) == 1
 
 
 def test_a_board_offers_a_mode_again_whose_preparation_failed_once() -> None:

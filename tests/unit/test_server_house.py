@@ -1,0 +1,107 @@
+"""Connections to servers: which are closed, and that the one in use never is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import star_hvd.server_house as module
+from scheduler.plans import Plan
+from star_hvd.config import Config
+from star_hvd.server_house import ServerHouse
+
+
+class Connection:
+    """Stands for a client."""
+
+    def __init__(self, rank: int, engine: int, number: int, *rest: Any) -> None:
+        self.number, self.closed = number, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class House:
+    """A house whose plans are prepared without any server."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "Client", Connection)
+        monkeypatch.setattr(module, "Layout", SimpleNamespace(build=lambda *unused: None))
+        monkeypatch.setattr(module, "OptimizerSpec", SimpleNamespace(of=lambda *unused: None))
+        applier = SimpleNamespace(buckets=[], optimizer=SimpleNamespace(param_groups=[]), base=None, hyper=None)
+        self.engine = SimpleNamespace(plan=Plan.sync(4), applier=applier)
+        drivers: Any = {0: SimpleNamespace(engine=self.engine)}
+        key: Any = None
+        self.house = ServerHouse(2, Config(), key, "h", lambda *unused, **also: None, drivers)
+        monkeypatch.setattr(self.house, "_connect", lambda client, engine, plan: [])
+        self.shards: list[int] = []
+        monkeypatch.setattr(self.house._process, "close", lambda engine, number: self.shards.append(number))
+
+    def prepare(self, plan: Plan) -> None:
+        assert self.house.prepare(0, plan) is None
+
+    def enter(self, plan: Plan) -> Any:
+        """Prepare a plan and bring it into force."""
+        if plan.family in ("ps", "grouped"):
+            self.prepare(plan)
+            self.engine.plan = plan
+            return self.house.client(0, plan)
+        self.engine.plan = plan
+        return None
+
+    def numbers(self) -> list[int]:
+        return [each.number for each in self.house._sessions.get(0, [])]
+
+
+@pytest.fixture
+def house(monkeypatch: pytest.MonkeyPatch) -> House:
+    return House(monkeypatch)
+
+
+def ps(epoch: int, x: int = 3) -> Plan:
+    return Plan.ps(4, x, servers=(0,)).replace(epoch=epoch)
+
+
+def grouped(epoch: int) -> Plan:
+    return Plan.grouped(4, [(0, 1), (2, 3)]).replace(epoch=epoch, servers=(0,))
+
+
+def test_abandoned_plans_do_not_push_out_the_connection_in_use(house: House) -> None:
+    used = house.enter(ps(10))
+    house.prepare(grouped(11))
+    house.prepare(grouped(12))
+    assert house.enter(ps(13, x=2)) is used, "the same servers under another rule"
+    house.prepare(grouped(14))
+    assert not used.closed and house.house.client(0, house.engine.plan) is used
+    assert house.numbers() == [10, 14] and house.shards == [11, 12]
+
+
+def test_plans_abandoned_in_sync_do_not_pile_up(house: House) -> None:
+    for epoch in range(1, 12, 2):
+        house.prepare(ps(epoch))
+        house.enter(Plan.sync(4).replace(epoch=epoch + 1))
+    assert len(house.numbers()) <= 2
+
+
+def test_the_last_state_of_the_mode_before_stays_to_be_had(house: House) -> None:
+    clients = []
+    for epoch in range(1, 9, 2):
+        clients.append(house.enter(ps(epoch)))
+        house.enter(Plan.sync(4).replace(epoch=epoch + 1))
+        assert not clients[-1].closed
+    assert [each.closed for each in clients] == [True, False, False, False]
+    last = house.enter(grouped(9))
+    house.prepare(ps(10))
+    assert not clients[-1].closed and not last.closed
+    assert [each.closed for each in clients[:-1]] == [True, True, True]
+
+
+def test_nothing_is_left_of_an_optimizer_that_is_closed(house: House) -> None:
+    client = house.enter(ps(1))
+    house.house._found[0, 1] = []
+    house.house.forget(0)
+    assert client.closed and house.shards == [1] and not house.numbers()
+    assert not house.house._found and not house.house._serves
+    house.house.forget(0)
