@@ -160,7 +160,7 @@ def test_updates_that_nobody_reported_count(tmp_path: Path) -> None:
 
 def test_under_local_a_step_is_a_round_of_steps(tmp_path: Path) -> None:
     lines = [
-        {"rank": rank, "step": step, "compute_s": 0.1 * (1 + k), "wait_s": 0.0}
+        {"rank": rank, "step": step, "compute_s": 0.1 * (1 + k), "wait_s": 0.0 if step else 0.02}
         for rank in range(3) for step in range(40) for k in range(4 if step else 1)
     ]  # fmt: skip
     (tmp_path / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -171,6 +171,8 @@ def test_under_local_a_step_is_a_round_of_steps(tmp_path: Path) -> None:
     found, times = replayed(tmp_path)
     assert times.compute_s[1, 0] == pytest.approx(0.25), "the mean of a round's four"
     assert found.steps == 1 + 39 * 4 and found.sync_steps > 100
+    # Ranks do not communicate inside a round: what a step of `sync` takes for it is known from the one there was.
+    assert found.sync_s == pytest.approx(0.12 + (0.25 + 0.02) * (found.sync_steps - 1))
 
 
 def test_intervals_are_as_wide_as_the_errors(tmp_path: Path) -> None:
