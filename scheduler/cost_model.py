@@ -24,6 +24,7 @@ from scheduler.plans import LOCAL_COPIES, Plan
 from scheduler.progress import alignment, local_drift, update_progress
 from scheduler.readings import slow_limit_s
 from scheduler.replay import Flow, order_interval, partial_flow, server_flow
+from scheduler.spread import widened
 
 __all__ = ["Prediction", "order_interval", "predict", "rank", "settle"]
 
@@ -52,12 +53,13 @@ class Prediction:
         plan: The plan.
         relative: Expected time to equal progress over that of `sync`; below 1 is faster. A target that may be missed
             counts with the time to train again in `sync`.
-        low: 5 % quantile of it.
-        high: 95 % quantile.
+        low: 5 % quantile of it, by which the policy decides.
+        high: 95 % quantile, likewise.
         interval_s: Time between two updates, seconds.
         progress: Of an update, in synchronous steps.
         drift: Mean drift of its gradients.
         reach: Chance to reach the target's accuracy.
+        learned: The learned predictor made it: its interval is calibrated as it is.
     """
 
     plan: Plan
@@ -68,6 +70,17 @@ class Prediction:
     progress: float
     drift: float
     reach: float
+    learned: bool = False
+
+    @property
+    def told(self) -> tuple[float, float]:
+        """The 90 % interval that people are told: `low` and `high`, or wider where the cost model alone speaks."""
+        if self.learned:
+            return self.low, self.high
+        missed = 1.0 - self.reach
+        middle = max(self.relative - missed, 1e-9)
+        low, high = widened(self.plan.mode, middle, self.low - missed, self.high - missed)
+        return low + missed, high + missed
 
 
 def settle(plan: Plan, conditions: Conditions) -> Plan:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from scheduler.plans import Plan
 from scheduler.records import Window
 
 __all__ = ["FORMAT", "HEADS", "SHIPPED", "ModelError", "Predictor", "find_ranker", "learned_policy", "load"]
+
+logger = logging.getLogger("star_hvd")
 
 Flags = npt.NDArray[np.bool_]
 
@@ -95,6 +98,7 @@ class Predictor:
         calibration = about["calibration"]
         self._widen = float(calibration["widen"])
         self._widest = float(calibration["widest"])
+        self._told: set[int] = set()  # Numbers of ranks.
         self._cost, self._ranks = FEATURES.index("cost_log"), FEATURES.index("ranks_log2")
 
     def __call__(
@@ -110,6 +114,7 @@ class Predictor:
             # Nothing of what it learned would be used: see `estimate`.
             self.predicted += len(offered)
             self.fallbacks += len(offered)
+            self._tell_ranks(conditions.world_size)
             return predictions
         found = self.estimate(rows(offered, conditions, window, active, predictions))
         self.predicted += len(offered)
@@ -118,6 +123,15 @@ class Predictor:
             _prediction(cost, found, index) if found.known[index] and cost.plan.mode != "sync" else cost
             for index, cost in enumerate(predictions)
         ]
+
+    def _tell_ranks(self, world_size: int) -> None:
+        """Say once that there is no model for so many ranks."""
+        if world_size in self._told:
+            return
+        self._told.add(world_size)
+        least, most = (round(2.0**bound) for bound in self.about["ranges"][self._ranks])
+        trained = f"{least} to {most}" if least < most else f"{least}"
+        logger.warning("%d ranks: the model was trained on %s; the cost model decides", world_size, trained)
 
     def estimate(self, features: Array) -> _Estimates:
         """What the heads say of feature rows, shape (n, n_features); intervals are calibrated."""
@@ -157,6 +171,7 @@ def _prediction(cost: Prediction, found: _Estimates, index: int) -> Prediction:
         progress=cost.progress * speed(cost) / middle,
         drift=cost.drift,
         reach=reach,
+        learned=True,
     )
 
 

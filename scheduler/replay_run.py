@@ -8,6 +8,7 @@ run log's contract, files alone (`training_logs/README.md`): the step reports in
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import math
 import os
@@ -19,10 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from scheduler.simulator.whatif import WhatIf, read_reports, what_if
+from scheduler.mode_names import parse_mode
+from scheduler.plans import Plan
+from scheduler.simulator.reports import Reports, read_reports
+from scheduler.simulator.whatif import InForce, WhatIf, what_if
 
 __all__ = ["LoggedTimes", "add_arguments", "draw", "find_run", "read_run", "run", "tables"]
 
@@ -30,6 +35,9 @@ _ARTIFACTS = "star"
 """Where the run log puts its files in an MLflow run."""
 
 _SHOWN = 16
+
+_CAPTION = """measured: first step to last, validation and switches included
+replayed: the same steps by the cost model, as in every row below"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +50,8 @@ class LoggedTimes:
         comm_bytes: Gradient bytes, 0 where unknown.
         link_bytes_per_s: Of every rank, empty where unknown.
         noise: Noise scale in gradients of one rank, NaN where unknown.
-        modes: Labels of the modes that were in force, in order.
-        seconds: Length of the logged run, NaN where unknown.
+        in_force: The plans that were in force, None where the run does not tell.
+        seconds: From the beginning of the first step to the end of the last one, NaN where unknown.
     """
 
     compute_s: Any
@@ -51,7 +59,7 @@ class LoggedTimes:
     comm_bytes: float = 0.0
     link_bytes_per_s: tuple[float, ...] = ()
     noise: float = math.nan
-    modes: tuple[str, ...] = ()
+    in_force: InForce | None = None
     seconds: float = math.nan
 
 
@@ -115,35 +123,58 @@ def read_run(folder: Path) -> LoggedTimes:
     Raises:
         ValueError: It has no step reports of all ranks.
     """
-    compute_s, wait_s = read_reports(sorted(folder.glob("rank*.jsonl")))
+    reports = read_reports(sorted(folder.glob("rank*.jsonl")))
+    n = reports.compute_s.shape[1]
     facts: dict[str, Any] = {}
-    modes: list[str] = []
+    plans: list[tuple[int, Plan]] = []
     noise: list[float] = []
     rates: list[float] = []
-    seconds = math.nan
     for event in _events(folder / "events.jsonl"):
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
             facts.update(event["values"])
-        elif kind == "plan" and event.get("label", event.get("mode")):
-            label = str(event.get("label", event.get("mode")))
-            modes += [label] if modes[-1:] != [label] else []
+        elif kind == "plan":
+            plan = _plan(event, n)
+            plans += [(int(event["step"]), plan)] if plan is not None else []
         elif kind == "window":
             noise += _positive([event.get("noise_scale")])
             known = _positive((event.get("ranks") or {}).get("link_bytes_per_s") or [])
-            rates = known if len(known) == compute_s.shape[1] else rates
-        if isinstance(event.get("time_s"), (int, float)):
-            seconds = float(event["time_s"])
+            rates = known if len(known) == n else rates
     optimizer = facts.get("optimizer")
     size = _positive([optimizer.get("parameter_bytes")]) if isinstance(optimizer, dict) else []
     return LoggedTimes(
-        compute_s=compute_s,
-        wait_s=wait_s,
+        compute_s=reports.compute_s,
+        wait_s=reports.wait_s,
         comm_bytes=size[0] if size else 0.0,
         link_bytes_per_s=tuple(rates),
         noise=statistics.median(noise) if noise else math.nan,
-        modes=tuple(modes),
-        seconds=seconds,
+        in_force=_in_force(reports, plans) if plans else None,
+        seconds=reports.seconds,
+    )
+
+
+def _plan(event: dict[str, Any], world_size: int) -> Plan | None:
+    """The plan of an event; None where it cannot be read, or is for other ranks: the one before counts on."""
+    if not isinstance(event.get("step"), int):
+        return None
+    try:
+        plan = Plan.from_dict(event["plan"]) if "plan" in event else parse_mode(str(event.get("label")), world_size)
+    except (TypeError, ValueError):
+        return None
+    return plan if plan is not None and plan.world_size == world_size else None
+
+
+def _in_force(reports: Reports, plans: list[tuple[int, Plan]]) -> InForce:
+    """The plan of every row, and how many updates the row stands for."""
+    first = [step for step, _ in plans]
+    which = np.array([max(0, bisect.bisect_right(first, step) - 1) for step in reports.steps.tolist()])
+    # Under `local` a global step is a round of several steps of a rank.
+    local = np.array([plan.mode == "local" for _, plan in plans])[which]
+    steps = np.diff(reports.steps, append=reports.steps[-1] + 1)
+    return InForce(
+        plans=tuple(plan for _, plan in plans),
+        which=which,
+        updates=steps * np.where(local, reports.own_steps, 1.0),
     )
 
 
@@ -166,27 +197,52 @@ def _positive(values: Sequence[Any]) -> list[float]:
 
 def tables(found: WhatIf, logged: LoggedTimes) -> tuple[Table, Table]:
     """What every mode would have cost, and what each rank did."""
-    modes = Table(title=f"{found.steps} logged steps of {found.world_size} ranks in every mode")
+    modes = Table(title=_title(found), caption=_CAPTION if math.isfinite(logged.seconds) else None)
     for column in ("mode", "seconds", "of sync", "90 %", "in force"):
-        modes.add_column(column, justify="right" if column not in ("mode", "in force") else "left")
+        modes.add_column(column, justify="left" if column == "mode" else "right")
+    for name, seconds, what in (
+        ("as it ran", logged.seconds, "measured"), ("as it ran, replayed", found.replayed_s, ""),
+    ):  # fmt: skip
+        if math.isfinite(seconds):
+            modes.add_row(name, f"{seconds:.1f}", f"{seconds / found.sync_s:.2f}", what, "")
+    if modes.row_count:
+        modes.add_section()
     for one in found.modes:
-        modes.add_row(
-            one.label, f"{one.time_s:.1f}", f"{one.relative:.2f}", f"{one.low:.2f}-{one.high:.2f}",
-            "yes" if one.label in logged.modes else "",
-        )  # fmt: skip
+        interval = "" if one.label == "sync" else f"{one.low:.2f}-{one.high:.2f}"
+        modes.add_row(one.label, f"{one.time_s:.1f}", f"{one.relative:.2f}", interval, _share(one.share))
     ranks = Table(title="The job in sync, were one rank as fast as the others")
-    for column in ("rank", "faster by", "slowest in"):
+    for column in ("rank", "time saved", "slowest in"):
         ranks.add_column(column, justify="right")
     worst = sorted(found.ranks, key=lambda one: -one.gain)
     for rank in worst[:_SHOWN]:
         ranks.add_row(str(rank.rank), f"{100.0 * rank.gain:.1f} %", f"{100.0 * rank.slowest_share:.0f} % of steps")
     if len(worst) > _SHOWN:
-        ranks.caption = f"{len(worst) - _SHOWN} more ranks gain less"
+        ranks.caption = f"{len(worst) - _SHOWN} more ranks would save less"
     return modes, ranks
 
 
-def draw(found: WhatIf, path: Path, title: str) -> None:
+def _title(found: WhatIf) -> str:
+    text = f"{found.steps} steps of {found.world_size} ranks"
+    if abs(found.sync_steps - found.steps) >= 0.5:
+        text += f", worth about {found.sync_steps:.0f} of sync"
+    return f"{text}, in every mode"
+
+
+def _share(share: float) -> str:
+    """A share of the steps; the least one that is none is not 0 %."""
+    if not share > 0.0:
+        return ""
+    return "<1 %" if share < 0.01 else f"{100.0 * share:.0f} %"
+
+
+def draw(found: WhatIf, path: Path, title: str, measured_s: float = math.nan) -> None:
     """Plot both tables.
+
+    Args:
+        found: What was replayed.
+        path: File to write.
+        title: Its title.
+        measured_s: What the run took, NaN where unknown.
 
     Raises:
         ValueError: A file type that matplotlib does not write.
@@ -197,20 +253,14 @@ def draw(found: WhatIf, path: Path, title: str) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.35 * max(len(found.modes), 6) + 1.6))
-    labels = [one.label for one in found.modes][::-1]
-    values = [one.relative for one in found.modes][::-1]
-    low = [max(0.0, one.relative - one.low) for one in found.modes][::-1]
-    high = [max(0.0, one.high - one.relative) for one in found.modes][::-1]
-    left.barh(labels, values, xerr=[low, high], color=["#999999" if label == "sync" else "#3b6ea5" for label in labels])
-    left.axvline(1.0, color="black", linewidth=0.8)
-    left.set_xlabel("time over that of sync")
-    left.set_title("every mode")
+    _draw_modes(left, found, measured_s)
     right.bar([one.rank for one in found.ranks], [100.0 * one.gain for one in found.ranks], color="#c0603a")
     right.set_xlim(-0.5, len(found.ranks) - 0.5)
+    right.set_ylim(0.0, 110.0 * max(0.05, *(one.gain for one in found.ranks)))
     right.xaxis.get_major_locator().set_params(integer=True)
     right.set_xlabel("rank")
-    right.set_ylabel("%")
-    right.set_title("how much faster without its delays")
+    right.set_ylabel("% of sync's time")
+    right.set_title("time saved without its delays")
     figure.suptitle(title)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,6 +268,20 @@ def draw(found: WhatIf, path: Path, title: str) -> None:
         figure.savefig(path)
     finally:
         pyplot.close(figure)
+
+
+def _draw_modes(axes: Any, found: WhatIf, measured_s: float) -> None:
+    labels = [one.label for one in found.modes][::-1]
+    values = [one.relative for one in found.modes][::-1]
+    low = [max(0.0, one.relative - one.low) for one in found.modes][::-1]
+    high = [max(0.0, one.high - one.relative) for one in found.modes][::-1]
+    axes.barh(labels, values, xerr=[low, high], color=["#999999" if label == "sync" else "#3b6ea5" for label in labels])
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    if math.isfinite(measured_s):
+        axes.axvline(measured_s / found.sync_s, color="#c0603a", linestyle="--", label=f"as it ran: {measured_s:.1f} s")
+        axes.legend()
+    axes.set_xlabel("time over that of sync, with 90 % interval")
+    axes.set_title("every mode")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -257,28 +321,42 @@ def run(args: argparse.Namespace) -> int:
             comm_bytes=logged.comm_bytes,
             link_bytes_per_s=logged.link_bytes_per_s or None,
             noise=logged.noise,
+            in_force=logged.in_force,
             **options,
         )
         if args.plot is not None:
-            draw(found, args.plot, f"run {Path(args.run).name}")
+            draw(found, args.plot, f"run {Path(args.run).name}: {_title(found)}", logged.seconds)
     except ValueError as error:
         sys.stderr.write(f"star-scheduler simulate: error: {' '.join(str(error).split())}\n")
         return 2
     console = Console()
     for table in tables(found, logged):
         console.print(table)
-    console.print(_sentence(found), highlight=False)
+    console.print(_sentence(found, logged.seconds), highlight=False)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+        figures = _plain({"measured_s": logged.seconds, **asdict(found)})
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def _sentence(found: WhatIf) -> str:
+def _plain(value: Any) -> Any:
+    """The same with null for what is unknown: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _sentence(found: WhatIf, measured_s: float) -> str:
     best, worst = found.modes[0], max(found.ranks, key=lambda one: one.gain)
     slow = f"Stragglers made sync {found.slowdown:.2f}x as long as its median ranks would have needed"
     if worst.gain > 0.02:
-        slow += f"; without rank {worst.rank} it would have been {100.0 * worst.gain:.0f} % faster"
+        slow += f"; without rank {worst.rank}'s delays it would have taken {100.0 * worst.gain:.0f} % less time"
+    took = ""
+    if math.isfinite(measured_s) and math.isfinite(found.replayed_s):
+        took = f" The run took {100.0 * measured_s / found.sync_s:.0f} %."
     if best.label == "sync":
         return f"{slow}. No mode would have been faster than sync."
-    return f"{slow}. {best.label} would have taken {100.0 * best.relative:.0f} % of sync's time."
+    return f"{slow}. {best.label} would have taken {100.0 * best.relative:.0f} % of sync's time.{took}"

@@ -86,7 +86,7 @@ def comparison(predictions: Sequence[Prediction], best: Prediction, now: Predict
         if now is None or now.plan.mode == "sync":
             return "sync is predicted fastest"
         return f"sync is predicted {_ratio(now.relative):.1f}x faster than {now.plan.label}"
-    low, high = 1.0 / max(best.high, 1e-9), 1.0 / max(best.low, 1e-9)
+    high, low = (1.0 / max(bound, 1e-9) for bound in best.told)
     text = f"{best.plan.label} is predicted {1.0 / _ratio(best.relative):.1f}x faster than sync, "
     text += f"90 % interval {low:.1f}-{high:.1f}"
     other = next((p for p in predictions if p.plan.mode not in (best.plan.mode, "sync")), None)

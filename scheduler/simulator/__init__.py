@@ -1,8 +1,8 @@
 """An event simulator of a training job: ranks, links, servers, contention, all modes, and the live job's policies.
 
 `job` runs a job under a policy, or many under fixed plans; `scenario` and `episodes` say what is simulated;
-`whatif` replays a logged run. The modes are in `rounds`, `subsets` and `servers`, the arithmetic of progress in
-`account` and `scheduler.progress`.
+`whatif` replays a logged run, whose files `reports` reads. The modes are in `rounds`, `subsets` and `servers`, the
+arithmetic of progress in `account` and `scheduler.progress`.
 """
 
 from scheduler.simulator.arrivals import OtherJob, contention, draw_jobs, read_arrivals

@@ -1,21 +1,22 @@
 """What a logged run would have cost in other modes, and without each rank.
 
-Input are the step reports of a run, one JSON object per line: `rank`, `step`, `compute_s` and, where known, `wait_s`.
-Lines of another `kind` than `step` are skipped. What waiting ranks do is not counted: a step of `sync` takes the
-longest compute time and the communication, which is the least wait of the step (the slowest rank waits for nobody).
+What waiting ranks do is not counted: a step of `sync` takes the longest compute time and the communication, which is
+the least wait of the step (the slowest rank waits for nobody).
+
+Steps of a relaxed mode bring a training less far forward than steps of `sync`, so that `sync` would have needed fewer:
+each is counted by the progress that the cost model gives to an update of the mode in force. All times are for the
+progress of the whole run.
 
 `slowdown` is S of ByteDance's what-if analysis: the time of the run over that of the same run with every rank at its
-step's median. `gain_without` fixes one rank to the median of the others and leaves the rest as it was.
+step's median. `gain` fixes one rank to the median of the others and leaves the rest as it was.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from scheduler.plans import Plan
 from scheduler.priors import prior_of
 from scheduler.staleness import StalenessPrice
 
-__all__ = ["ModeCost", "RankGain", "WhatIf", "read_reports", "what_if"]
+__all__ = ["InForce", "ModeCost", "RankGain", "WhatIf", "what_if"]
 
 Array = npt.NDArray[np.float64]
 
@@ -37,15 +38,36 @@ _CHUNK = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InForce:
+    """Which plan the logged steps were made under.
+
+    Attributes:
+        plans: The plans.
+        which: Index of the plan of every row, shape (n_rows,).
+        updates: Updates that a row stands for, same shape; under `local` steps of a rank.
+    """
+
+    plans: tuple[Plan, ...]
+    which: npt.NDArray[np.int64]
+    updates: Array
+
+    def share(self, label: str) -> float:
+        """Part of the steps, 0 to 1, made under plans of that label."""
+        same = np.array([plan.label == label for plan in self.plans])
+        return float(self.updates[same[self.which]].sum() / self.updates.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModeCost:
     """What a mode would have cost.
 
     Attributes:
         label: The mode.
         relative: Time to the same progress over that of `sync`.
-        low: 5 % quantile.
+        low: 5 % quantile, as wide as the cost model's errors are (`scheduler.spread`).
         high: 95 % quantile.
         time_s: For the progress of the logged steps, seconds.
+        share: Part of the logged steps, 0 to 1, in which it was in force; NaN where that is unknown.
     """
 
     label: str
@@ -53,6 +75,7 @@ class ModeCost:
     low: float
     high: float
     time_s: float
+    share: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +84,7 @@ class RankGain:
 
     Attributes:
         rank: The rank.
-        gain: Part of the time saved were it as fast as the others; 0.3 is 30 % faster.
+        gain: Part of the time saved, 0 to 1, were it as fast as the others; 0.3 is 30 % less time.
         slowest_share: Part of the steps in which it was the slowest.
     """
 
@@ -75,76 +98,35 @@ class WhatIf:
     """The answer.
 
     Attributes:
-        steps: Steps that all ranks reported.
+        steps: Logged steps: updates, under `local` steps of a rank.
+        sync_steps: Steps of `sync` that they were worth.
         world_size: Ranks.
-        sync_s: Time of these steps in `sync`.
-        slowdown: Over the same run with every rank at its step's median.
+        sync_s: Time of the same progress in `sync`.
+        replayed_s: Time of the logged steps under the plans in force, replayed as the other modes are; NaN where those
+            are unknown. Besides what was measured it tells how far to trust the others.
+        slowdown: Of `sync`, over the same run with every rank at its step's median.
         ranks: Every rank, in order.
         modes: Every mode, the fastest first.
     """
 
     steps: int
+    sync_steps: float
     world_size: int
     sync_s: float
+    replayed_s: float
     slowdown: float
     ranks: tuple[RankGain, ...]
     modes: tuple[ModeCost, ...]
 
 
-def read_reports(paths: Iterable[Path]) -> tuple[Array, Array]:
-    """Compute and wait times from JSONL files, one or all ranks per file.
+@dataclass(slots=True)
+class _Totals:
+    """Sums over the chunks of a run."""
 
-    Returns:
-        (compute_s, wait_s), shape (n_steps, n_ranks). Where some rank did not report a step (it was late, in a
-        relaxed mode), its last time is put in; steps before all have reported once are left out. Waits unknown are
-        NaN.
-
-    Raises:
-        ValueError: No reports, or a line that is none.
-    """
-    rows: dict[int, dict[int, tuple[float, float]]] = {}
-    ranks: set[int] = set()
-    for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            found = _report(path, number, line)
-            if found is not None:
-                rank_, step, compute_s, wait_s = found
-                rows.setdefault(step, {})[rank_] = (compute_s, wait_s)
-                ranks.add(rank_)
-    if not rows:
-        raise ValueError("no step reports found; expected lines with rank, step and compute_s")
-    n = max(ranks) + 1
-    last, compute, wait = [math.nan] * n, [], []
-    for step in sorted(rows):
-        row = rows[step]
-        last = [row[r][0] if r in row else last[r] for r in range(n)]
-        if not any(math.isnan(value) for value in last):
-            compute.append(list(last))
-            wait.append([row[r][1] if r in row else math.nan for r in range(n)])
-    if not compute:
-        missing = sorted(set(range(n)) - ranks) or [r for r in range(n) if math.isnan(last[r])]
-        raise ValueError(f"ranks {missing} reported no step; expected reports of all ranks 0..{n - 1}")
-    return np.array(compute), np.array(wait)
-
-
-def _report(path: Path, number: int, line: str) -> tuple[int, int, float, float] | None:
-    if not line.strip():
-        return None
-    try:
-        item: Any = json.loads(line)
-    except ValueError:
-        # The last line of a killed run is cut off.
-        return None
-    if not isinstance(item, dict) or item.get("kind", "step") != "step" or "compute_s" not in item:
-        return None
-    try:
-        compute_s, wait_s = float(item["compute_s"]), item.get("wait_s")
-        rank_, step = int(item["rank"]), int(item["step"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}, line {number}: {error}; expected rank, step and compute_s") from None
-    if not (math.isfinite(compute_s) and compute_s > 0.0 and rank_ >= 0):
-        return None
-    return rank_, step, compute_s, float(wait_s) if isinstance(wait_s, (int, float)) else math.nan
+    worth: Array
+    relative: dict[str, Array]
+    sync_s: float = 0.0
+    replayed_s: float = 0.0
 
 
 def what_if(
@@ -155,6 +137,7 @@ def what_if(
     link_bytes_per_s: Sequence[float] | None = None,
     noise: float = math.nan,
     modes: Sequence[str] = _MODES,
+    in_force: InForce | None = None,
 ) -> WhatIf:
     """Replay logged times in every mode.
 
@@ -164,7 +147,8 @@ def what_if(
         comm_bytes: Gradient bytes, 0 to take communication from the waits alone.
         link_bytes_per_s: Of every rank, where known.
         noise: phi in gradients of one rank, NaN where unknown.
-        modes: Names of modes, as users give them; subgroups of the fast ranks are added.
+        modes: Names of modes, as users give them; those in force and subgroups of the fast ranks are added.
+        in_force: The plans that were; without, the steps are taken to be steps of `sync`.
 
     Raises:
         ValueError: An empty table or one with times that are none.
@@ -172,79 +156,93 @@ def what_if(
     times = np.asarray(compute_s, dtype=np.float64)
     if times.ndim != 2 or not times.size or not (np.isfinite(times) & (times > 0.0)).all():
         raise ValueError(f"compute_s has shape {times.shape}; expected (steps, ranks) of times above 0")
-    comm_s = _comm_s(times, wait_s)
-    steps_s = times.max(axis=1) + comm_s
-    n = times.shape[1]
-    median = np.sort(times, axis=1)[:, (n - 1) // 2]
-    ideal_s = float((median + comm_s).sum())
-    sync_s = float(steps_s.sum())
+    steps, n = times.shape
     rates = np.full(n, math.inf) if link_bytes_per_s is None else np.asarray(link_bytes_per_s, dtype=np.float64)
-    costs = _modes(times, comm_s, rates, comm_bytes, noise, modes)
+    basis = Conditions(
+        times_s=times, rate=rates, comm_bytes=comm_bytes if np.isfinite(rates).all() else 0.0, starved=np.zeros(n),
+        price=StalenessPrice(prior_of(comm_bytes)), noise=noise if math.isfinite(noise) else NOISE,
+    )
+    known = in_force or InForce(plans=(Plan.sync(n),), which=np.zeros(steps, dtype=np.int64), updates=np.ones(steps))
+    in_sync = np.array([plan.mode == "sync" for plan in known.plans])[known.which]
+    comm_s = _comm_s(wait_s, in_sync)
+    totals = _replay(basis, comm_s, _plans(times, modes, known.plans), known)
+    median = np.sort(times, axis=1)[:, (n - 1) // 2]
+    costs = {label: (found / totals.sync_s).tolist() for label, found in totals.relative.items()}
     return WhatIf(
-        steps=len(times),
+        steps=round(float(known.updates.sum())),
+        sync_steps=float(totals.worth.sum()),
         world_size=n,
-        sync_s=sync_s,
-        slowdown=sync_s / ideal_s,
-        ranks=tuple(_gain(times, rank_, comm_s, sync_s) for rank_ in range(n)),
+        sync_s=totals.sync_s,
+        replayed_s=totals.replayed_s if in_force else math.nan,
+        slowdown=totals.sync_s / float((totals.worth * (median + comm_s)).sum()),
+        ranks=tuple(_gain(times, rank_, comm_s, totals) for rank_ in range(n)),
         modes=tuple(
-            ModeCost(label=label, relative=mean[0], low=mean[1], high=mean[2], time_s=mean[0] * sync_s)
-            for label, mean in sorted(costs.items(), key=lambda item: (item[1][0], item[0] != "sync"))
+            ModeCost(
+                label=label, relative=mean, low=low, high=high, time_s=mean * totals.sync_s,
+                share=in_force.share(label) if in_force else math.nan,
+            )
+            for label, (mean, low, high) in sorted(costs.items(), key=lambda item: (item[1][0], item[0] != "sync"))
         ),
     )
 
 
-def _comm_s(times: Array, wait_s: Array | None) -> float:
-    """Median over steps of the least wait, 0 where nothing is known."""
+def _comm_s(wait_s: Array | None, in_sync: npt.NDArray[np.bool_]) -> float:
+    """What a step takes besides computing: the least wait, 0 where nothing is known.
+
+    Of steps of `sync`, if there are any: under servers and `local` ranks wait for something else. Of few steps, which
+    are the first ones then and may have servers starting beside them, not the median but the lower quartile.
+    """
     if wait_s is None:
         return 0.0
     waits = np.asarray(wait_s, dtype=np.float64)
-    full = waits[np.isfinite(waits).all(axis=1)]
-    return float(np.median(full.min(axis=1))) if len(full) else 0.0
+    known = np.isfinite(waits)
+    for rows in (known.all(axis=1) & in_sync, known.all(axis=1), known.any(axis=1)):
+        if rows.any():
+            quantile = 0.5 if np.count_nonzero(rows) >= _CHUNK else 0.25
+            return float(np.quantile(np.nanmin(waits[rows], axis=1), quantile))
+    return 0.0
 
 
-def _gain(times: Array, rank_: int, comm_s: float, sync_s: float) -> RankGain:
+def _gain(times: Array, rank_: int, comm_s: float, totals: _Totals) -> RankGain:
     others = np.delete(times, rank_, axis=1)
     if not others.size:
         return RankGain(rank=rank_, gain=0.0, slowest_share=1.0)
     fixed = np.minimum(times[:, rank_], np.median(others, axis=1))
-    without_s = float((np.maximum(others.max(axis=1), fixed) + comm_s).sum())
+    without_s = float((totals.worth * (np.maximum(others.max(axis=1), fixed) + comm_s)).sum())
     return RankGain(
         rank=rank_,
-        gain=sync_s / without_s - 1.0,
+        gain=max(0.0, 1.0 - without_s / totals.sync_s),
         slowest_share=float((times.argmax(axis=1) == rank_).mean()),
     )
 
 
-def _modes(
-    times: Array, comm_s: float, rates: Array, comm_bytes: float, noise: float, modes: Sequence[str]
-) -> dict[str, tuple[float, float, float]]:
-    """Relative time of every mode: weighted by the time of each chunk in `sync`."""
-    n = times.shape[1]
-    plans = _plans(times, modes)
-    sums = {plan.label: np.zeros(3) for plan in plans}
-    total = 0.0
-    for begin in range(0, len(times), _CHUNK):
-        chunk = times[begin : begin + _CHUNK]
+def _replay(basis: Conditions, comm_s: float, plans: Sequence[Plan], known: InForce) -> _Totals:
+    """Replay the run in chunks; relative times are weighted by the time of each chunk in `sync`."""
+    totals = _Totals(worth=np.zeros(len(known.which)), relative={plan.label: np.zeros(3) for plan in plans})
+    for begin in range(0, len(basis.times_s), _CHUNK):
+        rows = slice(begin, begin + _CHUNK)
         # What a step takes besides computing is in every mode's path: it is added to the times.
-        conditions = Conditions(
-            times_s=chunk + comm_s, rate=rates, comm_bytes=comm_bytes if np.isfinite(rates).all() else 0.0,
-            starved=np.zeros(n), price=StalenessPrice(prior_of(comm_bytes)),
-            noise=noise if math.isfinite(noise) else NOISE,
-        )
-        weight = float((chunk.max(axis=1) + comm_s).sum())
-        total += weight
-        for found in rank(plans, conditions):
-            sums[found.plan.label] += weight * np.array([found.relative, found.low, found.high])
-    return {label: (float(v[0]), float(v[1]), float(v[2])) for label, v in ((k, s / total) for k, s in sums.items())}
+        times_s = basis.times_s[rows] + comm_s
+        found = {one.plan.label: one for one in rank(plans, dataclasses.replace(basis, times_s=times_s))}
+        under = [found[plan.label] for plan in known.plans]
+        updates, which = known.updates[rows], known.which[rows]
+        worth = updates * np.array([one.progress for one in under])[which]
+        totals.worth[rows] = worth
+        totals.replayed_s += float((updates * np.array([one.interval_s for one in under])[which]).sum())
+        chunk_s = float((worth * times_s.max(axis=1)).sum())
+        totals.sync_s += chunk_s
+        for label, one in found.items():
+            totals.relative[label] += chunk_s * np.array([one.relative, *one.told])
+    return totals
 
 
-def _plans(times: Array, modes: Sequence[str]) -> list[Plan]:
+def _plans(times: Array, modes: Sequence[str], in_force: Sequence[Plan]) -> list[Plan]:
     n = times.shape[1]
     plans: dict[str, Plan] = {}
-    for name in modes:
-        plan = parse_mode(name, n)
+    for plan in (parse_mode(name, n) for name in modes):
         if plan is not None:
             plans[plan.label] = plan
+    plans.update({plan.label: plan for plan in in_force})
     usual = times.mean(axis=0)
     middle = float(np.sort(usual)[(n - 1) // 2])
     late = (times > 1.3 * np.median(times)).sum(axis=1)
@@ -254,6 +252,6 @@ def _plans(times: Array, modes: Sequence[str]) -> list[Plan]:
     fast = [r for r in range(n) if usual[r] <= 1.3 * middle]
     if n // 2 <= len(fast) < n:
         plan = Plan.subgroup(n, fast)
-        plans[plan.label] = plan
+        plans.setdefault(plan.label, plan)
     plans.setdefault("sync", Plan.sync(n))
     return list(plans.values())

@@ -133,8 +133,8 @@ class Choice:
         return {
             p.plan.label: {
                 "relative": p.relative,
-                "low": p.low,
-                "high": p.high,
+                "low": p.told[0],
+                "high": p.told[1],
                 "reach": p.reach,
                 "interval_s": p.interval_s,
             }

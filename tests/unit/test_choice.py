@@ -145,6 +145,8 @@ def test_predictions_and_a_sentence_stand_behind_a_decision() -> None:
     plan = decide(choice, window(), Plan.sync(4), 0.0)
     assert plan is not None and plan.label in choice.predictions()
     assert set(choice.predictions()[plan.label]) == {"relative", "low", "high", "reach", "interval_s"}
+    logged = choice.predictions()[plan.label]
+    assert logged["high"] > 1.5 * logged["low"], "what is logged is what is told, wide where the cost model speaks"
     assert "rank 3" in choice.explain() and "slower" in choice.explain()
 
 

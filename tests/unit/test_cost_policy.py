@@ -57,7 +57,7 @@ def test_a_slow_rank_is_answered_with_a_reason() -> None:
     assert "x faster than sync, 90 % interval " in found
     speed = float(found.split("is predicted ")[1].split("x")[0])
     low, high = (float(part) for part in found.split("interval ")[1].split(";")[0].split("-"))
-    assert 2.0 < low <= speed <= high < 3.3
+    assert 1.0 < low < 2.0 < speed < 3.3 < high < 5.0, "the cost model alone is not sure"
     runner_up = found.rsplit("; ", 1)[1]
     other = next(p for p in policy.last if p.plan.mode not in ("partial", "sync"))
     assert runner_up == f"{other.plan.label} {1.0 / other.relative:.1f}x"

@@ -64,6 +64,17 @@ def test_rows_it_does_not_know_get_the_cost_model(folder: Path) -> None:
     assert predict.fallbacks == predict.predicted == len(cost)
 
 
+def test_other_numbers_of_ranks_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The shipped model knows 4 to 32 ranks."""
+    predict = load(SHIPPED)
+    for n in (3, 3, 8):
+        learned, cost = moment(predict, n)
+        assert (learned == cost) == (n == 3)
+        assert any(one.learned for one in learned) == (n == 8)
+    said = [record.getMessage() for record in caplog.records if record.name == "star_hvd"]
+    assert said == ["3 ranks: the model was trained on 4 to 32; the cost model decides"]
+
+
 def test_wide_intervals_fall_back(folder: Path) -> None:
     about = json.loads((folder / "model.json").read_text())
     about["calibration"]["widest"] = 1e-6

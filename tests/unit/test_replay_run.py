@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from scheduler.cli import main
-from scheduler.replay_run import draw, find_run, read_run, run, tables
-from scheduler.simulator.whatif import read_reports, what_if
+from scheduler.mode_names import parse_mode
+from scheduler.plans import Plan
+from scheduler.replay_run import LoggedTimes, draw, find_run, read_run, run, tables
+from scheduler.simulator.reports import read_reports
+from scheduler.simulator.whatif import WhatIf, what_if
 
 
 def logged(folder: Path, *, steps: int = 60, slow: float = 4.0) -> Path:
@@ -44,7 +49,9 @@ def logged(folder: Path, *, steps: int = 60, slow: float = 4.0) -> Path:
 def test_a_run_is_read(tmp_path: Path) -> None:
     found = read_run(logged(tmp_path / "run"))
     assert found.compute_s.shape == (60, 4)
-    assert (found.comm_bytes, found.noise, found.modes, found.seconds) == (56_000.0, 6.0, ("sync",), 6.0)
+    assert (found.comm_bytes, found.noise) == (56_000.0, 6.0)
+    assert found.in_force is not None and found.in_force.share("sync") == 1.0
+    assert found.seconds == pytest.approx(5.9 + 0.21, rel=0.01), "from the first step to the last one's end"
 
 
 def test_what_each_mode_and_each_rank_cost(tmp_path: Path) -> None:
@@ -56,10 +63,131 @@ def test_what_each_mode_and_each_rank_cost(tmp_path: Path) -> None:
     assert by_label["partial(3)"].relative == pytest.approx(0.06 / 0.21, rel=0.15)
     assert by_label["partial(3)"].low <= by_label["partial(3)"].relative <= by_label["partial(3)"].high
     assert found.slowdown == pytest.approx(0.21 / 0.06, rel=0.03)
-    # Were rank 2 as fast as the others the job would take 0.06 instead of 0.21 s a step: 250 % faster.
-    assert found.ranks[2].gain == pytest.approx(2.4, rel=0.05)
+    # Were rank 2 as fast as the others the job would take 0.06 instead of 0.21 s a step: 71 % less.
+    assert found.ranks[2].gain == pytest.approx(0.71, rel=0.02)
     assert found.ranks[2].slowest_share == 1.0
     assert all(one.gain == pytest.approx(0.0, abs=1e-9) for one in found.ranks if one.rank != 2)
+
+
+def relaxed(folder: Path, label: str = "ps(backup=1)", *, steps: int = 200, dropped: int = 0) -> Path:
+    """A run of which the first 10 steps were in `sync`, then a relaxed mode that rank 2 is late in.
+
+    Args:
+        folder: Where to.
+        label: The mode; its steps take as long as the fast ranks do.
+        steps: Last step.
+        dropped: Every so-and-so-many-th step nobody reports, 0 for none: updates of others' gradients.
+    """
+    folder.mkdir(parents=True)
+    lines: dict[int, list[dict[str, object]]] = {rank: [] for rank in range(3)}
+    now_s = 1.0
+    for k in range(steps):
+        slow = k < 10
+        now_s += 0.13 if slow else 0.04
+        if dropped and not slow and k % dropped:
+            continue
+        for rank in range(3):
+            compute_s = 0.12 if rank == 2 else 0.03
+            if rank == 2 and not slow and k % 4:
+                continue
+            late = rank == 2 and not slow
+            wait_s = (0.13 - compute_s) if slow else 0.0 if late else 0.01
+            lines[rank].append({"kind": "step", "time_s": now_s, "rank": rank, "step": k, "compute_s": compute_s,
+                                "wait_s": wait_s, "late": late})  # fmt: skip
+    for rank, found in lines.items():
+        (folder / f"rank{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+    plan = parse_mode(label, 3)
+    assert plan is not None
+    events: list[dict[str, object]] = [
+        {"kind": "plan", "time_s": 0.0, "step": 0, "label": "sync", "plan": Plan.sync(3).to_dict()},
+        {"kind": "plan", "time_s": 1.0, "step": 10, "label": plan.label, "plan": plan.to_dict()},
+        {"kind": "plan", "time_s": 1.0, "step": 11, "label": "sync", "plan": Plan.sync(5).to_dict()},  # Of others.
+        {"kind": "end", "time_s": now_s + 30.0},
+    ]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder
+
+
+def replayed(folder: Path) -> tuple[WhatIf, LoggedTimes]:
+    times = read_run(folder)
+    return what_if(times.compute_s, times.wait_s, in_force=times.in_force), times
+
+
+def shown(found: WhatIf, times: LoggedTimes) -> str:
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    for table in tables(found, times):
+        console.print(table)
+    return console.export_text()
+
+
+def test_the_modes_in_force_are_among_the_modes(tmp_path: Path) -> None:
+    found, times = replayed(relaxed(tmp_path / "run"))
+    by_label = {one.label: one for one in found.modes}
+    assert by_label["ps(backup=1)"].share == pytest.approx(0.95)
+    assert by_label["sync"].share == pytest.approx(0.05) and by_label["partial(2)"].share == 0.0
+    lines = {line.split("│")[1].strip(): line for line in shown(found, times).splitlines() if line.startswith("│")}
+    assert lines["ps(backup=1)"].endswith(" 95 % │") and lines["sync"].endswith("  5 % │")
+    assert lines["partial(2)"].endswith("     │")
+
+
+def test_the_table_can_be_checked_against_the_run(tmp_path: Path) -> None:
+    found, times = replayed(relaxed(tmp_path / "run"))
+    assert times.seconds == pytest.approx(10 * 0.13 + 190 * 0.04, rel=0.01), "not what came after the last step"
+    assert found.replayed_s == pytest.approx(times.seconds, rel=0.1)
+    assert f"as it ran           │     {times.seconds:.1f} │" in shown(found, times)
+    assert f"as it ran, replayed │     {found.replayed_s:.1f} │" in shown(found, times)
+
+
+def test_steps_of_relaxed_modes_are_not_steps_of_sync(tmp_path: Path) -> None:
+    """An update of two of three gradients brings a training less far than one of all three."""
+    found, times = replayed(relaxed(tmp_path / "run"))
+    assert found.steps == 200 and 150 < found.sync_steps < 195
+    assert found.sync_s == pytest.approx(0.13 * found.sync_steps, rel=0.01)
+    assert f"200 steps of 3 ranks, worth about {found.sync_steps:.0f} of sync" in shown(found, times)
+    # The mode in force costs what the run took, the ten steps in sync put aside.
+    cost_s = next(one.time_s for one in found.modes if one.label == "ps(backup=1)")
+    assert cost_s == pytest.approx(200 * 0.04, rel=0.15)
+    synced, _ = replayed(relaxed(tmp_path / "synced", "sync"))
+    assert synced.sync_steps == synced.steps == 200
+
+
+def test_updates_that_nobody_reported_count(tmp_path: Path) -> None:
+    """Servers update several times between two reports of a rank."""
+    found, _ = replayed(relaxed(tmp_path / "run", "ps(1)", dropped=3))
+    assert found.steps == pytest.approx(200, abs=3)
+    assert found.sync_steps < 100
+
+
+def test_under_local_a_step_is_a_round_of_steps(tmp_path: Path) -> None:
+    lines = [
+        {"rank": rank, "step": step, "compute_s": 0.1 * (1 + k), "wait_s": 0.0 if step else 0.02}
+        for rank in range(3) for step in range(40) for k in range(4 if step else 1)
+    ]  # fmt: skip
+    (tmp_path / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plan = {"kind": "plan", "step": 1, "label": "local(4)", "plan": Plan.local(3, steps=4).to_dict()}
+    (tmp_path / "events.jsonl").write_text(
+        json.dumps({"kind": "plan", "step": 0, "label": "sync"}) + "\n" + json.dumps(plan) + "\n"
+    )
+    found, times = replayed(tmp_path)
+    assert times.compute_s[1, 0] == pytest.approx(0.25), "the mean of a round's four"
+    assert found.steps == 1 + 39 * 4 and found.sync_steps > 100
+    # Ranks do not communicate inside a round: what a step of `sync` takes for it is known from the one there was.
+    assert found.sync_s == pytest.approx(0.12 + (0.25 + 0.02) * (found.sync_steps - 1))
+
+
+def test_intervals_are_as_wide_as_the_errors(tmp_path: Path) -> None:
+    found, _ = replayed(relaxed(tmp_path / "run"))
+    for one in found.modes:
+        if one.label != "sync":
+            assert one.low < 0.85 * one.relative and one.high > 1.5 * one.relative, one.label
+
+
+def test_communication_is_measured_in_sync(tmp_path: Path) -> None:
+    """Late ranks wait for nothing: their zeros are not the communication of a step."""
+    times = read_run(relaxed(tmp_path / "run", "partial(2)"))
+    assert np.isfinite(times.wait_s[:10]).all() and np.isnan(times.wait_s[10:, 2]).all()
+    found = what_if(times.compute_s, times.wait_s, in_force=times.in_force)
+    assert found.sync_s / found.sync_steps == pytest.approx(0.12 + 0.01)
 
 
 def test_equal_ranks_gain_nothing(tmp_path: Path) -> None:
@@ -76,10 +204,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     plot, figures = tmp_path / "plots" / "what-if.png", tmp_path / "what-if.json"
     assert main(["simulate", "monday", "--plot", str(plot), "--json", str(figures)]) == 0
     printed = capsys.readouterr().out
-    assert "without rank 2 it would have been" in printed and "partial(3)" in printed
+    assert "without rank 2's delays it would have taken 71 % less" in printed and "partial(3)" in printed
+    assert "71.0 % │ 100 % of steps" in printed and "faster by" not in printed
     assert plot.stat().st_size > 5000
     written = json.loads(figures.read_text())
     assert written["steps"] == 60 and len(written["ranks"]) == 4
+    assert written["measured_s"] == pytest.approx(6.1, abs=0.1)
     assert main(["simulate", "monday", "--modes", "partial(2),subgroup(0,1,3)"]) == 0
     printed = capsys.readouterr().out
     assert "partial(2)" in printed and "subgroup(0,1,3)" in printed and "asgd" not in printed
@@ -111,9 +241,9 @@ def test_late_ranks_keep_their_last_time(tmp_path: Path) -> None:
     reports = [(0, 0, 1.0), (1, 0, 5.0), (0, 1, 1.1), (0, 2, 1.2), (1, 3, 4.0), (0, 3, 1.3)]
     lines = [json.dumps({"rank": r, "step": s, "compute_s": t}) for r, s, t in reports]
     path.write_text("\n".join(lines))
-    compute_s, wait_s = read_reports([path])
-    assert compute_s.tolist() == [[1.0, 5.0], [1.1, 5.0], [1.2, 5.0], [1.3, 4.0]]
-    assert np.isnan(wait_s).all()
+    found = read_reports([path])
+    assert found.compute_s.tolist() == [[1.0, 5.0], [1.1, 5.0], [1.2, 5.0], [1.3, 4.0]]
+    assert np.isnan(found.wait_s).all() and math.isnan(found.seconds)
 
 
 def test_many_ranks_are_shown_by_their_gain(tmp_path: Path) -> None:
@@ -121,9 +251,23 @@ def test_many_ranks_are_shown_by_their_gain(tmp_path: Path) -> None:
     times[:, 7] = 0.2
     found = what_if(times)
     _, ranks = tables(found, read_run(logged(tmp_path / "run")))
-    assert ranks.row_count == 16 and ranks.caption == "8 more ranks gain less"
+    assert ranks.row_count == 16 and ranks.caption == "8 more ranks would save less"
     draw(found, tmp_path / "many.svg", "many")
     assert (tmp_path / "many.svg").read_text().startswith("<?xml")
+
+
+def test_a_run_that_tells_no_plans_is_taken_for_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = logged(tmp_path / "run")
+    (folder / "events.jsonl").unlink()
+    found, times = replayed(folder)
+    assert times.in_force is None and math.isnan(found.replayed_s) and found.sync_steps == 60
+    assert "replayed │" not in shown(found, times)
+    figures = tmp_path / "figures.json"
+    assert main(["simulate", str(folder), "--json", str(figures)]) == 0
+    written = json.loads(figures.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert written["replayed_s"] is None and written["modes"][0]["share"] is None
 
 
 def test_bad_times() -> None:

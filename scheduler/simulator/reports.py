@@ -1,0 +1,133 @@
+"""Step reports of a logged run, as rows for a replay.
+
+Input are files with one JSON object per line: `rank`, `step`, `compute_s` and, where known, `wait_s`, `late` and
+`time_s`. Lines of another `kind` than `step` are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Reports", "read_reports"]
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reports:
+    """Rows of a run: one for every global step that some rank reported.
+
+    Attributes:
+        steps: Global step of every row, ascending. Servers update without a report of that step: there are gaps.
+        own_steps: Most reports that a rank made of the row's step; above 1 between two averagings of `local`.
+        compute_s: Shape (n_rows, n_ranks). Where a rank did not report (it was late), its last time is put in; where it
+            did several times, their mean.
+        wait_s: Same shape; NaN where unknown, and where the gradient was late: that one waited for nothing.
+        seconds: From the beginning of the first step to the end of the last one, NaN where unknown.
+    """
+
+    steps: npt.NDArray[np.int64]
+    own_steps: Array
+    compute_s: Array
+    wait_s: Array
+    seconds: float = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    rank: int
+    step: int
+    compute_s: float
+    wait_s: float
+    late: bool
+    time_s: float
+
+
+def read_reports(paths: Iterable[Path]) -> Reports:
+    """Read JSONL files, one or all ranks per file; steps before all ranks have reported once are left out.
+
+    Raises:
+        ValueError: No reports, a line that is none, or a rank that never reported.
+    """
+    by_step: dict[int, dict[int, list[_Report]]] = {}
+    ranks: set[int] = set()
+    begin_s, end_s = math.inf, -math.inf
+    for report in _reports(paths):
+        by_step.setdefault(report.step, {}).setdefault(report.rank, []).append(report)
+        ranks.add(report.rank)
+        if math.isfinite(report.time_s):
+            spent_s = report.compute_s + (report.wait_s if math.isfinite(report.wait_s) else 0.0)
+            begin_s, end_s = min(begin_s, report.time_s - spent_s), max(end_s, report.time_s)
+    if not by_step:
+        raise ValueError("no step reports found; expected lines with rank, step and compute_s")
+    return _rows(by_step, ranks, end_s - begin_s if end_s > begin_s else math.nan)
+
+
+def _rows(by_step: dict[int, dict[int, list[_Report]]], ranks: set[int], seconds: float) -> Reports:
+    n = max(ranks) + 1
+    last, steps, own_steps, compute, wait = [math.nan] * n, [], [], [], []
+    for step in sorted(by_step):
+        row = by_step[step]
+        last = [_mean([one.compute_s for one in row[r]]) if r in row else last[r] for r in range(n)]
+        if not any(math.isnan(value) for value in last):
+            steps.append(step)
+            own_steps.append(float(max(map(len, row.values()))))
+            compute.append(last)
+            wait.append([_wait_s(row.get(r, [])) for r in range(n)])
+    if not compute:
+        missing = sorted(set(range(n)) - ranks) or [r for r in range(n) if math.isnan(last[r])]
+        raise ValueError(f"ranks {missing} reported no step; expected reports of all ranks 0..{n - 1}")
+    return Reports(
+        steps=np.array(steps), own_steps=np.array(own_steps), compute_s=np.array(compute), wait_s=np.array(wait),
+        seconds=seconds,
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _wait_s(found: list[_Report]) -> float:
+    return math.nan if not found or found[-1].late else found[-1].wait_s
+
+
+def _reports(paths: Iterable[Path]) -> Iterator[_Report]:
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            found = _report(path, number, line)
+            if found is not None:
+                yield found
+
+
+def _report(path: Path, number: int, line: str) -> _Report | None:
+    if not line.strip():
+        return None
+    try:
+        item: Any = json.loads(line)
+    except ValueError:
+        # The last line of a killed run is cut off.
+        return None
+    if not isinstance(item, dict) or item.get("kind", "step") != "step" or "compute_s" not in item:
+        return None
+    try:
+        compute_s, rank, step = float(item["compute_s"]), int(item["rank"]), int(item["step"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}, line {number}: {error}; expected rank, step and compute_s") from None
+    if not (math.isfinite(compute_s) and compute_s > 0.0 and rank >= 0):
+        return None
+    return _Report(
+        rank=rank, step=step, compute_s=compute_s, wait_s=_number(item.get("wait_s")),
+        late=item.get("late") is True, time_s=_number(item.get("time_s")),
+    )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
