@@ -22,7 +22,7 @@ from scheduler.cost_model import Prediction, rank
 from scheduler.freezes import Freezes
 from scheduler.guard import AccuracyGuard
 from scheduler.links import LinkMemory
-from scheduler.plans import Plan
+from scheduler.plans import SET_IDLE_S, Plan
 from scheduler.priors import prior_of
 from scheduler.readings import Readings
 from scheduler.records import Window
@@ -42,7 +42,8 @@ _SWITCH_S, _HANDOVER_S = 0.02, 0.2
 (`benchmarks.switches`: 10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
 
 _SET_S = 0.3
-"""Making a process set holds every collective up for so long (`benchmarks.sets`: 307 ms with 4 ranks). It stays."""
+"""Making a process set holds every collective up for so long (`benchmarks.sets`: 307 ms with 4 ranks). It stays for
+`SET_IDLE_S`."""
 
 _SOON = 0.25
 """Part of a switch's price that has to be lost before its plan is got ready: a server's start takes more than two
@@ -115,7 +116,7 @@ class CostPolicy:
         self._now: tuple[Window, Plan, Trouble | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
         self._going: Plan | None = None
-        self._sets: set[tuple[int, ...]] = set()  # Those that plans in force needed.
+        self._sets: dict[tuple[int, ...], int] = {}  # Those that plans in force needed, and at which step last.
 
     @property
     def window_steps(self) -> int:
@@ -134,7 +135,7 @@ class CostPolicy:
         self._now, self._waiting, self._going, self.coming = (window, active, None), None, None, None
         if self.world_size < 2:
             return None
-        self._sets.update(active.sets)
+        self._sets.update(dict.fromkeys(active.sets, window.step))
         alarm = self.guard.check(window, active)
         if alarm:
             return self._safe(active, alarm)
@@ -301,11 +302,18 @@ class CostPolicy:
         if _same_family(active, plan):
             return _SWITCH_S
         price_s = _HANDOVER_S if {active.family, plan.family} & {"ps", "grouped"} else _SWITCH_S
-        price_s += _SET_S * len(set(plan.sets) - self._sets)
+        price_s += _SET_S * sum(not self._is_there(ranks, conditions) for ranks in plan.sets)
         if active.family == "rounds":
             return price_s
         fetched_s = _COPIES * conditions.comm_bytes / float(conditions.rate.min())
         return price_s + fetched_s + float(conditions.usual_s.max())
+
+    def _is_there(self, ranks: tuple[int, ...], conditions: Conditions) -> bool:
+        """Whether a process set was in use so short a time ago that it was not removed."""
+        assert self._now is not None
+        window, active, _ = self._now
+        since = window.step - self._sets.get(ranks, -(10**9))
+        return ranks in active.sets or since * float(np.median(conditions.usual_s)) <= SET_IDLE_S
 
     def _safe(self, active: Plan, why: str) -> Plan:
         """Back to `sync`. Servers have a damping of their own, unless there is to be none."""

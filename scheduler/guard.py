@@ -36,6 +36,7 @@ _DIVERGED, _SUDDEN = 3.0, 6
 _NOISE_GROWTH, _LOUD = 4.0, 2.5
 
 _HOLD_STEPS, _MOST_DOUBLINGS = 200, 5
+_FORGIVEN = 32  # Times the first hold without an alarm, for which the next one counts one less.
 
 
 def loss_alarm(losses: Sequence[float], before: int) -> str:
@@ -101,7 +102,7 @@ class AccuracyGuard:
         hold_steps: Steps without relaxed modes after the first alarm.
 
     Attributes:
-        alarms: How many there were.
+        alarms: How many there were, less those forgiven since.
         reason: What the last one said.
         until_step: Relaxed modes wait for this step.
     """
@@ -154,6 +155,8 @@ class AccuracyGuard:
 
     def _alarm(self, step: int, reason: str) -> str:
         if reason:
+            calm_steps = step - self.until_step if self.alarms else 0
+            self.alarms = max(0, self.alarms - calm_steps // (_FORGIVEN * self._hold_steps))
             self.until_step = step + self._hold_steps * 2 ** min(self.alarms, _MOST_DOUBLINGS)
             self.alarms += 1
             self.reason = reason

@@ -55,7 +55,7 @@ class LinkMemory:
         keep = np.power(0.5, share * (window.step - self._step) / (_HALF_LIFE * np.clip(self._times, 1, _LONGEST)))
         # A rank whose rate was unknown until now has no past.
         past = np.where(self._cost > 0.0, self._cost, now)
-        self._cost = np.where(now > 0.0, keep * past + (1.0 - keep) * now, self._cost)
+        self._cost = keep * past + (1.0 - keep) * now  # One that is not measured any more is forgotten, too.
         self._step = window.step
         with np.errstate(divide="ignore"):
             expected: Array = 1.0 / np.maximum(now, self._cost)

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LOCAL_COPIES", "MODES", "RULES", "Plan", "PlanError"]
+__all__ = ["LOCAL_COPIES", "MODES", "RULES", "SET_IDLE_S", "Plan", "PlanError"]
 
 MODES = ("sync", "partial", "subgroup", "grouped", "ps", "local")
 RULES = ("x", "groups", "ssp", "backup")
 _DAMPINGS = ("inverse", "relative", "none")
 _LR_RULES = ("linear", "noise", "none")
 _GUARDS = ("none", "damp", "reject")
+
+SET_IDLE_S = 60.0
+"""For so long a process set stays that no plan needs: its members pay for it in every cycle of Horovod's."""
 
 LOCAL_COPIES = 2.0
 """Times the parameters' bytes that an averaging of `local` moves: with momentum; Adam has a third."""

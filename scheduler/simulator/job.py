@@ -19,7 +19,7 @@ import numpy as np
 
 from scheduler.causes import lower_median
 from scheduler.grouping import progressive_groups, similar_groups, speed_groups
-from scheduler.plans import Plan
+from scheduler.plans import SET_IDLE_S, Plan
 from scheduler.records import RankStats, Window
 from scheduler.simulator.account import Account
 from scheduler.simulator.base import HISTORY, Mode, State
@@ -161,7 +161,7 @@ class Job:
         self.switches: list[tuple[float, str, str]] = []
         self.steps = 0
         self._pending: Plan | None = None
-        self._sets = set(self.plan.sets)
+        self._left_s: dict[tuple[int, ...], float] = {}  # When a plan with that process set ended.
         self._told = (0.0, 0.0, 0.0)
         self._frozen = sorted(
             (e.start_s, e.end_s, e.rank) for e in scenario.episodes if e.kind == "frozen"
@@ -299,8 +299,8 @@ class Job:
         plan = resolved(plan, self._usual_s())
         before, self.plan = self.plan, plan
         self.switches.append((self.now_s, plan.label, plan.reason))
-        new = set(plan.sets) - self._sets
-        self._sets |= new
+        self._left_s.update(dict.fromkeys(before.sets, self.now_s))
+        new = [one for one in plan.sets if self.now_s - self._left_s.get(one, -math.inf) > SET_IDLE_S]
         self.mode = _switched(state, self.mode, before, plan, self.scenario.cluster.set_s * len(new))
 
     def _usual_s(self) -> list[float]:

@@ -9,6 +9,7 @@ from collections import deque
 __all__ = ["Arrivals"]
 
 _KEPT = 64
+_STEPS_KEPT = 4 * _KEPT
 
 
 class Arrivals:
@@ -46,13 +47,15 @@ class Arrivals:
             self.comm_s.append(min(waits.values()))  # Of the last to come: it waited for nobody.
             for other, other_s in waits.items():
                 self._offset_s[other].append(max(waits.values()) - other_s)
-        self._step_waits_s.pop(step - _KEPT, None)
+        elif len(self._step_waits_s) > _STEPS_KEPT:  # Those of which not all ranks told.
+            del self._step_waits_s[next(iter(self._step_waits_s))]
 
     def came(self, rank: int, step: int, now_s: float) -> None:
         """A rank's gradient of a step that does not wait for all is here, by the clock of the coordinator."""
         if step not in self._first_s:
             self._first_s[step] = now_s
-            self._first_s.pop(step - 4 * _KEPT, None)
+            if len(self._first_s) > _STEPS_KEPT:
+                del self._first_s[next(iter(self._first_s))]
         self._offset_s[rank].append(now_s - self._first_s[step])
 
     @property

@@ -67,7 +67,7 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     Unregister,
 )
 _MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
-_MAX_ENGINES = 1024
+_MAX_ENGINES = 1 << 20  # Optimizers that a job makes one after another.
 _TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
 _TIMES_OF = {
     kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS

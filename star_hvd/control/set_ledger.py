@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from scheduler.plans import SET_IDLE_S
 from star_hvd.control.messages import Message
 from star_hvd.control.switch_messages import DropSet, MakeSet
 
@@ -18,8 +19,8 @@ __all__ = ["MOST_SETS", "SetLedger"]
 
 MOST_SETS = 4
 """Sets that are kept beside those still needed."""
-_IDLE_S, _SUSPECTED_S = 60.0, 600.0
-"""For so long at the most, the latter where no plan ever used it. To make one again holds a job up for a third of a
+_SUSPECTED_S = 600.0
+"""For so long, where no plan ever used it; else for `SET_IDLE_S`. To make a set again holds a job up for a third of a
 second, and cannot be done while a collective crawls over a slow link."""
 
 Ranks = tuple[int, ...]
@@ -101,7 +102,7 @@ class SetLedger:
             known = self._known[ranks]
             if known.idle_since_s is None:
                 known.idle_since_s = now_s
-            elif now_s - known.idle_since_s > (_IDLE_S if known.used else _SUSPECTED_S):
+            elif now_s - known.idle_since_s > (SET_IDLE_S if known.used else _SUSPECTED_S):
                 gone.append(ranks)
         return self._drop(gone)
 

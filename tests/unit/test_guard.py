@@ -81,6 +81,20 @@ def test_a_second_alarm_holds_off_twice_as_long() -> None:
     assert guard.until_step == 208 + 20
 
 
+def test_alarms_of_long_ago_are_forgiven() -> None:
+    guard, plan = AccuracyGuard(hold_steps=10), Plan.partial(8, 7, epoch=1)
+
+    def alarm(step: int) -> int:
+        """For how long relaxed modes are held off after an alarm at a step."""
+        assert guard.check(with_losses([1.0] * step), Plan.sync(8)) == ""
+        assert guard.check(with_losses([1.0] * step), plan) == ""
+        assert guard.check(with_losses([1.0] * step + [5.0] * 8), plan)
+        return guard.until_step - step - 8
+
+    assert [alarm(step) for step in (100, 200, 300, 500)] == [10, 20, 40, 80]
+    assert [alarm(step) for step in (1300, 3000)] == [40, 10], "320 calm steps forgive one"
+
+
 def test_losses_that_are_no_numbers_are_divergence() -> None:
     assert loss_alarm([1.0] * 50 + [math.inf], 40) == "the loss is no number any more"
     assert loss_alarm([1.0] * 50 + [math.nan], 51) == ""  # From before the plan.
