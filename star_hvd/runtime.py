@@ -201,7 +201,8 @@ class Runtime(Requests):
         driver.start(engine, self.services)
         wanted = plan.to_dict() if plan is not None else {}
         hosts = [peer.host for peer in self.keyring.peers]
-        driver.log = JobLog(self._job, driver, hosts, self.coordinator, {"policy": self.config.policy})
+        facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}
+        driver.log = JobLog(self._job, driver, hosts, self.coordinator, facts, None if plan else self._ranker)
         driver.log.start()
         if self._sampler is None:
             self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
