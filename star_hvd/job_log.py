@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scheduler.records import StepReport
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from star_hvd.execute.driver import EngineDriver
     from star_hvd.model import LazyRanker
 
-__all__ = ["JobLog"]
+__all__ = ["JobLog", "check_curves"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -45,6 +45,7 @@ class JobLog:
         coordinator: On rank 0, where windows and plans come from.
         facts: Parameters of the job known already.
         ranker: What predicts for this optimizer, where it runs in `auto` and a learned policy decides.
+        curves: Gets the names of curves told, for `check_curves`; one for all optimizers of a process.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class JobLog:
         coordinator: Coordinator | None,
         facts: Mapping[str, Any],
         ranker: LazyRanker | None = None,
+        curves: set[str] | None = None,
     ) -> None:
         self._driver = driver
         self._applier = driver.engine.applier
@@ -63,7 +65,7 @@ class JobLog:
         self._ranker = ranker
         self._plans_told = 0
         self._pace = _Pace()
-        self._metrics: set[str] = set()
+        self._curves = set() if curves is None else curves
         # Now, on the training thread: a schedule changes them soon, and runs of one job are known by the first ones.
         self._optimizer = self._optimizer_facts() if coordinator is not None and enabled() else {}
         self._batch_told = self._model_told = False
@@ -91,7 +93,7 @@ class JobLog:
 
     def metric(self, name: str, value: float, step: int, monotonic_s: float | None = None) -> None:
         """A point of a curve of the user's, of now or of an earlier time of `time.monotonic()`."""
-        self._metrics.add(name)
+        self._curves.add(name)
         self._log.metric(name, value, step, None if monotonic_s is None else self._log.since_s(monotonic_s))
 
     def resources(self, readings: Resources) -> None:
@@ -107,8 +109,6 @@ class JobLog:
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(2.0)
-            if status == "FINISHED":
-                self._check_metrics()
         self._log.close(status)
 
     # ---- rank 0, own thread -----------------------------------------------------------------------------------------
@@ -119,17 +119,6 @@ class JobLog:
             logger.warning(
                 "STAR_TARGET is %r; expected NAME>=NUMBER, accuracy>=0.9 for example; the run has no time to target",
                 self._target,
-            )
-
-    def _check_metrics(self) -> None:
-        target = Target.parse(self._target)
-        if self._driver.number == 0 and target is not None and target.name not in self._metrics:
-            logger.warning(
-                "STAR_TARGET is %r, but %s was never told (hvd.record_metric; told were: %s); the run has no time to "
-                "target",
-                self._target,
-                target.name,
-                ", ".join(sorted(self._metrics)) or "none",
             )
 
     def _optimizer_facts(self) -> dict[str, Any]:
@@ -188,6 +177,22 @@ class JobLog:
             effective_batch=self._driver.update_samples(engine.active.label),
             folds=engine.folds,
             rank0_drops=self._driver.stats()["drops"],  # Nobody tells those of the others.
+        )
+
+
+def check_curves(curves: Collection[str]) -> None:
+    """Say at the end of a job, on rank 0, that its target's curve was never told: the name is misspelt, for example.
+
+    Args:
+        curves: Names of those that were.
+    """
+    target = Target.parse(env.target())
+    if enabled() and target is not None and target.name not in curves:
+        logger.warning(
+            "STAR_TARGET is %r, but %s was never told by hvd.record_metric (told: %s); the run has no time to target",
+            env.target(),
+            target.name,
+            ", ".join(sorted(curves)) or "nothing",
         )
 
 

@@ -20,7 +20,7 @@ from scheduler.predictor import SHIPPED, load
 from scheduler.records import StepReport
 from star_hvd.control import messages as m
 from star_hvd.execute.telling import StepTeller
-from star_hvd.job_log import JobLog, _Pace
+from star_hvd.job_log import JobLog, _Pace, check_curves
 from star_hvd.model import LazyRanker, digest
 from star_hvd.run_log import new_run_name
 from star_hvd.run_log.spool import read_events
@@ -58,8 +58,9 @@ def job_log(teller: StepTeller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     job.register(Plan.sync(3))
     made: list[JobLog] = []
 
-    def make(ranker: Any = None) -> SimpleNamespace:
-        log = JobLog(new_run_name(), teller, ["a"] * 3, _Coordinator(job), {}, ranker)  # type: ignore[arg-type]
+    def make(ranker: Any = None, curves: set[str] | None = None) -> SimpleNamespace:
+        name, coordinator = new_run_name(), _Coordinator(job)
+        log = JobLog(name, teller, ["a"] * 3, coordinator, {}, ranker, curves)  # type: ignore[arg-type]
         made.append(log)
         log.start()
 
@@ -159,7 +160,7 @@ def test_hyperparameters_are_those_the_job_began_with(teller: StepTeller, job_lo
         ("abc", ["STAR_TARGET is 'abc'; expected NAME>=NUMBER"]),
         ("accuracy>=abc", ["STAR_TARGET is 'accuracy>=abc'; expected"]),
         ("accuracy>0.5", []),
-        ("acc<=1", ["STAR_TARGET is 'acc<=1', but acc was never told (hvd.record_metric; told were: accuracy)"]),
+        ("acc<=1", ["STAR_TARGET is 'acc<=1', but acc was never told by hvd.record_metric (told: accuracy, loss);"]),
         ("", []),
     ],
 )
@@ -168,9 +169,11 @@ def test_a_target_without_effect_is_told_in_one_line(
 ) -> None:
     monkeypatch.setenv("STAR_TARGET", target)
     with caplog.at_level(logging.WARNING, "star_hvd"):
-        made = job_log()
+        curves = {"loss"}  # Of another optimizer of the job.
+        made = job_log(curves=curves)
         made.log.metric("accuracy", 0.6, 3)
         made.end()
+        check_curves(curves)
     said = [record.getMessage() for record in caplog.records if "STAR_TARGET" in record.getMessage()]
     assert len(said) == len(expected) and all(one.startswith(text) for one, text in zip(said, expected, strict=True))
 
