@@ -46,10 +46,9 @@ def run(options: argparse.Namespace) -> int:
         raise dataset.DatasetError(_why_none(options))
     made_by = f"star-scheduler collect --jobs {options.jobs} --seed {options.seed} --moments {options.moments}"
     described = dataset.write(options.out, dataset.frame_of(rows), made_by=made_by)
-    _console().print(
+    _tell(
         f"{described['rows']} rows ({len(simulated)} simulated, {len(real)} real) of {described['runs']} runs "
-        f"in {options.out}, SHA-256 {described['sha256'][:12]}",
-        highlight=False,
+        f"in {options.out}, SHA-256 {described['sha256'][:12]}"
     )
     return 0
 
@@ -93,7 +92,8 @@ def project_version() -> str:
 
 
 def _tell(text: str) -> None:
-    _console().print(text, highlight=False)
+    """One line on one line: no wrapping, and brackets are no markup."""
+    _console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _console() -> Any:

@@ -21,6 +21,7 @@ from scheduler.records import StepReport
 from star_hvd.control import messages as m
 from star_hvd.execute.telling import StepTeller
 from star_hvd.job_log import JobLog, _Pace, check_curves
+from star_hvd.loader import shard
 from star_hvd.model import LazyRanker, digest
 from star_hvd.run_log import new_run_name
 from star_hvd.run_log.spool import read_events
@@ -95,6 +96,23 @@ def test_a_step_tells_the_samples_behind_it(teller: StepTeller) -> None:
     teller._log_step(2, 0.5, 0.0, late=True)
     assert [report.samples for report in told] == [25.0, 0.0]
     assert teller.batch == 16
+
+
+def test_shard_tells_what_it_hands_out(teller: StepTeller, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([(0, 4), (4, 7), None])
+    run = SimpleNamespace(
+        world_size=1, reference_samples=0.0, drivers={0: teller}, loader_number=lambda: 5, catch_up=lambda: None,
+        take=lambda *_: next(taken), note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
+        await_epoch_end=lambda *_: None,
+    )  # fmt: skip
+    monkeypatch.setattr("star_hvd.runtime.ensure", lambda config: run)
+    monkeypatch.setattr("star_hvd.runtime.current", lambda: run)
+    told: list[StepReport] = []
+    teller.log = SimpleNamespace(step=told.append)  # type: ignore[assignment]
+    for step, _ in enumerate(shard(torch.utils.data.TensorDataset(torch.arange(7.0)), batch_size=4)):
+        teller._log_step(step, 0.5, 0.0, late=False)
+    assert [report.samples for report in told] == [4.0, 3.0]
+    assert (teller.batch, teller.reference_samples) == (4, 4.0)
 
 
 def test_samples_behind_an_update_are_those_of_the_mode_in_force(teller: StepTeller) -> None:

@@ -183,9 +183,9 @@ def test_every_run_left_out_is_told_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "40")
     logged(tmp_path / "r", "a", Plan.sync(4), reached_s=10.0, mode="auto")
-    logged(tmp_path / "r", "b", Plan.sync(4), reached_s=10.0, target="abc")
+    logged(tmp_path / "r", "b", Plan.sync(4), reached_s=10.0, target="[abc]")
     logged(tmp_path / "r", "c", Plan.partial(4, 3), reached_s=10.0)
     logged(tmp_path / "r", "d", Plan.sync(4), reached_s=10.0, target=None)
     logged(tmp_path / "r", "e", Plan.sync(4), reached_s=10.0, batch=3)
@@ -198,7 +198,7 @@ def test_every_run_left_out_is_told_with_its_reason(
     assert lines[:-1] == [
         "0 of 8 runs used",
         "a: it ran in auto; expected one fixed mode",
-        "b: target 'abc' is none; expected NAME>=NUMBER",
+        "b: target '[abc]' is none; expected NAME>=NUMBER",
         "c: no run of the same job in sync",
         "d: it has no target; set STAR_TARGET",
         "e: no run of the same job in another mode than sync",
