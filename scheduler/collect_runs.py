@@ -252,8 +252,9 @@ def real_rows(root: Path, project: str, *, told: Callable[[str], None] | None = 
 def _check_mode(run: LoggedRun) -> None:
     if run.facts.get("mode") == "auto":
         raise _LeftOut("it ran in auto; expected one fixed mode")
-    if len(run.plans) > 1:  # Older logs do not say what was asked for.
-        raise _LeftOut(f"it ran in {len(run.plans)} modes, as in auto; expected one fixed mode")
+    if len(run.plans) > 1:  # In auto, of which older logs do not tell, or a mode taken up late.
+        labels = ", ".join(dict.fromkeys(plan.label for plan in run.plans))
+        raise _LeftOut(f"it changed its mode ({labels[:80]}); expected one fixed mode")
 
 
 def _why_alone(runs: Sequence[LoggedRun]) -> str:

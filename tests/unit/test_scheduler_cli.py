@@ -242,7 +242,9 @@ def test_a_mode_that_was_asked_for_is_the_runs_though_all_begin_in_sync(tmp_path
     assert asked is not None and [plan.label for plan in asked.plans] == ["partial(3)"]
     assert asked.target_s == pytest.approx(5.0), "counted from its first step"
     assert changed is not None and [plan.mode for plan in changed.plans] == ["sync", "partial"]
-    frame = dataset.frame_of(real_rows(tmp_path, "1"))
+    told: list[str] = []
+    frame = dataset.frame_of(real_rows(tmp_path, "1", told=told.append))
+    assert told[1:] == ["c: it changed its mode (sync, partial(3)); expected one fixed mode"]
     assert frame.groupby("plan")["log_relative"].first()["partial(3)"] == pytest.approx(math.log(0.5))
     assert set(frame["network"]) == {"real-9"}
 
