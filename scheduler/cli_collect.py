@@ -39,7 +39,23 @@ def run(options: argparse.Namespace) -> int:
     last = options.seed + options.jobs
     if not 0 <= options.seed <= last <= HELD_OUT_SEED:
         raise ValueError(f"seeds are {options.seed} to {last}; expected 0 to {HELD_OUT_SEED}, later ones are held out")
-    rows = _simulated(options)
+    simulated = _simulated(options)
+    real = _logged(options)
+    rows = simulated + real
+    if not rows:
+        raise dataset.DatasetError(_why_none(options))
+    made_by = f"star-scheduler collect --jobs {options.jobs} --seed {options.seed} --moments {options.moments}"
+    described = dataset.write(options.out, dataset.frame_of(rows), made_by=made_by)
+    _tell(
+        f"{described['rows']} rows ({len(simulated)} simulated, {len(real)} real) of {described['runs']} runs "
+        f"in {options.out}, SHA-256 {described['sha256'][:12]}"
+    )
+    return 0
+
+
+def _logged(options: argparse.Namespace) -> list[list[Any]]:
+    """Rows of real runs, from where they were asked for."""
+    rows: list[list[Any]] = []
     if options.runs is not None:
         from scheduler.collect_runs import real_rows
 
@@ -48,15 +64,17 @@ def run(options: argparse.Namespace) -> int:
         from scheduler.collect_runs import mlflow_rows
 
         rows += mlflow_rows(os.environ, project_version(), told=_tell)
-    if not rows:
-        raise dataset.DatasetError("no rows: no moment was tried out; ask for more --jobs")
-    made_by = f"star-scheduler collect --jobs {options.jobs} --seed {options.seed} --moments {options.moments}"
-    described = dataset.write(options.out, dataset.frame_of(rows), made_by=made_by)
-    _console().print(
-        f"{described['rows']} rows of {described['runs']} runs in {options.out}, SHA-256 {described['sha256'][:12]}",
-        highlight=False,
-    )
-    return 0
+    return rows
+
+
+def _why_none(options: argparse.Namespace) -> str:
+    """What to say where there are no rows at all."""
+    places = [str(options.runs)] if options.runs is not None else []
+    places += ["MLflow"] if options.mlflow else []
+    if not places:
+        return "no rows: no moment was tried out; ask for more --jobs"
+    tried = " and no moment of a simulated job was tried out" if options.jobs else ""
+    return f"no rows: no usable runs in {' and '.join(places)}{tried}; see docs/scheduler.md for what a run needs"
 
 
 def project_version() -> str:
@@ -74,7 +92,8 @@ def project_version() -> str:
 
 
 def _tell(text: str) -> None:
-    _console().print(text, highlight=False)
+    """One line on one line: no wrapping, and brackets are no markup."""
+    _console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _console() -> Any:

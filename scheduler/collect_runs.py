@@ -1,9 +1,10 @@
 """Training rows from logged runs: the same job trained in several modes, each to its target.
 
-A single run never says what another mode would have done. Where the same job (equal sizes, optimizer, batch, target and
-machine) was run in `sync` and in other modes, each to a target, it does: moments of the `sync` runs get the times of
-the others as labels. Runs in mode `auto`, without a target, or without a `sync` run beside them are left out, and said
-to be. What is read is what a run log has (`training_logs/README.md`), files alone.
+A single run never says what another mode would have done. Where the same job (equal program, sizes, optimizer with its
+hyperparameters, batch, target, tags and machine) was run in `sync` and in other modes, each to a target, it does:
+moments of the `sync` runs get the times of the others as labels. Runs in mode `auto`, without a target, or without a
+`sync` run beside them are left out, each with its reason. What is read is what a run log has
+(`training_logs/README.md`), files alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import re
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from scheduler.conditions import Conditions
 from scheduler.features import rows, speed
 from scheduler.plans import Plan, PlanError
 from scheduler.records import RankStats, Window
+from scheduler.target import Target
 
 __all__ = ["LoggedRun", "mlflow_rows", "read_run", "real_rows", "windows"]
 
-_TARGET = re.compile(r"\s*([\w./ -]+?)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", re.ASCII)
+_MODE_ARGUMENT = re.compile(r"(?<!\S)(?:--?(?:\w+[-_])*mode(?:=|\s+(?!-))|(?:\w+[-_])*mode=)(?:\w+\([^)]*\)|\S+)")
+"""`--mode partial(3)`, `--star-mode=sync`, `mode=ssp(3)`."""
+
 _HISTORY, _MOMENTS = 64, 6
 _FIRST_STEP = 8
 """Reports that a rank should have at a moment."""
@@ -63,15 +67,49 @@ class LoggedRun:
     def key(self) -> str:
         """What makes two runs runs of the same job."""
         optimizer, hardware = self.facts.get("optimizer") or {}, self.facts.get("hardware") or {}
+        tags = self.facts.get("tags")
         parts = [
-            self.facts.get("world_size"), self.facts.get("batch"), self.facts.get("target"),
-            self.facts.get("tags"), optimizer.get("class"), optimizer.get("parameters"), hardware.get("cpu"),
+            self.facts.get("world_size"), self.facts.get("batch"), str(Target.parse(self.facts.get("target"))),
+            tags, _program(str(self.facts.get("program") or ""), tagged=bool(tags)), optimizer.get("class"),
+            _first_hyper(optimizer.get("hyper") or {}), optimizer.get("parameters"), hardware.get("cpu"),
         ]
-        return json.dumps(parts)
+        return json.dumps(parts, sort_keys=True)
+
+
+def _program(text: str, *, tagged: bool) -> str:
+    """The command line without what sets the mode; of a tagged job the program alone, since tags tell its runs apart.
+
+    The laboratory gives every measurement a folder of its own, as an argument, and tags.
+    """
+    return text.partition(" ")[0] if tagged else " ".join(_MODE_ARGUMENT.sub("", text).split())
+
+
+def _first_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters a job began with: a schedule keeps its first rate beside the momentary one."""
+    found = dict(hyper)
+    if "initial_lr" in found:
+        found["lr"] = found.pop("initial_lr")
+    return found
+
+
+class _LeftOut(ValueError):
+    """A run that gives no rows, and why."""
 
 
 def read_run(folder: Path) -> LoggedRun | None:
     """Read a run's folder; None where it has no plan, no target, or no reports of all its ranks."""
+    try:
+        return _read(folder)
+    except _LeftOut:
+        return None
+
+
+def _read(folder: Path) -> LoggedRun:
+    """As `read_run`.
+
+    Raises:
+        _LeftOut: The run cannot be used.
+    """
     facts: dict[str, Any] = {}
     plans: list[Plan] = []
     points: list[tuple[str, float, float]] = []
@@ -82,10 +120,7 @@ def read_run(folder: Path) -> LoggedRun | None:
         if kind == "facts" and isinstance(event.get("values"), dict):
             facts.update(event["values"])
         elif kind == "plan":
-            try:
-                plan = Plan.from_dict(event.get("plan") or {}).replace(epoch=0, reason="")
-            except (PlanError, TypeError):
-                return None
+            plan = _plan(event)
             begin_s = float(event.get("time_s", 0.0)) if math.isnan(begin_s) else begin_s
             if len(plans) == 1 and plans[0].mode == "sync" and int(event.get("step", 0)) <= _TAKEN_UP:
                 plans.clear()
@@ -94,23 +129,38 @@ def read_run(folder: Path) -> LoggedRun | None:
             points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s", 0.0))))
         elif kind == "window" and isinstance(event.get("noise_scale"), (int, float)):
             noise.append((int(event.get("step", 0)), float(event["noise_scale"])))
-    found = _TARGET.fullmatch(str(facts.get("target", "")))
-    if not plans or found is None:
-        return None
-    reached = [time_s for name, value, time_s in points if name == found.group(1) and _is_there(value, found)]
-    reports = {}
-    for rank in range(plans[0].world_size):
-        own = _reports(folder / f"rank{rank}.jsonl")
-        if len(own) < _FIRST_STEP:
-            return None
-        reports[rank] = own
+    target = _target(facts)
+    if not plans:
+        raise _LeftOut("it has no plan")
+    reached = [time_s for name, value, time_s in points if name == target.name and target.reached(value)]
     target_s = min(reached) - begin_s if reached else math.inf
+    reports = _all_reports(folder, plans[0].world_size)
     return LoggedRun(name=folder.name, facts=facts, plans=plans, target_s=target_s, reports=reports, noise=noise)
 
 
-def _is_there(value: float, target: re.Match[str]) -> bool:
-    bound = float(target.group(3))
-    return value >= bound if target.group(2) == ">=" else value <= bound
+def _plan(event: Mapping[str, Any]) -> Plan:
+    try:
+        return Plan.from_dict(event.get("plan") or {}).replace(epoch=0, reason="")
+    except (PlanError, TypeError) as error:
+        raise _LeftOut(f"a plan of it is none: {error}") from None
+
+
+def _target(facts: Mapping[str, Any]) -> Target:
+    if not facts.get("target"):
+        raise _LeftOut("it has no target; set STAR_TARGET")
+    target = Target.parse(facts["target"])
+    if target is None:
+        raise _LeftOut(f"target {facts['target']!r} is none; expected NAME>=NUMBER")
+    return target
+
+
+def _all_reports(folder: Path, world_size: int) -> dict[int, list[tuple[int, float, bool]]]:
+    reports = {}
+    for rank in range(world_size):
+        reports[rank] = _reports(folder / f"rank{rank}.jsonl")
+        if len(reports[rank]) < _FIRST_STEP:
+            raise _LeftOut(f"rank {rank} has {len(reports[rank])} step reports; expected {_FIRST_STEP} or more")
+    return reports
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -163,37 +213,65 @@ def windows(run: LoggedRun, most: int = _MOMENTS) -> list[Window]:
     return found
 
 
-def real_rows(root: Path, project: str, *, told: Any = None) -> list[list[Any]]:
+def real_rows(root: Path, project: str, *, told: Callable[[str], None] | None = None) -> list[list[Any]]:
     """Rows of all runs under a folder, in the order of `dataset.columns()`.
 
     Args:
         root: `training_logs/runs`, or wherever run folders lie.
         project: Version for the rows.
-        told: Called with a sentence on what was left out.
+        told: Called with a sentence on how many were used, then one on every run that was left out.
 
     Raises:
         ValueError: There is no such folder.
     """
     if not root.is_dir():
         raise ValueError(f"--runs is {root}; expected a folder of logged runs")
-    jobs: dict[str, list[LoggedRun]] = {}
     folders = sorted(path.parent for path in root.glob("*/events.jsonl"))
+    jobs: dict[str, list[LoggedRun]] = {}
+    left_out: dict[str, str] = {}
     for folder in folders:
-        run = read_run(folder)
-        if run is not None and len(run.plans) == 1:
+        try:
+            run = _read(folder)
+            _check_mode(run)
             jobs.setdefault(run.key, []).append(run)
+        except _LeftOut as why:
+            left_out[folder.name] = str(why)
     found: list[list[Any]] = []
-    used = 0
     for runs in jobs.values():
         own = _job_rows(runs, project)
-        used += len(runs) if own else 0
         found += own
+        if not own:
+            left_out |= {run.name: _why_alone(runs) for run in runs}
     if told is not None:
-        told(f"{used} of {len(folders)} runs used: one fixed mode each, a target, and a sync run of the same job")
+        told(f"{len(folders) - len(left_out)} of {len(folders)} runs used")
+        for name, reason in sorted(left_out.items()):
+            told(f"{name}: {reason}")
     return found
 
 
-def mlflow_rows(environ: Mapping[str, str], project: str, *, told: Any = None) -> list[list[Any]]:
+def _check_mode(run: LoggedRun) -> None:
+    if run.facts.get("mode") == "auto":
+        raise _LeftOut("it ran in auto; expected one fixed mode")
+    if len(run.plans) > 1:  # In auto, of which older logs do not tell, or a mode taken up late.
+        labels = ", ".join(dict.fromkeys(plan.label for plan in run.plans))
+        raise _LeftOut(f"it changed its mode ({labels[:80]}); expected one fixed mode")
+
+
+def _why_alone(runs: Sequence[LoggedRun]) -> str:
+    """Why runs of one job, each fit by itself, give no rows together."""
+    basis = [run for run in runs if run.plans[0].label == "sync"]
+    if not basis:
+        return "no run of the same job in sync"
+    if not any(math.isfinite(run.target_s) for run in basis):
+        return "no run of the same job in sync reached the target"
+    if len(basis) == len(runs):
+        return "no run of the same job in another mode than sync"
+    return "no moment of its sync runs has reports of all ranks"
+
+
+def mlflow_rows(
+    environ: Mapping[str, str], project: str, *, told: Callable[[str], None] | None = None
+) -> list[list[Any]]:
     """Rows of all jobs that the run log has sent to MLflow, from their artifacts; as `real_rows`.
 
     Args:

@@ -32,7 +32,10 @@ def policy() -> str | None:
 
 
 def target() -> str | None:
-    """`STAR_TARGET`: what the job is to reach, `accuracy>=0.95` for example, for the run log. Default: unset."""
+    """`STAR_TARGET`: what the job is to reach, `accuracy>=0.95` for example, for the run log. Default: unset.
+
+    `scheduler.target.Target` reads it; `JobLog` warns where it is none.
+    """
     return os.environ.get("STAR_TARGET") or None
 
 

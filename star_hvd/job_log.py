@@ -7,11 +7,15 @@ several networks. Nothing here runs on the training thread but the hand-over of 
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scheduler.records import StepReport
+from scheduler.target import Target
 from star_hvd import env
 from star_hvd.control.coordinator import Coordinator
 from star_hvd.control.engine_board import EngineBoard
@@ -21,12 +25,14 @@ from star_hvd.telemetry.resources import Resources
 
 if TYPE_CHECKING:
     from star_hvd.execute.driver import EngineDriver
+    from star_hvd.model import LazyRanker
 
-__all__ = ["JobLog"]
+__all__ = ["JobLog", "check_curves"]
 
 logger = logging.getLogger("star_hvd")
 
 _LOOK_INTERVAL_S = 0.5  # At a window; the log keeps one per second.
+_PACE_S = 5.0  # Of which steps per second are counted.
 
 
 class JobLog:
@@ -38,6 +44,8 @@ class JobLog:
         hosts: Address of every rank's host.
         coordinator: On rank 0, where windows and plans come from.
         facts: Parameters of the job known already.
+        ranker: What predicts for this optimizer, where it runs in `auto` and a learned policy decides.
+        curves: Gets the names of curves told, for `check_curves`; one for all optimizers of a process.
     """
 
     def __init__(
@@ -47,15 +55,24 @@ class JobLog:
         hosts: Sequence[str],
         coordinator: Coordinator | None,
         facts: Mapping[str, Any],
+        ranker: LazyRanker | None = None,
+        curves: set[str] | None = None,
     ) -> None:
         self._driver = driver
         self._applier = driver.engine.applier
         self._hosts = hosts
         self._coordinator = coordinator
+        self._ranker = ranker
         self._plans_told = 0
+        self._pace = _Pace()
+        self._curves = set() if curves is None else curves
+        # Now, on the training thread: a schedule changes them soon, and runs of one job are known by the first ones.
+        self._optimizer = self._optimizer_facts() if coordinator is not None and enabled() else {}
+        self._batch_told = self._model_told = False
         self._stop = threading.Event()
         name = job if driver.number == 0 else f"{job}-{driver.number}"
-        told = {"target": env.target(), "tags": env.tags()}
+        self._target = env.target()
+        told = {"target": self._target, "tags": env.tags()}
         known = {**facts, **{name: value for name, value in told.items() if value}}
         self._log = RunLog(
             run_directory(name), rank=driver.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
@@ -67,6 +84,7 @@ class JobLog:
         if not self._log.enabled:
             return
         if self._coordinator is not None:
+            self._check_target()
             self._thread.start()
 
     def step(self, report: StepReport) -> None:
@@ -75,6 +93,7 @@ class JobLog:
 
     def metric(self, name: str, value: float, step: int, monotonic_s: float | None = None) -> None:
         """A point of a curve of the user's, of now or of an earlier time of `time.monotonic()`."""
+        self._curves.add(name)
         self._log.metric(name, value, step, None if monotonic_s is None else self._log.since_s(monotonic_s))
 
     def resources(self, readings: Resources) -> None:
@@ -94,19 +113,39 @@ class JobLog:
 
     # ---- rank 0, own thread -----------------------------------------------------------------------------------------
 
+    def _check_target(self) -> None:
+        """Say at once, not after a night of training, that a target is none."""
+        if self._driver.number == 0 and self._target and Target.parse(self._target) is None:
+            logger.warning(
+                "STAR_TARGET is %r; expected NAME>=NUMBER, accuracy>=0.9 for example; the run has no time to target",
+                self._target,
+            )
+
+    def _optimizer_facts(self) -> dict[str, Any]:
+        sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in self._applier.buckets]
+        return optimizer_facts(self._applier.optimizer, sizes)
+
     def _run(self) -> None:
         try:
-            sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in self._applier.buckets]
-            facts = optimizer_facts(self._applier.optimizer, sizes)
-            self._log.facts({**environment(self._hosts), "optimizer": facts})
+            self._log.facts({**environment(self._hosts), "optimizer": self._optimizer})
             while not self._stop.wait(_LOOK_INTERVAL_S):
                 self._look()
             self._look()
         except Exception:
             logger.exception("the run log gets no more windows; training goes on")
 
+    def _tell_late_facts(self) -> None:
+        """What is known only some time after the start: what the loader gives, which model was loaded."""
+        if not self._batch_told and self._driver.batch:
+            self._batch_told = True
+            self._log.facts({"batch": self._driver.batch})
+        if not self._model_told and self._ranker is not None and self._ranker.facts is not None:
+            self._model_told = True
+            self._log.facts({"model": self._ranker.facts})
+
     def _look(self) -> None:
         assert self._coordinator is not None
+        self._tell_late_facts()
         with self._coordinator.board() as board:
             engine = board.engines.get(self._driver.number)
             if engine is None:
@@ -120,7 +159,6 @@ class JobLog:
 
     def _values(self, engine: EngineBoard) -> dict[str, Any]:
         window = engine.window()
-        stats = self._driver.stats()
         return window_values(
             window,
             mode=engine.active.label,
@@ -135,7 +173,39 @@ class JobLog:
             closed_early=engine.closed,
             comm_bytes=window.comm_bytes,
             comm_s=engine.arrivals.usual_comm_s,
-            folds=stats["folds"],
-            drops=stats["drops"],
+            steps_per_s=self._pace.note(time.monotonic(), engine.steps),
+            effective_batch=self._driver.update_samples(engine.active.label),
+            folds=engine.folds,
+            rank0_drops=self._driver.stats()["drops"],  # Nobody tells those of the others.
         )
 
+
+def check_curves(curves: Collection[str]) -> None:
+    """Say at the end of a job, on rank 0, that its target's curve was never told: the name is misspelt, for example.
+
+    Args:
+        curves: Names of those that were.
+    """
+    target = Target.parse(env.target())
+    if enabled() and target is not None and target.name not in curves:
+        logger.warning(
+            "STAR_TARGET is %r, but %s was never told by hvd.record_metric (told: %s); the run has no time to target",
+            env.target(),
+            target.name,
+            ", ".join(sorted(curves)) or "nothing",
+        )
+
+
+class _Pace:
+    """Steps per second over the last few seconds."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+
+    def note(self, now_s: float, steps: int) -> float:
+        """Take in how many steps there have been; their rate, NaN at first."""
+        while len(self._points) > 1 and self._points[0][0] < now_s - _PACE_S:
+            self._points.popleft()
+        self._points.append((now_s, steps))
+        began_s, first = self._points[0]
+        return (steps - first) / (now_s - began_s) if now_s > began_s else math.nan

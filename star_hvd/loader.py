@@ -119,6 +119,8 @@ class ShardLoader:
             batch = self._collate([self.dataset[int(i)] for i in order[start:stop]])
             self.samples_taken += stop - start
             self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - began_s)
+            for driver in self._run.drivers.values():
+                driver.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
             yield batch
         with self._run.away("end of epoch"):
             self._run.await_epoch_end(self._number, epoch)

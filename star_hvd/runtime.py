@@ -44,7 +44,7 @@ from star_hvd.errors import ChannelError, DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Snapshot
-from star_hvd.job_log import JobLog
+from star_hvd.job_log import JobLog, check_curves
 from star_hvd.model import LazyRanker
 from star_hvd.ps import JobKey
 from star_hvd.requests import Requests
@@ -137,6 +137,7 @@ class Runtime(Requests):
         self._job = ""
         self._ranker: LazyRanker | None = None
         self._sampler: ResourceSampler | None = None
+        self._curves: set[str] = set()
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
         self._away_depth = 0
@@ -204,7 +205,9 @@ class Runtime(Requests):
         driver.start(engine, self.services)
         wanted = plan.to_dict() if plan is not None else {}
         hosts = [peer.host for peer in self.keyring.peers]
-        driver.log = JobLog(self._job, driver, hosts, self.coordinator, {"policy": self.config.policy})
+        facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}
+        ranker = None if plan else self._ranker
+        driver.log = JobLog(self._job, driver, hosts, self.coordinator, facts, ranker, self._curves)
         driver.log.start()
         if self._sampler is None:
             self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
@@ -323,6 +326,8 @@ class Runtime(Requests):
         for driver in self.drivers.values():
             driver.stop()
             _close_log(driver)
+        if drain and self.rank == 0 and self._next_engine:
+            check_curves(self._curves)
         self.services.stop()
         if self._sampler is not None:
             self._sampler.stop(0.5)

@@ -87,6 +87,7 @@ class EngineBoard:
         self.losses = Losses()
         self.steps = 0
         self.closed = 0
+        self.folds = 0.0  # Late gradients that joined a later step, of all ranks.
         self.has_queue = False
         self.closing = False  # Some ranks have made their last step: a new plan would only be in the way.
         self._config = config
@@ -160,6 +161,7 @@ class EngineBoard:
         self._note_epoch(message.epoch, message.round)
         self.steps = max(self.steps, message.round + 1)
         self.losses.note(message.round, message.loss)
+        self.folds += message.folds
         if message.local_count == self.world_size and message.folds == 0 and message.weight > 0:
             # Weights are batch sizes over a reference, so both batches and the noise scale are in that unit.
             mean_weight = message.weight / self.world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -26,6 +27,7 @@ logger = logging.getLogger("star_hvd")
 
 _NO_TIMES = ComputeTimes(0.0, 0.0, 0.0, 0.0)
 _FIRST_ARRIVALS = 8  # All of which are news to the coordinator.
+_LATEST = 8  # Updates that a mean for the log is of.
 _SMOOTHING = 0.2  # Weight of the newest step in what is usual for this rank.
 
 
@@ -59,6 +61,8 @@ class StepTeller:
         timeline: One entry per step on the rank that leads it: step, time_s, members, mode, folds, weight.
         mismatches: Steps after which the ranks' parameters differed.
         hurry: Somebody waits for steps to end: messages are not held back.
+        batch: Samples per batch of the loader that feeds the training, 0 before it has given one.
+        reference_samples: Samples that count as weight 1, 0 likewise.
     """
 
     engine: RoundEngine
@@ -69,11 +73,22 @@ class StepTeller:
         self.timeline: deque[dict[str, Any]] = deque(maxlen=100_000)
         self.mismatches = 0
         self.hurry = False
+        self.batch = 0
+        self.reference_samples = 0.0
+        self._loader = -1
+        self._samples = 0  # Since the last step of this rank's own.
         self._send = send
         self._times = _NO_TIMES
         self._wait_s = 0.0
         self._usual_s, self._arrivals = 0.0, 0
         self._began_s = time.monotonic()
+
+    def note_samples(self, loader: int, samples: int, batch: int, reference_samples: float) -> None:
+        """A loader hands out a batch. The first one to do so feeds the training; others may be for evaluation."""
+        if self._loader < 0:
+            self._loader, self.batch, self.reference_samples = loader, batch, reference_samples
+        if loader == self._loader:
+            self._samples += samples
 
     def note_step(self, info: StepInfo) -> None:
         """A step outside the rounds has ended."""
@@ -113,7 +128,20 @@ class StepTeller:
                 }
             )
 
+    def update_samples(self, mode: str) -> float:
+        """Samples behind an update, mean of the latest ones; NaN where `mode` has none yet that this rank leads."""
+        weights = []
+        with contextlib.suppress(IndexError):  # The deque grows meanwhile: it may be indexed, not iterated over.
+            for back in range(1, _LATEST + 1):
+                entry = self.timeline[-back]
+                if entry["mode"] != mode:
+                    break
+                weights.append(float(entry["weight"]))
+        known = weights and self.reference_samples
+        return self.reference_samples * sum(weights) / len(weights) if known else math.nan
+
     def _log_step(self, step: int, loss: float, wait_s: float, *, late: bool) -> None:
+        samples, self._samples = self._samples, 0
         if self.log is None:
             return
         t = self._times
@@ -127,6 +155,7 @@ class StepTeller:
                 cpu_s=t.cpu_s,
                 runqueue_s=t.runqueue_s,
                 late=late,
+                samples=float(samples),
                 loss=loss,
             )
         )

@@ -13,14 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MetricRow", "RunState", "Segment", "flat", "metric_name", "point_metric", "reaches", "window_metrics"]
+from scheduler.target import Target
+
+__all__ = ["MetricRow", "RunState", "Segment", "flat", "metric_name", "point_metric", "window_metrics"]
 
 MetricRow = tuple[str, float, int, int]
 """Key, value, time in ms since 1970, step."""
 
 _MANY_RANKS = 32  # Above, MLflow gets the spread over the ranks alone; the events have every rank.
 _PARAM_CHARS = 500  # What the oldest servers take; newer ones take 6,000.
-_TARGET = re.compile(r"\s*([\w./ -]+?)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*", re.ASCII)
 
 
 @dataclass(slots=True)
@@ -120,10 +121,10 @@ class RunState:
     def _add_point(self, name: str, value: float, time_s: float, step: int) -> None:
         if name == "loss" and self.segments and math.isfinite(value):
             self.segments[-1].losses.append(value)
-        found = _TARGET.fullmatch(str(self.facts.get("target", "")))
-        if found is None or self.reached or name != found.group(1):
+        target = Target.parse(self.facts.get("target", ""))
+        if target is None or self.reached or name != target.name:
             return
-        if reaches(value, found.group(2), float(found.group(3))):
+        if target.reached(value):
             self.reached = {"time_to_target_s": time_s, "steps_to_target": float(step)}
 
     def _add_window(self, event: Mapping[str, Any]) -> None:
@@ -186,11 +187,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value is not None:
             found[metric_name(key)] = str(value)[:_PARAM_CHARS]
     return found
-
-
-def reaches(value: float, relation: str, bound: float) -> bool:
-    """Whether a value is at the target or beyond."""
-    return value >= bound if relation == ">=" else value <= bound
 
 
 def _at_ms(event: Mapping[str, Any], began_unix_s: float) -> int:

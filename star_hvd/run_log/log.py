@@ -34,7 +34,7 @@ _QUEUE = 4096  # Events kept while the disk refuses them: minutes of steps.
 _WRITE_INTERVAL_S = 0.5
 _WINDOW_INTERVAL_S = 1.0
 _GIVE_WAY_AFTER = 16  # Events, of 10 to 20 us each.
-_MAX_BYTES = 256 << 20  # Of one file: a million steps.
+_MAX_BYTES = 256 << 20  # Of one file: it thins out after 0.4 million steps.
 _END_BYTES = 1 << 20  # Room for the end of a file that is full.
 _SHIPPER_AFTER_S = 3.0  # A job that fails at once should not have paid for MLflow's import.
 
@@ -58,6 +58,8 @@ class RunLog:
 
     They may be called from any thread. A rank that is late, frozen or dead costs only its own lines.
 
+    A file that gets full has fewer and fewer steps and windows, so that a long job has its plans, curves and end there.
+
     Args:
         directory: The run's folder (`layout.run_directory`), of the same name on all ranks.
         rank: This rank. Every rank writes its own file; rank 0 also writes the job's and starts the sender.
@@ -80,14 +82,16 @@ class RunLog:
     ) -> None:
         self.directory = directory
         self.dropped = 0
+        self.thinned = 0
         self.enabled = enabled
         self._rank = rank
         self._began_s = time.monotonic()
         self._began_unix_s = time.time()
-        self._queue: deque[tuple[int, bool, _Event]] = deque(maxlen=_QUEUE)
+        self._queue: deque[tuple[int, bool, str, _Event]] = deque(maxlen=_QUEUE)
         self._numbers = itertools.count()
         self._expected = 0
         self._held: dict[bool, list[str]] = {False: [], True: []}
+        self._held_bytes = {False: 0, True: 0}
         self._files: dict[bool, SpoolWriter] = {}
         self._window_due_s = 0.0
         self._ship = ship and rank == 0
@@ -104,12 +108,12 @@ class RunLog:
     def step(self, report: StepReport) -> None:
         """A rank's report of one gradient of its own; goes to the rank's file."""
         now_s = self._now_s()
-        self._put(False, lambda: {"kind": "step", "time_s": round(now_s, 6), **_fields(report)})
+        self._put(False, "step", lambda: {"kind": "step", "time_s": round(now_s, 6), **_fields(report)})
 
     def resources(self, readings: Any) -> None:
         """What `telemetry.resources` read on this rank; goes to the rank's file."""
         now_s = self._now_s()
-        self._put(False, lambda: {"kind": "resources", "time_s": round(now_s, 6), **_fields(readings)})
+        self._put(False, "resources", lambda: {"kind": "resources", "time_s": round(now_s, 6), **_fields(readings)})
 
     def facts(self, values: Mapping[str, Any]) -> None:
         """Parameters known only now, an optimizer's for example. Rank 0 only; ignored elsewhere."""
@@ -138,7 +142,7 @@ class RunLog:
             return {"kind": "plan", "time_s": round(now_s, 6), **values}
 
         if self._rank == 0:
-            self._put(True, event)
+            self._put(True, "plan", event)
 
     def metric(self, name: str, value: float, step: int, time_s: float | None = None) -> None:
         """One point of a curve: loss, accuracy. Rank 0 only.
@@ -169,9 +173,10 @@ class RunLog:
         if thread is None:
             return
         limit_s = time.monotonic() + deadline_s
-        dropped = {"dropped": self.dropped + sum(file.dropped for file in self._files.values())}
-        self._put(False, lambda: {"kind": "end", "time_s": round(self._now_s(), 6), **dropped})
-        self._job_event("end", {"status": status, **dropped})
+        dropped = self.dropped + sum(file.dropped for file in self._files.values())
+        lost = {"dropped": dropped, "thinned": self.thinned}
+        self._put(False, "end", lambda: {"kind": "end", "time_s": round(self._now_s(), 6), **lost})
+        self._job_event("end", {"status": status, **lost})
         self._stop.set()
         thread.join(max(0.05, deadline_s))
         self._lock.free()
@@ -190,11 +195,11 @@ class RunLog:
     def _job_event(self, kind: str, values: dict[str, Any], time_s: float | None = None) -> None:
         if self._rank == 0:
             at_s = round(self._now_s() if time_s is None else time_s, 6)
-            self._put(True, lambda: {"kind": kind, "time_s": at_s, **values})
+            self._put(True, kind, lambda: {"kind": kind, "time_s": at_s, **values})
 
-    def _put(self, of_job: bool, event: _Event) -> None:
+    def _put(self, of_job: bool, kind: str, event: _Event) -> None:
         if self.enabled:  # A full queue loses its oldest entry; the numbers tell how many it lost.
-            self._queue.append((next(self._numbers), of_job, event))
+            self._queue.append((next(self._numbers), of_job, kind, event))
 
     def _begin(self, world_size: int, job: dict[str, Any]) -> None:
         try:
@@ -234,14 +239,14 @@ class RunLog:
 
     def _write(self) -> None:
         """Write what is queued; what the disk refuses is held for the next time, as far as there is room."""
-        taken: list[tuple[int, bool, _Event]] = []
+        taken: list[tuple[int, bool, str, _Event]] = []
         with contextlib.suppress(IndexError):
             while len(taken) < _QUEUE:
                 taken.append(self._queue.popleft())
-        for position, (number, of_job, event) in enumerate(taken):
+        for position, (number, of_job, kind, event) in enumerate(taken):
             self.dropped += number - self._expected if number >= self._expected else -1  # Threads may overtake.
             self._expected = max(self._expected, number + 1)
-            self._held[of_job].append(_line(event))
+            self._hold(of_job, kind, event)
             if position % _GIVE_WAY_AFTER == _GIVE_WAY_AFTER - 1:
                 time.sleep(0.0005)  # The training thread may be waiting for the interpreter.
         for of_job, held in self._held.items():
@@ -256,6 +261,21 @@ class RunLog:
                 continue
             self._failing = self._failing and not held
             held.clear()
+            self._held_bytes[of_job] = 0
+
+    def _hold(self, of_job: bool, kind: str, event: _Event) -> None:
+        """Make an event a line for the next write, unless its file is too full for one of its kind."""
+        if self._files[of_job].keeps(kind, self._held_bytes[of_job]):
+            line = _line(event)
+            self._held[of_job].append(line)
+            self._held_bytes[of_job] += len(line)
+            return
+        self.thinned += 1
+        if self.thinned == 1:
+            # Of a job's many ranks, whose files fill up at about the same time, one says it.
+            level = logging.WARNING if self._rank == 0 else logging.INFO
+            text = "a file of the run log in %s gets full (it takes %d MiB); from now on fewer %s entries are kept"
+            logger.log(level, text, self.directory, _MAX_BYTES >> 20, kind)
 
     def _note_failure(self, error: OSError) -> None:
         if not self._failing:

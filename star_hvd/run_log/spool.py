@@ -25,6 +25,17 @@ def line_of(event: dict[str, Any]) -> str:
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
+_ROOM = {
+    "step": (0.25, 0.75),
+    "resources": (0.25, 0.75),
+    "window": (0.25, 0.75),
+    "metric": (0.75, 0.97),
+}
+"""Parts of a file's limit between which a kind of entry is thinned out. From a third of that way on only every second
+one is written, then every third and so on, as the square of the way that is left: ever less, but however long the job
+is. Other kinds, plans and the end above all, are few, and their room is what is left."""
+
+
 class SpoolWriter:
     """Appends whole lines, or nothing. Used by one thread.
 
@@ -39,6 +50,24 @@ class SpoolWriter:
         self.max_bytes = max_bytes
         self._fd: int | None = None
         self._size = 0
+        self._seen: dict[str, int] = {}
+
+    def keeps(self, kind: str, coming: int = 0) -> bool:
+        """Whether the next entry of a kind is to be written, as far as the file is filled.
+
+        Args:
+            kind: Its kind.
+            coming: Bytes that are to be appended before.
+        """
+        if kind not in _ROOM:
+            return True
+        first, last = (part * self.max_bytes for part in _ROOM[kind])
+        left = last - self._size - coming
+        if left <= 0.0:
+            return False
+        every = max(1, int(((last - first) / left) ** 2))
+        self._seen[kind] = self._seen.get(kind, -1) + 1
+        return self._seen[kind] % every == 0
 
     def append(self, events: list[dict[str, Any]]) -> None:
         """Append one line per event.

@@ -27,9 +27,9 @@ def window_values(
         window: Recent reports of all ranks.
         mode: Label of the plan in force.
         stragglers: Who is slow now.
-        ranks: Further readings, one number per rank each: `wait_s`, `offset_s`, `staleness`, `cpu_share`, ...
+        ranks: Further readings, one number per rank each: `wait_s`, `offset_s`, `cpu_share`, ...
         **numbers: Of the whole job: `loss`, `effective_batch` (samples behind an update), `steps_per_s`, `folds`,
-            `drops`, `closed_early` (counts since the start), `staleness` (mean, steps).
+            `closed_early` (counts since the start), `rank0_drops` (the same, of rank 0 alone).
 
     Raises:
         ValueError: A reading has not one number per rank.

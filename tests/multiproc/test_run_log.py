@@ -61,7 +61,8 @@ def test_a_job_is_in_mlflow_soon_after_its_end(tmp_path: Path) -> None:
     run = runs[name]
     assert run.info.status == "FINISHED" and run.data.params["optimizer.class"] == "SGD"
     assert run.data.params["versions.torch"] and run.data.params["policy"] == "learned"
-    assert run.data.params["tags.cluster"] == "here"
+    assert run.data.params["tags.cluster"] == "here" and run.data.params["mode"] == "auto"
+    assert run.data.params["model.source"] == "shipped"
     assert run.data.metrics["time_to_target_s"] > 0.0
     assert len(client.get_metric_history(run.info.run_id, "accuracy")) >= STEPS
     files = {Path(item.path).name for item in client.list_artifacts(run.info.run_id, "star")}

@@ -170,6 +170,56 @@ def test_a_file_does_not_grow_past_its_limit(tmp_path: Path) -> None:
     assert writer.dropped == 100 - len(_events(tmp_path / "f"))
 
 
+def _fill(log: RunLog, steps: int) -> None:
+    """A long job in little time: the writer is called by hand."""
+    log._stop.set()
+    assert log._thread is not None
+    log._thread.join()
+    for step in range(1, steps + 1):
+        log.step(_report(step))
+        log._window_due_s = -1e9
+        log.window(_window(step))
+        if step % 50 == 0:
+            log.metric("accuracy", 0.1, step)
+            log.plan(step, Plan.sync(2), None)
+            log._write()
+
+
+def test_a_file_that_gets_full_thins_out_and_keeps_what_matters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("star_hvd.run_log.log._MAX_BYTES", 200_000)
+    monkeypatch.setattr("star_hvd.run_log.log._END_BYTES", 0)
+    log = _log(tmp_path)
+    _fill(log, 3000)
+    log._put(True, "end", lambda: {"kind": "end", "dropped": log.dropped + log._files[True].dropped})
+    log._write()
+    events = _events(log.directory / "events.jsonl")
+    kinds = [event["kind"] for event in events]
+    assert (log.directory / "events.jsonl").stat().st_size <= 200_000
+    assert kinds.count("metric") == kinds.count("plan") == 60, "these all find room"
+    assert events[-1] == {"kind": "end", "dropped": 0}
+    for found in (events, _events(log.directory / "rank0.jsonl")):
+        steps = [event["step"] for event in found if event["kind"] in ("window", "step")]
+        assert steps[:100] == list(range(1, 101)), "nothing is left out while there is room"
+        assert steps[-1] > 2500 and len(steps) < 2000, "all of the job is there, ever more sparsely"
+    said = [record.getMessage() for record in caplog.records if "gets full" in record.getMessage()]
+    assert len(said) == 1 and log.thinned > 2000
+
+
+def test_curves_that_fill_a_file_leave_room_for_plans(tmp_path: Path) -> None:
+    writer = SpoolWriter(tmp_path / "f", max_bytes=20_000)
+    for number in range(5000):
+        if writer.keeps("metric"):
+            writer.append([{"kind": "metric", "step": number}])
+        if number % 1000 == 0 and writer.keeps("plan"):
+            writer.append([{"kind": "plan", "step": number}])
+    kept = _events(tmp_path / "f")
+    assert sum(event["kind"] == "plan" for event in kept) == 5 and writer.dropped == 0
+    metrics = [event["step"] for event in kept if event["kind"] == "metric"]
+    assert metrics[:400] == list(range(400)) and metrics[-1] > 4000
+
+
 LEAVES = st.none() | st.floats() | st.integers() | st.text()
 
 

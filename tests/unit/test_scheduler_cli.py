@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from scheduler.collect_runs import read_run, real_rows, windows
 from scheduler.evaluate import Regrets
 from scheduler.plans import Plan
 from scheduler.predictor import Predictor, load
+from scheduler.target import Target
 from tests.unit.learning import save_model, small_table
 
 
@@ -100,11 +102,15 @@ def test_the_gate_opens_for_a_better_model_alone() -> None:
 # ---- logged runs ----------------------------------------------------------------------------------------------------
 
 
-def logged(root: Path, name: str, plan: Plan, *, reached_s: float | None, slow: float = 3.0, batch: int = 8) -> None:
+def logged(
+    root: Path, name: str, plan: Plan, *, reached_s: float | None, slow: float = 3.0, batch: int = 8,
+    hyper: dict[str, object] | None = None, **more: object,
+) -> None:
     """A run of 4 ranks as the run log writes it; rank 1 is slow."""
     folder = root / name
     folder.mkdir(parents=True)
-    facts = {"world_size": 4, "batch": batch, "target": "accuracy>=0.9", "optimizer": {"class": "SGD", "parameters": 9}}
+    optimizer = {"class": "SGD", "parameters": 9, "hyper": hyper or {"lr": 0.1}}
+    facts = {"world_size": 4, "batch": batch, "target": "accuracy>=0.9", "optimizer": optimizer, **more}
     events: list[dict[str, object]] = [
         {"kind": "facts", "time_s": 0.0, "values": facts},
         {"kind": "plan", "time_s": 1.0, "step": 0, "plan": plan.to_dict()},
@@ -142,6 +148,88 @@ def test_runs_of_the_same_job_become_rows(tmp_path: Path) -> None:
     assert dataset.read(tmp_path / "t.csv.gz")[1]["sources"] == {"real": len(frame)}
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"hyper": {"lr": 0.1}}, {"hyper": {"lr": 0.2}}, False),
+        ({"hyper": {"lr": 0.1, "betas": [0.9, 0.99]}}, {"hyper": {"lr": 0.1, "betas": [0.9, 0.9]}}, False),
+        # A schedule's momentary rate says nothing: the first one does, and it is what a job without a schedule has.
+        ({"hyper": {"lr": 0.1, "initial_lr": 0.4}}, {"hyper": {"initial_lr": 0.4, "lr": 0.2}}, True),
+        ({"hyper": {"lr": 0.1}}, {"hyper": {"lr": 0.01, "initial_lr": 0.1}}, True),
+        ({"batch": 8}, {"batch": 16}, False),
+        ({"program": "a.py"}, {"program": "b.py"}, False),
+        ({"program": "a.py --epochs 3 --mode sync"}, {"program": "a.py --epochs 4 --mode sync"}, False),
+        ({"program": "a.py --mode sync --epochs 3"}, {"program": "a.py --mode=partial(3) --epochs 3"}, True),
+        ({"program": "a.py --star-mode subgroup(0, 1) -x"}, {"program": "a.py mode=local(8) -x"}, True),
+        ({"program": "a.py"}, {"program": "a.py --mode sync"}, True),
+        ({"program": "a.py --model resnet"}, {"program": "a.py --model vgg"}, False),
+        # Tags tell the runs of a program apart, instead of its arguments; not programs.
+        ({"program": "w.py /tmp/1", "tags": {"lab": "a"}}, {"program": "w.py /tmp/2", "tags": {"lab": "a"}}, True),
+        ({"program": "w.py /tmp/1", "tags": {"lab": "a"}}, {"program": "w.py /tmp/1", "tags": {"lab": "b"}}, False),
+        ({"program": "v.py", "tags": {"lab": "a"}}, {"program": "w.py", "tags": {"lab": "a"}}, False),
+        ({"target": "accuracy>=0.9"}, {"target": "accuracy >= 0.90"}, True),
+        ({"target": "accuracy>=0.9"}, {"target": "accuracy>=0.8"}, False),
+    ],
+)
+def test_only_runs_of_the_same_job_are_paired(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0, **one)
+    logged(tmp_path, "b", Plan.partial(4, 3), reached_s=5.0, **other)
+    assert bool(real_rows(tmp_path, "1")) is same
+
+
+def test_every_run_left_out_is_told_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "40")
+    logged(tmp_path / "r", "a", Plan.sync(4), reached_s=10.0, mode="auto")
+    logged(tmp_path / "r", "b", Plan.sync(4), reached_s=10.0, target="[abc]")
+    logged(tmp_path / "r", "c", Plan.partial(4, 3), reached_s=10.0)
+    logged(tmp_path / "r", "d", Plan.sync(4), reached_s=10.0, target=None)
+    logged(tmp_path / "r", "e", Plan.sync(4), reached_s=10.0, batch=3)
+    logged(tmp_path / "r", "f", Plan.sync(4), reached_s=None, batch=4)
+    logged(tmp_path / "r", "g", Plan.partial(4, 3), reached_s=5.0, batch=4)
+    logged(tmp_path / "r", "h", Plan.sync(4), reached_s=5.0, batch=5)
+    (tmp_path / "r" / "h" / "rank2.jsonl").unlink()
+    assert cli.main(["collect", "--jobs", "0", "--runs", "r", "--out", "t.csv.gz"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[:-1] == [
+        "0 of 8 runs used",
+        "a: it ran in auto; expected one fixed mode",
+        "b: target '[abc]' is none; expected NAME>=NUMBER",
+        "c: no run of the same job in sync",
+        "d: it has no target; set STAR_TARGET",
+        "e: no run of the same job in another mode than sync",
+        "f: no run of the same job in sync reached the target",
+        "g: no run of the same job in sync reached the target",
+        "h: rank 2 has 0 step reports; expected 8 or more",
+    ]
+    assert "error: no rows: no usable runs in r;" in lines[-1] and "--jobs" not in lines[-1]
+    logged(tmp_path / "r", "i", Plan.sync(4), reached_s=12.0)
+    assert cli.main(["collect", "--jobs", "0", "--runs", "r", "--out", "t.csv.gz"]) == 0
+    said = capsys.readouterr().err
+    assert "2 of 9 runs used" in said and "12 rows (0 simulated, 12 real)" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "reached"),
+    [
+        ("accuracy>=0.5", 0.5, True), ("accuracy>0.5", 0.5, False), ("accuracy > .5", 0.6, True),
+        ("loss<=1e-1", 0.1, True), ("loss<0.1", 0.1, False), ("loss<0.1", 0.05, True), ("loss<0.1", math.nan, False),
+    ],
+)
+def test_targets(text: str, value: float, reached: bool) -> None:
+    target = Target.parse(text)
+    assert target is not None and target.reached(value) is reached
+
+
+@pytest.mark.parametrize("text", ["abc", "accuracy>=abc", "accuracy>=1.2.3", "accuracy=>0.5", "accuracy==1", "", None])
+def test_what_is_no_target(text: object) -> None:
+    assert Target.parse(text) is None
+
+
 def test_a_mode_that_was_asked_for_is_the_runs_though_all_begin_in_sync(tmp_path: Path) -> None:
     logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
     for name, step in (("b", 3), ("c", 40)):
@@ -154,7 +242,9 @@ def test_a_mode_that_was_asked_for_is_the_runs_though_all_begin_in_sync(tmp_path
     assert asked is not None and [plan.label for plan in asked.plans] == ["partial(3)"]
     assert asked.target_s == pytest.approx(5.0), "counted from its first step"
     assert changed is not None and [plan.mode for plan in changed.plans] == ["sync", "partial"]
-    frame = dataset.frame_of(real_rows(tmp_path, "1"))
+    told: list[str] = []
+    frame = dataset.frame_of(real_rows(tmp_path, "1", told=told.append))
+    assert told[1:] == ["c: it changed its mode (sync, partial(3)); expected one fixed mode"]
     assert frame.groupby("plan")["log_relative"].first()["partial(3)"] == pytest.approx(math.log(0.5))
     assert set(frame["network"]) == {"real-9"}
 
