@@ -375,7 +375,7 @@ class EngineBoard:
         self.barred.lift(now_s)
         window = self.window()
         self._again_slow.usual(Readings.of(window).typical_s)
-        self.stragglers = self._alerts.stragglers(find_stragglers(window), self.machines, now_s)
+        self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
         if self._switch is not None or self.refused is not None or self.closing:
             if self.choice is not None:
                 self.choice.watch(window, self.active)
