@@ -10,7 +10,6 @@ from scheduler.causes import Straggler
 from scheduler.closing import Close, ClosingRule
 from scheduler.machine import MachineStats, machine_evidence
 from scheduler.records import Window
-from scheduler.records import Window
 from scheduler.slow_since import SlowSince
 from star_hvd.config import Config
 
