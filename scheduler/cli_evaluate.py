@@ -134,7 +134,7 @@ def truth(metrics: Mapping[str, float], scenarios: int) -> str:
     if covered is not None:
         text = f"its 90 % intervals cover {100.0 * covered:.1f} % of what was held out in training"
     if scenarios < FEW_SCENARIOS:
-        text += f"\n{scenarios} scenarios decide little: take {FEW_SCENARIOS} or more"
+        text += f"\nso few scenarios ({scenarios}) decide little: take {FEW_SCENARIOS} or more"
     return text
 
 

@@ -152,6 +152,7 @@ class EngineBoard:
     def late(self, rank: int, message: Late, now_s: float) -> None:
         """A gradient that missed its step."""
         self.arrivals.came(rank, message.version, now_s)
+        self.arrivals.waited(rank, 0.0)  # For nobody. Else its waits in `sync` remain the usual ones.
         self._note_report(rank, message.version, message, late=True)
         self.rule.late(rank, message.compute_s)
 

@@ -13,7 +13,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["MetricRow", "RunState", "Segment", "flat", "metric_name", "point_metric", "reaches", "window_metrics"]
+__all__ = [
+    "MetricRow",
+    "RunState",
+    "Segment",
+    "flat",
+    "metric_name",
+    "point_metric",
+    "reaches",
+    "target_of",
+    "window_metrics",
+]
 
 MetricRow = tuple[str, float, int, int]
 """Key, value, time in ms since 1970, step."""
@@ -120,10 +130,8 @@ class RunState:
     def _add_point(self, name: str, value: float, time_s: float, step: int) -> None:
         if name == "loss" and self.segments and math.isfinite(value):
             self.segments[-1].losses.append(value)
-        found = _TARGET.fullmatch(str(self.facts.get("target", "")))
-        if found is None or self.reached or name != found.group(1):
-            return
-        if reaches(value, found.group(2), float(found.group(3))):
+        target = target_of(self.facts)
+        if target is not None and not self.reached and name == target[0] and reaches(value, *target[1:]):
             self.reached = {"time_to_target_s": time_s, "steps_to_target": float(step)}
 
     def _add_window(self, event: Mapping[str, Any]) -> None:
@@ -186,6 +194,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value is not None:
             found[metric_name(key)] = str(value)[:_PARAM_CHARS]
     return found
+
+
+def target_of(facts: Mapping[str, Any]) -> tuple[str, str, float] | None:
+    """Curve, relation and bound of a run's target; None where it has none, or one that says nothing."""
+    found = _TARGET.fullmatch(str(facts.get("target", "")))
+    return None if found is None else (found.group(1), found.group(2), float(found.group(3)))
 
 
 def reaches(value: float, relation: str, bound: float) -> bool:

@@ -152,7 +152,7 @@ def test_a_first_challenger_has_to_beat_the_shipped_model(
     assert "star-tta v1 (challenger)" in text and "learned" not in text
     assert "that of shipped model (no champion) 3.00 %" in text
     assert "the champion stays: shipped model (no champion)" in text
-    assert "90 % intervals cover" in text and "3 scenarios decide little" in text
+    assert "90 % intervals cover" in text and "so few scenarios (3) decide little" in text
     assert registry.logged["promote/regret/champion"] == 0.03 and registry.logged["promote/scenarios"] == 3.0
 
 
