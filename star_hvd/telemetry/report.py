@@ -168,6 +168,8 @@ def _of_step(engine: EngineBoard) -> str:
     said, (step, plan) = engine.explain(), engine.plans[-1]
     if plan.reason and said.startswith(plan.reason):
         return f"step {step}: {plan.label}: {said}"
+    if plan.reason and said == f"{plan.label}: {plan.reason}":  # As the rule tells it.
+        return f"step {step}: {said}"
     return f"step {engine.steps}: {said}"
 
 

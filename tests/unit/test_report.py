@@ -38,6 +38,8 @@ def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyP
     job.engine.plans.append((5, plan))
     job.engine.explain = lambda: f"{plan.reason}; nobody is slow since step 90"
     assert explain() == f"step 5: partial(2): {plan.reason}; nobody is slow since step 90"
+    job.engine.explain = lambda: f"partial(2): {plan.reason}"
+    assert explain() == f"step 5: partial(2): {plan.reason}"
     with pytest.raises(ValueError, match="no optimizer 7"):
         explain(7)
 
