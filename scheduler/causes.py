@@ -91,7 +91,8 @@ class Straggler:
         slowdown: Median of its slow reports over the reference; 4.0 means that a batch takes it four times as
             long. Of a link: median rate of the others over its own. Of silence: its time over the reference.
         since_step: Global step of the first report of the present slow run, or the window's first if it began
-            before; the window's end for a link and for silence, which have no history.
+            before (`scheduler.slow_since` remembers that); the window's end for a link and for silence, which have no
+            history.
         cause: One of `CAUSES`.
         evidence: The numbers behind it in one phrase.
         silent: Whether it is named because nothing is heard of it.

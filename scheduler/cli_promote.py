@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 
-from scheduler.cli_evaluate import chooser, judge, table
+from scheduler.cli_evaluate import chooser, defender, judge, keep, table, titled, truth
 from scheduler.evaluate import BASELINES, HELD_OUT_SEED, Regrets, standings
 from scheduler.predictor import ModelError, load
 
@@ -17,6 +17,12 @@ LEAST_COVERAGE, MOST_COVERAGE = 0.85, 0.95
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the subcommand."""
+    parser.epilog = (
+        "The challenger must have no more mean regret than the champion, or the shipped model where there is none yet, "
+        f"and than the cost model; its 90 %% intervals must cover {100 * LEAST_COVERAGE:.0f} to "
+        f"{100 * MOST_COVERAGE:.0f} %%. Exit status: 0 where it is champion now, 1 where the champion stays, 2 where "
+        "there is no challenger."
+    )
     parser.add_argument("--scenarios", type=int, default=40, help="scenarios to simulate (default 40, minutes)")
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED + 100_000, help="first seed")
 
@@ -33,17 +39,20 @@ def run(options: argparse.Namespace) -> int:
     version = registry.alias(CHALLENGER)
     if version is None:
         raise ModelError(f"{registry.name} has no {CHALLENGER} in {registry.uri}; run `star-scheduler train` first")
-    challenger = load(registry.download(CHALLENGER))
-    policies = {"learned": chooser(challenger), "cost_model": BASELINES["cost_model"]}
-    if registry.alias(CHAMPION) is not None:
-        policies["champion"] = chooser(load(registry.download(CHAMPION)))
+    challenger, champion = load(registry.download(CHALLENGER)), defender(registry, CHALLENGER)
+    assert champion is not None
+    names = {"learned": titled(version, CHALLENGER), "champion": champion[0]}
+    policies = {"learned": chooser(challenger), "champion": chooser(champion[1]), "cost_model": BASELINES["cost_model"]}
     rows = judge(policies, options.scenarios, options.seed)
-    console.print(table(rows))
+    console.print(table(rows, names))
     metrics = challenger.about.get("metrics", {})
-    problems = gate(rows, metrics)
+    console.print(truth(metrics, len(rows)), highlight=False)
+    console.print(keep(registry, version, "promote", rows), highlight=False)
+    problems = gate(rows, metrics, names)
     for problem in problems:
         console.print(f"no: {problem}", highlight=False)
     if problems:
+        console.print(f"the champion stays: {champion[0]}", highlight=False)
         return 1
     mean = {one.name: one.mean for one in standings(rows)}
     registry.promote(version, {"regret": mean["learned"], "coverage": metrics["coverage"]})
@@ -51,14 +60,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def gate(rows: Sequence[Regrets], metrics: Mapping[str, float]) -> list[str]:
+def gate(rows: Sequence[Regrets], metrics: Mapping[str, float], names: Mapping[str, str] | None = None) -> list[str]:
     """Why the challenger, `learned` in the rows, must not become champion; empty where it may.
 
     Its regret must not exceed that of the champion, or of the cost model, and its intervals must be true.
+
+    Args:
+        rows: Regrets of `learned`, `champion` and `cost_model`.
+        metrics: Of the challenger's training, with `coverage`.
+        names: What to call them, where not so.
     """
+    called = dict(names or {})
     mean = {one.name: one.mean for one in standings(rows)}
+    own = f"its mean regret is {100.0 * mean['learned']:.2f} %"
     found = [
-        f"its mean regret is {100.0 * mean['learned']:.2f} %, that of {name} {100.0 * mean[name]:.2f} %"
+        f"{own}, that of {called.get(name, name)} {100.0 * mean[name]:.2f} %"
         for name in ("champion", "cost_model")
         if name in mean and mean["learned"] > mean[name]
     ]

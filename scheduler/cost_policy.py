@@ -28,6 +28,7 @@ from scheduler.readings import Readings
 from scheduler.records import Window
 from scheduler.rental import SkiRental
 from scheduler.sentences import comparison, who
+from scheduler.slow_since import SlowSince
 from scheduler.staleness import StalenessPrice
 
 __all__ = ["CostPolicy", "Ranker"]
@@ -110,6 +111,7 @@ class CostPolicy:
         self._gain = gain
         self._rental, self._near_rental = SkiRental(), SkiRental()
         self._freezes = Freezes()
+        self._slow_since = SlowSince()
         self._links = LinkMemory()
         self._calm_since: int | None = None
         self._noise = 4.0
@@ -167,7 +169,8 @@ class CostPolicy:
         return self._choose(window, conditions, active, trouble, lost_s) if self.last else None
 
     def watch(self, window: Window, active: Plan) -> None:
-        """Take notice of ranks that stand still, also while nothing is decided: a plan on its way waits for them."""
+        """Take notice of ranks that are slow or stand still, also while nothing is decided and a plan is on its way."""
+        self._slow_since.note(window)
         typical_s = Readings.of(window).typical_s
         if not math.isnan(typical_s):
             self._freezes.note(window, active, typical_s)
@@ -203,7 +206,7 @@ class CostPolicy:
         if active.mode != "sync":
             calm = f"; nobody is slow since step {self._calm_since}" if self._calm_since is not None else ""
             return f"{active.reason or active.label}{calm}"
-        text = who(window, trouble, self._freezes.freezing)
+        text = who(window, trouble, self._freezes.freezing, self._slow_since.steps)
         if not trouble or not self.last:
             return f"{text}: sync"
         if self._waiting is not None:
@@ -332,7 +335,7 @@ class CostPolicy:
         self._rest(window)
         if same_plan(best.plan, active):
             return None
-        why = who(window, trouble, self._freezes.freezing)
+        why = who(window, trouble, self._freezes.freezing, self._slow_since.steps)
         if now is None:
             why = f"{active.label} cannot run any more; {why}"
         reason = f"{why}: {comparison(self.last, best, now)}"

@@ -90,6 +90,11 @@ class Readings:
         latest = np.sort(self._times[self.counts > 0, -1]) if self._width else np.zeros(0)
         return float(latest[(len(latest) - 1) // 2]) if len(latest) else math.nan
 
+    @property
+    def steps(self) -> _Ints:
+        """Steps of the reports, one row per rank, newest last; in front of them zeros where there are fewer."""
+        return self._steps
+
     def newest(self, count: int) -> _Floats:
         """The ranks' last times, newest last, NaN where there are fewer, shape (n_ranks, count)."""
         known = min(count, self._width)

@@ -168,6 +168,18 @@ class Registry:
             self._client.set_model_version_tag(self.name, version.number, f"star.{key}", f"{value:.6g}")
         self._client.set_registered_model_alias(self.name, CHAMPION, version.number)
 
+    def log(self, version: Version, metrics: Mapping[str, float]) -> None:
+        """Add figures to the run that trained a version.
+
+        Raises:
+            ModelError: MLflow refused, or cannot be reached.
+        """
+        try:
+            for key, value in metrics.items():
+                self._client.log_metric(version.run_id, key, float(value))
+        except self._mlflow.exceptions.MlflowException as error:
+            raise ModelError(f"MLflow at {self.uri} says: {error}") from None
+
     def download(self, alias: str) -> Path:
         """The folder of the version with an alias.
 

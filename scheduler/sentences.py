@@ -43,7 +43,7 @@ def who(window: Window, trouble: Trouble, freezes: Mapping[int, int], since: Map
             parts.append(_together(same, words, known))
     named = {s.rank for s in found} | set(freezes)
     if not parts or not set(trouble.now_and_then) <= named:
-        parts += [text for text in (_in_turn(readings, trouble, named),) if text]
+        parts += [text for text in (_in_turn(readings, trouble, named, known),) if text]
     return "; ".join(parts) or "nobody is slow"
 
 
@@ -55,7 +55,7 @@ def _together(found: Sequence[Straggler], words: str, known: Mapping[int, int]) 
     return f"{listing(ranks)} {verb} {lower_median([s.slowdown for s in found]):.1f}x slower{words} since step {step}"
 
 
-def _in_turn(readings: Readings, trouble: Trouble, named: set[int]) -> str:
+def _in_turn(readings: Readings, trouble: Trouble, named: set[int], known: Mapping[int, int]) -> str:
     """`ranks 0, 1 and 4 compute 4.0x slower, one at a time, since step 5`; empty where no report is slow."""
     slow = [
         (step, rank, time_s / readings.reference_s)
@@ -66,9 +66,13 @@ def _in_turn(readings: Readings, trouble: Trouble, named: set[int]) -> str:
     if not slow:
         return ""
     ranks = sorted({rank for _, rank, _ in slow})
-    factor, step = lower_median([ratio for _, _, ratio in slow]), min(step for step, _, _ in slow)
+    factor = lower_median([ratio for _, _, ratio in slow])
+    step = min(known.get(rank, step) for step, rank, _ in slow)
     if len(ranks) == 1:
-        return f"rank {ranks[0]} computes {factor:.1f}x slower now and then since step {step}"
+        # Three slow reports name a rank, and a decision may come sooner: then it is not slow now and then.
+        reports = zip(readings.reports[ranks[0]], readings.slow_reports(ranks[0]), strict=True)
+        always = all(is_slow for (at, _), is_slow in reports if at >= step)
+        return f"rank {ranks[0]} computes {factor:.1f}x slower{'' if always else ' now and then'} since step {step}"
     most = max(trouble.at_once)
     how = "" if most >= len(ranks) else ", one at a time," if most == 1 else f", up to {most} at once,"
     return f"{listing(ranks)} compute {factor:.1f}x slower{how} since step {step}"

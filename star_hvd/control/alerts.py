@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from scheduler.causes import Straggler
 from scheduler.closing import Close, ClosingRule
 from scheduler.machine import MachineStats, machine_evidence
+from scheduler.records import Window
+from scheduler.slow_since import SlowSince
 from star_hvd.config import Config
 
 __all__ = ["Alerts"]
@@ -25,22 +27,30 @@ class Alerts:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._slow_since = SlowSince()
         self._reported_at_s: dict[int, float] = {}
         self._waiting_since_s: float | None = None
         self._stall_logged_s = 0.0
         self._warned_of_uneven_loops = False
 
     def stragglers(
-        self, found: Sequence[Straggler], machines: Sequence[MachineStats], now_s: float
+        self, window: Window, found: Sequence[Straggler], machines: Sequence[MachineStats], now_s: float
     ) -> tuple[Straggler, ...]:
-        """Name slow ranks; returns them with what their machines say."""
-        told = tuple(_with_machine(straggler, machines) for straggler in found)
+        """Name slow ranks of a window; returns them with what their machines say and the step since which they are."""
+        self._slow_since.note(window)
+        told = tuple(self._with_first_step(_with_machine(straggler, machines)) for straggler in found)
         for straggler in told:
             last = self._reported_at_s.get(straggler.rank)
             if last is None or now_s - last >= self._config.report_interval_s:
                 self._reported_at_s[straggler.rank] = now_s
                 logger.warning("%s", straggler.sentence)
         return told
+
+    def _with_first_step(self, straggler: Straggler) -> Straggler:
+        if straggler.silent or straggler.cause == "link":  # Those have no history.
+            return straggler
+        step = self._slow_since.steps.get(straggler.rank, straggler.since_step)
+        return dataclasses.replace(straggler, since_step=min(step, straggler.since_step))
 
     def waiting(self, now_s: float | None) -> None:
         """A step waits for ranks from now on, or no more where None."""

@@ -153,6 +153,7 @@ class EngineBoard:
     def late(self, rank: int, message: Late, now_s: float) -> None:
         """A gradient that missed its step."""
         self.arrivals.came(rank, message.version, now_s)
+        self.arrivals.waited(rank, 0.0)  # For nobody. Else its waits in `sync` remain the usual ones.
         self._note_report(rank, message.version, message, late=True)
         self.rule.late(rank, message.compute_s)
 
@@ -387,7 +388,7 @@ class EngineBoard:
         self.barred.lift(now_s)
         window = self.window()
         self._again_slow.usual(Readings.of(window).typical_s)
-        self.stragglers = self._alerts.stragglers(find_stragglers(window), self.machines, now_s)
+        self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
         if self._switch is not None or self.refused is not None or self.closing:
             if self.choice is not None:
                 self.choice.watch(window, self.active, now_s)

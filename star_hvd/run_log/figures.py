@@ -1,4 +1,4 @@
-"""The figures of a run's page, each as the text of an SVG image."""
+"""The figures of a run's page, each as the text of an SVG image; all have one time axis, one above the other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from scheduler.target import Target
+
 if TYPE_CHECKING:
     from star_hvd.run_log.page import RunStory
 
-__all__ = ["curves_svg", "modes_svg", "ranks_svg"]
+__all__ = ["BINS", "curves_svg", "modes_svg", "ranks_svg"]
+
+BINS = 150
+"""Parts of a run's time in which the ranks' compute times are told."""
+
+_WIDTH_IN, _LEFT_IN, _RIGHT_IN = 9.0, 0.8, 1.5
+"""Margins are the same in all figures, so that a moment is at the same place in each; the right one is for legends."""
 
 _MODE_COLORS = {
     "sync": "#4c72b0",
@@ -20,69 +28,126 @@ _MODE_COLORS = {
     "ps": "#8172b3",
     "local": "#937860",
 }
-_CAUSE_COLORS = {"compute": "#c44e52", "input": "#dd8452", "starved": "#8172b3", "link": "#4c72b0"}
+_CAUSE_COLORS = {"compute": "#111111", "input": "#e6a100", "starved": "#7a3fb5", "link": "#1b8a3a"}
+_OTHER_COLOR = "#888888"
+_MOST_SLOWDOWN = 4.0  # The end of the scale.
+_LABEL_IN = 0.075  # Width of a character in a segment's label.
 
 
 def modes_svg(story: RunStory) -> str:
     """Modes over time, and below them the steps per second between windows."""
 
     def draw(figure: Any) -> None:
-        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
+        seen = {}
         for segment in story.state.segments:
-            width_s = max(segment.last_s - segment.first_s, 1e-3)
-            color = _MODE_COLORS.get(str(segment.plan.get("mode")), "#888888")
-            top.broken_barh([(segment.first_s, width_s)], (0, 1), facecolors=color, edgecolor="white")
-            if width_s > 0.06 * max(story.state.last_s, 1e-3):
-                label = str(segment.plan.get("label"))
-                top.text(segment.first_s + width_s / 2, 0.5, label, ha="center", va="center", color="white", size=8)
+            begin_s = segment.first_s if segment.index else 0.0  # The first one is logged a moment after its begin.
+            width_s = max(segment.last_s - begin_s, 1e-3)
+            mode = str(segment.plan.get("mode"))
+            seen[mode] = _MODE_COLORS.get(mode, _OTHER_COLOR)
+            top.broken_barh([(begin_s, width_s)], (0, 1), facecolors=seen[mode], edgecolor="white")
+            label = str(segment.plan.get("label"))
+            if width_s / story.end_s * (_WIDTH_IN - _LEFT_IN - _RIGHT_IN) > _LABEL_IN * len(label):
+                top.text(begin_s + width_s / 2, 0.5, label, ha="center", va="center", color="white", size=8)
         top.set_yticks([])
+        _legend(bottom, seen)  # A segment may be too short for its name.
         times, rates = _rates(story)
         bottom.plot(times, rates, color="#333333", lw=1)
-        bottom.set_ylim(bottom=0)
+        bottom.set_ylim(0.0, 1.1 * max([rate for rate in rates if rate > 0.0], default=1.0))
         bottom.set_ylabel("steps per s")
-        bottom.set_xlabel("s")
+        _time_axis(bottom, story)
 
     return _svg(draw, 2.6)
 
 
 def ranks_svg(story: RunStory) -> str:
-    """When each rank was slow, coloured by cause."""
+    """Each rank's compute time over the median rank's, and below it when it was named slow, coloured by cause."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
+        _heat(figure, axes, story)
         times = [float(window["time_s"]) for window in story.windows]
-        seen = set()
+        seen = {}
         for index, window in enumerate(story.windows):
             end_s = times[index]
             begin_s = times[index - 1] if index else max(0.0, end_s - 1.0)
             for item in window.get("stragglers") or []:
                 cause = str(item.get("cause"))
-                seen.add(cause)
-                color = _CAUSE_COLORS.get(cause, "#888888")
-                axes.broken_barh([(begin_s, end_s - begin_s)], (int(item["rank"]) - 0.4, 0.8), facecolors=color)
-        for cause in sorted(seen):
-            axes.plot([], [], lw=6, color=_CAUSE_COLORS.get(cause, "#888888"), label=cause)
-        if seen:
-            axes.legend(loc="upper right", fontsize=8)
-        axes.set_xlim(0, max([story.state.last_s, *times, 1.0]))
+                seen[f"slow: {cause}"] = color = _CAUSE_COLORS.get(cause, _OTHER_COLOR)
+                axes.broken_barh([(begin_s, end_s - begin_s)], (int(item["rank"]) + 0.25, 0.2), facecolors=color)
+        _legend(axes, seen)
         axes.set_ylim(story.world_size - 0.5, -0.5)
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel("rank")
-        axes.set_xlabel("s" if seen else "s (no rank was slow)")
+        _time_axis(axes, story, "" if seen else " (no rank was named slow)")
 
-    return _svg(draw, min(6.0, 1.2 + 0.18 * max(4, story.world_size)))
+    return _svg(draw, min(6.0, 1.4 + 0.22 * max(5, story.world_size)))
 
 
 def curves_svg(story: RunStory) -> str:
-    """One small plot per curve, over time."""
+    """The curves below each other; with a target its line, and where it was reached."""
+    names = sorted(story.curves, key=lambda name: (name != "loss", name))[:6]
+    target = Target.parse(story.state.facts.get("target", ""))
 
     def draw(figure: Any) -> None:
-        names = sorted(story.curves, key=lambda name: (name != "loss", name))[:6]
-        for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-            axes.plot([p[0] for p in story.curves[name]], [p[2] for p in story.curves[name]], lw=1)
-            axes.set_title(name, size=10)
-            axes.set_xlabel("s")
+        rows = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, name in zip(rows, names, strict=True):
+            points = story.curves[name]
+            axes.plot([p[0] for p in points], [p[2] for p in points], lw=1, marker="." if len(points) < 60 else None)
+            axes.set_ylabel(name)
+            if target is not None and target.name == name:
+                _target(axes, story, target)
+            _time_axis(axes, story, labelled=axes is rows[-1])
 
-    return _svg(draw, 2.6)
+    return _svg(draw, 0.6 + 1.4 * len(names))
+
+
+def _target(axes: Any, story: RunStory, target: Target) -> None:
+    bound = target.bound
+    axes.axhline(bound, color="#c44e52", lw=1, ls="--", label=f"target {target.relation} {bound:g}")
+    at_s = story.state.reached.get("time_to_target_s")
+    if at_s is not None:
+        axes.plot([at_s], [bound], marker="v", color="#c44e52", ls="", label=f"reached at {at_s:.1f} s")
+        axes.axvline(at_s, color="#c44e52", lw=1, ls=":")
+    axes.legend(loc="center left", bbox_to_anchor=(1.005, 0.5), fontsize=8, frameon=False, handlelength=1.0)
+
+
+def _heat(figure: Any, axes: Any, story: RunStory) -> None:
+    """The ranks' pace, on a logarithmic scale: twice as slow is as far from usual as twice as fast."""
+    from matplotlib.colors import LogNorm
+
+    rows = [story.pace.get(rank, [math.nan] * BINS) for rank in range(story.world_size)]
+    columns = [[s for s in column if s > 0.0] for column in zip(*rows, strict=True)]
+    usual = [sorted(column)[(len(column) - 1) // 2] if column else math.nan for column in columns]
+    ratios = [[value / one for value, one in zip(row, usual, strict=True)] for row in rows]
+    if not any(ratio > 0.0 for row in ratios for ratio in row):
+        return
+    edges = [story.end_s * index / BINS for index in range(BINS + 1)]
+    norm = LogNorm(1.0 / _MOST_SLOWDOWN, _MOST_SLOWDOWN)
+    lines = [rank - 0.5 for rank in range(story.world_size + 1)]
+    mesh = axes.pcolormesh(edges, lines, ratios, norm=norm, cmap="RdBu_r", rasterized=True)
+    inches = figure.get_size_inches()
+    box = figure.add_axes((1.0 - 0.45 * _RIGHT_IN / inches[0], 0.2, 0.1 / inches[0], 0.6))
+    bar = figure.colorbar(mesh, cax=box, ticks=[0.25, 0.5, 1, 2, 4])
+    bar.ax.set_yticklabels(["1/4", "1/2", "1x", "2x", "4x"], fontsize=7)
+    bar.ax.minorticks_off()
+
+
+def _legend(axes: Any, colors: dict[str, str]) -> None:
+    """Names and colours to the right of the figure."""
+    for name, color in colors.items():
+        axes.plot([], [], lw=6, color=color, label=name)
+    if colors:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), fontsize=8, frameon=False, handlelength=1.0)
+
+
+def _time_axis(axes: Any, story: RunStory, also: str = "", *, labelled: bool = True) -> None:
+    """The run's time from its begin to its end, with a line at each change of mode."""
+    for segment in story.state.segments[1:]:
+        axes.axvline(segment.first_s, color="#555555", lw=0.7, ls=(0, (4, 3)))
+    axes.set_xlim(0.0, story.end_s)
+    if labelled:
+        axes.set_xlabel(f"s{also}")
 
 
 def _rates(story: RunStory) -> tuple[list[float], list[float]]:
@@ -102,7 +167,10 @@ def _svg(draw: Callable[[Any], None], height_in: float) -> str:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"the page of a run needs matplotlib: {error}; pip install matplotlib") from error
-    figure = Figure(figsize=(9.0, height_in), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_IN, height_in))
+    figure.subplots_adjust(
+        left=_LEFT_IN / _WIDTH_IN, right=1.0 - _RIGHT_IN / _WIDTH_IN, bottom=0.5 / height_in, top=1.0 - 0.1 / height_in
+    )
     draw(figure)
     out = io.StringIO()
     FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import html
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scheduler.target import Target
 from star_hvd.run_log import layout
 from star_hvd.run_log.convert import RunState, flat
+from star_hvd.run_log.figures import BINS, curves_svg, modes_svg, ranks_svg
 from star_hvd.run_log.spool import read_events
 
 __all__ = ["RunStory", "read_story", "sentence", "write_page"]
@@ -31,6 +34,8 @@ class RunStory:
         curves: Name to (time_s, step, value) points, thinned likewise.
         steps: Per rank the number of step reports, their median compute and wait time in seconds, and the part that
             was late.
+        pace: Per rank its compute time in each of `BINS` equal parts of the run, seconds, NaN where unknown.
+        recorded: Least and greatest value of every curve that `hvd.record_metric` told.
     """
 
     def __init__(self, name: str, world_size: int) -> None:
@@ -40,6 +45,13 @@ class RunStory:
         self.windows: list[dict[str, Any]] = []
         self.curves: dict[str, list[tuple[float, int, float]]] = {}
         self.steps: dict[int, tuple[int, float, float, float]] = {}
+        self.pace: dict[int, list[float]] = {}
+        self.recorded: dict[str, tuple[float, float]] = {}
+
+    @property
+    def end_s(self) -> float:
+        """Where time axes end, seconds since the start of the log."""
+        return max(self.state.last_s, 1e-3)
 
 
 def read_story(directory: Path) -> RunStory:
@@ -60,14 +72,18 @@ def read_story(directory: Path) -> RunStory:
             if isinstance(value, float):
                 story.curves.setdefault("loss", []).append((event["time_s"], event["step"], value))
         elif event.get("kind") == "metric" and isinstance(event.get("value"), (int, float)):
-            point = (event["time_s"], event["step"], float(event["value"]))
-            story.curves.setdefault(str(event.get("name")), []).append(point)
+            name, value = str(event.get("name")), float(event["value"])
+            story.curves.setdefault(name, []).append((event["time_s"], event["step"], value))
+            least, most = story.recorded.get(name, (math.inf, -math.inf))
+            story.recorded[name] = (min(least, value), max(most, value))
     story.windows = _thinned(story.windows)
     story.curves = {name: _thinned(points) for name, points in story.curves.items()}
-    for path in directory.glob("rank*.jsonl"):
-        summary = _steps_of(path)
-        if summary is not None and path.stem[4:].isdigit():
-            story.steps[int(path.stem[4:])] = summary
+    for rank in range(story.world_size):
+        reports = _steps_of(directory / f"rank{rank}.jsonl")
+        if reports:
+            story.steps[rank] = _summary_of(reports)
+        paces = [(float(r.get("time_s") or 0.0), float(r.get("compute_s") or 0.0)) for r in reports]
+        story.pace[rank] = _binned(paces or _told(story.windows, rank), story.end_s)
     return story
 
 
@@ -107,8 +123,6 @@ def write_page(directory: Path, out: Path) -> Path:
         ValueError: The folder holds no run.
         ImportError: matplotlib is missing; the message says how to get it.
     """
-    from star_hvd.run_log.figures import curves_svg, modes_svg, ranks_svg
-
     story = read_story(directory)
     state = story.state
     decisions = "".join(
@@ -119,9 +133,11 @@ def write_page(directory: Path, out: Path) -> Path:
         f"<p>{html.escape(_summary(story))}</p>",
         "<h2>Modes</h2>",
         modes_svg(story),
+        "<p class=q>All figures have the same time axis; dashed lines are changes of mode.</p>",
         f"<ol>{decisions}</ol>" if decisions else "<p class=q>No plan was logged.</p>",
         "<h2>Ranks</h2>",
         ranks_svg(story),
+        "<p class=q>Colour: compute time over that of the median rank. Bars: when a rank was named slow, and why.</p>",
         _rank_table(story),
         "<h2>Loss and accuracy</h2>",
         curves_svg(story) if story.curves else "<p class=q>No curve was logged: call hvd.record_loss(loss).</p>",
@@ -136,15 +152,31 @@ def write_page(directory: Path, out: Path) -> Path:
 
 
 def _summary(story: RunStory) -> str:
-    state, reached = story.state, story.state.reached
+    state = story.state
     ended = state.status or "not ended"
     text = f"{story.world_size} ranks, {state.last_step} steps in {state.last_s:.1f} s, {len(state.segments)} plans, "
-    text += f"{ended}."
-    if reached:
-        text += f" Target {state.facts.get('target')} reached after {reached['time_to_target_s']:.1f} s."
+    text += f"{ended}.{_target(story)}"
     if state.dropped:
         text += f" {state.dropped} log entries were lost."
     return text
+
+
+def _target(story: RunStory) -> str:
+    """What became of the target; empty where there was none."""
+    told, reached = story.state.facts.get("target"), story.state.reached
+    target = Target.parse(told)
+    if not told:
+        return ""
+    if target is None:
+        return f" Target {told} says nothing; expected one like accuracy>=0.95."
+    if reached:
+        at_s, step = reached["time_to_target_s"], reached["steps_to_target"]
+        return f" Target {told} reached after {at_s:.1f} s, at step {step:.0f}."
+    if target.name not in story.recorded:
+        call = f"hvd.record_metric({target.name!r}, value)"
+        return f" Target {told} not reached: no metric `{target.name}` was recorded; call {call}."
+    least, most = story.recorded[target.name]
+    return f" Target {told} not reached (best {most if target.relation.startswith('>') else least:.4g})."
 
 
 def _rank_table(story: RunStory) -> str:
@@ -181,10 +213,36 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return f"<table>{line(names, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
-def _steps_of(path: Path) -> tuple[int, float, float, float] | None:
-    reports = [event for _, event in read_events(path) if event.get("kind") == "step"]
-    if not reports:
-        return None
+def _steps_of(path: Path) -> list[dict[str, Any]]:
+    """A rank's reports; none where the file lies on another host."""
+    return [event for _, event in read_events(path) if event.get("kind") == "step"] if path.exists() else []
+
+
+def _told(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, float]]:
+    """Times and compute times of a rank as windows tell them: medians of the last reports, which lag behind."""
+    found = []
+    for window in windows:
+        values = (window.get("ranks") or {}).get("compute_s") or []
+        if rank < len(values) and isinstance(values[rank], (int, float)):
+            found.append((float(window["time_s"]), float(values[rank])))
+    return found
+
+
+def _binned(points: Iterable[tuple[float, float]], end_s: float) -> list[float]:
+    """Median compute time in each part of the run; where a rank made no step, that of the one it was at."""
+    bins: list[list[float]] = [[] for _ in range(BINS)]
+    for time_s, compute_s in points:
+        if time_s >= 0.0 and compute_s > 0.0:
+            bins[min(BINS - 1, int(BINS * time_s / end_s))].append(compute_s)
+    found = [statistics.median(values) if values else math.nan for values in bins]
+    # A report comes at the end of its step.
+    for index in range(BINS - 2, -1, -1):
+        if math.isnan(found[index]):
+            found[index] = found[index + 1]
+    return found
+
+
+def _summary_of(reports: Sequence[Mapping[str, Any]]) -> tuple[int, float, float, float]:
     compute, wait = ([float(r.get(name) or 0.0) for r in reports] for name in ("compute_s", "wait_s"))
     late = sum(bool(report.get("late")) for report in reports) / len(reports)
     return len(reports), statistics.median(compute), statistics.median(wait), late

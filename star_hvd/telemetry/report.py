@@ -79,7 +79,9 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        table = Table(title=f"step {self.step}: {self.mode} ({self.reason})", title_justify="left", box=box.SIMPLE)
+        began = f" since step {self.plans[-1]['step']}" if self.plans else ""
+        why = f" ({self.reason})" if self.reason else ""
+        table = Table(title=f"step {self.step}: {self.mode}{began}{why}", title_justify="left", box=box.SIMPLE)
         columns = ("rank", "compute ms", "next ms", "wait ms", "behind ms", "input", "starved", "late", "slow")
         for name in columns:
             table.add_column(name, justify="right")
@@ -139,7 +141,11 @@ def record_metric(
 
 
 def explain(optimizer: int | None = None) -> str:
-    """One sentence: which mode is in force and why, against which alternatives. Empty on ranks other than 0.
+    """One sentence: which mode is in force and why, against which alternatives.
+
+    It begins with the step it is of: that of the decision, as in the log, or the present one where nothing was decided.
+    Ranks other than 0 do not know; their sentence says so, and so does one before the first optimizer or after
+    `shutdown()`.
 
     Args:
         optimizer: Its number in the order in which they were made; the latest one where left out.
@@ -148,11 +154,23 @@ def explain(optimizer: int | None = None) -> str:
         ValueError: There is no such optimizer.
     """
     run = runtime.current()
-    if run is None or run.coordinator is None:
-        return ""
+    if run is None:
+        return "nothing is known: no optimizer was made yet, or shutdown() has ended the job"
+    if run.coordinator is None:
+        return f"only rank 0 knows; this is rank {run.rank}"
     with run.coordinator.board() as board:
         engine = _engine(board, optimizer)
-        return engine.explain() if engine is not None else ""
+        return _of_step(engine) if engine is not None else "nothing is known: no optimizer was made yet"
+
+
+def _of_step(engine: EngineBoard) -> str:
+    """An optimizer's sentence with the step it is of: one on a plan in force may be hundreds of steps old."""
+    said, (step, plan) = engine.explain(), engine.plans[-1]
+    if plan.reason and said.startswith(plan.reason):
+        return f"step {step}: {plan.label}: {said}"
+    if plan.reason and said == f"{plan.label}: {plan.reason}":  # As the rule tells it.
+        return f"step {step}: {said}"
+    return f"step {engine.steps}: {said}"
 
 
 def _engine(board: Board, optimizer: int | None) -> EngineBoard | None:

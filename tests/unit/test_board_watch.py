@@ -225,3 +225,16 @@ def test_what_is_worth_a_look() -> None:
     assert [again.note(1, time_s) for time_s in (0.1, 0.2, 0.1, 0.2, 0.2)] == [False, False, False, False, True]
     again.usual(0.001)
     assert not any(again.note(0, 0.0025) for _ in range(5)), "a millisecond or two are Horovod's cycle"
+
+
+def test_a_rank_that_is_always_late_waits_for_nobody() -> None:
+    """What it waited for in `sync`, before it was left behind, is not its wait for ever."""
+    job = Job()
+    job.register(None)
+    for step in range(5):
+        for rank in range(3):
+            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, 0.004))
+    assert job.engine.arrivals.waits_s() == [0.004] * 3
+    for step in range(5, 60, 4):
+        job.say(2, m.Late(0, step, 0, 0.4, 0.0, 0.05, 0.0))
+    assert job.engine.arrivals.waits_s() == [0.004, 0.004, 0.0]

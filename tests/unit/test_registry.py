@@ -28,6 +28,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Pa
     version = registry.record(root / "model", about, sample=small_table().head(3))
     assert version.number == "1" and registry.alias(CHALLENGER) == version and registry.alias(CHAMPION) is None
     registry.promote(version, {"regret": 0.04, "coverage": 0.9})
+    registry.log(version, {"promote/regret/learned": 0.04})
     assert registry.alias(CHAMPION) == version
     return environ, root / "model"
 
@@ -58,6 +59,7 @@ def test_mlflow_can_serve_it_and_knows_its_schema(stored: tuple[dict[str, str], 
     version = mlflow.MlflowClient().get_model_version("star-tta", "1")
     assert version.tags["star.feature_version"] == "1" and version.tags["star.coverage"] == "0.9"
     run = mlflow.get_run(version.run_id)
+    assert run.data.metrics["promote/regret/learned"] == 0.04, "what it was judged by, beside its training"
     assert "coverage" in run.data.metrics and run.data.params["settings.rounds"] == "40"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from scheduler.causes import Straggler
 from scheduler.plans import Plan
 from scheduler.records import RankStats, StepReport, Window
-from star_hvd.run_log import RunLog, layout, new_run_name, run_directory, window_values
+from star_hvd.run_log import RunLog, figures, layout, new_run_name, page, run_directory, window_values
 from star_hvd.run_log.convert import RunState, flat, metric_name, window_metrics
 from star_hvd.run_log.facts import environment, optimizer_facts
 from star_hvd.run_log.page import read_story, sentence, write_page
@@ -367,6 +369,69 @@ def test_the_page_tells_the_story(tmp_path: Path) -> None:
     assert sum(bool(w["stragglers"]) for w in story.windows) == 14
     assert sentence(story.state.segments[1].plan).endswith("partial(1), because rank 1 <computes> 4x slower")
     assert "<td>0.25 (0.20 to 0.31)</td><td>0.99</td>" in text, "what the decision rested on"
+
+
+def _page(tmp_path: Path, target: str, **metrics: float) -> tuple[str, dict[str, Any]]:
+    """A page of a run with a target, and the figures' axes, by their label."""
+    log = _log(tmp_path)
+    log.facts({"target": target})
+    log.plan(0, Plan.sync(2), None)
+    log.plan(4, Plan.partial(2, 1, reason="rank 1 is slow"), {})
+    for name, value in metrics.items():
+        log.metric(name, value / 2.0, 5)
+        log.metric(name, value, 9)
+    log.step(_report(3, 0))
+    log.close("FINISHED", 5.0)
+    found: dict[str, Any] = {}
+    original = figures._svg
+
+    def seen(draw: Callable[[Any], None], height_in: float) -> str:
+        def drawn(figure: Any) -> None:
+            draw(figure)
+            found.update({axes.get_ylabel(): axes for axes in figure.axes})
+
+        return original(drawn, height_in)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "_svg", seen)
+        return html.unescape(write_page(log.directory, tmp_path / "page.html").read_text()), found
+
+
+def test_the_page_says_what_became_of_the_target(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    text, axes = _page(tmp_path / "a", "accuracy>=0.8", accuracy=0.83)
+    assert "Target accuracy>=0.8 reached after " in text and "at step 9" in text
+    labels = [line.get_label() for line in axes["accuracy"].get_lines()]
+    assert "target >= 0.8" in labels and any(str(label).startswith("reached at ") for label in labels)
+    text, axes = _page(tmp_path / "b", "accuracy>=0.9", accuracy=0.83)
+    assert "Target accuracy>=0.9 not reached (best 0.83)." in text
+    labels = [line.get_label() for line in axes["accuracy"].get_lines()]
+    assert "target >= 0.9" in labels and not any(str(label).startswith("reached") for label in labels)
+    assert "Target loss<=0.1 not reached (best 0.2)." in _page(tmp_path / "c", "loss<=0.1", loss=0.4)[0]
+    assert "no metric `acc` was recorded" in _page(tmp_path / "d", "acc>=0.5", accuracy=0.83)[0]
+    assert "Target accuracy=0.9 says nothing" in _page(tmp_path / "e", "accuracy=0.9", accuracy=0.83)[0]
+
+
+def test_all_figures_have_one_time_axis_with_the_changes_of_mode(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    _, axes = _page(tmp_path, "accuracy>=0.8", accuracy=0.83)
+    shown = [axes[name] for name in ("steps per s", "rank", "accuracy")]
+    assert len({one.get_xlim() for one in shown}) == 1
+    assert len({(one.get_position().x0, one.get_position().x1) for one in shown}) == 1
+    for one in shown:
+        assert any(line.get_linestyle() == "--" and len(set(line.get_xdata())) == 1 for line in one.get_lines())
+    names = [text.get_text() for text in axes["steps per s"].get_legend().get_texts()]
+    assert names == ["sync", "partial"], "also of a segment too short for its name"
+
+
+def test_the_pace_of_ranks_is_that_of_the_step_they_were_at() -> None:
+    per_s = page.BINS // 10
+    found = page._binned([(1.01, 0.5), (1.02, 0.7), (9.01, 4.0)], 10.0)
+    assert found[0] == found[per_s] == pytest.approx(0.6)
+    assert found[5 * per_s] == 4.0, "a long step ends with its report"
+    assert math.isnan(found[-1])
+    windows = [{"time_s": 2.0, "ranks": {"compute_s": [0.1, None]}}, {"time_s": 3.0}]
+    assert page._told(windows, 0) == [(2.0, 0.1)] and page._told(windows, 1) == []
 
 
 def test_a_page_of_an_empty_run_and_of_no_run(tmp_path: Path) -> None:

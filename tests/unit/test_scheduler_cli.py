@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scheduler import cli, dataset
+from scheduler import cli, cli_evaluate, cli_promote, dataset
 from scheduler.cli_promote import gate
 from scheduler.collect_runs import read_run, real_rows, windows
 from scheduler.evaluate import Regrets
 from scheduler.plans import Plan
 from scheduler.predictor import Predictor, load
+from scheduler.registry import Version
 from scheduler.target import Target
 from tests.unit.learning import save_model, small_table
 
@@ -97,6 +99,100 @@ def test_the_gate_opens_for_a_better_model_alone() -> None:
     for coverage in (0.8, 0.97, math.nan):
         assert "intervals cover" in gate(regrets(learned=0.03, cost_model=0.05), {"coverage": coverage})[0]
     assert len(gate(regrets(learned=0.03, cost_model=0.05), {})) == 1
+
+
+class FakeRegistry:
+    """Versions by alias, whose model is that of a folder."""
+
+    uri, name = "sqlite:///nowhere", "star-tta"
+
+    def __init__(self, folder: Path, **aliases: str) -> None:
+        self.folder, self.aliases = folder, aliases
+        self.logged: dict[str, float] = {}
+        self.promoted: list[str] = []
+
+    def __call__(self, environ: object) -> FakeRegistry:
+        return self
+
+    def alias(self, alias: str) -> Version | None:
+        return Version(self.name, self.aliases[alias], "run7") if alias in self.aliases else None
+
+    def download(self, alias: str) -> Path:
+        return self.folder
+
+    def log(self, version: Version, metrics: Mapping[str, float]) -> None:
+        self.logged.update(metrics)
+
+    def promote(self, version: Version, metrics: Mapping[str, float]) -> None:
+        self.promoted.append(version.number)
+
+
+def promoted(
+    monkeypatch: pytest.MonkeyPatch, registry: FakeRegistry, scenarios: int = 40, **mean: float
+) -> tuple[int, set[str]]:
+    """Exit status of `promote` where the policies have these regrets, and which policies were judged."""
+    seen: set[str] = set()
+
+    def judged(policies: Mapping[str, object], count: int, seed: int) -> list[Regrets]:
+        seen.update(policies)
+        return regrets(**mean) * count
+
+    monkeypatch.setattr(cli_promote, "judge", judged)
+    monkeypatch.setattr("scheduler.registry.Registry", registry)
+    monkeypatch.setenv("COLUMNS", "120")
+    return cli.main(["promote", "--scenarios", str(scenarios)]), seen
+
+
+def test_a_first_challenger_has_to_beat_the_shipped_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path)
+    registry = FakeRegistry(tmp_path, challenger="1")
+    status, seen = promoted(monkeypatch, registry, scenarios=3, learned=0.04, champion=0.03, cost_model=0.05)
+    text = capsys.readouterr().out
+    assert status == 1 and seen == {"learned", "champion", "cost_model"} and registry.promoted == []
+    assert "star-tta v1 (challenger)" in text and "learned" not in text
+    assert "that of shipped model (no champion) 3.00 %" in text
+    assert "the champion stays: shipped model (no champion)" in text
+    assert "90 % intervals cover" in text and "so few scenarios (3) decide little" in text
+    assert registry.logged["promote/regret/champion"] == 0.03 and registry.logged["promote/scenarios"] == 3.0
+
+
+def test_a_challenger_is_judged_against_the_champion_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path)
+    monkeypatch.setattr(cli_promote, "MOST_COVERAGE", 1.0)
+    monkeypatch.setattr(cli_promote, "LEAST_COVERAGE", 0.0)
+    registry = FakeRegistry(tmp_path, challenger="2", champion="1")
+    status, _ = promoted(monkeypatch, registry, learned=0.03, champion=0.04, cost_model=0.05)
+    text = capsys.readouterr().out
+    assert status == 0 and registry.promoted == ["2"]
+    assert "star-tta v1 (champion)" in text and "star-tta v2 (challenger)" in text
+    assert "decide little" not in text and "stays" not in text
+
+
+def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("evaluate", "promote"):
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        assert "Exit status: 0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_evaluate_names_the_version_and_keeps_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow")
+    save_model(tmp_path)
+    registry = FakeRegistry(tmp_path, challenger="4")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("scheduler.registry.Registry", registry)
+    monkeypatch.setattr(cli_evaluate, "judge", lambda *_: regrets(learned=0.06, champion=0.03, cost_model=0.05) * 40)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.main(["evaluate"]) == 1
+    text = capsys.readouterr().out
+    assert "star-tta v4 (challenger)" in text and "shipped model (no champion)" in text
+    assert registry.logged["evaluate/regret/learned"] == 0.06 and "MLflow, run run7" in text
 
 
 # ---- logged runs ----------------------------------------------------------------------------------------------------
@@ -280,4 +376,4 @@ def test_evaluate_judges_and_says_so(
     found = json.loads(path.read_text())
     assert found["policy"] == "learned" and found["mean_regret"] == found["baselines"]["cost_model"]
     assert {"star_heuristic", "sync", "oracle", "partial(n-1)"} <= set(found["baselines"])
-    assert "learned" in capsys.readouterr().out
+    assert "(judged)" in capsys.readouterr().out
