@@ -413,7 +413,9 @@ class EngineBoard:
     def _ask_again(self, now_s: float) -> None:
         """Publish the mode that the user asked for once more, where it was not possible for a while."""
         wanted = self._wanted
-        if wanted is not None and self.active.mode != wanted.mode and wanted.mode not in self.barred:
+        if wanted is None or self._again is not None:  # A state is being loaded; the plan comes after that.
+            return
+        if self.active.mode != wanted.mode and wanted.mode not in self.barred:
             self.publish(wanted, now_s)
 
     def _regroup(self, now_s: float) -> None:

@@ -11,7 +11,7 @@ from scheduler.records import Plan
 from star_hvd.control import messages as m
 from star_hvd.control.barred import Barred
 from star_hvd.control.set_ledger import MOST_SETS, SetLedger
-from star_hvd.control.switch_messages import Cannot, DropSet, MakeSet
+from star_hvd.control.switch_messages import Cannot, DropSet, MakeSet, Restart, Switched
 from tests.unit.boards import Job, only
 
 PAIRS = [(0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (2, 3)]  # Each with a rank of the one before.
@@ -192,6 +192,20 @@ def test_the_mode_a_user_asked_for_is_tried_again() -> None:
     heard = job.pass_time(61.0)  # Nobody gets ready this time.
     assert only(heard, m.Abandon) and not only(heard, m.PlanMessage)
     assert len(only(job.pass_time(125.0), m.PlanMessage)) == 1
+
+
+def test_a_mode_waits_for_a_state_that_is_being_loaded() -> None:
+    job = Job(3)
+    job.register(Plan.partial(3, 2))
+    for rank in range(3):
+        job.arrive(rank, 5, epoch=1)
+    (away,) = only(job.say(0, Restart(0)), m.PlanMessage)
+    assert away.plan["mode"] == "sync"
+    job.say(0, Switched(0, 2, 6))
+    assert job.engine.active.mode == "sync" and only(job.pass_time(5.0), m.PlanMessage) == []
+    job.arrive(0, 6, epoch=2)  # With the loaded state.
+    (back,) = only(job.pass_time(5.0), m.PlanMessage)
+    assert back.plan["mode"] == "partial" and back.plan["reason"] == "the loaded state is in force"
 
 
 def test_a_board_offers_a_mode_again_whose_preparation_failed_once() -> None:
