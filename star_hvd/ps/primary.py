@@ -145,7 +145,8 @@ class Primary:
         """A shard has carried out, and written down, all orders up to `seq`."""
         self._done[shard] = max(self._done.get(shard, 0), seq)
         everywhere = min(self._done.values())
-        self._memory.log = [order for order in self._memory.log if order["seq"] > everywhere]
+        # No parameters tell of the cut, so a shard that is started again after it has to be told of it.
+        self._memory.log = [each for each in self._memory.log if each["seq"] > everywhere or each["op"] == "cut"]
         if self._memory.cut is not None and everywhere >= self._memory.cut_seq and not self._reported_cut:
             self._reported_cut = True
             self._links.event({"event": "cut", **self._memory.cut})
