@@ -417,6 +417,8 @@ class EngineBoard:
             return
         if self.active.mode != wanted.mode and wanted.mode not in self.barred:
             self.publish(wanted, now_s)
+            if self._switch is None:  # It makes no sense here, and that was said.
+                self.barred.bar(wanted.mode, now_s)
 
     def _regroup(self, now_s: float) -> None:
         """Form the groups anew, where the user left them open, once other ones have fitted better for a while."""

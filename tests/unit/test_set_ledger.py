@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.records import Plan
+from scheduler.records import Plan, PlanError
 from star_hvd.control import messages as m
 from star_hvd.control.barred import Barred
 from star_hvd.control.set_ledger import MOST_SETS, SetLedger
@@ -192,6 +193,21 @@ def test_the_mode_a_user_asked_for_is_tried_again() -> None:
     heard = job.pass_time(61.0)  # Nobody gets ready this time.
     assert only(heard, m.Abandon) and not only(heard, m.PlanMessage)
     assert len(only(job.pass_time(125.0), m.PlanMessage)) == 1
+
+
+def test_a_mode_that_makes_no_sense_here_is_not_asked_for_all_the_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(3)
+    job.register(Plan.ps(3, 2))
+    job.say(1, Cannot(0, 1, "the servers were not up in time"))
+
+    def refuse(plan: Plan) -> Plan:
+        raise PlanError("nobody has the state")
+
+    monkeypatch.setattr(job.engine, "_resolve", refuse)
+    job.pass_time(100.0)
+    assert caplog.text.count("is abandoned: nobody has the state") == 1
 
 
 def test_a_mode_waits_for_a_state_that_is_being_loaded() -> None:
