@@ -37,7 +37,7 @@ class _Session:
     endpoints: list[Endpoint]
     layout: Layout
     spec: OptimizerSpec
-    used: bool = False  # Whether it was ever entered: its plan may have been abandoned.
+    begun: bool = False  # Whether its plan came into force, on this rank's training thread or past it: many do not.
 
 
 class ServerHouse:
@@ -114,9 +114,9 @@ class ServerHouse:
         with self._changed:
             kept = self._sessions.get(engine, [])
             past = [each for each in kept if each.number <= active.epoch and each.number != live]
-            used = [each for each in past if each.used]
+            begun = [each for each in past if each.begun]
             # The last one may still be asked for its last state; in another mode that is the last but one.
-            old = [each for each in past if not each.used] + used[: -1 if live is not None else -2]
+            old = [each for each in past if not each.begun] + begun[: -1 if live is not None else -2]
             self._sessions[engine] = [each for each in kept if each not in old]
         self._close(engine, old)
 
@@ -242,13 +242,16 @@ class ServerHouse:
         numbers = [self._serves.get((engine, plan.epoch), -1 - i) for i, plan in enumerate((one, other))]
         return numbers[0] == numbers[1]
 
+    def begun(self, engine: int, plan: Plan) -> None:
+        """A plan is in force: with its servers may lie, one day, the only state there is."""
+        with contextlib.suppress(StarError):
+            self._session_of(engine, plan).begun = True
+
     # ---- for the training thread --------------------------------------------------------------------------------
 
     def client(self, engine: int, plan: Plan) -> Client:
         """The connection to the servers of a plan, which begins, or goes on, with it."""
-        session = self._session_of(engine, plan)
-        session.used = True
-        return session.client
+        return self._session_of(engine, plan).client
 
     def seed(self, engine: int, plan: Plan, snapshot: Snapshot) -> None:
         """Open this rank's shard with the state in which the plan begins."""

@@ -213,6 +213,10 @@ class JobServices:
         """All ranks are ready to go on to `new`: let servers here change their rule, or make their last update."""
         self.house.end(engine, plan, new)
 
+    def begun(self, engine: int, plan: Plan) -> None:
+        """A plan of servers is in force."""
+        self.house.begun(engine, plan)
+
     def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """The state with which the servers of a plan ended at `version`."""
         return self.house.final_state(engine, plan, version, deadline_s)

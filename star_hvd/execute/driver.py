@@ -368,8 +368,7 @@ class EngineDriver(StepTeller):
     def on_switch(self, round_: int, plan: Plan) -> None:
         logger.info("rank %d: step %d: switch to %s", self.engine.rank, round_, plan.label)
         previous, self._previous = self._previous, plan
-        if plan.family in ("ps", "grouped"):
-            self._preparer(lambda: self.handover.plan_taken(plan))
+        self.handover.taken(plan)
         if self.handover.told_early:
             self._preparer(self.handover.switched)
         if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:

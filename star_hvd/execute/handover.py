@@ -75,6 +75,10 @@ class Services(Protocol):
         """All ranks are ready to go from `plan` on to `new`: let servers make their last update, where here are any."""
         ...
 
+    def begun(self, engine: int, plan: Plan) -> None:
+        """A plan of servers is in force, whether the training thread has come to it or not."""
+        ...
+
     def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """The state with which the servers of a plan ended, None where it is not to be had any more."""
         ...
@@ -264,8 +268,14 @@ class Handover:
                 self._made[plan.epoch] = self._services.steps(self._number, plan)
             return self._made[plan.epoch]
 
-    def plan_taken(self, plan: Plan) -> None:
-        """A plan of servers is in force: while the training thread is away nobody may wait for it. In the preparer."""
+    def taken(self, plan: Plan) -> None:
+        """A plan is in force here. In whatever thread learns of it."""
+        if plan.family in ("ps", "grouped"):
+            self._services.begun(self._number, plan)
+            self._later(lambda: self._served(plan))
+
+    def _served(self, plan: Plan) -> None:
+        """While the training thread is away nobody may wait for it. In the preparer."""
         with self._steps_lock:
             grouped = plan.mode == "grouped"  # Its members wait for this rank until their leader learns of its end.
             if grouped or (self._away and self._engine.plan.epoch == plan.epoch):

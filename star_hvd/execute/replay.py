@@ -127,11 +127,11 @@ class Shadow:
             for param in bucket.params:
                 self._twin[param] = torch.nn.Parameter(param.detach().clone())
         optimizer = _copy_optimizer(applier.optimizer, applier.base, self._twin)
-        self._buckets = [
+        buckets = [
             Bucket(b.index, tuple(self._twin[p] for p in b.params), flat := b.new_flat(), tuple(b.split(flat)), flat)
             for b in applier.buckets
         ]
-        self._applier = Applier(optimizer, applier.base, self._buckets, applier.hyper, applier.max_grad_norm)
+        self.applier = Applier(optimizer, applier.base, buckets, applier.hyper, applier.max_grad_norm)
 
     def apply(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
         """Replay one step.
@@ -140,12 +140,12 @@ class Shadow:
             means: Averaged gradients, one flat buffer per bucket.
             row: The step's hyperparameters, None for those this rank had when the shadow was made.
         """
-        self._applier.step_with(means, row)
+        self.applier.step_with(means, row)
         self.version += 1
 
     def fill(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
         """Let `write` put other parameters and state into the copy."""
-        write(self._buckets, self._applier.optimizer)
+        write(self.applier.buckets, self.applier.optimizer)
 
     def take_over(self) -> None:
         """Copy the shadow's parameters into the live ones and move its optimizer state there."""
@@ -154,9 +154,9 @@ class Shadow:
             for param, twin in self._twin.items():
                 param.copy_(twin)
         for param, twin in self._twin.items():
-            if twin in self._applier.optimizer.state:
-                live.state[param] = self._applier.optimizer.state.pop(twin)
-        for mine, theirs in zip(self._live.buckets, self._buckets, strict=True):
+            if twin in self.applier.optimizer.state:
+                live.state[param] = self.applier.optimizer.state.pop(twin)
+        for mine, theirs in zip(self._live.buckets, self.applier.buckets, strict=True):
             mine.flat.copy_(theirs.flat)
             for param, view in zip(mine.params, mine.views, strict=True):
                 param.grad = view

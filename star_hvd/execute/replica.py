@@ -47,6 +47,7 @@ class Replica:
         self._counters = counters
         self._changed = changed
         self._shadow: Shadow | None = None
+        self._whole = False  # While foreign: nothing came yet, so what was here when the rounds were left still is.
 
     # ---- under the engine's lock ------------------------------------------------------------------------------
 
@@ -72,7 +73,7 @@ class Replica:
     def replaced(self, version: int) -> None:
         """The whole state of `version` has come and waits for the training thread to take it over."""
         self.leave()
-        self.version = version
+        self._whole, self.version = False, version
 
     def shadow_with(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
         """Make a shadow whose contents `write` fills in; under `apply_lock`."""
@@ -84,6 +85,7 @@ class Replica:
 
     def leave(self) -> None:
         """Parameters come from elsewhere from now on; what waits to be applied is void."""
+        self._whole = not (self.foreign or self.needs_fetch or self.queue) and self._shadow is None
         self.foreign, self.needs_fetch = True, False
         self.queue.clear()
         self._shadow = None
@@ -145,8 +147,13 @@ class Replica:
             # Steps that ended here after the snapshot was taken are still missing; the next step fetches again.
             self.needs_fetch = snapshot.version < ended
 
+    def overwritten(self) -> None:
+        """The live parameters are about to become others' without the optimizer's state; under `apply_lock`."""
+        self._whole = False
+
     def load(self, snapshot: Snapshot) -> None:
         """Copy a snapshot into the live parameters; entries without state leave the optimizer's state alone."""
+        self.overwritten()
         params = [param for bucket in self.applier.buckets for param in bucket.params]
         with torch.no_grad():
             for param, value in zip(params, snapshot.params, strict=True):
@@ -180,14 +187,21 @@ class Replica:
             return True
 
     def snapshot(self, *, state_too: bool = True) -> Snapshot | None:
-        """A copy of the live parameters and, if wanted, optimizer state; None while this rank is itself behind."""
+        """A copy of the newest parameters here and, if wanted, optimizer state; None while this rank is behind itself.
+
+        The newest may be on the shadow, for as long as the training thread is away: it may wait, in a collective of the
+        user's, for the very rank that asks. What a rank had when it left the rounds stays good until others' parameters
+        come in its place: nobody else may have it.
+        """
         with self.apply_lock:
             with self.lock:
-                if self.needs_fetch or self.foreign or self._shadow is not None or self.queue:
+                if self.needs_fetch or (self.foreign and not self._whole) or self.queue:
                     return None
-                version = self.version
-            optimizer = self.applier.optimizer
-            params = [param for bucket in self.applier.buckets for param in bucket.params]
+                shadow = self._shadow
+                version = self.version if shadow is None else shadow.version
+            source = self.applier if shadow is None else shadow.applier
+            optimizer = source.optimizer
+            params = [param for bucket in source.buckets for param in bucket.params]
             state: list[dict[str, object]] = [
                 {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
                 if state_too
@@ -195,5 +209,5 @@ class Replica:
                 for p in params
             ]
             values = [param.detach().clone() for param in params]
-            fence(self.applier.buckets)
+            fence(source.buckets)
             return Snapshot(version, values, state)

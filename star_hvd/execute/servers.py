@@ -230,6 +230,7 @@ class ServerSteps:
     def _write(self, outcome: Outcome) -> None:
         engine = self._engine
         with engine.replica.apply_lock, torch.no_grad():
+            engine.replica.overwritten()
             for bucket, flat in zip(engine.applier.buckets, outcome.params, strict=True):
                 for param, view in zip(bucket.params, bucket.split(flat), strict=True):
                     param.copy_(view)

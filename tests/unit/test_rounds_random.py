@@ -137,3 +137,44 @@ def test_sync_never_leaves_a_rank_that_is_not_away() -> None:
         check(world)
         assert all(engine.counters.late == engine.counters.folds == 0 for engine in world.engines)
         assert world.engines[0].version == 4
+
+
+class Resting(World):
+    """At rest, before training threads come back from wherever they are, every rank's newest state is looked at."""
+
+    def _settle(self) -> None:
+        self.on_shadows = sum(engine.replica._shadow is not None for engine in self.engines)
+        self.seen = [engine.replica.snapshot() for engine in self.engines]
+        super()._settle()
+
+
+def test_a_rank_that_is_away_gives_what_it_has_even_on_its_shadow() -> None:
+    """It may wait, in a collective of the user's, for the very rank that asks."""
+    on_shadows = 0
+    for seed in range(SEEDS_PER_CASE):
+        world = Resting(seed, plans=[Plan.partial(3, 2, epoch=1)])
+        world.run()
+        check(world)
+        on_shadows += world.on_shadows
+        for engine, snapshot in zip(world.engines, world.seen, strict=True):
+            assert snapshot is not None and snapshot.version == engine.next_round
+            params = [param for bucket in engine.applier.buckets for param in bucket.params]
+            for param, value, state in zip(params, snapshot.params, snapshot.state, strict=True):
+                assert torch.equal(param, value)
+                check_state(state, engine.applier.optimizer.state[param])
+    assert on_shadows > SEEDS_PER_CASE / 10
+
+
+def test_what_was_here_when_the_rounds_were_left_is_good_until_other_parameters_come() -> None:
+    world = World(1, world_size=2)
+    world.run()
+    engine = world.engines[0]
+    engine.leave_rounds()
+    kept = engine.replica.snapshot()
+    assert kept is not None and kept.version == engine.version
+    assert torch.equal(kept.params[0], engine.applier.buckets[0].params[0])
+    with engine.replica.apply_lock:
+        engine.replica.overwritten()
+    assert engine.replica.snapshot() is None
+    engine.leave_rounds()
+    assert engine.replica.snapshot() is None, "what is here came from elsewhere"

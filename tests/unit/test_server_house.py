@@ -47,6 +47,7 @@ class House:
         if plan.family in ("ps", "grouped"):
             self.prepare(plan)
             self.engine.plan = plan
+            self.house.begun(0, plan)
             return self.house.client(0, plan)
         self.engine.plan = plan
         return None
@@ -96,6 +97,15 @@ def test_the_last_state_of_the_mode_before_stays_to_be_had(house: House) -> None
     house.prepare(ps(10))
     assert not clients[-1].closed and not last.closed
     assert [each.closed for each in clients[:-1]] == [True, True, True]
+
+
+def test_a_mode_that_passed_by_while_the_training_thread_computed_keeps_its_last_state(house: House) -> None:
+    house.prepare(ps(1))
+    house.engine.plan = ps(1)
+    house.house.begun(0, ps(1))
+    house.engine.plan = Plan.sync(4).replace(epoch=2)  # Nobody asked for the connection.
+    house.prepare(grouped(3))
+    assert not house.house.client(0, ps(1)).closed and house.shards == []
 
 
 def test_nothing_is_left_of_an_optimizer_that_is_closed(house: House) -> None:
