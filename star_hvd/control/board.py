@@ -58,6 +58,7 @@ logger = logging.getLogger("star_hvd")
 
 ALL = -1  # Destination: every rank.
 _TIDY_S = 5.0  # Between two looks for process sets that nobody needs.
+_UNLIKELY = 3  # Of so many answers to who has the state, one names a rank that is not known to have it.
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -288,9 +289,16 @@ class Board:
 
     def _source(self, rank: int, message: Source) -> None:
         engine = self._engine(message.engine)
-        others = [r for r in engine.rule.up_to_date() if r != rank and r not in self.lost]
-        # In turns: one may be behind after all. Whoever is away, at the end of an epoch for example, serves as well.
-        source = others[self._asked[rank] % len(others)] if others else -1
+        others = [r for r in range(self.world_size) if r != rank and r not in self.lost]
+        likely = [r for r in engine.rule.up_to_date() if r in others]
+        # In turns: one may be behind after all. Whoever is away, at the end of an epoch for example, serves too, and
+        # now and then it is somebody who takes part no more, and may have been the last to have the state.
+        others = [r for r in others if r not in likely]
+        turns, rest = divmod(self._asked[rank], _UNLIKELY)
+        if others and (rest == _UNLIKELY - 1 or not likely):
+            source = others[turns % len(others)]
+        else:
+            source = likely[(self._asked[rank] - turns) % len(likely)] if likely else -1
         self._asked[rank] += 1
         self.outbox.append((rank, SourceReply(message.engine, source)))
 

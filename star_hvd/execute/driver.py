@@ -306,6 +306,7 @@ class EngineDriver(StepTeller):
             self.handover.moved(message.epoch, message.round)
         elif isinstance(message, messages.Abandon):
             self.engine.abandon(message.epoch)
+            self.handover.abandoned(message.epoch)
 
     def _prepare(self, plan: Plan) -> None:
         unsuited = self.engine.unsuited(plan)

@@ -126,6 +126,7 @@ class Handover:
         self._steps_lock = threading.RLock()
         self._made: dict[int, Steps] = {}
         self._ended: tuple[Plan, int] | None = None
+        self._postponed: Plan | None = None  # Prepared once the training thread has left what it is still in.
         self._away = False
 
     # ---- preparer and agent threads -----------------------------------------------------------------------------
@@ -136,12 +137,31 @@ class Handover:
 
     def prepare(self, plan: Plan) -> None:
         """Get ready for a plan; blocks, in the preparer's thread."""
+        if self._postpone(plan):
+            return
         reason = self._engine.refusal(plan) or self._services.prepare(self._number, plan)
         if reason is None:
             with self._lock:
                 self._held = {epoch: held for epoch, held in self._held.items() if epoch >= plan.epoch - 8}
                 self._held[plan.epoch] = plan
         self._ready(plan, reason)
+
+    def _postpone(self, plan: Plan) -> bool:
+        """Whether other servers have to wait: nobody may be more than one mode of servers behind.
+
+        Connections and states of the last one are kept for those who were busy when it ended, of earlier ones not.
+        """
+        with self._steps_lock:
+            session = plan.family in ("ps", "grouped") and not (plan.family == self._engine.plan.family == "ps")
+            behind = session and any(steps.gone for steps in self._made.values())
+            self._postponed = plan if behind else None
+            return behind
+
+    def abandoned(self, epoch: int) -> None:
+        """A plan is given up."""
+        with self._steps_lock:
+            if self._postponed is not None and self._postponed.epoch == epoch:
+                self._postponed = None
 
     def commit(self, epoch: int) -> None:
         """All ranks are ready for a plan: raise flags, or let the servers end."""
@@ -219,6 +239,9 @@ class Handover:
                 steps.finish()  # A mode that began and ended while this rank was busy; others wait for it there.
             with self._steps_lock:
                 self._made = {epoch: steps for epoch, steps in self._made.items() if steps not in passed}
+        plan = self._postponed
+        if plan is not None and self.outside is None:
+            self._later(lambda: self.prepare(plan))
 
     @property
     def needs_state(self) -> bool:

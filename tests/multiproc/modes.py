@@ -192,9 +192,15 @@ def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
     return {"digest": digest(net), "stats": optimizer.stats(), "state": len(state["state"])}
 
 
-def switching(seed: int, switches: int, *, slow: bool) -> Facts:
-    """Random switches among all modes at random steps while ranks train, one of them slow or none."""
-    chosen, which = random.Random(seed), random.Random(1000 + seed)
+def switching(seed: int, switches: int, how: str) -> Facts:
+    """Random switches among all modes at random steps while ranks train.
+
+    Args:
+        seed: Of the modes and of what ranks do.
+        switches: Ends it, as 45 s do.
+        how: `even`, `slow` (the last rank), or `moody`: each rank is slow, and stands still, when it likes.
+    """
+    chosen, which, mood = (random.Random(s) for s in (seed, 1000 + seed, 2000 + 10 * seed + int(hvd.rank())))
     net = model(seed)
     inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="sync", config=CONFIG)
@@ -203,8 +209,9 @@ def switching(seed: int, switches: int, *, slow: bool) -> Facts:
     while not done[0]:
         for _ in range(chosen.randint(1, 4)):
             optimizer.zero_grad()
-            late = slow and int(hvd.rank()) == int(hvd.size()) - 1
-            compute(net, batch(number), 0.01 if late else 0.001)
+            late = how == "slow" and int(hvd.rank()) == int(hvd.size()) - 1
+            pause_s = mood.choice([0.0] * 40 + [0.05, 0.2, 1.5]) if how == "moody" else 0.0
+            compute(net, batch(number), 0.01 if late else 0.001 + pause_s)
             optimizer.step()
             number += 1
             if optimizer.mode != previous:
@@ -237,8 +244,8 @@ def main(wanted: list[str]) -> None:
         began_s = time.monotonic()
         with deadline():
             if name.startswith("switch:"):
-                _, seed, count, slow = name.split(":")
-                facts[name] = switching(int(seed), int(count), slow=slow == "slow")
+                _, seed, count, how = name.split(":")
+                facts[name] = switching(int(seed), int(count), how)
             elif name == "beforehand":
                 facts[name] = beforehand()
             elif name == "many_sets":

@@ -17,16 +17,16 @@ CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup
 FIXED = ("local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", "ssp(2)", "dynsgd", "ps(backup=1)")
 FIXED += ("ps(dynamic)", "grouped(2)", "ps(tree=2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
-SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even")
+SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even", "switch:9:70:moody")
 
 
 @functools.cache
-def _job(names: tuple[str, ...]) -> JobResult:
-    return run_job("tests.multiproc.modes", *names, ranks=RANKS, timeout_s=380.0)
+def _job(names: tuple[str, ...], module: str) -> JobResult:
+    return run_job(module, *names, ranks=RANKS, timeout_s=380.0)
 
 
-def facts_of(names: tuple[str, ...], name: str) -> list[dict[str, Any]]:
-    job = _job(names)
+def facts_of(names: tuple[str, ...], name: str, module: str = "tests.multiproc.modes") -> list[dict[str, Any]]:
+    job = _job(names, module)
     facts = [result.get("facts", {}).get(name) for result in job.results]
     where = "\n".join(line for line in job.output.splitlines() if "/star_hvd/" in line or "modes.py" in line)
     assert all(facts), f"the job ended during {[r.get('running') for r in job.results]}:\n{where[-12000:]}\n{job.tail}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -88,3 +90,48 @@ def test_what_was_told_early_is_followed_in_the_end() -> None:
                 plan = SERVED if event == "moved to servers" else BACK
                 made.moved(plan.epoch, 57 if plan is SERVED else 60)
         assert engine.plan is BACK and engine.voided == [BACK.epoch], order
+
+
+class Servers:
+    """Connections that are always there."""
+
+    def __init__(self) -> None:
+        self.prepared: list[int] = []
+
+    def prepare(self, engine: int, plan: Plan) -> str | None:
+        self.prepared.append(plan.epoch)
+        return None
+
+
+def test_other_servers_wait_for_a_training_thread_that_is_one_mode_of_servers_behind() -> None:
+    engine, servers, tasks = Engine(3, SERVED), Servers(), list[Callable[[], None]]()
+    ready: list[int] = []
+    made = handover(engine)
+    made._services, made._later = cast(Any, servers), tasks.append
+    made._ready = lambda plan, reason: ready.append(plan.epoch)
+    engine.refusal = lambda plan: None  # type: ignore[attr-defined]
+    steps = SimpleNamespace(gone=False, over=False, finish=lambda: None)
+    made._made = {SERVED.epoch: cast(Any, steps)}
+    groups = Plan.grouped(4, [(0, 1), (2, 3)]).replace(epoch=3, servers=(0,))
+
+    made.prepare(groups)
+    assert ready == [3], "its servers are in force"
+    engine.plan, steps.gone = groups, True  # The training thread computes on.
+    other = Plan.ps(4, 2, servers=(2,), epoch=4)
+    made.prepare(other)
+    assert ready == servers.prepared == [3] and tasks == []
+    made.leave()  # It comes, and leaves what was.
+    (again,) = tasks
+    again()
+    assert ready == servers.prepared == [3, 4]
+
+
+def test_a_plan_that_was_given_up_is_not_prepared_afterwards() -> None:
+    engine, servers, tasks = Engine(3, BACK), Servers(), list[Callable[[], None]]()
+    made = handover(engine)
+    made._services, made._later = cast(Any, servers), tasks.append
+    made._made = {SERVED.epoch: cast(Any, SimpleNamespace(gone=True, over=True, finish=lambda: None))}
+    made.prepare(Plan.ps(4, 2, servers=(2,), epoch=4))
+    made.abandoned(4)
+    made.leave()
+    assert servers.prepared == [] and tasks == []

@@ -1,0 +1,136 @@
+"""What every rank runs to test plans that change while training threads are elsewhere: in a long step, in a collective
+of the user's. See `modes.py` for the rest."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+import star_hvd as hvd
+from tests.multiproc.modes import CONFIG, deadline, finish, publish
+from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, model
+from tests.support.launch import write_result
+
+SERVED = ("ps(1)", "grouped(2)", "ps(2)", "grouped(2)", "ps(3)", "sync", "ps(1)")
+"""Every one but the last but one hands over to other servers."""
+LIMIT_S = 60.0  # For all of them.
+LONG_STEP_S = 6.0
+
+
+class OwnSGD(torch.optim.SGD):
+    """A class of the user's: helpers cannot replay its steps."""
+
+
+class Job:
+    """One optimizer, and steps on it."""
+
+    def __init__(self, base: type[torch.optim.SGD], mode: str = "sync") -> None:
+        self.net, self.rank, self._number = model(), int(hvd.rank()), 0
+        inner = base(self.net.parameters(), lr=0.01, momentum=0.9)
+        named = self.net.named_parameters()
+        self.optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, mode=mode, config=CONFIG)
+
+    def step(self, seconds: float = 0.004, hold: Callable[[], Any] = lambda: None) -> None:
+        self.optimizer.zero_grad()
+        compute(self.net, batch(self._number), seconds)
+        hold()
+        self.optimizer.step()
+        self._number += 1
+
+    @property
+    def in_force(self) -> str:
+        """As the engine knows it; the training thread may not have come to it yet."""
+        return str(self.optimizer._star.core.driver.engine.plan.label)
+
+    def step_until(self, mode: str) -> None:
+        for _ in range(3000):
+            publish(self.optimizer, mode)
+            self.step()
+            if self.optimizer.mode == mode:
+                return
+        raise AssertionError(f"rank {self.rank} is in {self.optimizer.mode}; {mode} did not come")
+
+    def finish(self, **more: Any) -> Facts:
+        return finish(self.net, self.optimizer) | more
+
+
+def long_step(rank: int) -> Facts:
+    """Modes of servers come and go while one rank, maybe one that runs a server, is inside a single step."""
+    job = Job(torch.optim.SGD)
+    job.step_until(SERVED[0])
+    engine, passed = job.optimizer._star.core.driver.engine, [job.in_force]
+    first = engine.plan.epoch
+    hvd.barrier()
+
+    def walk() -> None:
+        """Have all plans published, one after the other, whatever this rank's training thread does."""
+        limit_s, epoch = time.monotonic() + LIMIT_S, first
+        while time.monotonic() < limit_s and len(passed) < len(SERVED):
+            publish(job.optimizer, SERVED[len(passed)])
+            time.sleep(0.01)
+            if engine.plan.epoch != epoch:
+                epoch = engine.plan.epoch
+                passed.append(job.in_force)
+
+    walker = threading.Thread(target=walk)
+    walker.start()
+    if job.rank == rank:
+        job.step(hold=lambda: time.sleep(LONG_STEP_S))
+    while walker.is_alive():
+        job.step()
+    hvd.barrier()
+    for _ in range(20):
+        job.step()
+    return job.finish(passed=passed)
+
+
+def met(base: type[torch.optim.SGD]) -> Facts:
+    """Who has the state of a subgroup waits in the user's own collective, for a rank that joins the next subgroup."""
+    job, joins = Job(base), "subgroup(1,2)"
+    job.step_until("subgroup(0,2,3)")
+    for _ in range(5):  # The coordinator hears that the plan is in force, and takes the next one.
+        job.step()
+    hvd.barrier()
+    publish(job.optimizer, joins)
+    if job.rank in (1, 3):
+        for _ in range(3000):
+            if job.optimizer.mode == joins:
+                break
+            job.step()
+    began_s = time.monotonic()
+    hvd.broadcast(torch.zeros(1), 0)
+    waited_s = time.monotonic() - began_s
+    for _ in range(20):
+        job.step()
+    return job.finish(mode=job.optimizer.mode, waited_s=waited_s)
+
+
+SCENARIOS: dict[str, Callable[[], Facts]] = {
+    "long_step:3": lambda: long_step(3),
+    "long_step:0": lambda: long_step(0),
+    "met:replayed": lambda: met(torch.optim.SGD),
+    "met:fetched": lambda: met(OwnSGD),
+}
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    _wait_without_spinning()
+    hvd.init()
+    facts: dict[str, Facts] = {}
+    for name in names:
+        write_result({"facts": facts, "running": name})
+        with deadline():
+            facts[name] = SCENARIOS[name]()
+            horovod.barrier()
+    write_result({"facts": facts, "running": ""})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,28 @@
+"""Plans that change while training threads are elsewhere: nobody is left without a state, or without its servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiproc.elsewhere import SCENARIOS, SERVED
+from tests.multiproc.test_modes import check, facts_of
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
+
+NAMES = tuple(SCENARIOS)
+MODULE = "tests.multiproc.elsewhere"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("met")])
+def test_who_waits_in_a_collective_gives_its_state_to_the_rank_it_waits_for(name: str) -> None:
+    facts = facts_of(NAMES, name, MODULE)
+    check(facts)
+    assert {rank["mode"] for rank in facts} == {"subgroup(1,2)"}
+    assert facts[1]["stats"]["fetched"] > 0, "rank 1 had nothing to ask for"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("long_step")])
+def test_modes_of_servers_come_and_go_while_a_rank_is_inside_one_step(name: str) -> None:
+    facts = facts_of(NAMES, name, MODULE)
+    check(facts)
+    assert facts[0]["passed"] == list(SERVED), "a plan was given up"
