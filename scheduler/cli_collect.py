@@ -13,7 +13,7 @@ from typing import Any
 from scheduler import dataset
 from scheduler.evaluate import HELD_OUT_SEED
 
-__all__ = ["DEFAULT_TABLE", "add_arguments", "run"]
+__all__ = ["DEFAULT_TABLE", "add_arguments", "add_sources", "logged_rows", "project_version", "run", "tell", "why_none"]
 
 DEFAULT_TABLE = Path("training_logs/datasets/moments.csv.gz")
 
@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="first seed; those from 1,000,000 on are for judging")
     parser.add_argument("--moments", type=int, default=6, help="moments of a job that are tried out (default 6)")
     parser.add_argument("--budget-s", type=float, default=0.0, help="stop after so many seconds, with what there is")
+    add_sources(parser)
+
+
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """Options that say where logged runs are."""
     parser.add_argument("--runs", type=Path, help="folder of logged runs (training_logs/runs) to add, marked as real")
     parser.add_argument("--mlflow", action="store_true", help="add the runs that the run log has sent to MLflow")
 
@@ -40,40 +45,40 @@ def run(options: argparse.Namespace) -> int:
     if not 0 <= options.seed <= last <= HELD_OUT_SEED:
         raise ValueError(f"seeds are {options.seed} to {last}; expected 0 to {HELD_OUT_SEED}, later ones are held out")
     simulated = _simulated(options)
-    real = _logged(options)
+    real = logged_rows(options)
     rows = simulated + real
     if not rows:
-        raise dataset.DatasetError(_why_none(options))
+        raise dataset.DatasetError(why_none(options, jobs=options.jobs))
     made_by = f"star-scheduler collect --jobs {options.jobs} --seed {options.seed} --moments {options.moments}"
     described = dataset.write(options.out, dataset.frame_of(rows), made_by=made_by)
-    _tell(
+    tell(
         f"{described['rows']} rows ({len(simulated)} simulated, {len(real)} real) of {described['runs']} runs "
         f"in {options.out}, SHA-256 {described['sha256'][:12]}"
     )
     return 0
 
 
-def _logged(options: argparse.Namespace) -> list[list[Any]]:
-    """Rows of real runs, from where they were asked for."""
+def logged_rows(options: argparse.Namespace) -> list[list[Any]]:
+    """Rows of real runs, from where `add_sources` was asked for them; every run left out is told, with its reason."""
     rows: list[list[Any]] = []
     if options.runs is not None:
         from scheduler.collect_runs import real_rows
 
-        rows += real_rows(options.runs, project_version(), told=_tell)
+        rows += real_rows(options.runs, project_version(), told=tell)
     if options.mlflow:
         from scheduler.collect_runs import mlflow_rows
 
-        rows += mlflow_rows(os.environ, project_version(), told=_tell)
+        rows += mlflow_rows(os.environ, project_version(), told=tell)
     return rows
 
 
-def _why_none(options: argparse.Namespace) -> str:
+def why_none(options: argparse.Namespace, *, jobs: int = 0) -> str:
     """What to say where there are no rows at all."""
     places = [str(options.runs)] if options.runs is not None else []
     places += ["MLflow"] if options.mlflow else []
     if not places:
         return "no rows: no moment was tried out; ask for more --jobs"
-    tried = " and no moment of a simulated job was tried out" if options.jobs else ""
+    tried = " and no moment of a simulated job was tried out" if jobs else ""
     return f"no rows: no usable runs in {' and '.join(places)}{tried}; see docs/scheduler.md for what a run needs"
 
 
@@ -91,7 +96,7 @@ def project_version() -> str:
     return found[1] if found else "unknown"
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
     """One line on one line: no wrapping, and brackets are no markup."""
     _console().print(text, highlight=False, markup=False, soft_wrap=True)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler import cli, dataset
 from scheduler.predictor import HEADS, ModelError, Predictor, find_ranker, load
 from scheduler.registry import CHALLENGER, CHAMPION, Registry, fetch, find_model, tracking_uri
 from tests.unit.learning import save_model, small_table
@@ -92,7 +93,9 @@ def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_runs_in_mlflow_become_rows(stored: tuple[dict[str, str], Path], tmp_path: Path) -> None:
+def test_runs_in_mlflow_become_rows_to_train_on(
+    stored: tuple[dict[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from scheduler.collect_runs import mlflow_rows
     from scheduler.plans import Plan
     from tests.unit.test_scheduler_cli import logged
@@ -113,3 +116,10 @@ def test_runs_in_mlflow_become_rows(stored: tuple[dict[str, str], Path], tmp_pat
     told: list[str] = []
     rows = mlflow_rows(environ, "1", told=told.append)
     assert told[0].startswith("2 of 2 runs used") and {row[0] for row in rows} == {"real"}
+
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    dataset.write(tmp_path / "t.csv.gz", small_table())
+    assert cli.main(["train", "t.csv.gz", "--mlflow", "--out", "model", "--no-registry"]) == 0
+    assert load(tmp_path / "model").about["data"]["sources"]["real"] == len(rows)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scheduler import cli, cli_evaluate, cli_promote, dataset
+from scheduler import cli, cli_evaluate, cli_promote, cli_train, dataset
 from scheduler.cli_promote import gate
 from scheduler.collect_runs import read_run, real_rows, windows
 from scheduler.evaluate import Regrets
@@ -81,6 +81,45 @@ def test_several_tables_are_put_together(tmp_path: Path, monkeypatch: pytest.Mon
     assert cli.main(["train", "a.csv.gz", "b.csv.gz", "--out", "model", "--no-registry"]) == 0
     data = load(tmp_path / "model").about["data"]
     assert data["rows"] == len(frame) and data["networks"] == 12
+
+
+def test_train_adds_logged_runs_by_itself_and_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    frame = small_table()
+    dataset.write(tmp_path / "t.csv.gz", frame)
+    train = ["train", "t.csv.gz", "--runs", "runs", "--out", "model", "--no-registry"]
+    (tmp_path / "runs").mkdir()
+    assert cli.main(train) == 2
+    assert "no usable runs in runs" in capsys.readouterr().err
+    logged(tmp_path / "runs", "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path / "runs", "b", Plan.partial(4, 3), reached_s=5.0)
+    assert cli.main(train) == 0
+    real, about = dataset.read(tmp_path / "training_logs/datasets/logged.csv.gz")
+    assert about["sources"] == {"real": len(real)} and about["made_by"] == "star-scheduler train --runs runs"
+    data = load(tmp_path / "model").about["data"]
+    assert data["rows"] == len(frame) + len(real) and data["sources"]["real"] == len(real) > 0
+
+    (tmp_path / "runs").rename(tmp_path / "moved")  # The same runs under another name.
+    for name, other in (("a", "x"), ("b", "y")):
+        (tmp_path / "moved" / name).rename(tmp_path / "moved" / other)
+    dataset.write(tmp_path / "kept.csv.gz", real)
+    assert cli.main(["train", "t.csv.gz", "kept.csv.gz", "--runs", "moved", "--out", "again", "--no-registry"]) == 0
+    assert load(tmp_path / "again").about["data"]["rows"] == data["rows"]
+
+
+def test_train_without_a_table_fits_to_the_projects_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(cli_train, "_SHIPPED", tmp_path / "datasets")
+    assert cli.main(["train", "--no-registry"]) == 2, "there is none"
+    assert "cannot read the table training_logs" in capsys.readouterr().err
+    dataset.write(tmp_path / "datasets/some.csv.gz", small_table())
+    assert cli.main(["train", "--no-registry", "--out", "model"]) == 0
+    assert "fitting to some.csv.gz" in " ".join(capsys.readouterr().err.split())
 
 
 # ---- the gate -------------------------------------------------------------------------------------------------------
