@@ -6,8 +6,10 @@ the import alone takes seconds, and a server that hangs would hold the job up.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -189,13 +191,13 @@ class Registry:
         return fetch(f"models:/{self.name}@{alias}", self._environ, deadline_s=120.0)
 
 
-def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float = FETCH_S) -> Path:
-    """Download a model from the registry into a folder of this user's cache.
+def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = None) -> Path:
+    """Download a model from the registry into a folder that goes when this process ends.
 
     Args:
         uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
-        environ: The environment, for the tracking URI and the cache.
-        deadline_s: Seconds until it is given up; the child process is killed then.
+        environ: The environment, for the tracking URI.
+        deadline_s: Seconds until it is given up, `FETCH_S` by default; the child process is killed then.
 
     Returns:
         The folder with `model.json`.
@@ -203,7 +205,9 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float = FETCH_S) 
     Raises:
         ModelError: Not there, no answer in time, or MLflow is not installed.
     """
+    deadline_s = FETCH_S if deadline_s is None else deadline_s
     target = Path(tempfile.mkdtemp(prefix="star-model-"))
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
     command = [sys.executable, "-m", "scheduler.registry", uri, str(target), tracking_uri(environ)]
     env = {**environ, "MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     package = str(Path(__file__).resolve().parent.parent)
