@@ -135,6 +135,7 @@ class BucketCore:
         hyper = HyperRow(self.optimizer.param_groups)
         applier = Applier(self.optimizer, self.base, self._buckets, hyper, self._max_grad_norm)
         driver = run.new_driver()
+        driver.begun = self._begun
         initial = Plan.sync(
             run.world_size,
             damping=self._config.damping,
@@ -218,6 +219,10 @@ class BucketCore:
     def handles(self) -> dict[torch.nn.Parameter, Any]:
         """Parameters whose gradients are on their way, or are accumulated for a later pass to send."""
         return {p: None for p, passes in self._delay.items() if passes < self.passes or p in self._given}
+
+    def _begun(self) -> list[torch.nn.Parameter]:
+        """Parameters whose gradients are accumulated for a later pass to send."""
+        return [param for param, left in self._delay.items() if 0 < left < self.passes]
 
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes per step; gradients on their way stay in the step."""

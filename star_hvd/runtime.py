@@ -13,7 +13,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from horovod.torch import mpi_ops
@@ -55,6 +55,8 @@ from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identit
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
 logger = logging.getLogger("star_hvd")
+
+_SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
 
 _current: Runtime | None = None
 _crashed = False
@@ -392,16 +394,20 @@ class Runtime(Requests):
             raise ChannelError(f"a late gradient of rank {rank} is for optimizer {engine}, which is not here")
         return driver.accept_late(rank, version, body)
 
-    def _fetch(self, engine: int) -> Snapshot:
-        limit_s = time.monotonic() + self.config.control_deadline_s
+    def _fetch(self, engine: int, wanted: Callable[[], bool]) -> Snapshot | None:
+        deadline_s = self.config.control_deadline_s
+        limit_s = time.monotonic() + deadline_s
         while time.monotonic() < limit_s:
             self.raise_failure()
+            if not wanted():
+                return None
             self.agent.send(messages.Source(engine))
-            with contextlib.suppress(queue.Empty):
+            # A rank that says nothing for long, being frozen for example, need not be the only one with the state.
+            with contextlib.suppress(queue.Empty, DeadlineError):
                 reply = self._sources.get(timeout=5.0)
                 if reply.rank >= 0 and reply.engine == engine:
                     left_s = max(0.1, limit_s - time.monotonic())
-                    snapshot = fetch(self.keyring, reply.rank, engine, left_s)
+                    snapshot = fetch(self.keyring, reply.rank, engine, left_s, patience_s=deadline_s / _SOURCES)
                     if snapshot is not None:
                         return snapshot
             time.sleep(0.002)

@@ -66,6 +66,7 @@ class ServerHouse:
         self._found: dict[tuple[int, int], list[Endpoint]] = {}
         self._sessions: dict[int, list[_Session]] = {}
         self._serves: dict[tuple[int, int], int] = {}  # (optimizer, epoch of a plan) -> session
+        self._absent: set[int] = set()
         self._stopped = False
 
     def stop(self) -> None:
@@ -199,6 +200,7 @@ class ServerHouse:
                     self._process.replace(message.index, endpoint)
 
     def _presence(self, rank: int, *, present: bool) -> None:
+        (self._absent.discard if present else self._absent.add)(rank)
         for engine, driver in list(self._drivers.items()):
             if driver.engine.plan.family not in ("ps", "grouped") or rank == self._rank:
                 continue
@@ -261,6 +263,9 @@ class ServerHouse:
             engine, session.number, index, session.endpoints, session.layout, plan, session.spec, snapshot.version
         )
         self._process.seed(engine, session.number, snapshot)
+        if index == 0:
+            for rank in self._absent - {self._rank}:  # Told of while nothing was open.
+                self._process.member(engine, rank, "absent")
 
     def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """The state with which the servers of a plan ended at `version`, None where it is not to be had any more."""

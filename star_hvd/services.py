@@ -190,7 +190,8 @@ class JobServices:
                 pace_bytes_per_s=self._config.late_bytes_per_s,
                 deadline_s=deadline_s,
             )
-            return ChildSteps(driver.engine, link, deadline_s=deadline_s, on_step=driver.note_step)
+            others = driver.handover.state_of_others
+            return ChildSteps(driver.engine, plan, link, others=others, deadline_s=deadline_s, on_step=driver.note_step)
         common: dict[str, Any] = {
             "deadline_s": deadline_s,
             "on_step": driver.note_step,

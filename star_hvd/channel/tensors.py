@@ -196,18 +196,20 @@ class TensorServer:
         self._router.send_multipart([peer, header, payload])
 
 
-def fetch(keyring: Keyring, source: int, engine: int, deadline_s: float) -> Snapshot | None:
+def fetch(
+    keyring: Keyring, source: int, engine: int, deadline_s: float, *, patience_s: float = math.inf
+) -> Snapshot | None:
     """Get the parameters and state of an optimizer from rank `source`; None when that rank is behind itself.
 
     Raises:
-        DeadlineError: The reply was not complete within `deadline_s`.
+        DeadlineError: The reply was not complete within `deadline_s`, or nothing came for `patience_s`.
         ChannelError: The reply cannot be read.
     """
     # Without an identity of its own: the server would ignore a second connection under the same one.
     socket = keyring.client(source, b"", port=keyring.peers[source].tensor_port)
     try:
         request(socket, engine, state_too=True)
-        return receive_snapshot(socket, source, time.monotonic() + deadline_s)
+        return receive_snapshot(socket, source, time.monotonic() + deadline_s, patience_s)
     finally:
         with contextlib.suppress(zmq.ZMQError):
             socket.close(linger=0)
@@ -218,19 +220,22 @@ def request(socket: zmq.Socket[Any], engine: int, *, state_too: bool, least: int
     socket.send(_REQUEST.pack(engine, state_too, least))
 
 
-def receive_snapshot(socket: zmq.Socket[Any], source: int, limit_s: float) -> Snapshot | None:
+def receive_snapshot(
+    socket: zmq.Socket[Any], source: int, limit_s: float, patience_s: float = math.inf
+) -> Snapshot | None:
     """Collect the answer to a `request`; None when there is nothing to be had there now.
 
     Raises:
-        DeadlineError: The reply was not complete by `limit_s` on the monotonic clock.
+        DeadlineError: The reply was not complete by `limit_s` on the monotonic clock, or nothing came for `patience_s`.
         ChannelError: The reply cannot be read.
     """
     began_s = time.monotonic()
     manifest, body, received, total, size = b"", bytearray(), 0, 1, 0
     while received < total:
-        left_ms = 1e3 * (limit_s - time.monotonic())
-        if left_ms <= 0 or not socket.poll(max(1, round(left_ms))):
-            raise DeadlineError(f"fetching parameters from rank {source} took longer than {limit_s - began_s:.3g} s")
+        left_s = min(patience_s, limit_s - time.monotonic())
+        if left_s <= 0 or not socket.poll(max(1, round(1e3 * left_s))):
+            waited_s = time.monotonic() - began_s
+            raise DeadlineError(f"parameters of rank {source} were not complete after {waited_s:.3g} s")
         frames = socket.recv_multipart()
         *announced, offset, payload = _parse(frames, received)
         if received == 0:

@@ -59,6 +59,7 @@ logger = logging.getLogger("star_hvd")
 ALL = -1  # Destination: every rank.
 _TIDY_S = 5.0  # Between two looks for process sets that nobody needs.
 _UNLIKELY = 3  # Of so many answers to who has the state, one names a rank that is not known to have it.
+_PARENT_AWAY_S = 0.5  # Collectives of the user's are shorter, as a rule.
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -102,7 +103,8 @@ class Board:
         self._said_bye = False
         self._asked = [0] * world_size
         self._closed: set[int] = set()
-        self._away: set[int] = set()
+        self._away: dict[int, float] = {}  # Since when.
+        self._waited_for: set[int] = set()  # Parents of a fan-in tree that are away and were said to be absent.
         self._closing: set[int] = set()  # Ranks where an optimizer is being ended.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
@@ -190,7 +192,7 @@ class Board:
         if self._hurrying_until_s is not None and not self._away and now_s >= self._hurrying_until_s:
             self._hurrying_until_s = None
             self._broadcast(Hurry(False))
-        wake_s = now_s + self._config.heartbeat_s
+        wake_s = min(now_s + self._config.heartbeat_s, self._look_for_parents(now_s))
         due = self.links.due(now_s, wanted=lambda: any(engine.suspects_links for engine in self.engines.values()))
         if due is not None:
             self.outbox.append(due)
@@ -232,7 +234,11 @@ class Board:
         return self.engines[engine].rule.round if engine in self.engines else 0
 
     def _set_away(self, rank: int, away: bool, now_s: float, *, out_of_data: bool = True) -> None:
-        (self._away.add if away else self._away.discard)(rank)
+        if away:
+            self._away.setdefault(rank, now_s)
+        else:
+            self._away.pop(rank, None)
+            self._say_back(rank)
         if away and self._hurrying_until_s is None:
             self._broadcast(Hurry(True))
         if away or self._hurrying_until_s is not None:  # A rank may say that it is back after an epoch's end said so.
@@ -242,6 +248,27 @@ class Board:
                 engine.rule.leave(rank, out_of_data=out_of_data)
             else:
                 engine.rule.back(rank, now_s)
+
+    def _look_for_parents(self, now_s: float) -> float:
+        """A parent that is away pushes nothing, and so nothing of its children's: they go on without it, or it might
+        wait, where all ranks meet, for a child that waits for it. When to look again."""
+        again_s = now_s + _TIDY_S
+        served = [engine.active for engine in self.engines.values() if engine.active.mode == "ps"]
+        parents = {rank for plan in served for rank in plan.relays}
+        for rank in parents & self._away.keys() - self._waited_for:
+            due_s = self._away[rank] + _PARENT_AWAY_S
+            if now_s >= due_s:
+                self._waited_for.add(rank)
+                self._broadcast(Presence(rank, False))
+            else:
+                again_s = min(again_s, due_s)
+        return again_s
+
+    def _say_back(self, rank: int) -> None:
+        if rank in self._waited_for:
+            self._waited_for.discard(rank)
+            if rank not in self._absent:
+                self._broadcast(Presence(rank, True))
 
     def _take(self, rank: int, message: Take, now_s: float) -> None:
         key = (message.loader, message.epoch)
@@ -281,7 +308,9 @@ class Board:
             epoch.announced = True
             self._broadcast(EpochEnd(*key))
             # They leave one after another; whoever leaves last must not lose its first gradient for it.
-            self._away = set(self.finished)
+            self._away = dict.fromkeys(self.finished, now_s)
+            for rank in self._waited_for - self.finished:
+                self._say_back(rank)
             for engine in self.engines.values():
                 engine.rule.align(now_s)
                 for rank in self.finished:
@@ -289,7 +318,7 @@ class Board:
 
     def _source(self, rank: int, message: Source) -> None:
         engine = self._engine(message.engine)
-        others = [r for r in range(self.world_size) if r != rank and r not in self.lost]
+        others = [r for r in range(self.world_size) if r != rank and r not in self.lost | self._absent]
         likely = [r for r in engine.rule.up_to_date() if r in others]
         # In turns: one may be behind after all. Whoever is away, at the end of an epoch for example, serves too, and
         # now and then it is somebody who takes part no more, and may have been the last to have the state.

@@ -106,6 +106,7 @@ class EngineBoard:
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
         self._again: Plan | None = None
+        self._restarting = False  # A state is being loaded, and waits for servers that are ending.
         self._published: dict[int, Plan] = {}
         self._next_epoch = 1
         self._decide_at_s = self._decide_next_s = 0.0  # When the next window is made, and when it is without alarm.
@@ -223,8 +224,12 @@ class EngineBoard:
 
     def restart(self, now_s: float) -> None:
         """All ranks are about to load a state, which the servers do not have: `sync`, and then the same plan again."""
+        self._restarting = False
+        if self._switch is not None and self._switch.irrevocable:
+            self._restarting = True  # Its servers are ending already, and hear of no other plan.
+            return
         self._again = self._switch.plan if self._switch is not None else self.active
-        if self._switch is not None and not self._switch.irrevocable:
+        if self._switch is not None:
             self._abandon("a state is being loaded")
         self.publish(self._sync("a state is being loaded"), now_s)
 
@@ -273,6 +278,10 @@ class EngineBoard:
         if self._switch is not None and now_s > self._switch.deadline_s and not self._switch.irrevocable:
             self._bar(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s", now_s)
         self._maybe_return_to_sync(now_s)
+        if self._restarting and self._switch is None:
+            self._restarting = self.active.family in ("ps", "grouped")
+            if self._restarting:
+                self.restart(now_s)
         if self.decides(now_s):
             self._decide_at_s = self._decide_next_s = now_s + self._config.decide_interval_s
             self.links.look_again()

@@ -16,6 +16,7 @@ from star_hvd.buckets import Bucket
 from star_hvd.channel.late import ParentLink
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.servers import StepInfo
+from star_hvd.execute.state import Snapshot
 
 __all__ = ["ChildSteps"]
 
@@ -30,17 +31,27 @@ class ChildSteps:
 
     Args:
         engine: This rank's engine; its rounds rest meanwhile.
+        plan: The plan, which may be in force no more.
         link: Connection to the parent.
+        others: Gets the state from whoever has it, None once its argument says that it is not wanted any more.
         deadline_s: Longest wait for the parent.
         on_step: Told about every step.
     """
 
     def __init__(
-        self, engine: RoundEngine, link: ParentLink, *, deadline_s: float, on_step: Callable[[StepInfo], None]
+        self,
+        engine: RoundEngine,
+        plan: Plan,
+        link: ParentLink,
+        *,
+        others: Callable[[Callable[[], bool]], Snapshot | None],
+        deadline_s: float,
+        on_step: Callable[[StepInfo], None],
     ) -> None:
-        self.plan: Plan = engine.plan
+        self.plan = plan
         self._engine = engine
         self._link = link
+        self._others = others
         self._deadline_s = deadline_s
         self._on_step = on_step
         self._answered = True
@@ -107,10 +118,14 @@ class ChildSteps:
             self._receive(self._engine.version, _MEETING_PATIENCE_S)
 
     def refresh_state(self) -> None:
-        """The optimizer's state is the members'; a checkpoint of this rank needs theirs."""
+        """The optimizer's state is the members'; a checkpoint of this rank needs theirs.
+
+        The parent may be in a barrier of the user's, behind itself: then anybody who has it gives it.
+        """
         if not self.over:
-            snapshot = self._link.parameters(0, self._deadline_s, self._given_up, state_too=True)
-            if snapshot is not None:
+            snapshot = self._link.parameters(0, _PATIENCE_S, self._given_up, state_too=True)
+            snapshot = snapshot or self._others(lambda: not self._given_up())
+            if snapshot is not None and not self.over:
                 self._engine.adopt_state(snapshot)
 
     def set_away(self, away: bool, *, settle: bool = True) -> None:

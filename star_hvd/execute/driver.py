@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from star_hvd.execute.device import helper_stream
 from star_hvd.execute.handover import Handover, Services, Steps
 from star_hvd.execute.local import LocalSteps
 from star_hvd.execute.rounds import RoundEngine
-from star_hvd.execute.state import Result, Snapshot
+from star_hvd.execute.state import Fetch, Result
 from star_hvd.execute.telling import Send, StepTeller
 from star_hvd.telemetry.timer import StepTimer
 
@@ -40,9 +40,13 @@ class EngineDriver(StepTeller):
         number: Number of the optimizer, equal on all ranks.
         config: Settings.
         send: Sends a control message to the coordinator.
-        fetch: Gets parameters from a rank that is up to date; raises `StarError` past its deadline.
+        fetch: Gets parameters from a rank that is up to date, None once they are not wanted any more; raises
+            `StarError` past its deadline.
         diagnose: Who is gone, as a sentence, asked after a collective failed.
         preparer: Runs what gets a plan ready, in a thread of its own.
+
+    Attributes:
+        begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class EngineDriver(StepTeller):
         number: int,
         config: Config,
         send: Send,
-        fetch: Callable[[int], Snapshot],
+        fetch: Fetch,
         diagnose: Callable[[], str],
         preparer: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -60,6 +64,7 @@ class EngineDriver(StepTeller):
         self._fetch = fetch
         self._diagnose = diagnose
         self._preparer = preparer
+        self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()
@@ -83,6 +88,7 @@ class EngineDriver(StepTeller):
             local=self.local.begin,
             later=self._preparer,
             deadline_s=self._config.control_deadline_s,
+            push_deadline_s=self._config.step_deadline_s,
         )
         self._thread.start()
 
@@ -177,9 +183,15 @@ class EngineDriver(StepTeller):
 
     def refresh_state(self) -> None:
         """Make the optimizer's state here that of the job, for a checkpoint."""
-        if self.outside is not None:
+        for _ in range(_MODES_BEHIND):
+            outside = self.outside
+            if outside is None:
+                break  # What is here is that of this rank's step.
             with self._named_failures():
-                self.outside.refresh_state()
+                outside.refresh_state()
+                if not outside.over:
+                    break
+                self._settle()  # The mode ended meanwhile, and with it went the state that was asked for.
 
     def accept_late(self, rank: int, version: int, body: bytearray) -> int:
         """Take over a gradient of a rank outside the subgroup; returns the first version that will contain it.
@@ -254,12 +266,20 @@ class EngineDriver(StepTeller):
             if was_late and self.outside is None and self._out_of_phase():
                 ended = self.engine.next_round
                 self._wait_until(lambda: self.engine.next_round > ended, 1.5 * self._typical_s)
-                self._settle()
+                if not self.engine.needs_fetch:  # Else others apply it only when they like, maybe after this rank came.
+                    self._settle()
         if was_late:
             self.engine.note_joined()
         self.timer.start()
 
     def _catch_up(self) -> None:
+        # An epoch may end between two passes. Applying others' steps leaves their means in `grad`.
+        kept = [(param, param.grad.clone()) for param in self.begun() if param.grad is not None]
+        self._come_up()
+        for param, grad in kept:
+            param.grad = grad
+
+    def _come_up(self) -> None:
         engine = self.engine
         target = engine.next_round
         limit_s = time.monotonic() + self._config.step_deadline_s
@@ -269,10 +289,12 @@ class EngineDriver(StepTeller):
                     f"steps up to {target} did not end within {self._config.step_deadline_s:g} s on a rank at "
                     f"step {engine.version}; see the log of rank 0 for the rank that is missing"
                 )
+            if not self.handover.needs_state:
+                return  # A plan without this rank came into force; what it lacks comes from elsewhere.
             if engine.needs_fetch:
                 snapshot = self.handover.state_for(self.number)
-                if snapshot.version >= engine.version:  # Else its source was still inside the step; ask again.
-                    engine.adopt(snapshot)
+                if snapshot is not None and not engine.adopt(snapshot):
+                    time.sleep(_POLL_S)
             else:
                 self._wait_until(lambda: not engine.helper_owns(), 1.0)
 

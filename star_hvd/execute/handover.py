@@ -17,7 +17,7 @@ from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.errors import DeadlineError, StarError
 from star_hvd.execute.rounds import RoundEngine
-from star_hvd.execute.state import Snapshot
+from star_hvd.execute.state import Fetch, Snapshot
 
 __all__ = ["Handover", "Services", "Steps"]
 
@@ -92,10 +92,11 @@ class Handover:
         engine: Its engine.
         services: Of the process.
         ready: Tells the coordinator that a plan is prepared, or why it cannot be.
-        fetch: Gets parameters from a rank that is up to date.
+        fetch: Gets parameters from a rank that is up to date, None once they are not wanted any more.
         local: Makes the steps of `local`.
         later: Runs something in the preparer's thread.
         deadline_s: Longest wait for orders.
+        push_deadline_s: Longest wait for the end of a mode: the last push in it may come over a slow link.
     """
 
     def __init__(
@@ -105,10 +106,11 @@ class Handover:
         services: Services,
         *,
         ready: Callable[[Plan, str | None], None],
-        fetch: Callable[[int], Snapshot],
+        fetch: Fetch,
         local: Callable[[], Steps],
         later: Callable[[Callable[[], None]], None],
         deadline_s: float,
+        push_deadline_s: float,
     ) -> None:
         self.outside: Steps | None = None
         self._number = number
@@ -119,7 +121,7 @@ class Handover:
         self._local = local
         self._later = later
         self._seeded = -1  # Epoch of the plan whose servers here began without the training thread.
-        self._deadline_s = deadline_s
+        self._deadline_s, self._push_deadline_s = deadline_s, push_deadline_s
         self._held: dict[int, Plan] = {}
         self._early: dict[int, int] = {}  # Epochs told to be in force before this rank read so itself: first steps.
         self._lock = threading.Lock()
@@ -239,9 +241,11 @@ class Handover:
                 steps.finish()  # A mode that began and ended while this rank was busy; others wait for it there.
             with self._steps_lock:
                 self._made = {epoch: steps for epoch, steps in self._made.items() if steps not in passed}
-        plan = self._postponed
-        if plan is not None and self.outside is None:
-            self._later(lambda: self.prepare(plan))
+        with self._steps_lock:
+            plan = self._postponed if self.outside is None else None
+            if plan is not None:
+                self._postponed = None
+                self._later(lambda: self.prepare(plan))
 
     @property
     def needs_state(self) -> bool:
@@ -280,10 +284,14 @@ class Handover:
             if self.rank in plan.servers and self._brings_state(plan):
                 version = engine.version
                 self._services.seed(self._number, plan, lambda: self._own_state(version))
-            self.outside = self._steps_of(plan)
-            engine.leave_rounds()
-            if behind:
-                self._begin_behind(self.outside)
+            outside = self.outside = self._steps_of(plan)
+            with engine.replica.apply_lock, engine.lock:
+                # Word that the next plan is in force may just have come: then what it said of the state here holds.
+                entered = not outside.gone
+                if entered:
+                    engine.leave_rounds()
+            if entered and behind:
+                self._begin_behind(outside)
     def _steps_of(self, plan: Plan) -> Steps:
         """The steps of a plan, made once: by the training thread, or for it while it is away."""
         with self._steps_lock:
@@ -331,21 +339,26 @@ class Handover:
         while not outside.gone:
             if self._engine.failure is not None:
                 raise self._engine.failure
-            if time.monotonic() - began_s > self._deadline_s:
-                raise DeadlineError(f"the mode ended, and no plan followed within {self._deadline_s:g} s")
+            if time.monotonic() - began_s > self._push_deadline_s:
+                raise DeadlineError(f"the mode ended, and no plan followed within {self._push_deadline_s:g} s")
             time.sleep(_POLL_S)
         outside.leave()
         self.outside = None
 
-    def state_for(self, engine: int) -> Snapshot:
-        """The state this rank lacks: from the servers that have just ended, or from a rank that has it."""
+    def state_for(self, engine: int) -> Snapshot | None:
+        """The state this rank lacks: from the servers that have just ended, or from a rank that has it. None where a
+        change of mode made it superfluous."""
         ended = self._ended
         if ended is not None and self._engine.next_round == ended[1]:
             with contextlib.suppress(DeadlineError):
                 snapshot = self._services.final_state(engine, *ended, self._deadline_s)
                 if snapshot is not None:
                     return snapshot
-        return self._fetch(engine)
+        return self._fetch(engine, lambda: self.needs_state)
+
+    def state_of_others(self, wanted: Callable[[], bool]) -> Snapshot | None:
+        """The newest state that any rank gives, None once it is not wanted any more."""
+        return self._fetch(self._number, wanted)
 
     def conclude(self) -> None:
         """All ranks are away and will make no step again; returns when nobody waits for this rank any more."""

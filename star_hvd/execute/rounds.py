@@ -183,13 +183,19 @@ class RoundEngine(EngineState):
             self._changed()
             return True
 
-    def adopt(self, snapshot: Snapshot) -> None:
-        """Take parameters and optimizer state fetched from another rank; see `Replica.adopt`."""
-        with self.lock:
-            if snapshot.version > self.next_round:
-                raise StarError(f"fetched parameters are of step {snapshot.version}; only {self.next_round} began here")
+    def adopt(self, snapshot: Snapshot) -> bool:
+        """Take parameters and optimizer state fetched from another rank; see `Replica.adopt`.
+
+        Returns:
+            False where they are older than what is here (its source was still inside the step), or of a step that did
+            not begin here: the others went on under a plan this rank has yet to read of. Nothing was changed then.
+        """
+        with self.replica.apply_lock, self.lock:  # A step that ends meanwhile would be neither in them nor queued.
+            if not self.version <= snapshot.version <= self.next_round:
+                return False
             ended = self._inflight.number if self._inflight is not None else self.next_round
-        self.replica.adopt(snapshot, ended)
+            self.replica.adopt(snapshot, ended)
+            return True
 
     def note_joined(self) -> None:
         """Tell that the training thread, which was behind, starts on the parameters of step `version`."""

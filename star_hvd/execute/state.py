@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.execute.header import Header
 
-__all__ = ["Averaging", "Counters", "DeviceEvent", "Listener", "Result", "Round", "Snapshot"]
+__all__ = ["Averaging", "Counters", "DeviceEvent", "Fetch", "Listener", "Result", "Round", "Snapshot"]
 
 
 class DeviceEvent(Protocol):
@@ -146,3 +147,7 @@ class Snapshot:
     version: int
     params: list[torch.Tensor]
     state: list[dict[str, object]]
+
+
+Fetch = Callable[[int, Callable[[], bool]], Snapshot | None]
+"""Gets the state of an optimizer from a rank that has it; None once the second argument says that nobody wants it."""

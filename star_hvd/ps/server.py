@@ -304,7 +304,7 @@ class Server:
         key = (engine, max(sessions, default=-1) if session is None else int(session))
         job = self._jobs.get(key)
         if job is None:
-            if what != "close":
+            if what not in ("close", "member"):  # Who is absent is told again once it is open.
                 raise ChannelError(f"optimizer {engine} is not open here (session {key[1]})")
         elif what == "seed":
             data = torch.frombuffer(bytearray(message["data"]), dtype=torch.uint8)

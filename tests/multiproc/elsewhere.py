@@ -111,11 +111,52 @@ def met(base: type[torch.optim.SGD]) -> Facts:
     return job.finish(mode=job.optimizer.mode, waited_s=waited_s)
 
 
+def excluded(mode: str) -> Facts:
+    """A late rank is fetching the state, since nobody can replay its optimizer, when a plan without it comes."""
+    job = Job(OwnSGD)
+    job.step_until("partial(3)")
+    handover, late = job.optimizer._star.core.driver.handover, job.rank == 3
+    fetch = handover._fetch
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.4)  # A slow link.
+        return fetch(*arguments)
+
+    if late:
+        handover._fetch = slowly
+    for _ in range(600):
+        publish(job.optimizer, mode)
+        job.step(0.03 if late else 0.01)
+        if job.optimizer.mode == mode:
+            break
+    for _ in range(20):
+        job.step(0.03 if late else 0.01)
+    return job.finish(mode=job.optimizer.mode)
+
+
+def tree() -> Facts:
+    """An epoch whose last batches go to children of a fan-in tree, whose parent has none left, or the other way."""
+    job = Job(torch.optim.SGD, mode="ps(tree=2)")
+    while job.optimizer.mode == "sync" and job._number < 3000:
+        job.step()
+    rows = torch.randn(4 * 41 + 8, 8)  # 43 batches: three ranks have one more than the fourth.
+    loader, counts = hvd.shard(torch.utils.data.TensorDataset(rows), 4), []
+    for _ in range(5):
+        counts.append(0)
+        for (_inputs,) in loader:
+            job.step()
+            counts[-1] += 1
+    return job.finish(mode=job.optimizer.mode, counts=counts)
+
+
 SCENARIOS: dict[str, Callable[[], Facts]] = {
     "long_step:3": lambda: long_step(3),
     "long_step:0": lambda: long_step(0),
     "met:replayed": lambda: met(torch.optim.SGD),
     "met:fetched": lambda: met(OwnSGD),
+    "excluded:subgroup(0,1,2)": lambda: excluded("subgroup(0,1,2)"),
+    "excluded:ps(2)": lambda: excluded("ps(2)"),
+    "tree": tree,
 }
 
 

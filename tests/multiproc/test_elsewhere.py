@@ -26,3 +26,17 @@ def test_modes_of_servers_come_and_go_while_a_rank_is_inside_one_step(name: str)
     facts = facts_of(NAMES, name, MODULE)
     check(facts)
     assert facts[0]["passed"] == list(SERVED), "a plan was given up"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("excluded")])
+def test_a_plan_without_a_rank_that_is_fetching_the_state(name: str) -> None:
+    facts = facts_of(NAMES, name, MODULE)
+    check(facts)
+    assert {rank["mode"] for rank in facts} == {name.partition(":")[2]}
+
+
+def test_epochs_end_where_a_parent_of_the_tree_has_fewer_batches_than_its_children() -> None:
+    facts = facts_of(NAMES, "tree", MODULE)
+    check(facts)
+    assert {rank["mode"] for rank in facts} == {"ps(tree=2)"}
+    assert [sum(counts) for counts in zip(*(rank["counts"] for rank in facts), strict=True)] == [43] * 5

@@ -9,6 +9,7 @@ import pytest
 from scheduler.records import Plan
 from star_hvd.control import messages as m
 from star_hvd.control.board import ALL
+from star_hvd.control.switch_messages import Commit, CutDone, Presence, Ready, Restart
 from star_hvd.errors import ChannelError
 from tests.unit.boards import PLAN, Job, only, relaxed_job
 
@@ -178,6 +179,49 @@ def test_a_rank_that_takes_part_no_more_is_asked_for_the_state_now_and_then() ->
         job.arrive(rank, 9, epoch=1)
     named = [reply.rank for _ in range(9) for reply in only(job.say(0, m.Source(0)), m.SourceReply)]
     assert named == [1, 1, 2] * 3
+
+
+def test_a_rank_that_says_nothing_is_not_asked_for_the_state() -> None:
+    job = relaxed_job()
+    job.pass_time(job.board._config.absent_after_s + 1.0, alive=(1, 2))
+    assert 0 not in job.board.lost
+    assert sources(job, 2) == {1}
+
+
+def test_children_go_on_without_a_parent_that_is_away() -> None:
+    job = Job(4)
+    job.register(None)
+    job.engine.active = Plan.ps(4, 4, servers=(0,), fan_in=1, parents=((1, 0), (3, 2)))
+    job.say(2, m.Away(True, False, "allreduce"))
+    assert only(job.tick(), Presence) == [], "a collective of the user's is short, as a rule"
+    assert only(job.pass_time(1.0), Presence) == [Presence(2, False)]
+    assert only(job.pass_time(5.0), Presence) == [], "once"
+    assert only(job.say(2, m.Away(False, True, "allreduce")), Presence) == [Presence(2, True)]
+    job.say(1, m.Away(True, True, "end of epoch"))
+    assert only(job.pass_time(2.0), Presence) == [], "nobody waits for a child"
+
+
+def test_a_state_is_loaded_once_servers_that_are_ending_have_ended() -> None:
+    job = Job(3)
+    job.register(Plan.ps(3, 2))
+    engine = job.engine
+    for rank in range(3):
+        job.say(rank, Ready(0, 1))
+        job.arrive(rank, 9, epoch=1)
+    assert engine.active.mode == "ps"
+    engine.publish(Plan.grouped(3, [(0, 1), (2,)]).replace(servers=(1,)), job.now_s)
+    for rank in range(3):
+        heard = job.say(rank, Ready(0, 2))
+    assert only(heard, Commit) == [Commit(0, 2)], "the old servers are told to end"
+    heard = job.say(0, Restart(0)) + job.pass_time(1.0)
+    assert only(heard, m.PlanMessage) == [] and only(heard, m.Abandon) == []
+    heard = job.say(0, CutDone(0, 2, 30)) + job.pass_time(1.0)
+    (home,) = only(heard, m.PlanMessage)
+    assert home.plan["mode"] == "sync" and home.plan["epoch"] == 3
+    for rank in range(3):
+        job.say(rank, Ready(0, 3))
+    job.say(1, CutDone(0, 3, 30))
+    assert engine.active.mode == "sync" and engine._again.mode == "grouped", "the loaded state goes there afterwards"
 
 
 def test_arrivals_are_hurried_while_somebody_is_away() -> None:

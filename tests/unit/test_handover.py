@@ -9,9 +9,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from scheduler.plans import Plan
+from star_hvd.execute.child import ChildSteps
 from star_hvd.execute.handover import Handover
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.servers import ServerSteps
+from tests.support.world import World
 
 SYNC = Plan.sync(4)
 SUBGROUP = Plan.subgroup(4, (0, 1, 2), epoch=1)
@@ -45,7 +50,7 @@ class Engine:
 def handover(engine: Engine) -> Handover:
     made = Handover(
         0, cast(Any, engine), cast(Any, None), ready=lambda plan, reason: None, fetch=cast(Any, None),
-        local=cast(Any, None), later=lambda task: None, deadline_s=1.0,
+        local=cast(Any, None), later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
     )
     made._held = {plan.epoch: plan for plan in (SUBGROUP, SERVED, BACK)}
     return made
@@ -135,3 +140,81 @@ def test_a_plan_that_was_given_up_is_not_prepared_afterwards() -> None:
     made.abandoned(4)
     made.leave()
     assert servers.prepared == [] and tasks == []
+
+
+def test_a_postponed_plan_is_handed_on_once() -> None:
+    engine, servers, tasks = Engine(3, BACK), Servers(), list[Callable[[], None]]()
+    made = handover(engine)
+    made._services, made._later = cast(Any, servers), tasks.append
+    made._made = {SERVED.epoch: cast(Any, SimpleNamespace(gone=True, over=True, finish=lambda: None))}
+    made.prepare(Plan.ps(4, 2, servers=(2,), epoch=4))
+    for _ in range(3):  # Steps, while the preparer is busy with something else.
+        made.leave()
+    assert len(tasks) == 1
+
+
+class Line:
+    """A child's connection to a parent that gives nothing, or a client of servers."""
+
+    def parameters(self, *unused: Any, **also: Any) -> None:
+        return None
+
+    def wake(self) -> None:
+        pass
+
+
+def child_steps(engine: RoundEngine, plan: Plan, others: Callable[..., Any] = lambda wanted: None) -> ChildSteps:
+    told = list[Any]()
+    return ChildSteps(engine, plan, cast(Any, Line()), others=others, deadline_s=1.0, on_step=told.append)
+
+
+def server_steps(engine: RoundEngine, plan: Plan) -> ServerSteps:
+    told = list[Any]()
+    return ServerSteps(
+        engine, plan, cast(Any, Line()), deadline_s=1.0, on_step=told.append, on_notes=told.append,
+        plan_of=lambda epoch: None, same_session=lambda one, other: False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "make"),
+    [(Plan.subgroup(3, (0, 1), epoch=1), child_steps), (Plan.ps(3, 1, servers=(0,), epoch=1), server_steps)],
+)
+def test_word_of_the_next_mode_in_the_very_moment_a_rank_enters_one(first: Plan, make: Callable[..., Any]) -> None:
+    world = World(1, world_size=3)
+    engine = world.engines[2]
+    back = Plan.sync(3, epoch=2)
+
+    class Interrupted(Servers):
+        def steps(self, number: int, plan: Plan) -> Any:
+            made.moved(2, 7)  # The agent's thread.
+            return make(engine, plan)
+
+    made = Handover(
+        0, engine, cast(Any, Interrupted()), ready=lambda plan, reason: None, fetch=cast(Any, None),
+        local=cast(Any, None), later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
+    )
+    made._held = {1: first, 2: back}
+    with engine.lock:
+        engine.agreement.plan = first
+    made.enter()
+    assert made.outside is not None and made.outside.over and engine.plan is back
+    made.outside = None  # As `leave` does.
+    assert made.needs_state and engine.needs_fetch and not engine.catch_up(engine.next_round), "it lacks step 7"
+
+
+def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(1, world_size=3)
+    engine, asked = world.engines[2], list[bool]()
+    plan = Plan.subgroup(3, (0, 1), epoch=1)
+    with engine.lock:
+        engine.agreement.plan = plan
+    given = world.engines[0].replica.snapshot()
+
+    def others(wanted: Callable[[], bool]) -> Any:
+        asked.append(wanted())
+        return given
+
+    child_steps(engine, plan, others).refresh_state()
+    assert asked == [True] and given is not None
+    assert torch.equal(engine.applier.buckets[0].params[0], given.params[0])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler.records import Plan
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.state import Snapshot
 from tests.support.world import World
 
 SEEDS_PER_CASE = 250
@@ -178,3 +183,35 @@ def test_what_was_here_when_the_rounds_were_left_is_good_until_other_parameters_
     assert engine.replica.snapshot() is None
     engine.leave_rounds()
     assert engine.replica.snapshot() is None, "what is here came from elsewhere"
+
+
+def test_a_step_that_ends_while_a_state_is_adopted_is_not_lost() -> None:
+    """Its helper may complete the step in flight between a look at it and the adoption: they exclude each other."""
+    tried = 0
+    for seed in range(60):
+        world = World(seed, plans=[Plan.partial(3, 2, epoch=1), Plan.sync(3, epoch=2)], manual_share=0.5)
+        for engine in world.engines:
+            adopt = engine.replica.adopt
+
+            def adopting(snapshot: Snapshot, ended: int, engine: RoundEngine = engine, adopt: Any = adopt) -> None:
+                nonlocal tried
+                with ThreadPoolExecutor(1) as helper:
+                    tried += 1
+                    assert not helper.submit(engine.lock.acquire, blocking=False).result(), "the helper may go on"
+                adopt(snapshot, ended)
+
+            engine.replica.adopt = adopting  # type: ignore[method-assign]
+        world.run()
+        check(world)
+    assert tried > 10
+
+
+def test_a_state_from_beyond_what_began_here_is_left_alone() -> None:
+    world = World(3, world_size=2)
+    world.run()
+    engine = world.engines[0]
+    snapshot = engine.replica.snapshot()
+    assert snapshot is not None
+    for wrong in (engine.next_round + 1, engine.version - 1):
+        snapshot.version = wrong
+        assert not engine.adopt(snapshot) and engine.version == engine.next_round

@@ -10,6 +10,10 @@ import pytest
 import star_hvd.server_house as module
 from scheduler.plans import Plan
 from star_hvd.config import Config
+from star_hvd.control.switch_messages import Presence
+from star_hvd.errors import ChannelError
+from star_hvd.execute.state import Snapshot
+from star_hvd.ps.server import Server
 from star_hvd.server_house import ServerHouse
 
 
@@ -106,6 +110,29 @@ def test_a_mode_that_passed_by_while_the_training_thread_computed_keeps_its_last
     house.engine.plan = Plan.sync(4).replace(epoch=2)  # Nobody asked for the connection.
     house.prepare(grouped(3))
     assert not house.house.client(0, ps(1)).closed and house.shards == []
+
+
+def test_servers_are_told_who_was_absent_before_they_were_there(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[str, Any]] = []
+    process = house.house._process
+    for name in ("open", "seed", "member"):
+        monkeypatch.setattr(process, name, lambda *given, name=name: said.append((name, given)))
+    monkeypatch.setattr(house.house, "_announce", lambda engine, plan: None)
+    house.house.on_message(Presence(1, False))
+    house.house.on_message(Presence(3, False))
+    house.house.on_message(Presence(3, True))
+    plan = Plan.ps(4, 3, servers=(2, 0)).replace(epoch=1)
+    house.enter(plan)
+    house.house.seed(0, plan, Snapshot(0, [], []))
+    assert [name for name, _ in said] == ["open", "seed", "member"]
+    assert said[-1][1] == (0, 1, "absent")
+
+
+def test_a_server_that_is_not_open_yet_is_told_of_presence_later() -> None:
+    server: Any = SimpleNamespace(_jobs={})
+    Server._do(server, {"do": "member", "engine": 0, "rank": 1, "what": "absent"})
+    with pytest.raises(ChannelError, match="not open"):
+        Server._do(server, {"do": "cut", "engine": 0, "epoch": 3})
 
 
 def test_nothing_is_left_of_an_optimizer_that_is_closed(house: House) -> None:

@@ -1,0 +1,59 @@
+"""What the training thread does around an engine, without threads or processes."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from star_hvd.config import Config
+from star_hvd.execute.driver import EngineDriver
+
+
+def driver(engine: Any, *, needs_state: Any = lambda: True, state_for: Any = None) -> EngineDriver:
+    made = EngineDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+    made.engine = engine
+
+    class Handover:
+        needs_state = property(lambda self: made_needs())
+
+        def state_for(self, number: int) -> Any:
+            return state_for()
+
+    made_needs = needs_state
+    made.handover = cast(Any, Handover())
+    return made
+
+
+def test_gradients_of_a_step_that_takes_several_passes_outlive_the_steps_of_others() -> None:
+    begun, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    begun.grad, other.grad = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+
+    def catch_up(target: int) -> bool:
+        for param in (begun, other):
+            assert param.grad is not None
+            param.grad.fill_(9.0)  # The others' mean.
+        return True
+
+    made = driver(SimpleNamespace(next_round=3, version=2, catch_up=catch_up))
+    made.begun = lambda: [begun]
+    made._catch_up()
+    assert torch.equal(cast(Any, begun.grad), torch.tensor([1.0, 2.0]))
+    assert torch.equal(cast(Any, other.grad), torch.tensor([9.0, 9.0])), "it holds what was applied, as in Horovod"
+
+
+def test_a_rank_stops_fetching_a_state_that_a_change_of_mode_made_superfluous() -> None:
+    wanted, asked = [True, True, False], list[int]()
+    engine = SimpleNamespace(
+        next_round=3, version=2, needs_fetch=True, catch_up=lambda target: False, adopt=lambda snapshot: False,
+        lock=threading.Condition(),
+    )
+
+    def state_for() -> Any:
+        asked.append(1)
+        return object() if len(asked) == 1 else None  # One of a step that did not begin here, and none any more.
+
+    driver(engine, needs_state=lambda: wanted.pop(0), state_for=state_for)._catch_up()
+    assert len(asked) == 2 and not wanted
