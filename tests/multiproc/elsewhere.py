@@ -13,7 +13,7 @@ import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
-from tests.multiproc.modes import CONFIG, deadline, finish, publish
+from tests.multiproc.modes import CONFIG, OwnSGD, deadline, finish, publish
 from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, model
 from tests.support.launch import write_result
 
@@ -21,10 +21,6 @@ SERVED = ("ps(1)", "grouped(2)", "ps(2)", "grouped(2)", "ps(3)", "sync", "ps(1)"
 """Every one but the last but one hands over to other servers."""
 LIMIT_S = 60.0  # For all of them.
 LONG_STEP_S = 6.0
-
-
-class OwnSGD(torch.optim.SGD):
-    """A class of the user's: helpers cannot replay its steps."""
 
 
 class Job:
@@ -35,6 +31,7 @@ class Job:
         inner = base(self.net.parameters(), lr=0.01, momentum=0.9)
         named = self.net.named_parameters()
         self.optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, mode=mode, config=CONFIG)
+        hvd.barrier()  # Plans that tests publish go to all ranks at once.
 
     def step(self, seconds: float = 0.004, hold: Callable[[], Any] = lambda: None) -> None:
         self.optimizer.zero_grad()
@@ -124,7 +121,7 @@ def excluded(mode: str) -> Facts:
 
     if late:
         handover._fetch = slowly
-    for _ in range(600):
+    for _ in range(3000):  # Servers take seconds to start.
         publish(job.optimizer, mode)
         job.step(0.03 if late else 0.01)
         if job.optimizer.mode == mode:
