@@ -200,7 +200,7 @@ def test_malformed_requests_are_counted_and_the_next_one_is_served() -> None:
 def test_a_silent_server_costs_no_more_than_the_deadline() -> None:
     with two_rings() as (_, client, router, _):
         began_s = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"rank 0 took longer than 0\.5 s"):
+        with pytest.raises(DeadlineError, match=r"rank 0 were not complete after 0\.5"):
             fetch(client, 0, 0, 0.5)
         assert 0.4 < time.monotonic() - began_s < 5.0
         router.close(linger=0)
