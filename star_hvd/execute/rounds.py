@@ -352,8 +352,10 @@ class RoundEngine(EngineState):
         result = self._complete(round_)
         self._inflight = None
         if round_.averaging is not None:
-            round_.averaging.stood_in(result, round_.extras)
-            self.replica.replaced(result.round + 1)
+            # It is no whole state where the rest of it is elsewhere still: an optimizer's count of steps for example.
+            if not self.needs_fetch:
+                round_.averaging.stood_in(result, round_.extras)
+                self.replica.replaced(result.round + 1)
         else:
             self.replica.push(result)
         self._changed()

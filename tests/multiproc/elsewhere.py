@@ -26,9 +26,10 @@ LONG_STEP_S = 6.0
 class Job:
     """One optimizer, and steps on it."""
 
-    def __init__(self, base: type[torch.optim.SGD], mode: str = "sync") -> None:
+    def __init__(self, base: type[torch.optim.SGD] | None, mode: str = "sync") -> None:
         self.net, self.rank, self._number = model(), int(hvd.rank()), 0
-        inner = base(self.net.parameters(), lr=0.01, momentum=0.9)
+        params = self.net.parameters()
+        inner = base(params, lr=0.01, momentum=0.9) if base is not None else torch.optim.Adam(params, lr=0.001)
         named = self.net.named_parameters()
         self.optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, mode=mode, config=CONFIG)
         hvd.barrier()  # Plans that tests publish go to all ranks at once.
@@ -108,6 +109,26 @@ def met(base: type[torch.optim.SGD]) -> Facts:
     return job.finish(mode=job.optimizer.mode, waited_s=waited_s)
 
 
+def averaged(base: type[torch.optim.SGD] | None) -> Facts:
+    """Local steps and many of `sync` pass while a rank, which came from servers, is in a collective of the user's."""
+    job, away = Job(base), 2
+    job.step_until("grouped(2)")
+    for _ in range(5):
+        job.step()
+    hvd.barrier()
+    if job.rank != away:
+        job.step_until("local(3)")
+        for _ in range(4):
+            job.step()
+        job.step_until("sync")
+        for _ in range(20):
+            job.step()
+    hvd.broadcast(torch.zeros(1), 0)
+    for _ in range(20):
+        job.step()
+    return job.finish(mode=job.optimizer.mode)
+
+
 def excluded(mode: str) -> Facts:
     """A late rank is fetching the state, since nobody can replay its optimizer, when a plan without it comes."""
     job = Job(OwnSGD)
@@ -153,6 +174,8 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "met:fetched": lambda: met(OwnSGD),
     "excluded:subgroup(0,1,2)": lambda: excluded("subgroup(0,1,2)"),
     "excluded:ps(2)": lambda: excluded("ps(2)"),
+    "averaged:SGD": lambda: averaged(torch.optim.SGD),
+    "averaged:Adam": lambda: averaged(None),
     "tree": tree,
 }
 

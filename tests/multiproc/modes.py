@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -231,9 +232,38 @@ def switching(seed: int, switches: int, how: str) -> Facts:
 
 @contextlib.contextmanager
 def deadline() -> Iterator[None]:
+    """Past it the job ends, and every rank says where it stands."""
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    last_words = threading.Timer(LIMIT_S - 5.0, _tell_state)
+    last_words.daemon = True
+    last_words.start()
     yield
+    last_words.cancel()
     faulthandler.cancel_dump_traceback_later()
+
+
+def _tell_state() -> None:
+    run = runtime.current()
+    for driver in list(run.drivers.values()) if run is not None else ():
+        engine, handover = driver.engine, driver.handover
+        replica, inflight = engine.replica, engine._inflight
+        state = {
+            "plan": f"{engine.plan.label} {engine.plan.epoch}", "version": engine.version, "next": engine.next_round,
+            "close_upto": engine._close_upto, "away": engine.away, "part": engine.taking_part,
+            "foreign": replica.foreign, "needs_fetch": replica.needs_fetch, "queue": len(replica.queue),
+            "computing": replica.computing, "shadow": replica._shadow is not None,
+            "inflight": inflight and (inflight.number, inflight.owner),
+            "outside": handover.outside and (type(handover.outside).__name__, handover.outside.plan.epoch),
+            "made": {e: s.gone for e, s in handover._made.items()}, "early": handover._early,
+            "postponed": handover._postponed and handover._postponed.epoch,
+        }
+        print(f"modes.py: rank {engine.rank}: {state}", file=sys.stderr, flush=True)
+    if run is not None and run.coordinator is not None:
+        with run.coordinator.board() as board:
+            for number, one in board.engines.items():
+                rule = {"round": one.rule.round, "begun": one.rule.begun, "plan": one.rule.plan.label}
+                told = one._switch and (one._switch.plan.label, one._switch.committed, sorted(one._switch.ready))
+                print(f"modes.py: board {number}: {one.active.label} {rule} {told} away {board._away}", file=sys.stderr)
 
 
 def main(wanted: list[str]) -> None:

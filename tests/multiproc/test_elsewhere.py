@@ -40,3 +40,10 @@ def test_epochs_end_where_a_parent_of_the_tree_has_fewer_batches_than_its_childr
     check(facts)
     assert {rank["mode"] for rank in facts} == {"ps(tree=2)"}
     assert [sum(counts) for counts in zip(*(rank["counts"] for rank in facts), strict=True)] == [43] * 5
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("averaged")])
+def test_local_steps_and_many_others_pass_while_a_rank_is_in_a_collective(name: str) -> None:
+    facts = facts_of(NAMES, name, MODULE)
+    check(facts)
+    assert {rank["mode"] for rank in facts} == {"sync"}
