@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.multiproc.elsewhere import SCENARIOS, SERVED
@@ -9,41 +11,47 @@ from tests.multiproc.test_modes import check, facts_of
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
 
-NAMES = tuple(SCENARIOS)
 MODULE = "tests.multiproc.elsewhere"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("met")])
+def names_of(kind: str) -> tuple[str, ...]:
+    """Scenarios of a kind; they share one job."""
+    return tuple(name for name in SCENARIOS if name.partition(":")[0] == kind)
+
+
+def facts(name: str) -> list[dict[str, Any]]:
+    """What the ranks found out, of which all hold that must hold."""
+    found = facts_of(names_of(name.partition(":")[0]), name, MODULE)
+    check(found)
+    return found
+
+
+@pytest.mark.parametrize("name", names_of("met"))
 def test_who_waits_in_a_collective_gives_its_state_to_the_rank_it_waits_for(name: str) -> None:
-    facts = facts_of(NAMES, name, MODULE)
-    check(facts)
-    assert {rank["mode"] for rank in facts} == {"subgroup(1,2)"}
-    assert facts[1]["stats"]["fetched"] > 0, "rank 1 had nothing to ask for"
+    ranks = facts(name)
+    assert {rank["mode"] for rank in ranks} == {"subgroup(1,2)"}
+    assert ranks[1]["stats"]["fetched"] > 0, "rank 1 had nothing to ask for"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("long_step")])
+@pytest.mark.parametrize("name", names_of("long_step"))
 def test_modes_of_servers_come_and_go_while_a_rank_is_inside_one_step(name: str) -> None:
-    facts = facts_of(NAMES, name, MODULE)
-    check(facts)
-    assert facts[0]["passed"] == list(SERVED), "a plan was given up"
+    ranks = facts(name)
+    assert ranks[0]["passed"] == list(SERVED), "a plan was given up"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("excluded")])
+@pytest.mark.parametrize("name", names_of("excluded"))
 def test_a_plan_without_a_rank_that_is_fetching_the_state(name: str) -> None:
-    facts = facts_of(NAMES, name, MODULE)
-    check(facts)
-    assert {rank["mode"] for rank in facts} == {name.partition(":")[2]}
+    ranks = facts(name)
+    assert {rank["mode"] for rank in ranks} == {name.partition(":")[2]}
 
 
 def test_epochs_end_where_a_parent_of_the_tree_has_fewer_batches_than_its_children() -> None:
-    facts = facts_of(NAMES, "tree", MODULE)
-    check(facts)
-    assert {rank["mode"] for rank in facts} == {"ps(tree=2)"}
-    assert [sum(counts) for counts in zip(*(rank["counts"] for rank in facts), strict=True)] == [43] * 5
+    ranks = facts("tree")
+    assert {rank["mode"] for rank in ranks} == {"ps(tree=2)"}
+    assert [sum(counts) for counts in zip(*(rank["counts"] for rank in ranks), strict=True)] == [43] * 5
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("averaged")])
+@pytest.mark.parametrize("name", names_of("averaged"))
 def test_local_steps_and_many_others_pass_while_a_rank_is_in_a_collective(name: str) -> None:
-    facts = facts_of(NAMES, name, MODULE)
-    check(facts)
-    assert {rank["mode"] for rank in facts} == {"sync"}
+    ranks = facts(name)
+    assert {rank["mode"] for rank in ranks} == {"sync"}
