@@ -8,6 +8,7 @@ TORCH_SPEC ?= torch==2.13.0
 TORCH_INDEX_URL ?=
 EXTRAS ?= dev,train,bench
 PYTEST_ARGS ?=
+SEEDS ?= 20
 
 export PYTHON VENV TORCH_SPEC TORCH_INDEX_URL EXTRAS
 
@@ -18,12 +19,13 @@ STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
 	scripts/build_horovod.py scripts/unified_diff.py
 
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test stress lint bench clean
 
 help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
 	@echo "make demo    training with a slow worker, Horovod against STAR, on this machine"
 	@echo "make test    lint, types, and all tests"
+	@echo "make stress  random switches among all modes, ranks with moods; until one job fails"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
 	@echo "make clean   remove the environment, caches and build results"
@@ -43,6 +45,11 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+stress: setup
+	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \
+	  PYTHONPATH=. OMP_NUM_THREADS=1 STAR_RUN_LOG=0 $(BIN)/horovodrun -np 4 --gloo \
+	    $(CURDIR)/$(BIN)/python -m tests.multiproc.modes switch:$$seed:70:moody || exit 1; done
 
 bench: setup
 	@mkdir -p benchmarks/out

@@ -95,7 +95,8 @@ class ChildSteps:
         engine.counters.produced_weight -= sum(float(flat[-1]) for flat in flats) / len(flats)
         # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
         self._receive(contained, _PATIENCE_S if self._answered else _SHORT_PATIENCE_S)
-        staleness, epoch = max(0, contained - 1 - version), self._engine.plan.epoch
+        # Of this plan, though the next may be in force by now: under that the step that was to contain it may be none.
+        staleness, epoch = max(0, contained - 1 - version), self.plan.epoch
         self._on_step(StepInfo(contained, staleness, time.monotonic() - began_s, epoch))
         return None
 

@@ -15,7 +15,7 @@ from scheduler.plans import Plan
 from star_hvd.execute.child import ChildSteps
 from star_hvd.execute.handover import Handover
 from star_hvd.execute.rounds import RoundEngine
-from star_hvd.execute.servers import ServerSteps
+from star_hvd.execute.servers import ServerSteps, StepInfo
 from tests.support.world import World
 
 SYNC = Plan.sync(4)
@@ -218,3 +218,23 @@ def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkey
     child_steps(engine, plan, others).refresh_state()
     assert asked == [True] and given is not None
     assert torch.equal(engine.applier.buckets[0].params[0], given.params[0])
+
+
+def test_a_childs_step_during_which_the_mode_ends_is_told_as_one_of_its_own_mode() -> None:
+    """Else the coordinator takes the step to contain it for one of the next mode and closes none before it."""
+    world = World(1, world_size=3)
+    engine, told = world.engines[2], list[StepInfo]()
+    plan, after = Plan.subgroup(3, (0, 1), epoch=1), Plan.grouped(3, [(0, 1), (2,)]).replace(epoch=2, servers=(0,))
+
+    class Parent(Line):
+        def push(self, flats: Any, version: int) -> int:
+            with engine.lock:
+                engine.agreement.plan = after  # Word of it comes while the gradient is on its way.
+            return version + 2
+
+    with engine.lock:
+        engine.agreement.plan = plan
+    nobody: Any = lambda wanted: None  # noqa: E731
+    steps = ChildSteps(engine, plan, cast(Any, Parent()), others=nobody, deadline_s=1.0, on_step=told.append)
+    steps.step(skip=False)
+    assert [info.epoch for info in told] == [1] and steps.over
