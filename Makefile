@@ -49,7 +49,7 @@ test: lint
 stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \
 	  PYTHONPATH=. OMP_NUM_THREADS=1 STAR_RUN_LOG=0 $(BIN)/horovodrun -np 4 --gloo \
-	    $(CURDIR)/$(BIN)/python -m tests.multiproc.modes switch:$$seed:70:moody || exit 1; done
+	    $(abspath $(BIN))/python -m tests.multiproc.modes switch:$$seed:70:moody || exit 1; done
 
 bench: setup
 	@mkdir -p benchmarks/out
