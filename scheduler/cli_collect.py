@@ -13,7 +13,7 @@ from typing import Any
 from scheduler import dataset
 from scheduler.evaluate import HELD_OUT_SEED
 
-__all__ = ["DEFAULT_TABLE", "add_arguments", "add_sources", "logged_rows", "project_version", "run", "tell", "why_none"]
+__all__ = ["DEFAULT_TABLE", "add_arguments", "add_sources", "logged_rows", "run", "tell", "why_none"]
 
 DEFAULT_TABLE = Path("training_logs/datasets/moments.csv.gz")
 

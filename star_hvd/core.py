@@ -222,6 +222,8 @@ class BucketCore:
 
     def _begun(self) -> list[torch.nn.Parameter]:
         """Parameters whose gradients are accumulated for a later pass to send."""
+        if self.passes == 1:  # Asked in every step.
+            return []
         return [param for param, left in self._delay.items() if 0 < left < self.passes]
 
     def set_passes(self, passes: int) -> None:

@@ -266,6 +266,8 @@ class ServerHouse:
         if index == 0:
             for rank in self._absent - {self._rank}:  # Told of while nothing was open.
                 self._process.member(engine, rank, "absent")
+                if rank not in self._absent:  # Back in this very moment: its own word may have been overtaken.
+                    self._process.member(engine, rank, "present")
 
     def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """The state with which the servers of a plan ended at `version`, None where it is not to be had any more."""

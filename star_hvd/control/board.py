@@ -253,6 +253,8 @@ class Board:
         """A parent that is away pushes nothing, and so nothing of its children's: they go on without it, or it might
         wait, where all ranks meet, for a child that waits for it. When to look again."""
         again_s = now_s + _TIDY_S
+        if not self._away:
+            return again_s
         served = [engine.active for engine in self.engines.values() if engine.active.mode == "ps"]
         parents = {rank for plan in served for rank in plan.relays}
         for rank in parents & self._away.keys() - self._waited_for:
@@ -318,11 +320,11 @@ class Board:
 
     def _source(self, rank: int, message: Source) -> None:
         engine = self._engine(message.engine)
-        others = [r for r in range(self.world_size) if r != rank and r not in self.lost | self._absent]
-        likely = [r for r in engine.rule.up_to_date() if r in others]
+        silent = {rank} | self.lost | self._absent
+        likely = [r for r in engine.rule.up_to_date() if r not in silent]
         # In turns: one may be behind after all. Whoever is away, at the end of an epoch for example, serves too, and
         # now and then it is somebody who takes part no more, and may have been the last to have the state.
-        others = [r for r in others if r not in likely]
+        others = sorted(set(range(self.world_size)) - silent - set(likely))
         turns, rest = divmod(self._asked[rank], _UNLIKELY)
         if others and (rest == _UNLIKELY - 1 or not likely):
             source = others[turns % len(others)]

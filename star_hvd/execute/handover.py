@@ -292,6 +292,7 @@ class Handover:
                     engine.leave_rounds()
             if entered and behind:
                 self._begin_behind(outside)
+
     def _steps_of(self, plan: Plan) -> Steps:
         """The steps of a plan, made once: by the training thread, or for it while it is away."""
         with self._steps_lock:

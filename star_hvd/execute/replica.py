@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from star_hvd.buckets import Bucket
-from star_hvd.errors import StarError
 from star_hvd.execute.device import fence
 from star_hvd.execute.replay import Applier, Shadow
 from star_hvd.execute.state import Counters, Result, Snapshot
@@ -128,24 +127,18 @@ class Replica:
         return True
 
     def adopt(self, snapshot: Snapshot, ended: int) -> None:
-        """Take parameters and optimizer state fetched from another rank.
+        """Take parameters and optimizer state fetched from another rank, no older than these; under both locks.
 
         Args:
             snapshot: What was fetched.
             ended: Steps that have ended on this rank.
-
-        Raises:
-            StarError: The snapshot is older than what is here.
         """
-        with self.apply_lock, self.lock:
-            if snapshot.version < self.version:
-                raise StarError(f"fetched parameters are of step {snapshot.version}; expected {self.version} or later")
-            self.load(snapshot)
-            self.version = snapshot.version
-            self.foreign = False
-            self._counters.fetched += 1
-            # Steps that ended here after the snapshot was taken are still missing; the next step fetches again.
-            self.needs_fetch = snapshot.version < ended
+        self.load(snapshot)
+        self.version = snapshot.version
+        self.foreign = False
+        self._counters.fetched += 1
+        # Steps that ended here after the snapshot was taken are still missing; the next step fetches again.
+        self.needs_fetch = snapshot.version < ended
 
     def overwritten(self) -> None:
         """The live parameters are about to become others' without the optimizer's state; under `apply_lock`."""

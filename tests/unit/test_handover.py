@@ -131,23 +131,25 @@ def test_other_servers_wait_for_a_training_thread_that_is_one_mode_of_servers_be
     assert ready == servers.prepared == [3, 4]
 
 
-def test_a_plan_that_was_given_up_is_not_prepared_afterwards() -> None:
-    engine, servers, tasks = Engine(3, BACK), Servers(), list[Callable[[], None]]()
-    made = handover(engine)
+def a_mode_behind() -> tuple[Handover, Servers, list[Callable[[], None]]]:
+    """A rank whose training thread is inside a mode that has ended, and was told of other servers."""
+    servers, tasks = Servers(), list[Callable[[], None]]()
+    made = handover(Engine(3, BACK))
     made._services, made._later = cast(Any, servers), tasks.append
     made._made = {SERVED.epoch: cast(Any, SimpleNamespace(gone=True, over=True, finish=lambda: None))}
     made.prepare(Plan.ps(4, 2, servers=(2,), epoch=4))
+    return made, servers, tasks
+
+
+def test_a_plan_that_was_given_up_is_not_prepared_afterwards() -> None:
+    made, servers, tasks = a_mode_behind()
     made.abandoned(4)
     made.leave()
     assert servers.prepared == [] and tasks == []
 
 
 def test_a_postponed_plan_is_handed_on_once() -> None:
-    engine, servers, tasks = Engine(3, BACK), Servers(), list[Callable[[], None]]()
-    made = handover(engine)
-    made._services, made._later = cast(Any, servers), tasks.append
-    made._made = {SERVED.epoch: cast(Any, SimpleNamespace(gone=True, over=True, finish=lambda: None))}
-    made.prepare(Plan.ps(4, 2, servers=(2,), epoch=4))
+    made, _, tasks = a_mode_behind()
     for _ in range(3):  # Steps, while the preparer is busy with something else.
         made.leave()
     assert len(tasks) == 1
