@@ -32,6 +32,8 @@ logger = logging.getLogger("star_hvd")
 
 Closure = Callable[[], Any]
 
+_LEAST_BUCKETS = 4
+
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
 
 
@@ -136,6 +138,7 @@ class BucketCore:
         applier = Applier(self.optimizer, self.base, self._buckets, hyper, self._max_grad_norm)
         driver = run.new_driver()
         driver.begun = self._begun
+        driver.mid_step = lambda: bool(self._given) or bool(self._outcome)
         initial = Plan.sync(
             run.world_size,
             damping=self._config.damping,
@@ -167,7 +170,10 @@ class BucketCore:
     # ---- hooks ----------------------------------------------------------------------------------------------
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
-        buckets = pack(params, self._config.bucket_bytes, fp16=self._fp16, first_index=len(self._buckets))
+        size = sum(param.numel() * param.element_size() for param in params)
+        # A quarter: else the first gradients of a small network would wait for its last ones.
+        capacity = min(self._config.bucket_bytes, max(1, -(-size // _LEAST_BUCKETS)))
+        buckets = pack(params, capacity, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)
         for bucket in buckets:
             self._unready.append(len(bucket.params))

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import horovod.torch as hvd
 import torch
-from horovod.torch import mpi_ops
+from horovod.torch import global_process_set, mpi_ops
 from horovod.torch.functions import broadcast_optimizer_state as _broadcast_optimizer_state
 
 from star_hvd import runtime
@@ -83,9 +83,19 @@ def _named(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def _away(function: Callable[P, R]) -> Callable[P, R]:
-    """Mark the caller as away for as long as `function` takes, when ranks may be at different steps."""
-    named = _named(function)
+def _process_set(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+    """The process set that a call asks for."""
+    return signature.bind(*args, **kwargs).arguments.get("process_set", global_process_set)
+
+
+def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
+    """Mark the caller as away for as long as `function` takes, when ranks may be at different steps.
+
+    Args:
+        function: Blocks until all ranks have called it.
+        meets: Whether all ranks call it at the same place of their programs, so that replicas are made equal there.
+    """
+    named, signature = _named(function), inspect.signature(function)
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -93,7 +103,9 @@ def _away(function: Callable[P, R]) -> Callable[P, R]:
         if run is None or not run.drivers:
             return function(*args, **kwargs)
         if any(driver.engine.agreement.mixed for driver in run.drivers.values()):
-            with run.away(function.__name__, out_of_data=False):
+            # A process set of the user's concerns its members only; they do not wait for the others.
+            together = meets and _process_set(signature, *args, **kwargs) is global_process_set
+            with (run.meeting if together else run.away)(function.__name__, out_of_data=False):
                 return named(*args, **kwargs)
         began_s = time.monotonic()
         try:
@@ -128,7 +140,8 @@ alltoall_async = _named(mpi_ops.alltoall_async)
 reducescatter_async = _named(mpi_ops.reducescatter_async)
 grouped_reducescatter_async = _named(mpi_ops.grouped_reducescatter_async)
 barrier = _away(mpi_ops.barrier)
-synchronize = _away(mpi_ops.synchronize)
+# Handles may be waited for in another order on every rank, or asked with `poll`.
+synchronize = _away(mpi_ops.synchronize, meets=False)
 broadcast_parameters = _away(hvd.broadcast_parameters)
 broadcast_object = _away(hvd.broadcast_object)
 allgather_object = _away(hvd.allgather_object)
@@ -176,10 +189,6 @@ def join(*args: Any, **kwargs: Any) -> int:
     """
     run = runtime.current()
     if run is not None and run.drivers:
-        began_s = time.monotonic()
-        with run.away("join"):
-            run.await_all("join", run.config.step_deadline_s)
-        for driver in run.drivers.values():
-            driver.timer.add_outside(time.monotonic() - began_s)
-        run.catch_up()
+        with run.meeting("join", out_of_data=True):
+            pass
     return int(mpi_ops.join(*args, **kwargs))

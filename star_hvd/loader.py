@@ -124,7 +124,8 @@ class ShardLoader:
             yield batch
         with self._run.away("end of epoch"):
             self._run.await_epoch_end(self._number, epoch)
-        self._run.catch_up()
+        with self._run.meeting("the end of an epoch"):
+            pass
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self._shuffle:

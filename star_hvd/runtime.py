@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
 
@@ -45,6 +46,7 @@ from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Snapshot
 from star_hvd.job_log import JobLog, check_curves
+from star_hvd.meeting import Position, gather_positions, settled, unsettled_text
 from star_hvd.model import LazyRanker
 from star_hvd.ps import JobKey
 from star_hvd.requests import Requests
@@ -56,6 +58,7 @@ __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
 logger = logging.getLogger("star_hvd")
 
+_MEETING_POLL_S = 0.002
 _SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
 
 _current: Runtime | None = None
@@ -144,6 +147,7 @@ class Runtime(Requests):
         self.reference_samples = float(config.reference_samples)
         self._away_depth = 0
         self._away_lock = threading.Lock()
+        self._training_thread = threading.get_ident()
         self._sources: queue.SimpleQueue[messages.SourceReply] = queue.SimpleQueue()
         self._bye = threading.Event()
         self._lost: list[int] = []
@@ -236,11 +240,7 @@ class Runtime(Requests):
 
     def detach(self, driver: EngineDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
-        with self.away(messages.CLOSE):
-            self.await_all("the end of an optimizer", self.config.step_deadline_s)
-        driver.bring_up()
-        with self.away(messages.CLOSE):  # Until the last one has caught up: it may have to fetch from here.
-            self.await_all("the last steps of an optimizer", self.config.step_deadline_s)
+        with self.meeting(messages.CLOSE, out_of_data=True):
             driver.conclude()
             # Whoever runs a server keeps it until the last group has had its last answer.
             self.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
@@ -268,6 +268,55 @@ class Runtime(Requests):
             self.leave_away(reason)
             for driver in self.drivers.values():
                 driver.timer.add_outside(time.monotonic() - began_s)
+
+    @contextlib.contextmanager
+    def meeting(self, reason: str, *, out_of_data: bool = False) -> Iterator[None]:
+        """Away, with all ranks: inside the block all replicas are the same, at the furthest step.
+
+        Collective. Ranks in the middle of a step take part and stay as they are. Inside another time away, and in
+        threads that do not train, it is no more than that.
+
+        Raises:
+            DeadlineError: Not all ranks came, or they did not get to one step, within `step_deadline_s`.
+        """
+        with self.away(reason, out_of_data=out_of_data):
+            if self._away_depth == 1 and threading.get_ident() == self._training_thread:
+                self._meet(reason, out_of_data=out_of_data)
+            yield
+
+    def _meet(self, reason: str, *, out_of_data: bool) -> None:
+        deadline_s = self.config.step_deadline_s
+        limit_s, asked = time.monotonic() + deadline_s, False
+        while True:
+            own = [driver.position() for driver in self.drivers.values()]
+            found = gather_positions(own, self.raise_failure, deadline_s, reason)
+            if settled(found, asked=asked):
+                return
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}"
+                )
+            if asked:
+                time.sleep(_MEETING_POLL_S)  # Something is on its way: a step that ends, or word of it.
+            self._catch_up_together(own, reason, out_of_data=out_of_data)
+            asked = True
+
+    def _catch_up_together(self, own: list[Position], reason: str, *, out_of_data: bool) -> None:
+        """Present, as long as nothing forbids it: an averaging of local steps, for one, is made of those present."""
+        stays_away = any(position.mid_step for position in own)
+        if not stays_away:
+            self.leave_away(reason)
+        try:
+            for position in own:
+                driver = self.drivers[position.optimizer]
+                if not position.mid_step:
+                    behind = not position.outside and position.step < position.next_step
+                    driver.bring_up()
+                    if behind and driver.outside is None:
+                        driver.engine.note_joined()
+        finally:
+            if not stays_away:
+                self.enter_away(reason, out_of_data=out_of_data)
 
     def enter_away(self, reason: str, *, out_of_data: bool = True) -> None:
         """Begin of a time without gradients; may be nested."""
@@ -357,6 +406,12 @@ class Runtime(Requests):
                 return
         if self._lost:
             logger.error("ranks %s were lost", self._lost)
+            return
+        # Whoever looks at its parameters after `shutdown` sees those of the last step, on every rank the same.
+        try:
+            self._meet("shutdown", out_of_data=True)
+        except (HorovodInternalError, StarError) as error:
+            logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
 
     # ---- agent thread ---------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from star_hvd.execute.local import LocalSteps
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Fetch, Result
 from star_hvd.execute.telling import Send, StepTeller
+from star_hvd.meeting import Position
 from star_hvd.telemetry.timer import StepTimer
 
 __all__ = ["EngineDriver", "Send"]
@@ -47,6 +48,7 @@ class EngineDriver(StepTeller):
 
     Attributes:
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
+        mid_step: Says whether the user is between backward and step, where nothing may be changed.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class EngineDriver(StepTeller):
         self._diagnose = diagnose
         self._preparer = preparer
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
+        self.mid_step: Callable[[], bool] = lambda: False
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()
@@ -181,12 +184,37 @@ class EngineDriver(StepTeller):
                 break
         self.timer.start()
 
+    def position(self) -> Position:
+        """Where this rank is, for a meeting of all ranks."""
+        engine, outside = self.engine, self.outside
+        with engine.lock:
+            local = engine.plan.mode == "local"
+            reduced = engine.taking_part and not local  # By rounds; else others know what is newest.
+            whole = engine.replica.is_whole if reduced or local else True
+            if outside is not None or not reduced:
+                whole = whole and outside is not None and not outside.over
+            return Position(
+                rank=engine.rank,
+                optimizer=self.number,
+                step=engine.version,
+                next_step=engine.next_round,
+                whole=whole and not self.local.waiting,
+                outside=outside is not None or not reduced,
+                mid_step=self.mid_step(),
+            )
+
     def refresh_state(self) -> None:
-        """Make the optimizer's state here that of the job, for a checkpoint."""
+        """Make parameters and optimizer state here the newest that this rank can have alone, for a checkpoint.
+
+        In `local` they are this rank's own: the next averaging needs all ranks.
+        """
         for _ in range(_MODES_BEHIND):
             outside = self.outside
             if outside is None:
-                break  # What is here is that of this rank's step.
+                self.catch_up(was_late=False)  # Steps may have ended since this rank's own, while it evaluated.
+                if self.outside is None:
+                    break
+                continue
             with self._named_failures():
                 outside.refresh_state()
                 if not outside.over:

@@ -82,9 +82,14 @@ class Replica:
             self._shadow = shadow
             self._changed()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the live parameters and state are those of `version`, with no step waiting to be applied."""
+        return not (self.needs_fetch or self.foreign or self.queue) and self._shadow is None
+
     def leave(self) -> None:
         """Parameters come from elsewhere from now on; what waits to be applied is void."""
-        self._whole = not (self.foreign or self.needs_fetch or self.queue) and self._shadow is None
+        self._whole = self.is_whole
         self.foreign, self.needs_fetch = True, False
         self.queue.clear()
         self._shadow = None

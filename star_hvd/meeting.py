@@ -1,0 +1,112 @@
+"""Where all ranks meet: behind a collective of the user's every replica is the same, at the furthest step.
+
+In a relaxed mode ranks reach the user's collective at different steps, and steps go on while the first of them wait.
+Once the last rank is here no step begins any more, so what is furthest is fixed; but a rank may still have it on a
+shadow, in a queue, at servers, or on its way. So ranks tell each other where they are, catch up, and ask again until
+all are at one step. In the usual case, all there already, that is one small all-gather.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from star_hvd.errors import DeadlineError
+
+__all__ = ["Position", "gather_positions", "settled", "unsettled_text"]
+
+_POLL_S = 0.0001
+_LONG_POLL_S = 0.001
+_LONG_AFTER_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where one optimizer is on one rank.
+
+    Attributes:
+        rank: The rank.
+        optimizer: Number of the optimizer.
+        step: Steps applied to the live parameters.
+        next_step: The first step this rank has not wholly submitted.
+        whole: Parameters and optimizer state are those of `step`, with nothing waiting to be applied.
+        outside: Steps are made at servers, at a parent, or locally: only there it is known what is newest.
+        mid_step: Between backward and step, or between two passes of one: nothing may be changed here now.
+    """
+
+    rank: int
+    optimizer: int
+    step: int
+    next_step: int
+    whole: bool
+    outside: bool
+    mid_step: bool
+
+
+def settled(positions: Sequence[Position], *, asked: bool) -> bool:
+    """Whether all replicas are the same, at the furthest step.
+
+    Args:
+        positions: Of all optimizers on all ranks. An optimizer in the middle of a step is left out: its rank takes
+            part in the meeting and changes nothing.
+        asked: Whether all ranks have caught up since they met; outside the rounds a rank cannot know before.
+    """
+    free = [position for position in positions if not position.mid_step]
+    if any(not position.whole or position.step != position.next_step for position in free):
+        return False
+    if not asked and any(position.outside for position in free):
+        return False
+    furthest: dict[int, int] = {}
+    for position in free:
+        furthest[position.optimizer] = max(position.step, furthest.get(position.optimizer, position.step))
+    return all(position.step == furthest[position.optimizer] for position in free)
+
+
+def unsettled_text(positions: Sequence[Position]) -> str:
+    """Which ranks are where, for an error."""
+    return "; ".join(
+        f"rank {p.rank}: step {p.step} of {p.next_step}{'' if p.whole else ', incomplete'}"
+        f"{', in the middle of a step' if p.mid_step else ''}"
+        for p in sorted(positions, key=lambda p: (p.optimizer, p.rank))
+    )
+
+
+def gather_positions(
+    own: Sequence[Position], check: Callable[[], None], deadline_s: float, what: str
+) -> list[Position]:
+    """The positions of all ranks. Collective; waits for all of them.
+
+    Args:
+        own: This rank's, one for each of its optimizers.
+        check: Called while waiting; raises what makes the wait pointless.
+        deadline_s: Longest wait.
+        what: For the error.
+
+    Raises:
+        DeadlineError: Not all ranks came.
+    """
+    from horovod.torch import mpi_ops
+
+    rows = torch.tensor([astuple(position) for position in own], dtype=torch.int64, device="cpu").reshape(-1, 7)
+    handle = mpi_ops.allgather_async(rows, name="star.meeting")
+    # Horovod's own wait spins, beside ranks that still train.
+    began_s = time.monotonic()
+    while not mpi_ops.poll(handle):
+        waited_s = time.monotonic() - began_s
+        check()
+        if waited_s > deadline_s:
+            raise DeadlineError(
+                f"not all ranks came to {what} within {deadline_s:g} s; Horovod's stall warnings and the log of rank 0 "
+                "name those that are missing"
+            )
+        if waited_s > _LONG_AFTER_S:
+            time.sleep(_LONG_POLL_S)
+        else:
+            os.sched_yield()
+            time.sleep(_POLL_S)
+    found = mpi_ops.synchronize(handle).tolist()
+    return [Position(*row[:4], *(bool(value) for value in row[4:])) for row in found]

@@ -1,0 +1,129 @@
+"""A plain loop without `shard`, with collectives of the user's in it, in every relaxed mode; see `test_replicas.py`.
+
+`python -m tests.multiproc.replicas MODE...`: for every mode schedules of random paces, lengths and collectives. After
+each collective the ranks compare their parameters by plain Horovod, which star_hvd does not see.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+import star_hvd as hvd
+from tests.multiproc.modes import CONFIG, MODES, deadline, publish
+from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, digest, model
+from tests.support.launch import write_result
+
+SCHEDULES = 6  # Of each mode.
+PAUSES_S = [0.0] * 12 + [0.002, 0.01, 0.03]
+
+COLLECTIVES: dict[str, Callable[[], Any]] = {
+    "allreduce": lambda: hvd.allreduce(torch.ones(3)),
+    "barrier": lambda: hvd.barrier(),
+    "allgather": lambda: hvd.allgather(torch.ones(1)),
+    "broadcast_object": lambda: hvd.broadcast_object({"epoch": 1}, 0, name="epoch"),
+    "allgather_object": lambda: hvd.allgather_object(1, name="metric"),
+}
+
+
+def differences(net: torch.nn.Module, optimizer: Any) -> list[str]:
+    """What differs between ranks now, and whether a rank is behind a step that has ended."""
+    engine = optimizer._star.core.driver.engine
+    seen = horovod.allgather_object((digest(net), engine.version, engine.next_round), name="compare")
+    furthest = max(step for _, _, step in seen)
+    wrong = [f"ranks at {[step for _, step, _ in seen]}"] if len({one for one, _, _ in seen}) > 1 else []
+    return wrong + [f"rank {r} at {step} of {furthest}" for r, (_, step, _) in enumerate(seen) if step < furthest]
+
+
+def batches(seed: int, length: int, shard: Iterable[Any] | None) -> Iterable[torch.Tensor]:
+    if shard is None:
+        return (batch(1000 * seed + number) for number in range(length))
+    return (item[0] for item in shard)
+
+
+def schedule(seed: int, net: torch.nn.Module, optimizer: Any, shard: Iterable[Any] | None, *, switch: bool) -> Facts:
+    """One stretch of training of random length and pace, then one collective, `state_dict` before or after it."""
+    common, own = random.Random(seed), random.Random(7000 * seed + int(hvd.rank()))
+    low = common.randint(2, 12)
+    length = low if common.random() < 0.5 else own.randint(low, 2 * low)  # As long on every rank, or not.
+    pace_s, steps = own.choice([0.001, 0.001, 0.01]), 0
+    for inputs in batches(seed, length, shard):
+        optimizer.zero_grad()
+        compute(net, inputs, pace_s + own.choice(PAUSES_S))
+        optimizer.step()
+        steps += 1
+        if switch and int(hvd.rank()) == 0:
+            publish(optimizer, own.choice(MODES))
+    if own.random() < 0.3:
+        optimizer.state_dict()  # On any rank alone, as for a checkpoint.
+    name = common.choice(sorted(COLLECTIVES))
+    COLLECTIVES[name]()
+    found = differences(net, optimizer)
+    net.eval()
+    with torch.no_grad():
+        loss = float(net(torch.ones(1, 8)))
+    net.train()
+    losses = horovod.allgather_object(loss, name="losses")
+    mode = optimizer.mode
+    return {"collective": name, "wrong": found, "steps": steps, "mode": mode, "losses_equal": len(set(losses)) == 1}
+
+
+def train(mode: str, *, sharded: bool) -> Facts:
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    first = "sync" if mode == "switching" else mode
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=first, config=CONFIG)
+    data = torch.utils.data.TensorDataset(torch.randn(96, 8, generator=torch.Generator().manual_seed(3)))
+    shard = hvd.shard(data, batch_size=4) if sharded else None
+    number = 0
+    while first != "sync" and optimizer.mode == "sync" and number < 3000:  # Servers take seconds to start.
+        optimizer.zero_grad()
+        compute(net, batch(number), 0.004)
+        optimizer.step()
+        number += 1
+    hvd.barrier()
+    found = [schedule(seed, net, optimizer, shard, switch=mode == "switching") for seed in range(SCHEDULES)]
+    optimizer.close()
+    return {"schedules": found, "at_the_end": differences(net, optimizer), "stats": optimizer.stats()}
+
+
+def after_shutdown() -> Facts:
+    """A program that trains its loop to the end, shuts Horovod down and looks at its parameters."""
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="partial(2)")
+    rank = int(hvd.rank())
+    for number in range(20 + rank):
+        optimizer.zero_grad()
+        compute(net, batch(number), 0.02 if rank == 3 else 0.003)
+        optimizer.step()
+    hvd.shutdown()
+    return {"digest": digest(net)}
+
+
+def main(wanted: list[str]) -> None:
+    torch.set_num_threads(1)
+    _wait_without_spinning()
+    hvd.init()
+    facts: dict[str, Facts] = {}
+    for name in wanted:
+        write_result({"facts": facts, "running": name})
+        began_s = time.monotonic()
+        with deadline():
+            if name == "shutdown":
+                facts[name] = after_shutdown()
+            else:
+                mode, _, how = name.partition(":")
+                facts[name] = train(mode, sharded=how == "shard")
+        facts[name]["seconds"] = time.monotonic() - began_s
+    write_result({"facts": facts, "running": ""})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,30 @@
+"""Behind every collective of the user's all replicas are the same, in every relaxed mode, with and without `shard`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiproc.test_modes import facts_of
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
+
+PLAIN = ("partial(3)", "partial(1)", "subgroup(0,1,2)", "subgroup(1,2)", "local(3)", "grouped(2)", "ps(1)", "ps(3)")
+PLAIN += ("ssp(2)", "switching")
+# Last: its job has no Horovod afterwards.
+NAMES = PLAIN + tuple(f"{name}:shard" for name in ("partial(3)", "subgroup(1,2)", "local(3)", "ps(2)")) + ("shutdown",)
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])
+def test_replicas_are_equal_behind_a_collective_of_the_users(name: str) -> None:
+    facts = facts_of(NAMES, name, "tests.multiproc.replicas")
+    for rank in facts:
+        assert [one for one in rank["schedules"] if one["wrong"] or not one["losses_equal"]] == []
+        assert rank["at_the_end"] == []
+        assert rank["stats"]["mismatches"] == 0
+    if not name.startswith("switching"):
+        assert {one["mode"] for one in facts[0]["schedules"]} != {"sync"}, "the mode never was in force"
+
+
+def test_replicas_are_equal_after_shutdown() -> None:
+    facts = facts_of(NAMES, "shutdown", "tests.multiproc.replicas")
+    assert len({rank["digest"] for rank in facts}) == 1
