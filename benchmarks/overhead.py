@@ -25,6 +25,7 @@ from benchmarks.tta import versions
 __all__ = ["main", "summarize_blocks"]
 
 ALLOWANCE_S = 180.0
+FIGURES = ("blocks", "steps", "device-ms", "work-after-backward-ms")
 SLOWEST_STEP_S = 0.3  # on a loaded machine; only the deadline depends on it
 
 
@@ -58,10 +59,12 @@ def summarize_blocks(blocks_s: dict[str, list[list[float]]], stats: Sequence[dic
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the job and work out its figures."""
     run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
-    options = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in ("blocks", "steps", "device-ms")]
+    options = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in FIGURES]
     options += [f"--dataset={args.dataset}", f"--mode={args.mode}"]
     command = horovodrun_command(args.ranks, "benchmarks.overhead_worker", str(run_dir), *options)
-    deadline_s = ALLOWANCE_S + 2 * args.blocks * args.steps * (SLOWEST_STEP_S + args.device_ms / 1000.0)
+    deadline_s = ALLOWANCE_S + 2 * args.blocks * args.steps * (
+        SLOWEST_STEP_S + (args.device_ms + args.work_after_backward_ms) / 1000.0
+    )
     with progress_view(console, args.blocks) as view:
         run_job(command, run_dir, deadline_s=deadline_s, stall_s=ALLOWANCE_S, on_progress=view.update)
     raw = json.loads((run_dir / "overhead.json").read_text(encoding="utf-8"))
@@ -72,6 +75,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "dataset": args.dataset,
         "mode": args.mode,
         "device_ms": args.device_ms,
+        "work_after_backward_ms": args.work_after_backward_ms,
         **summary,
         "versions": versions(),
     }
@@ -99,6 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
     parser.add_argument("--device-ms", type=float, default=30.0, help="emulated device time per step")
+    parser.add_argument(
+        "--work-after-backward-ms", type=float, default=0.0, help="the program's own work between backward and step"
+    )
     parser.add_argument("--blocks", type=int, default=16, help="pairs of blocks")
     parser.add_argument("--steps", type=int, default=30, help="timed steps per block")
     parser.add_argument("--mode", default="auto", help="mode of star_hvd")
@@ -121,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _problem(args: argparse.Namespace) -> str | None:
-    for name, least in (("ranks", 1), ("blocks", 1), ("steps", 1), ("device_ms", 0)):
+    for name, least in (("ranks", 1), ("blocks", 1), ("steps", 1), ("device_ms", 0), ("work_after_backward_ms", 0)):
         value = getattr(args, name)
         if not least <= value < 1e6:
             return f"--{name.replace('_', '-')} is {value}; expected at least {least}"

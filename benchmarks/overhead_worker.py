@@ -30,12 +30,21 @@ class Side:
     model: nn.Module
     optimizer: Any
 
-    def step(self, x: torch.Tensor, y: torch.Tensor, device_s: float) -> None:
-        """One training step with `device_s` seconds of emulated device time."""
+    def step(self, x: torch.Tensor, y: torch.Tensor, device_s: float, work_s: float = 0.0) -> None:
+        """One training step with `device_s` seconds of emulated device time.
+
+        Args:
+            x: Samples.
+            y: Their classes.
+            device_s: Before backward.
+            work_s: Between backward and the optimizer's step: logging, or clipping over a slow device.
+        """
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(x), y)
         time.sleep(device_s)
         loss.backward()
+        if work_s:
+            time.sleep(work_s)
         self.optimizer.step()
 
 
@@ -54,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--device-ms", type=float, required=True)
+    parser.add_argument("--work-after-backward-ms", type=float, default=0.0)
 
 
 def alternate(
@@ -66,16 +76,17 @@ def alternate(
     """
     x, y = load_task(dataset, BATCH_SAMPLES * size).train.tensors
     mine, device_s = slice(rank * BATCH_SAMPLES, (rank + 1) * BATCH_SAMPLES), args.device_ms / 1000.0
+    work_s = args.work_after_backward_ms / 1000.0
     for side in sides.values():
         for _ in range(warm_up):
-            side.step(x[mine], y[mine], device_s)
+            side.step(x[mine], y[mine], device_s, work_s)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for block in range(args.blocks):
         for name in sides if block % 2 == 0 else reversed(list(sides)):
             times_s = []
             for _ in range(SKIPPED_STEPS + args.steps):
                 start_s = time.perf_counter()
-                sides[name].step(x[mine], y[mine], device_s)
+                sides[name].step(x[mine], y[mine], device_s, work_s)
                 times_s.append(time.perf_counter() - start_s)
             found[name].append({"ended_unix_s": time.time(), "times_s": times_s[SKIPPED_STEPS:]})
         if rank == 0:

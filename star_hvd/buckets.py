@@ -88,6 +88,18 @@ class Bucket:
         size = self.flat.numel()
         return torch.zeros(size + self.tail, dtype=self.flat.dtype, device=self.flat.device)[:size]
 
+    @property
+    def average_dtype(self) -> torch.dtype:
+        """Type in which parameters and optimizer state are averaged: float32, or float64 where that is their own."""
+        return torch.float64 if self.flat.dtype == torch.float64 else torch.float32
+
+    def new_average(self) -> torch.Tensor:
+        """A zeroed buffer for an average of the parameters: they are reduced as they are, whatever gradients travel as.
+
+        Shape (numel + 1,), type `average_dtype`.
+        """
+        return torch.zeros(self.flat.numel(), dtype=self.average_dtype, device=self.flat.device)
+
     def to_wire(self, flat: torch.Tensor) -> torch.Tensor:
         """What is reduced for `flat`: the buffer itself, with its tail, or a copy in the wire's type."""
         if self.tail:

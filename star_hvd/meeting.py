@@ -35,7 +35,8 @@ class Position:
         next_step: The first step this rank has not wholly submitted.
         whole: Parameters and optimizer state are those of `step`, with nothing waiting to be applied.
         outside: Steps are made at servers, at a parent, or locally: only there it is known what is newest.
-        mid_step: Between backward and step, or between two passes of one: nothing may be changed here now.
+        mid_step: Between backward and step: nothing may be changed here now.
+        manual_step: A step whose mean the program worked on, which the others may not know yet, -1 without one.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Position:
     whole: bool
     outside: bool
     mid_step: bool
+    manual_step: int = -1
 
 
 def settled(positions: Sequence[Position], *, asked: bool) -> bool:
@@ -58,7 +60,7 @@ def settled(positions: Sequence[Position], *, asked: bool) -> bool:
     free = [position for position in positions if not position.mid_step]
     if any(not position.whole or position.step != position.next_step for position in free):
         return False
-    if not asked and any(position.outside for position in free):
+    if not asked and any(position.outside or position.manual_step >= 0 for position in positions):
         return False
     furthest: dict[int, int] = {}
     for position in free:
@@ -91,7 +93,7 @@ def gather_positions(
     """
     from horovod.torch import mpi_ops
 
-    rows = torch.tensor([astuple(position) for position in own], dtype=torch.int64, device="cpu").reshape(-1, 7)
+    rows = torch.tensor([astuple(position) for position in own], dtype=torch.int64, device="cpu").reshape(-1, 8)
     handle = mpi_ops.allgather_async(rows, name="star.meeting")
     # Horovod's own wait spins, beside ranks that still train.
     began_s = time.monotonic()
@@ -109,4 +111,4 @@ def gather_positions(
             os.sched_yield()
             time.sleep(_POLL_S)
     found = mpi_ops.synchronize(handle).tolist()
-    return [Position(*row[:4], *(bool(value) for value in row[4:])) for row in found]
+    return [Position(*row[:4], *(bool(value) for value in row[4:7]), *row[7:]) for row in found]

@@ -292,6 +292,9 @@ class Runtime(Requests):
             found = gather_positions(own, self.raise_failure, deadline_s, reason)
             if settled(found, asked=asked):
                 return
+            for position in found:
+                if position.manual_step >= 0 and position.optimizer in self.drivers:
+                    self.drivers[position.optimizer].engine.note_manual(position.manual_step)
             if time.monotonic() > limit_s:
                 raise DeadlineError(
                     f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}"

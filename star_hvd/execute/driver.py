@@ -201,6 +201,7 @@ class EngineDriver(StepTeller):
                 whole=whole and not self.local.waiting,
                 outside=outside is not None or not reduced,
                 mid_step=self.mid_step(),
+                manual_step=-1 if engine.untold_manual is None else engine.untold_manual,
             )
 
     def refresh_state(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,6 +37,9 @@ class EngineState:
         can_replay: Whether the optimizer's steps can be replayed on a copy.
         replay_queue: Closed steps kept for a training thread inside `step()` before closing waits for it.
         noise_interval_steps: Every how many steps the local gradient norm is taken.
+        early_after_steps: Complete steps in a row, once steps have ever been incomplete, after which headers are sent
+            within backward again.
+        clock: The time in seconds; only differences count.
     """
 
     def __init__(
@@ -52,6 +56,8 @@ class EngineState:
         can_replay: bool = True,
         replay_queue: int = 8,
         noise_interval_steps: int = 8,
+        early_after_steps: int = 64,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
         self.world_size = plan.world_size
@@ -80,6 +86,17 @@ class EngineState:
         self._noise_interval_steps = noise_interval_steps
         self._deferred: dict[int, DeviceEvent] = {}
         self._late = LateGradients(applier.buckets, self.counters)
+        self._clock = clock
+        self._whole_at_s: float | None = None  # When the carrier's gradient of this step was whole.
+        self._waited = 0  # Steps in a row in which it then waited for the header.
+        self._claimed_early = False  # The header of the step that the training thread has not arrived for yet.
+        self._early_after_steps = early_after_steps
+        self._complete_run = 0  # Steps in a row with the fresh gradients of all members.
+        self._ever_manual = False  # Whether a program has ever worked on the mean of a step.
+        # The step in which this rank's did so first, where the header of that step did not say so.
+        self._untold_manual: int | None = None
+        self._proxied: int | None = None  # The last step, where the helper completed it.
+        self._apart = False  # Whether the header travels alone in the step to come.
         self._choose_carrier()
         self._current = Round.open(0, len(applier.buckets))
         self._inflight: Round | None = None
@@ -189,7 +206,8 @@ class EngineState:
             return True
 
     def _plan_taken(self) -> None:
-        """Use the collective of the plan in force."""
+        """Use the collective of the plan in force. Who joins has not read the last headers: all begin alike."""
+        self._apart, self._complete_run = False, 0
         members = self.plan.members
         if self.plan.mode != "subgroup":
             self.collective = self._everybody
@@ -267,7 +285,7 @@ class EngineState:
             self._carrier.carry(self.agreement.codec.size)
 
     def _due(self) -> bool:
-        own = self._helper_owns() or self._may_close() or self._may_absorb()
+        own = self._helper_owns() or self._may_close() or self._may_absorb() or self._may_take_over()
         return own or self.replica.may_replay() or bool(self._deferred)
 
     def _may_absorb(self) -> bool:
@@ -297,6 +315,11 @@ class EngineState:
 
     def _helper_owns(self) -> bool:
         return self._inflight is not None and self._inflight.owner == "helper"
+
+    def _may_take_over(self) -> bool:
+        """Whether others wait for the step after one that the training thread has claimed and does not complete."""
+        claimed = self._inflight is not None and self._inflight.early
+        return claimed and self.away and self._close_upto >= self.next_round
 
     def _may_close(self) -> bool:
         """Whether the helper may stand in for the training thread in the current round."""

@@ -32,6 +32,8 @@ _FIELDS = (
     "folds",
     "leader",
     "sum_count",
+    "waited",
+    "manual_before",
 )
 _CHECKSUM = 6  # Three 8-bit pieces and their squares: exact in float32 up to 257 ranks.
 _FIXED = len(_FIELDS) + _CHECKSUM
@@ -53,6 +55,8 @@ class Contribution:
         folds: Part of the buckets into which a late gradient was folded.
         hyper: The leader's hyperparameters, None for everybody else.
         checksum: 24 bits over the parameters, None when not due.
+        waited: Whether gradients waited for this header: the user works between `backward` and `step`.
+        manual_before: `manual` of the step before, where that became known after its header was on its way.
     """
 
     fresh: bool
@@ -65,6 +69,8 @@ class Contribution:
     folds: float = 0.0
     hyper: Sequence[float] | None = None
     checksum: int | None = None
+    waited: bool = False
+    manual_before: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,8 @@ class Header:
     folds: float
     hyper: tuple[float, ...] | None
     checksum_ok: bool | None
+    waited: bool = False
+    manual_before: bool = False
 
     @property
     def fresh_count(self) -> int:
@@ -137,6 +145,8 @@ class HeaderCodec:
         if item.local_sqr is not None and math.isfinite(item.local_sqr):
             out[_SLOT["local_sqr"]], out[_SLOT["local_count"]] = item.local_sqr, 1.0
         out[_SLOT["folds"]] = item.folds
+        out[_SLOT["waited"]] = item.waited
+        out[_SLOT["manual_before"]] = item.manual_before
         if item.checksum is not None:
             out[_SLOT["sum_count"]] = 1.0
             for i in range(3):
@@ -167,6 +177,8 @@ class HeaderCodec:
             folds=get["folds"],
             hyper=_from_pieces(sums[_FIXED : self._ranks_at]) if round(get["leader"]) == 1 else None,
             checksum_ok=_same(sums, round(get["sum_count"])),
+            waited=get["waited"] > 0,
+            manual_before=get["manual_before"] > 0,
         )
 
 

@@ -119,9 +119,7 @@ class LocalSteps:
         weight = engine.weight
         engine.weight = self._weight = max(self._weight, _LEAST_WEIGHT)
         for bucket in engine.applier.buckets:
-            for view, param in zip(bucket.views, bucket.params, strict=True):
-                view.copy_(param.detach())
-            engine.submit_average(bucket.index)
+            engine.submit_average(bucket.index, self._part(bucket))
         engine.arrive_average()
         self._wait()
         extras = engine.own_extras()
@@ -189,20 +187,24 @@ class LocalSteps:
     # ---- averaging: the engine's side -------------------------------------------------------------------------
 
     def stand_in_flat(self, bucket: Bucket) -> torch.Tensor:
-        """What the helper contributes while the training thread is away: its steps since the last averaging."""
-        flat = bucket.new_flat()
+        """What the helper contributes for a training thread that is away: its steps since the last averaging."""
+        return self._part(bucket)
+
+    def _part(self, bucket: Bucket) -> torch.Tensor:
+        """This rank's part of the average of a bucket's parameters."""
+        part = bucket.new_average()
         if self._weight:
-            for view, param in zip(bucket.split(flat), bucket.params, strict=True):
+            for view, param in zip(bucket.split(part), bucket.params, strict=True):
                 view.copy_(param.detach()).mul_(self._weight)
-            flat[-1] = self._weight
-        return flat
+            part[-1] = self._weight
+        return part
 
     def extras(self) -> list[tuple[str, torch.Tensor]]:
         """The optimizer's float state times this rank's weight, one tensor per bucket and kind of state."""
         found = []
         for bucket in self._engine.applier.buckets:
             for key in self._keys(bucket, self._engine.applier.optimizer.state):
-                own = torch.zeros(bucket.numel, dtype=bucket.flat.dtype, device=bucket.flat.device)
+                own = torch.zeros(bucket.numel, dtype=bucket.average_dtype, device=bucket.flat.device)
                 for view, param in zip(bucket.split(own), bucket.params, strict=True):
                     value = self._engine.applier.optimizer.state.get(param, {}).get(key)
                     if value is not None and self._weight:

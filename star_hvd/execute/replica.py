@@ -69,6 +69,12 @@ class Replica:
         self.queue.clear()
         self._shadow = None
 
+    def was_not_replayable(self) -> None:
+        """The last step, which the helper has put into the queue or a shadow, was one that only its members can do."""
+        self.needs_fetch = True
+        self.queue.clear()
+        self._shadow = None
+
     def replaced(self, version: int) -> None:
         """The whole state of `version` has come and waits for the training thread to take it over."""
         self.leave()

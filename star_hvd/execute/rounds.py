@@ -14,7 +14,11 @@ fresh. Whoever claims the header, always the last tensor of a step, owns the ste
 A gradient that lost its claim is kept and folded into the next submission of its bucket.
 
 The header travels behind the weight of the last bucket where it can, the one backward fills last: a tensor of its own
-would often miss Horovod's cycle of 1 ms that took the bucket. That bucket is then submitted with the claim.
+would often miss Horovod's cycle of 1 ms that took the bucket. Where all ranks wait for each other the header is claimed
+as soon as the whole gradient is there, so that the reduction goes on beside whatever the program does between
+`backward` and `step`. Where steps close without late ranks (`partial`) it is claimed on arrival, and the last bucket
+waits for it, but not for long: a rank whose program works there says so in its header, and as all ranks read it in the
+same step, in the next one the header travels alone on all of them.
 """
 
 from __future__ import annotations
@@ -33,6 +37,9 @@ from star_hvd.execute.hyper import HyperRow
 from star_hvd.execute.state import DeviceEvent, Result, Round, Snapshot
 
 __all__ = ["RoundEngine"]
+
+_HEADER_WAIT_S = 0.002
+"""Two of Horovod's cycles. The way from the last hook through `backward` into `step` takes a tenth of it."""
 
 
 class RoundEngine(EngineState):
@@ -54,6 +61,8 @@ class RoundEngine(EngineState):
                 fence([bucket])  # The helper folds it.
             else:
                 self._submit_fresh(bucket)
+                if self._may_claim_early():
+                    self._claim_early()
 
     def defer(self, index: int, event: DeviceEvent) -> None:
         """A bucket will be whole once `event` has happened on its device; until then its gradient can lose its step."""
@@ -84,7 +93,16 @@ class RoundEngine(EngineState):
         with self.lock:
             self._raise_failure()
             self.replica.computing = False
-            self.own_steps += 1
+            self._count_own_step()
+            round_, self._claimed_early = self._inflight, False
+            if round_ is not None and round_.early:
+                round_.early = False
+                if manual and not self._ever_manual:
+                    self._untold_manual = round_.number
+                self._ever_manual = self._ever_manual or manual
+                self.counters.fresh += 1
+                self._listener.on_arrive(self.version, self.plan.epoch)
+                return True
             if self._out_of_rounds():
                 self.counters.late += 1
                 self._listener.on_late(self.version, self.plan.epoch)
@@ -92,19 +110,22 @@ class RoundEngine(EngineState):
             missing = [i for i in range(len(self.applier.buckets)) if not self._current.claimed(i)]
             if missing:
                 raise StarError(f"buckets {missing} of step {self.version} were not submitted before arrive()")
+            self._ever_manual = self._ever_manual or manual
             self._claim_header("trainer", manual=manual or not self._can_replay)
             self.counters.fresh += 1
             self._listener.on_arrive(self.version, self.plan.epoch)
             return True
 
-    def submit_average(self, index: int) -> None:
-        """`local`: the parameters of one bucket are in its buffer; submit them with this rank's weight."""
+    def submit_average(self, index: int, average: torch.Tensor) -> None:
+        """`local`: submit this rank's part of an average.
+
+        Args:
+            index: The bucket.
+            average: As `Bucket.new_average`: the parameters times this rank's weight, then the weight.
+        """
         with self.lock:
             self._raise_failure()
-            bucket = self.applier.buckets[index]
-            bucket.flat[:-1].mul_(self.weight)
-            bucket.flat[-1] = self.weight
-            self._submit(bucket, bucket.flat)
+            self._submit_average(self.applier.buckets[index], average)
 
     def arrive_average(self) -> None:
         """`local`: all buckets are submitted; claim the step."""
@@ -212,6 +233,20 @@ class RoundEngine(EngineState):
             self._choose_carrier()
             self._current = Round.open(self.next_round, len(self.applier.buckets))
 
+    @property
+    def untold_manual(self) -> int | None:
+        """The last step, where members worked on its mean although its header did not say so."""
+        with self.lock:
+            return self._untold_manual
+
+    def note_manual(self, step: int) -> None:
+        """The members of `step` worked on its mean: what the helper made of it here is not what they have."""
+        with self.lock:
+            if self._proxied == step:
+                self._proxied = None
+                self.replica.was_not_replayable()
+                self._changed()
+
     # ---- helper thread --------------------------------------------------------------------------------------
 
     def helper_has_work(self) -> bool:
@@ -240,6 +275,9 @@ class RoundEngine(EngineState):
             self._raise_failure()
             if self._deferred:
                 self.flush_deferred()
+            if self._may_take_over():
+                assert self._inflight is not None
+                self._inflight.early, self._inflight.owner = False, "helper"
             if self._helper_owns():
                 return self._poll_inflight()
             if self._may_close():
@@ -250,6 +288,35 @@ class RoundEngine(EngineState):
         return self.replica.replay_one()
 
     # ---- inside, under the lock -------------------------------------------------------------------------------
+
+    def _may_claim_early(self) -> bool:
+        """Whether the step's gradient is whole before the training thread arrives, and nothing keeps the header back.
+
+        Where steps close without late ranks the header goes with the arrival, which the coordinator counts. Else it may
+        go early as long as helpers have nothing to do: what they replay must be known to be replayable.
+        """
+        if self.plan.may_close or self.plan.mode == "local" or self._inflight is not None:
+            return False
+        if self.agreement.mixed and self._complete_run < self._early_after_steps:
+            return False
+        return all(self._current.claimed(bucket.index) for bucket in self.applier.buckets)
+
+    def _claim_early(self) -> None:
+        """Claim the header within backward: the reduction goes on beside what the program does before `step`.
+
+        Hyperparameters are read here, and a loss recorded after this goes with the next step. Whether the program will
+        work on the mean is not known yet: a program that ever did is taken to do so again, and where it does for the
+        first time, the next header says so (or a meeting of all ranks, whichever comes first).
+        """
+        self._count_own_step()
+        self._claimed_early = True
+        self._claim_header("trainer", manual=self._ever_manual or not self._can_replay)
+        assert self._inflight is not None
+        self._inflight.early = True
+
+    def _count_own_step(self) -> None:
+        if not self._claimed_early:
+            self.own_steps += 1
 
     def _samples_norm(self, number: int) -> bool:
         return number % self._noise_interval_steps == 0
@@ -262,24 +329,36 @@ class RoundEngine(EngineState):
             flat[:-1].mul_(self.weight)
         flat[-1] = self.weight
         self.counters.applied_weight += self.weight / len(self.applier.buckets)
+        if bucket is self._carrier:
+            self._whole_at_s = self._clock()
         self._submit(bucket, flat)
 
     def _submit(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Submit `flat`, with what was kept for the bucket folded in."""
         round_ = self._current
-        if self.plan.mode != "local":  # There the buffers hold parameters.
-            round_.folded += self._late.fold(bucket, flat, round_.number, self.plan)
+        round_.folded += self._late.fold(bucket, flat, round_.number, self.plan)
         wire = bucket.to_wire(flat)
         round_.flats[bucket.index], round_.wires[bucket.index] = flat, wire
-        if bucket is not self._carrier:
+        if bucket is self._carrier and self._apart:
+            wire[-bucket.tail :].zero_()  # What is left of an earlier header.
+        if bucket is not self._carrier or self._apart:
             round_.handles[bucket.index] = self.collective.submit(f"{self.prefix}.b{bucket.index}", wire)
+
+    def _submit_average(self, bucket: Bucket, average: torch.Tensor) -> None:
+        round_ = self._current
+        round_.flats[bucket.index] = round_.wires[bucket.index] = average
+        round_.handles[bucket.index] = self.collective.submit(f"{self.prefix}.a{bucket.index}", average)
 
     def _stand_in(self) -> None:
         """Submit every bucket the training thread has not, then the header."""
+        averaging = self.averaging if self.plan.mode == "local" else None
         for bucket in self.applier.buckets:
-            if not self._current.claimed(bucket.index):
-                averaging = self.averaging if self.plan.mode == "local" else None
-                self._submit(bucket, averaging.stand_in_flat(bucket) if averaging else bucket.new_flat())
+            if self._current.claimed(bucket.index):
+                continue
+            if averaging is not None:
+                self._submit_average(bucket, averaging.stand_in_flat(bucket))
+            else:
+                self._submit(bucket, bucket.new_flat())
         self._claim_header("helper")
         self.counters.proxied += 1
 
@@ -293,10 +372,12 @@ class RoundEngine(EngineState):
         if fresh:
             item.manual, item.weight, item.loss = manual, self.weight, self.loss
             item.local_sqr = self.weight * self._local_sqr if self._samples_norm(round_.number) else None
+            item.waited = self._waits_for_headers()
+            item.manual_before, self._untold_manual = self._untold_manual == round_.number - 1, None
             self.loss = math.nan
         codec = self.agreement.codec
         round_.owner, name = owner, f"{self.prefix}.h"
-        if self._carrier is None:
+        if self._carrier is None or self._apart or self.plan.mode == "local":
             whole = round_.header = torch.zeros(codec.size, dtype=torch.float32)
         else:
             wire = round_.wires[self._carrier.index]
@@ -314,16 +395,32 @@ class RoundEngine(EngineState):
         self._current = Round.open(self.next_round, len(self.applier.buckets))
         self._changed()
 
+    def _waits_for_headers(self) -> bool:
+        """Whether the carrier's gradient is whole long before the header, in this step and the one before."""
+        whole_at_s, self._whole_at_s = self._whole_at_s, None
+        waited = whole_at_s is not None and self._clock() - whole_at_s > _HEADER_WAIT_S
+        self._waited = self._waited + 1 if waited else 0
+        return self._waited >= 2
+
     def _complete(self, round_: Round) -> Result:
         """Turn sums into means and act on the header. The handles have ended and are collected."""
         assert round_.header is not None
         header = self.agreement.codec.read(round_.header.numpy())
         means = [self._mean(bucket, round_) for bucket in self.applier.buckets]
+        self._apart = header.waited
         mean_sqr = math.nan
         if header.local_count == len(self.agreement.members):
             mean_sqr = sum(map(_sqr_norm, means))
         if header.manual and round_.owner == "helper" and round_.averaging is None:
             self.replica.cannot_replay(round_.number)
+        complete = header.complete(self.agreement.members)
+        self._complete_run = self._complete_run + 1 if complete else 0
+        self._ever_manual = self._ever_manual or header.manual
+        if header.manual_before:
+            self.note_manual(round_.number - 1)
+        self._proxied = round_.number if round_.owner == "helper" else None
+        if self._untold_manual == round_.number and complete:
+            self._untold_manual = None  # There is no helper whom it would concern.
         before = self.plan
         row = self.agreement.read(round_, header, mean_sqr)
         if self.plan is not before:
@@ -333,7 +430,8 @@ class RoundEngine(EngineState):
     def _mean(self, bucket: Bucket, round_: Round) -> torch.Tensor:
         flat, wire = round_.flats[bucket.index], round_.wires[bucket.index]
         assert flat is not None and wire is not None
-        bucket.from_wire(wire, flat)
+        if round_.averaging is None:
+            bucket.from_wire(wire, flat)
         weight = float(flat[-1])
         factor = weight / self.world_size if self._scale_by_ranks else weight
         if factor not in (0.0, 1.0):  # Nobody gave anything: the sum of nothing stays zero.

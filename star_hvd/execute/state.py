@@ -91,6 +91,7 @@ class Round:
         wires: Per bucket the tensor that travels, `flats[i]` itself unless its type changes.
         handles: Per bucket the handle of the reduction; the carrier's is the header's.
         owner: `trainer` or `helper` once the header is claimed; the owner completes the step.
+        early: The training thread has claimed it within backward and has not arrived yet.
         header: The header's tensor, a part of the carrier's where there is one.
         header_handle: Its handle.
         flagged: The plan whose flag this rank raised in the header.
@@ -105,6 +106,7 @@ class Round:
     wires: list[torch.Tensor | None]
     handles: list[int | None]
     owner: str = ""
+    early: bool = False
     header: torch.Tensor | None = None
     header_handle: int | None = None
     flagged: Plan | None = None

@@ -113,6 +113,7 @@ class World:
         max_staleness: See `Plan`.
         uneven: Whether ranks make different numbers of steps.
         optimizer: `sgd` (momentum) or `adam`.
+        early_after_steps: See `EngineState`.
     """
 
     def __init__(
@@ -127,8 +128,10 @@ class World:
         max_staleness: int = 16,
         uneven: bool = True,
         optimizer: str = "sgd",
+        early_after_steps: int = 64,
     ) -> None:
-        self.random = random.Random(seed)
+        self.early_after_steps = early_after_steps
+        self.seed, self.random = seed, random.Random(seed)
         self.world_size, self.max_steps = world_size, steps
         self.network = Network(world_size)
         self.inbox: deque[Event] = deque()
@@ -151,6 +154,7 @@ class World:
 
     def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
         torch.manual_seed(seed)
+        gaps = random.Random(100 * seed + rank)
         size = self.world_size * self.max_steps
         # Without float32 in the last bucket the header travels as a tensor of its own.
         dtype = torch.float64 if seed % 4 == 0 else torch.float32
@@ -167,6 +171,9 @@ class World:
             listener=self.ears[rank],
             replay_queue=4,
             noise_interval_steps=2,
+            early_after_steps=self.early_after_steps,
+            # The gap between the last gradient and the header is long in some steps: the header then travels alone.
+            clock=lambda: gaps.uniform(0.0, 0.02),
         )
 
     # ---- actors ---------------------------------------------------------------------------------------------
@@ -175,7 +182,7 @@ class World:
         """The training thread of one rank; every `yield` is a place where others may go on."""
         engine = self.engines[rank]
         for number in range(self.lengths[rank]):
-            manual = self.random.random() < self.manual_share
+            manual = self._works_on_mean(engine.version)
             for bucket in self.random.sample(engine.applier.buckets, len(engine.applier.buckets)):
                 yield
                 bucket.flat.zero_()
@@ -194,6 +201,9 @@ class World:
                 for handle in handles:
                     engine.collective.finish(handle)
                 result = engine.finish_own()
+                if manual:
+                    for mean in result.means:
+                        mean[:-1].mul_(0.5)
                 yield
                 engine.apply_own(result)
                 yield
@@ -204,6 +214,10 @@ class World:
             engine.applier.optimizer.param_groups[0]["lr"] = 0.1 / (2 + number)
         engine.set_away(True)
         self.inbox.append(("leave", rank, ()))
+
+    def _works_on_mean(self, step: int) -> bool:
+        """Whether programs work between `synchronize` and `step`, on all ranks alike."""
+        return random.Random(1000 * self.seed + step).random() < self.manual_share
 
     def _catch_up(self, engine: RoundEngine) -> Iterator[None]:
         target = engine.next_round
@@ -302,6 +316,9 @@ class World:
         return idle and not any(engine.helper_has_work() for engine in self.engines)
 
     def _settle(self) -> None:
+        for step in [engine.untold_manual for engine in self.engines if engine.untold_manual is not None]:
+            for engine in self.engines:
+                engine.note_manual(step)
         for engine in self.engines:
             for _ in self._catch_up(engine):
                 pass

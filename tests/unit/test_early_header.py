@@ -1,0 +1,202 @@
+"""When a step's header leaves, what travels in an averaging, and who may replay what: engines without processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from scheduler.records import Plan
+from star_hvd.buckets import pack
+from star_hvd.execute.hyper import HyperRow
+from star_hvd.execute.local import LocalSteps
+from star_hvd.execute.replay import Applier
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.meeting import Position, settled
+from tests.support.world import Ears, Network, Port, World
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def engines(plan: Plan, clock: Clock, *, fp16: bool = False, lr: float = 0.5) -> tuple[Network, list[RoundEngine]]:
+    world = World(1, world_size=2)
+    network, made = Network(2), []
+    for rank in range(2):
+        params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+        optimizer = torch.optim.SGD(params, lr=lr)
+        applier = Applier(optimizer, torch.optim.SGD, pack(params, 16, fp16=fp16), HyperRow(optimizer.param_groups))
+        engine = RoundEngine(
+            rank=rank, plan=plan, applier=applier, collective=Port(network, rank), listener=Ears(world, rank),
+            clock=clock,
+        )
+        made.append(engine)
+    return network, made
+
+
+def gradients(engine: RoundEngine, value: float = 1.0) -> None:
+    for bucket in engine.applier.buckets:
+        bucket.flat.fill_(value)
+        for param, view in zip(bucket.params, bucket.views, strict=True):
+            param.grad = view
+        engine.gradient_ready(bucket.index)
+
+
+def finish(engine: RoundEngine) -> None:
+    for handle in engine.own_handles():
+        assert engine.collective.poll(handle)
+        engine.collective.finish(handle)
+    engine.apply_own(engine.finish_own())
+    assert engine.catch_up(engine.next_round)
+
+
+def reduce_all(network: Network) -> list[str]:
+    names = network.ready()
+    for name in names:
+        network.end(name)
+    return names
+
+
+def test_in_lockstep_everything_is_on_its_way_before_the_training_thread_arrives() -> None:
+    network, pair = engines(Plan.sync(2), Clock())
+    for _ in range(3):
+        for engine in pair:
+            gradients(engine)
+        assert reduce_all(network) == ["star.b0", "star.b1"], "something waits for step()"
+        for engine in pair:
+            assert engine.arrive()
+            finish(engine)
+    values = [param.detach() for engine in pair for bucket in engine.applier.buckets for param in bucket.params]
+    assert all(torch.equal(value, torch.full((4,), -0.5)) for value in values)
+    assert [engine.own_steps for engine in pair] == [3, 3]
+
+
+def test_in_partial_the_last_bucket_waits_for_its_header_only_until_ranks_say_that_this_is_long() -> None:
+    clock = Clock()
+    network, pair = engines(Plan.partial(2, 1), clock)
+    seen = []
+    for step in range(6):
+        for engine in pair:
+            gradients(engine)
+        before = reduce_all(network)
+        clock.now_s += 0.06 if step < 4 else 0.0001  # What the program does between backward and step.
+        for engine in pair:
+            assert engine.arrive()
+        seen.append((before, reduce_all(network)))
+        for engine in pair:
+            finish(engine)
+    carried, alone = (["star.b0"], ["star.b1"]), (["star.b0", "star.b1"], ["star.h"])
+    assert seen == [carried, carried, alone, alone, alone, carried]
+
+
+def test_a_program_that_works_on_the_mean_for_the_first_time_says_so_where_a_helper_made_the_step() -> None:
+    """Rank 1 is away; its helper replays a step whose mean rank 0's program halves, which the header cannot know."""
+    network, (member, away) = engines(Plan.sync(2), Clock())
+    away.set_away(True)
+    away.close(0)
+    gradients(member)
+    assert away.helper_tick()
+    reduce_all(network)
+    assert away.helper_tick() and away.helper_tick(), "the helper completes and replays it"
+    assert member.arrive(manual=True) and member.untold_manual == 0
+    for handle in member.own_handles():
+        member.collective.finish(handle)
+    result = member.finish_own()
+    for mean in result.means:
+        mean[:-1].mul_(0.5)
+    member.apply_own(result)
+    assert member.untold_manual == 0, "no header has said so yet"
+    assert not away.needs_fetch
+    away.note_manual(0)
+    assert away.needs_fetch, "what was replayed here is not what the members have"
+
+
+def test_whoever_waits_for_the_next_step_gets_the_claimed_one_from_the_helper_of_a_rank_that_is_elsewhere() -> None:
+    network, (waiting, elsewhere) = engines(Plan.sync(2), Clock())
+    for engine in (waiting, elsewhere):
+        gradients(engine)
+    reduce_all(network)
+    elsewhere.set_away(True)  # A collective of the user's between backward and step.
+    assert waiting.arrive()
+    finish(waiting)
+    assert not elsewhere.helper_tick(), "nobody needs it yet"
+    gradients(waiting)
+    elsewhere.close(1)
+    for _ in range(8):
+        elsewhere.helper_tick()
+        reduce_all(network)
+    assert waiting.arrive()
+    finish(waiting)
+    elsewhere.set_away(False)
+    assert not elsewhere.arrive(), "its gradient is in step 0; others are two steps on"
+    while not elsewhere.catch_up(elsewhere.next_round):
+        elsewhere.helper_tick()
+    for mine, theirs in zip(elsewhere.applier.buckets, waiting.applier.buckets, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True))
+    assert elsewhere.own_steps == 1 and elsewhere.counters.produced_weight == elsewhere.counters.applied_weight == 1.0
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_an_averaging_never_rounds_parameters(fp16: bool) -> None:
+    """40 steps of 1e-4 from 1.0; with parameters sent as float16 it gave 0.99541."""
+    network, pair = engines(Plan.local(2, steps=1), Clock(), fp16=fp16, lr=1e-4)
+
+    def train(engine: RoundEngine) -> None:
+        def wait() -> None:
+            handles = engine.own_handles()
+            while not all(engine.collective.poll(handle) for handle in handles):
+                with network_lock:
+                    reduce_all(network)
+            for handle in handles:
+                engine.collective.finish(handle)
+
+        steps = engine.averaging = LocalSteps(engine, wait)
+        steps.begin()
+        for _ in range(40):
+            for bucket in engine.applier.buckets:
+                bucket.flat.fill_(1.0)
+                for param, view in zip(bucket.params, bucket.views, strict=True):
+                    param.grad = view
+                steps.give(bucket)
+            steps.step(skip=False)
+
+    import threading
+
+    network_lock = threading.Lock()
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(train, engine) for engine in pair]:
+            done.result(timeout=60.0)
+    for engine in pair:
+        for bucket in engine.applier.buckets:
+            for param in bucket.params:
+                assert torch.allclose(param.detach(), torch.full((4,), 0.996), atol=1e-6)
+
+
+def position(rank: int, step: int, next_step: int | None = None, **more: bool) -> Position:
+    told = {"whole": True, "outside": False, "mid_step": False} | more
+    return Position(rank, 0, step, step if next_step is None else next_step, **told)
+
+
+@pytest.mark.parametrize(
+    ("positions", "asked", "expected"),
+    [
+        ([position(0, 5), position(1, 5)], False, True),
+        ([position(0, 5), position(1, 4)], True, False),
+        ([position(0, 5, 6), position(1, 6)], False, False),
+        ([position(0, 5, whole=False), position(1, 5)], True, False),
+        ([position(0, 5, outside=True), position(1, 5, outside=True)], False, False),
+        ([position(0, 5, outside=True), position(1, 5, outside=True)], True, True),
+        ([position(0, 5), position(1, 4, mid_step=True)], False, True),
+        ([Position(0, 0, 5, 5, True, False, False, 4), position(1, 5)], False, False),
+        ([Position(0, 0, 5, 5, True, False, False, 4), position(1, 5)], True, True),
+        ([position(0, 5), position(1, 5), Position(0, 1, 2, 2, True, False, False)], False, True),
+    ],
+)
+def test_who_has_to_catch_up(positions: list[Position], asked: bool, expected: bool) -> None:
+    assert settled(positions, asked=asked) is expected
