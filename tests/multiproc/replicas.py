@@ -16,7 +16,7 @@ import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
-from tests.multiproc.modes import CONFIG, MODES, deadline, publish
+from tests.multiproc.modes import MODES, deadline, publish
 from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, digest, model
 from tests.support.launch import write_result
 
@@ -78,7 +78,7 @@ def train(mode: str, *, sharded: bool) -> Facts:
     net = model()
     inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     first = "sync" if mode == "switching" else mode
-    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=first, config=CONFIG)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=first)
     data = torch.utils.data.TensorDataset(torch.randn(96, 8, generator=torch.Generator().manual_seed(3)))
     shard = hvd.shard(data, batch_size=4) if sharded else None
     number = 0
