@@ -46,7 +46,7 @@ RUN python3 -m venv /opt/venv \
 # Horovod before the project: its layer is compiled again only if torch, the patches
 # or the script change.
 COPY patches /opt/star/patches
-COPY scripts/build_horovod.py scripts/unified_diff.py /opt/star/scripts/
+COPY scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py /opt/star/scripts/
 RUN python /opt/star/scripts/build_horovod.py && rm -rf "$STAR_CACHE_DIR"
 RUN /opt/star/docker/check_build.sh PyTorch Gloo
 COPY pyproject.toml /opt/star/
@@ -87,7 +87,7 @@ ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1
 RUN python3 -m venv /opt/venv \
     && pip install -q "$TORCH_SPEC" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
 COPY patches /opt/star/patches
-COPY scripts/build_horovod.py scripts/unified_diff.py /opt/star/scripts/
+COPY scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py /opt/star/scripts/
 # No driver is there while the image is built: the toolkit's stubs stand in for it,
 # and the last ldconfig forgets them again.
 RUN ldconfig /usr/local/cuda/lib64/stubs \
