@@ -47,7 +47,8 @@ RUN python3 -m venv /opt/venv \
 # or the script change.
 COPY patches /opt/star/patches
 COPY scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py /opt/star/scripts/
-RUN python /opt/star/scripts/build_horovod.py && rm -rf "$STAR_CACHE_DIR"
+# Whatever torch it is, this image is for machines without GPUs and has no CUDA toolkit.
+RUN STAR_CPU_ONLY=1 python /opt/star/scripts/build_horovod.py && rm -rf "$STAR_CACHE_DIR"
 RUN /opt/star/docker/check_build.sh PyTorch Gloo
 COPY pyproject.toml /opt/star/
 COPY scheduler /opt/star/scheduler
@@ -89,7 +90,8 @@ RUN python3 -m venv /opt/venv \
 COPY patches /opt/star/patches
 COPY scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py /opt/star/scripts/
 # No driver is there while the image is built: the toolkit's stubs stand in for it,
-# and the last ldconfig forgets them again.
+# and the last ldconfig forgets them again. NCCL is the one that came with torch, not
+# the base's; the script refuses a torch for another CUDA than the base's.
 RUN ldconfig /usr/local/cuda/lib64/stubs \
     && HOROVOD_GPU_OPERATIONS=NCCL STAR_CACHE_DIR=/tmp/star-cache python /opt/star/scripts/build_horovod.py \
     && /opt/star/docker/check_build.sh PyTorch Gloo NCCL \
