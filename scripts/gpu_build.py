@@ -124,7 +124,8 @@ def _no_toolkit(torch: str, cuda: str, environ: Mapping[str, str]) -> str:
         f"torch {torch} is built for CUDA {cuda}: got no CUDA toolkit (bin/nvcc and include/cuda_runtime.h; looked in "
         f"{looked}), expected one of CUDA {cuda.split('.')[0]}: apt-get install {package} from NVIDIA's repository (or "
         f"the image nvidia/cuda:{cuda}.0-devel-*) and set HOROVOD_CUDA_HOME to its folder; or install torch without "
-        f"CUDA (make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu); or set {CPU_ONLY}=1 for a Horovod that refuses GPU tensors"
+        f"CUDA (make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu); or set {CPU_ONLY}=1 for a Horovod "
+        f"that refuses GPU tensors"
     )
 
 
