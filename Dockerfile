@@ -46,8 +46,9 @@ RUN python3 -m venv /opt/venv \
 # Horovod before the project: its layer is compiled again only if torch, the patches
 # or the script change.
 COPY patches /opt/star/patches
-COPY scripts/build_horovod.py scripts/unified_diff.py /opt/star/scripts/
-RUN python /opt/star/scripts/build_horovod.py && rm -rf "$STAR_CACHE_DIR"
+COPY scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py /opt/star/scripts/
+# Whatever torch it is, this image is for machines without GPUs and has no CUDA toolkit.
+RUN STAR_CPU_ONLY=1 python /opt/star/scripts/build_horovod.py && rm -rf "$STAR_CACHE_DIR"
 RUN /opt/star/docker/check_build.sh PyTorch Gloo
 COPY pyproject.toml /opt/star/
 COPY scheduler /opt/star/scheduler
@@ -87,9 +88,10 @@ ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1
 RUN python3 -m venv /opt/venv \
     && pip install -q "$TORCH_SPEC" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
 COPY patches /opt/star/patches
-COPY scripts/build_horovod.py scripts/unified_diff.py /opt/star/scripts/
+COPY scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py /opt/star/scripts/
 # No driver is there while the image is built: the toolkit's stubs stand in for it,
-# and the last ldconfig forgets them again.
+# and the last ldconfig forgets them again. NCCL is the one that came with torch, not
+# the base's; the script refuses a torch for another CUDA than the base's.
 RUN ldconfig /usr/local/cuda/lib64/stubs \
     && HOROVOD_GPU_OPERATIONS=NCCL STAR_CACHE_DIR=/tmp/star-cache python /opt/star/scripts/build_horovod.py \
     && /opt/star/docker/check_build.sh PyTorch Gloo NCCL \

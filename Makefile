@@ -17,7 +17,7 @@ comma := ,
 # The name holds what the environment was made of: another torch, another stamp.
 STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
-	scripts/build_horovod.py scripts/unified_diff.py
+	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py
 
 .PHONY: help setup demo test stress lint bench clean
 

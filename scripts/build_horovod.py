@@ -9,6 +9,11 @@ of everything that it depends on; the installed version carries the key
 (``0.28.1+star.<key>``), so that a second call sees in an instant that nothing is
 to be done. Only the standard library is used.
 
+A torch with CUDA needs a CUDA toolkit of its version here; without one this is an
+error, since Horovod's build would silently leave the GPUs out (STAR_CPU_ONLY=1 wants
+that). HOROVOD_GPU_OPERATIONS=NCCL links the NCCL that torch itself loads; without it
+GPU tensors are reduced on the host.
+
 Exit codes: 0 installed; 1 a step failed; 2 something must be installed first.
 """
 
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -34,6 +40,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import gpu_build
 from unified_diff import PatchError, apply_patches
 
 VERSION = "0.28.1"
@@ -98,8 +105,8 @@ def build_env(environ: Mapping[str, str]) -> dict[str, str]:
     return wanted
 
 
-def torch_version() -> str:
-    """Version of the installed torch with its local tag, for example 2.13.0+cpu.
+def torch_version() -> tuple[str, str | None]:
+    """Version of the installed torch with its local tag, for example 2.13.0+cpu, and of its CUDA if it has it.
 
     Read from the file, because importing torch takes seconds and the metadata of
     the CUDA wheels on package indexes lack the tag.
@@ -116,7 +123,7 @@ def torch_version() -> str:
             f"{sys.executable} -m pip install torch==2.13.0"
         ) from None
     found = re.search(r"^__version__\s*(?::\s*\w+\s*)?=\s*['\"]([^'\"]+)", text, re.MULTILINE)
-    return found.group(1) if found else metadata.version("torch")
+    return (found.group(1) if found else metadata.version("torch")), gpu_build.torch_cuda(text)
 
 
 def platform_name() -> str:
@@ -134,10 +141,22 @@ def patches_digest(patches: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def cache_key(torch: str, python: str, system: str, patches: str, env: Mapping[str, str]) -> str:
-    """Twelve hexadecimal digits that change with each ingredient of the wheel."""
+def cache_key(
+    torch: str, python: str, system: str, patches: str, env: Mapping[str, str], gpu: Mapping[str, str] | None = None
+) -> str:
+    """Twelve hexadecimal digits that change with each ingredient of the wheel.
+
+    Args:
+        torch: Version of torch.
+        python: ABI of this Python.
+        system: See `platform_name`.
+        patches: See `patches_digest`.
+        env: See `build_env`.
+        gpu: Versions of torch's CUDA, the toolkit and NCCL; None for a build without GPUs.
+    """
     lines = [f"sdist={SDIST_SHA256}", f"torch={torch}", f"python={python}", f"system={system}"]
     lines += [f"patches={patches}", *(f"{name}={env[name]}" for name in sorted(env))]
+    lines += [f"gpu.{name}={version}" for name, version in sorted((gpu or {}).items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
@@ -300,29 +319,47 @@ def run_logged(command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, s
         raise BuildError(f"{tail}\nthe build failed with status {status}; the whole log: {log}")
 
 
-def write_patch_list(source: Path, patches: Sequence[Path]) -> None:
-    """Have the wheel say which patches it was built with: horovod/star_patches.json.
+def build_facts(key: str, torch: str, gpu: gpu_build.GpuBuild | None) -> dict[str, str | None]:
+    """What the wheel was built for: torch, its CUDA, the toolkit, NCCL; None for what it is without."""
+    versions = gpu.key() if gpu else {}
+    nccl = gpu.nccl if gpu else None
+    return {"key": key, "torch": torch, "cuda": versions.get("cuda"), "toolkit": versions.get("toolkit"), "nccl": nccl}
 
-    ``{"horovod": "0.28.1", "patches": [{"number", "name", "sha256"}, ...]}``; `star-hvd doctor` and the choice of
-    modes read it.
+
+def write_patch_list(source: Path, patches: Sequence[Path], facts: Mapping[str, str | None]) -> None:
+    """Have the wheel say which patches it was built with, and for what: horovod/star_patches.json.
+
+    ``{"horovod": "0.28.1", "build": {"key", "torch", ...}, "patches": [{"number", "name", "sha256"}, ...]}``;
+    `star-hvd doctor`, the choice of modes and the comparison of all ranks at the start of a job read it.
     """
     entries = [
         {"number": patch.name[:4], "name": patch.stem[5:], "sha256": hashlib.sha256(patch.read_bytes()).hexdigest()}
         for patch in patches
     ]
-    text = json.dumps({"horovod": VERSION, "patches": entries}, indent=1) + "\n"
+    text = json.dumps({"horovod": VERSION, "build": dict(facts), "patches": entries}, indent=1) + "\n"
     (source / "horovod" / PATCH_LIST).write_text(text, encoding="utf-8")
     with (source / "setup.cfg").open("a", encoding="utf-8") as config:  # Horovod's setup.py names no data files.
         config.write(f"\n[options.package_data]\nhorovod = {PATCH_LIST}\n")
 
 
-def build_wheel(cache: Path, key: str, env: Mapping[str, str], given: Path | None) -> Path:
-    """Build the wheel of `key` into the cache, unless it is there. Returns its path."""
-    home = cache / "wheels" / key
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A wheel to be built: the environment of its build, and what it is built for."""
+
+    key: str
+    torch: str
+    env: Mapping[str, str]
+    gpu: gpu_build.GpuBuild | None = None
+
+
+def build_wheel(cache: Path, job: Job, given: Path | None) -> Path:
+    """Build a wheel into the cache, unless it is there. Returns its path."""
+    key, home = job.key, cache / "wheels" / job.key
     for wheel in home.glob("horovod-*.whl"):
         say(f"using the cached wheel {wheel}")
         return wheel
     check_tools(shutil.which, Path(sysconfig.get_path("include")) / "Python.h", os.environ)
+    gpu_build.check_gcc(gpu_build.gcc_version(os.environ.get("CXX") or "g++"), job.gpu)
     install_prerequisites()
     cmake = find_cmake(os.environ)
     (cache / "tmp").mkdir(parents=True, exist_ok=True)
@@ -336,11 +373,12 @@ def build_wheel(cache: Path, key: str, env: Mapping[str, str], given: Path | Non
         source = work / "src" / f"horovod-{VERSION}"
         patches = sorted(PATCH_DIR.glob("*.patch"))
         changed = apply_patches(source, patches)
-        write_patch_list(source, patches)
+        write_patch_list(source, patches, build_facts(key, job.torch, job.gpu))
         jobs = os.environ.get("STAR_BUILD_JOBS") or str(len(os.sched_getaffinity(0)))
         say(f"applied {len(patches)} patches to {len(changed)} files; compiling, {jobs} at a time (minutes)")
         # Horovod's setup.py starts make -j8 unless MAKEFLAGS is set.
-        build = {**os.environ, **env, "MAKEFLAGS": f"-j{jobs}", "HOROVOD_CMAKE": cmake}
+        build = {**os.environ, **job.env, "MAKEFLAGS": f"-j{jobs}", "HOROVOD_CMAKE": cmake}
+        build |= gpu_build.build_variables(job.gpu, work) if job.gpu else {}
         build["HOROVOD_LOCAL_VERSION"] = f"star.{key}"
         command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation"]
         log = cache / "logs" / f"{key}.log"
@@ -351,12 +389,25 @@ def build_wheel(cache: Path, key: str, env: Mapping[str, str], given: Path | Non
         return home / wheel.name
 
 
+def describe(torch: str, cuda: str | None, gpu: gpu_build.GpuBuild | None) -> str:
+    """What is built, in one line."""
+    if gpu is None:
+        return f"for torch {torch}, without GPUs" + (f": {gpu_build.CPU_ONLY} is set" if cuda else "")
+    if gpu.nccl is None:
+        staged = "GPU tensors are reduced on the host (HOROVOD_GPU_OPERATIONS=NCCL is faster)"
+        return f"for torch {torch}, CUDA toolkit {gpu.toolkit}; {staged}"
+    source = "torch's own" if gpu.nccl_folder else "the system's"
+    return f"for torch {torch}, CUDA toolkit {gpu.toolkit}, NCCL {gpu.nccl} ({source})"
+
+
 def ensure_horovod(cache: Path, force: bool = False, given: Path | None = None) -> None:
     """Make the patched Horovod for this torch the installed one."""
     env = build_env(os.environ)
     digest = patches_digest(sorted(PATCH_DIR.glob("*.patch")))
     python = str(sysconfig.get_config_var("SOABI") or sys.version)
-    key = cache_key(torch_version(), python, platform_name(), digest, env)
+    torch, cuda = torch_version()
+    gpu = gpu_build.plan(torch, cuda, os.environ)
+    key = cache_key(torch, python, platform_name(), digest, env, gpu.key() if gpu else None)
     wanted = f"{VERSION}+star.{key}"
     if installed_version() == wanted and not force:
         say(f"{wanted} is installed: nothing to do")
@@ -365,7 +416,8 @@ def ensure_horovod(cache: Path, force: bool = False, given: Path | None = None) 
     with locked(cache / "locks" / f"{key}.lock"):
         if force:
             shutil.rmtree(cache / "wheels" / key, ignore_errors=True)
-        wheel = build_wheel(cache, key, env, given)
+        say(describe(torch, cuda, gpu))
+        wheel = build_wheel(cache, Job(key, torch, env, gpu), given)
     environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:12]
     with locked(cache / "locks" / f"environment-{environment}.lock"):
         install_prerequisites()
@@ -384,7 +436,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sdist = options.sdist.resolve() if options.sdist else None
         ensure_horovod(options.cache_dir.expanduser().resolve(), options.force, sdist)
-    except (BuildError, PatchError) as error:
+    except (BuildError, PatchError, gpu_build.UnfitError) as error:
         print(f"[horovod] error: {error}", file=sys.stderr, flush=True)
         return getattr(error, "exit_code", 1)
     return 0

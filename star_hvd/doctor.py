@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import platform
 import shutil
@@ -19,21 +20,33 @@ from scheduler.plans import MODES
 
 __all__ = [
     "CHEAP_DYNAMIC",
+    "NCCL_REMOVAL",
     "NO_GIL",
+    "OWN_STREAM",
+    "SHARED_SETS",
     "SURVIVE_DEATH",
     "UNEVEN_HOSTS",
     "add_arguments",
+    "build_list",
+    "build_problems",
     "examine",
     "horovod_patches",
+    "horovod_release",
     "mode_limits",
     "run",
+    "torch_facts",
 ]
+
+logger = logging.getLogger("star_hvd")
 
 # Numbers of Horovod's patches; patches/README.md says what each is for.
 SURVIVE_DEATH = "0003"
 CHEAP_DYNAMIC = "0004"
 NO_GIL = "0005"
 UNEVEN_HOSTS = "0006"
+OWN_STREAM = "0007"
+NCCL_REMOVAL = "0009"
+SHARED_SETS = "0010"
 
 _PATCH_LIST = "star_patches.json"
 _PACKAGES = ("star-hvd", "torch", "horovod", "pyzmq", "msgpack", "psutil", "lightgbm", "mlflow", "nvidia-ml-py")
@@ -51,17 +64,29 @@ def horovod_patches() -> frozenset[str]:
 
     Empty for a Horovod that was built elsewhere, and without one. Horovod itself is not imported.
     """
-    return frozenset(entry["number"] for entry in _patch_list())
+    return frozenset(entry["number"] for entry in build_list().get("patches", []))
 
 
-def _patch_list() -> list[dict[str, str]]:
+def build_list() -> dict[str, Any]:
+    """What the installed Horovod says of its build: `horovod`, `patches`, `build`; without the last in older ones.
+
+    Empty for a Horovod that was built elsewhere, and without one.
+    """
     spec = importlib.util.find_spec("horovod")
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / _PATCH_LIST
         if path.is_file():
-            found: list[dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))["patches"]
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return found
-    return []
+    return {}
+
+
+def horovod_release() -> str | None:
+    """Version of the installed Horovod without the local part; None without one."""
+    try:
+        return importlib.metadata.version("horovod").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def mode_limits(patches: frozenset[str]) -> dict[str, dict[str, str]]:
@@ -90,6 +115,7 @@ def examine() -> dict[str, Any]:
     return {
         "versions": _versions(),
         "horovod": horovod,
+        "torch": torch_facts(),
         "modes": limits,
         "machine": _machine(),
         "problems": _problems(horovod, limits),
@@ -107,25 +133,93 @@ def _versions() -> dict[str, str | None]:
 
 
 def _horovod() -> dict[str, Any]:
-    facts: dict[str, Any] = {"patches": _patch_list(), "gloo": False, "nccl": False, "mpi": False, "error": None}
+    listed = build_list()
+    facts: dict[str, Any] = {"patches": listed.get("patches", []), "build": listed.get("build", {})}
+    facts |= {"gloo": False, "nccl": False, "mpi": False, "cuda": False, "error": None}
     try:
         from horovod.torch import mpi_ops
 
-        facts |= {name: bool(getattr(mpi_ops, f"{name}_built")()) for name in ("gloo", "nccl", "mpi")}
+        facts |= {name: bool(getattr(mpi_ops, f"{name}_built")()) for name in ("gloo", "nccl", "mpi", "cuda")}
     except Exception as error:  # Whatever a library built for another torch raises.
         facts["error"] = f"{type(error).__name__}: {error}"
     return facts
+
+
+def torch_facts() -> dict[str, str | None]:
+    """What torch has now: its version, CUDA and NCCL; None for what it is without, or does not say."""
+    try:
+        import torch
+    except ImportError:
+        return {"torch": None, "cuda": None, "nccl": None}
+    cuda, nccl = torch.version.cuda, None
+    if cuda is not None:
+        try:
+            from torch.cuda import nccl as torch_nccl
+
+            nccl = ".".join(str(part) for part in torch_nccl.version()[:3])
+        except (AttributeError, ImportError, RuntimeError) as error:  # Built without it.
+            logger.debug("torch says no version of NCCL: %s", error)
+    return {"torch": torch.__version__, "cuda": cuda, "nccl": nccl}
+
+
+def build_problems(horovod: dict[str, Any], now: dict[str, str | None]) -> list[str]:
+    """Where Horovod was built for something else than torch has now, in sentences that say what to do.
+
+    Args:
+        horovod: `build` (what the wheel says it was built for, empty if it does not), `cuda` and `nccl` (whether its
+            library has them).
+        now: See `torch_facts`.
+    """
+    build, problems = horovod["build"], []
+    if build.get("torch") and now["torch"] and build["torch"] != now["torch"]:
+        problems.append(f"Horovod was built for torch {build['torch']}, and torch {now['torch']} is here; {_BUILD}")
+    if now["cuda"] and not horovod["cuda"]:
+        problems.append(
+            f"torch is built for CUDA {now['cuda']}, and Horovod without it, so that no GPU tensor can be reduced; "
+            f"install a CUDA toolkit of that version, then {_BUILD}"
+        )
+    elif horovod["cuda"] and not now["cuda"]:
+        problems.append(f"Horovod was built for CUDA, and torch {now['torch']} is without it; {_BUILD}")
+    elif now["cuda"] and build.get("cuda") and _major(build["cuda"]) != _major(now["cuda"]):
+        problems.append(
+            f"Horovod was built for CUDA {build['cuda']}, and torch has CUDA {now['cuda']}; install that toolkit and "
+            f"set HOROVOD_CUDA_HOME, then {_BUILD}"
+        )
+    if build.get("nccl") and now["nccl"] and build["nccl"] != now["nccl"]:
+        problems.append(
+            f"Horovod was built with NCCL {build['nccl']}, and torch loads NCCL {now['nccl']}; unset "
+            f"HOROVOD_NCCL_HOME, so that torch's own is linked, then {_BUILD}"
+        )
+    return problems
+
+
+def _major(version: str) -> str:
+    return version.partition(".")[0]
 
 
 def _problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]]) -> list[str]:
     """What keeps a mode from working, in sentences; empty where all is well."""
     if horovod["error"]:
         return [f"Horovod cannot be used ({horovod['error']}); {_BUILD}"]
-    problems = []
+    problems = build_problems(horovod, torch_facts())
     if not horovod["gloo"]:
         problems.append(f"Horovod was built without Gloo, which carries its control messages here; {_BUILD}")
     present = {entry["number"] for entry in horovod["patches"]}
     missing = [number for number in (SURVIVE_DEATH, CHEAP_DYNAMIC, NO_GIL, UNEVEN_HOSTS) if number not in present]
+    if SHARED_SETS not in present:
+        problems.append(
+            f"Horovod lacks the patch {SHARED_SETS}: a thread that uses a process set while it is removed can crash "
+            f"the process; {_BUILD}"
+        )
+    if horovod["cuda"] and OWN_STREAM not in present:
+        problems.append(
+            f"Horovod lacks the patch {OWN_STREAM}: copies back from the host wait for the kernels of a late rank; "
+            f"{_BUILD}"
+        )
+    if horovod["nccl"] and NCCL_REMOVAL not in present:
+        problems.append(
+            f"Horovod lacks the patch {NCCL_REMOVAL}: under NCCL process sets can be made, and never removed; {_BUILD}"
+        )
     if missing:
         limited = [mode for mode, reasons in limits.items() if reasons]
         hit = f"limits {' and '.join(limited)}" if limited else "lets one late rank freeze others' threads"
@@ -211,6 +305,10 @@ def run(options: argparse.Namespace) -> int:
     return 1 if facts["problems"] else 0
 
 
+def _built_for(build: dict[str, str | None], name: str) -> str:
+    return (build[name] or "none") if name in build else "not said: built elsewhere, or before this was noted"
+
+
 def _show(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -219,8 +317,13 @@ def _show(facts: dict[str, Any]) -> None:
     table = Table("", "", title="installed", title_justify="left", show_header=False)
     for name, version in facts["versions"].items():
         table.add_row(name, version or "absent")
-    built = [name for name in ("gloo", "nccl", "mpi") if facts["horovod"][name]]
+    built = [name for name in ("gloo", "cuda", "nccl", "mpi") if facts["horovod"][name]]
     table.add_row("horovod has", ", ".join(built) or "nothing")
+    for name in ("torch", "cuda", "toolkit", "nccl"):
+        table.add_row(f"built for {name}", _built_for(facts["horovod"]["build"], name))
+    for name, version in facts["torch"].items():
+        if name != "torch":
+            table.add_row(f"torch has {name}", version or "none")
     for entry in facts["horovod"]["patches"]:
         table.add_row(f"patch {entry['number']}", f"{entry['name']} ({entry['sha256'][:12]})")
     console.print(table)

@@ -19,7 +19,7 @@ import torch
 from horovod.torch import global_process_set, mpi_ops
 from horovod.torch.functions import broadcast_optimizer_state as _broadcast_optimizer_state
 
-from star_hvd import runtime
+from star_hvd import build_check, runtime
 from star_hvd.process_sets import prepare_init
 
 __all__ = [
@@ -170,9 +170,14 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         comm: See `horovod.torch.init`.
         process_sets: See `horovod.torch.init`. Dynamic process sets are switched on where they cost nothing, unless
             `HOROVOD_DYNAMIC_PROCESS_SETS` is set.
+
+    Raises:
+        BuildMismatchError: Ranks run different builds of Horovod; on all ranks alike.
     """
     if runtime.current() is not None and not mpi_ops.is_initialized():
         runtime.on_reset()
+    if comm is None and not mpi_ops.is_initialized():
+        build_check.compare_before_init()  # Before anything of Horovod's own protocol is used.
     mpi_ops.init(comm, prepare_init(comm, process_sets))
 
 

@@ -132,7 +132,7 @@ class SetKeeper:
         self._sets: dict[Ranks, ProcessSet] = {}
         self._foreign: set[Ranks] = set()
         self._began_s: float | None = None
-        self._keeps_all = bool(mpi_ops.nccl_built())
+        self._keeps_all = bool(mpi_ops.nccl_built()) and doctor.NCCL_REMOVAL not in doctor.horovod_patches()
         self._thread = threading.Thread(target=self._run, name="star-sets", daemon=True)
 
     def start(self) -> None:
@@ -163,7 +163,8 @@ class SetKeeper:
         """Remove a set that nobody uses any more; returns at once. Collective like `add`.
 
         Tensors still queued on it fail. Does nothing where the set is unknown, the whole world, made at the start or by
-        the user, and under NCCL, whose communicators outlive a set: a later one with its number would get wrong ranks.
+        the user. Nor under NCCL without the patch that has communicators go with their set: a later set with the same
+        number would get the ranks of the earlier one.
         """
         self._orders.put(("remove", tuple(ranks)))
 

@@ -22,6 +22,7 @@ from horovod.torch.functions import allgather_object
 
 from scheduler.records import Plan
 from star_hvd import env
+from star_hvd.build_check import own_build, require_equal
 from star_hvd.channel.keys import Keyring, Peer, own_address
 from star_hvd.channel.late import PROBE, LatePushes
 from star_hvd.channel.tensors import TensorServer, fetch
@@ -163,8 +164,9 @@ class Runtime(Requests):
         router, tensor_port = self.keyring.server(host)
         own = (self.keyring.public_key, host, control_port, tensor_port)
         told = (JobKey.new(), new_run_name()) if self.rank == 0 else None
-        gathered = allgather_object((own, told), name="star.peers")
-        peers, (key, self._job) = [Peer(*item) for item, _ in gathered], gathered[0][1]
+        gathered = allgather_object((own, told, own_build()), name="star.peers")
+        require_equal(build for _, _, build in gathered)
+        peers, (key, self._job) = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()

@@ -13,7 +13,7 @@ import pytest
 from scheduler.plans import MODES
 from star_hvd import cli, doctor
 
-ALL = frozenset({"0001", "0002", "0003", "0004", "0005", "0006"})
+ALL = frozenset(f"{number:04}" for number in range(1, 11))
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,9 @@ def test_a_missing_patch_limits_the_modes_with_process_sets_alone(missing: str, 
         assert all(missing in reason for reason in limits[mode].values())
 
 
-@pytest.mark.parametrize("missing", [None, doctor.SURVIVE_DEATH, doctor.CHEAP_DYNAMIC, doctor.NO_GIL])
+@pytest.mark.parametrize(
+    "missing", [None, doctor.SURVIVE_DEATH, doctor.CHEAP_DYNAMIC, doctor.NO_GIL, doctor.SHARED_SETS]
+)
 def test_the_exit_status_says_whether_anything_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str | None
 ) -> None:
@@ -99,6 +101,68 @@ def test_a_broken_horovod_is_a_problem_and_not_a_crash(monkeypatch: pytest.Monke
     facts = {"patches": [], "gloo": False, "nccl": False, "mpi": False, "error": "ImportError: undefined symbol"}
     (problem,) = doctor._problems(facts, doctor.mode_limits(frozenset()))
     assert "undefined symbol" in problem and "build_horovod.py" in problem
+
+
+# ---- what Horovod was built for, and what torch has ------------------------------------------------------------------
+
+BUILD = {"key": "abc", "torch": "2.13.0+cu130", "cuda": "13.0", "toolkit": "13.0.88", "nccl": "2.28.9"}
+NOW = {"torch": "2.13.0+cu130", "cuda": "13.0", "nccl": "2.28.9"}
+GPU = {"cuda": True, "nccl": True}
+
+
+def test_a_horovod_for_this_torch_has_no_problem() -> None:
+    assert doctor.build_problems({"build": BUILD, **GPU}, NOW) == []
+    cpu = {"torch": "2.13.0+cpu", "cuda": None, "nccl": None}
+    assert doctor.build_problems({"build": {**BUILD, **cpu}, "cuda": False, "nccl": False}, cpu) == []
+
+
+def test_a_horovod_that_does_not_say_what_it_was_built_for_is_believed() -> None:
+    assert doctor.build_problems({"build": {}, **GPU}, NOW) == []
+
+
+@pytest.mark.parametrize(
+    ("library", "now", "said"),
+    [
+        (GPU, {"torch": "2.14.1+cu130"}, "was built for torch 2.13.0+cu130, and torch 2.14.1+cu130 is here; build it"),
+        (GPU, {"cuda": "12.6"}, "was built for CUDA 13.0, and torch has CUDA 12.6; install that toolkit and set"),
+        (GPU, {"nccl": "2.32.3"}, "was built with NCCL 2.28.9, and torch loads NCCL 2.32.3; unset HOROVOD_NCCL_HOME"),
+        (GPU, {"cuda": None, "nccl": None}, "was built for CUDA, and torch 2.13.0+cu130 is without it; build it"),
+        ({"cuda": False, "nccl": False}, {}, "torch is built for CUDA 13.0, and Horovod without it"),
+    ],
+)
+def test_each_mismatch_says_what_to_do(library: dict[str, bool], now: dict[str, str | None], said: str) -> None:
+    (problem,) = doctor.build_problems({"build": BUILD, **library}, {**NOW, **now})
+    assert said in problem and "scripts/build_horovod.py" in problem
+
+
+def test_a_minor_version_of_cuda_may_differ() -> None:
+    assert doctor.build_problems({"build": BUILD, **GPU}, {**NOW, "cuda": "13.2"}) == []
+
+
+@pytest.mark.parametrize(("missing", "library"), [(doctor.OWN_STREAM, "cuda"), (doctor.NCCL_REMOVAL, "nccl")])
+def test_patches_for_gpus_are_missed_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch, missing: str, library: str
+) -> None:
+    monkeypatch.setattr(doctor, "torch_facts", lambda: NOW)
+    entries = [{"number": number, "name": "", "sha256": ""} for number in sorted(ALL - {missing})]
+    facts = {"patches": entries, "build": BUILD, "gloo": True, "mpi": False, "error": None, **GPU}
+    (problem,) = doctor._problems(facts, doctor.mode_limits(ALL - {missing}))
+    assert f"lacks the patch {missing}" in problem
+    monkeypatch.setattr(doctor, "torch_facts", lambda: {"torch": "2.13.0+cu130", "cuda": None, "nccl": None})
+    facts |= {"build": {}, "cuda": False, "nccl": False}
+    assert doctor._problems(facts, doctor.mode_limits(ALL - {missing})) == []
+
+
+def test_the_table_says_what_horovod_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    pretend(monkeypatch, tmp_path, ALL)
+    listed = json.loads((tmp_path / "star_patches.json").read_text())
+    (tmp_path / "star_patches.json").write_text(json.dumps({**listed, "build": BUILD}))
+    cli.main(["doctor"])
+    shown = capsys.readouterr().out
+    assert "built for toolkit" in shown and "13.0.88" in shown and "torch has nccl" in shown
 
 
 def test_an_unknown_subcommand_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,15 +168,19 @@ def test_a_removed_set_is_gone_and_can_be_made_again(horovod: Horovod) -> None:
     assert horovod.log[-2:] == [("remove", (1, 2)), ("add", (1, 2))]
 
 
-def test_under_nccl_nothing_is_ever_removed(horovod: Horovod, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_sets.mpi_ops, "nccl_built", lambda: True)
+@pytest.mark.parametrize("patched", [False, True])
+def test_under_nccl_sets_are_removed_if_their_communicators_go_too(
+    horovod: Horovod, monkeypatch: pytest.MonkeyPatch, patched: bool
+) -> None:
+    monkeypatch.setattr(process_sets.mpi_ops, "nccl_built", lambda: 22809)
+    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL | ({doctor.NCCL_REMOVAL} if patched else set()))
     told = Told()
     told.add(0, 1)
     told.keeper.remove((0, 1))
     told.add(1, 2)
     told.keeper.stop(WAIT_S)
-    assert [what for what, _ in horovod.log] == ["add", "add"]
-    assert told.keeper.get((0, 1)) is not None
+    assert [what for what, _ in horovod.log] == (["add", "remove", "add"] if patched else ["add", "add"])
+    assert (told.keeper.get((0, 1)) is None) is patched
 
 
 def test_there_is_an_end_to_the_number_of_sets(horovod: Horovod, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,13 @@ def test_key_changes_with_build_variables_but_not_with_their_order() -> None:
     assert build.cache_key(**KEY, env=backwards) == build.cache_key(**KEY, env=nccl)
 
 
+@pytest.mark.parametrize("part", ["cuda", "toolkit", "nccl"])
+def test_key_changes_with_each_version_of_a_gpu_build(part: str) -> None:
+    gpu = {"cuda": "13.0", "toolkit": "13.0.88", "nccl": "2.28.9"}
+    keys = {build.cache_key(**KEY, env=ENV, gpu=each) for each in (None, gpu, {**gpu, part: gpu[part] + "1"})}
+    assert len(keys) == 3
+
+
 def test_key_can_be_a_local_version() -> None:
     assert build.cache_key(**KEY, env=ENV).isalnum()
 
@@ -320,7 +327,7 @@ def test_the_lock_admits_one_at_a_time(tmp_path: Path) -> None:
 def test_nothing_is_done_if_the_right_build_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(build, "torch_version", lambda: "2.13.0+cpu")
+    monkeypatch.setattr(build, "torch_version", lambda: ("2.13.0+cpu", None))
     monkeypatch.setattr(build, "cache_key", lambda *_: "abc")
     monkeypatch.setattr(build, "installed_version", lambda: f"{build.VERSION}+star.abc")
     monkeypatch.setattr(build, "pip", lambda *_: pytest.fail("pip was called"))
@@ -334,7 +341,7 @@ def test_a_cached_wheel_is_installed_without_building(
 ) -> None:
     wheel = write(tmp_path / "wheels" / "abc" / "horovod-0.28.1+star.abc-cp311-cp311-linux_x86_64.whl", "")
     calls: list[tuple[str, ...]] = []
-    monkeypatch.setattr(build, "torch_version", lambda: "2.13.0+cpu")
+    monkeypatch.setattr(build, "torch_version", lambda: ("2.13.0+cpu", None))
     monkeypatch.setattr(build, "cache_key", lambda *_: "abc")
     monkeypatch.setattr(build, "installed_version", lambda: build.VERSION)  # the unpatched release
     monkeypatch.setattr(build, "install_prerequisites", lambda: None)
@@ -349,11 +356,13 @@ def test_the_wheel_carries_a_list_of_its_patches(tmp_path: Path) -> None:
     write(source / "setup.cfg", "[egg_info]\ntag_build = \n")
     (source / "horovod").mkdir()
     patch = write(tmp_path / "0007-some-reason.patch", "text\n")
-    build.write_patch_list(source, [patch])
+    facts = build.build_facts("abc", "2.13.0+cpu", None)
+    build.write_patch_list(source, [patch], facts)
     found = json.loads((source / "horovod" / build.PATCH_LIST).read_text())
     digest = hashlib.sha256(b"text\n").hexdigest()
     assert found == {
         "horovod": build.VERSION,
+        "build": {"key": "abc", "torch": "2.13.0+cpu", "cuda": None, "toolkit": None, "nccl": None},
         "patches": [{"number": "0007", "name": "some-reason", "sha256": digest}],
     }
     config = configparser.ConfigParser()

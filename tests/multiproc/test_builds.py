@@ -1,0 +1,27 @@
+"""Ranks with different builds of Horovod: the same error everywhere, before they misunderstand each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.launch import run_job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize("place", ["init", "start"])
+def test_all_ranks_raise_and_the_job_ends(place: str) -> None:
+    result = run_job("tests.multiproc.builds_job", place, "differs", ranks=3, timeout_s=200.0)
+    messages = {facts["raised"] for facts in result.results}
+    assert len(messages) == 1, result.tail
+    message = messages.pop()
+    assert message is not None and "rank 1 on elsewhere: Horovod 0.28.1 with no patches" in message
+    assert "ranks 0,2 on" in message and "scripts/build_horovod.py" in message
+    # `star_hvd.init` finds out before Horovod starts.
+    assert {facts["initialized"] for facts in result.results} == {place == "start"}
+    assert result.returncode == 0, result.tail
+
+
+def test_equal_builds_go_on() -> None:
+    result = run_job("tests.multiproc.builds_job", "init", "equal", ranks=3, timeout_s=200.0).check()
+    assert [facts["raised"] for facts in result.results] == [None] * 3
