@@ -154,9 +154,8 @@ def _run(root: Path, side: str, args: argparse.Namespace, optimizers: int = 1) -
     began_s = time.monotonic()
     try:
         command = _command(folder, side, args, optimizers)
-        run_job(
-            command, folder, deadline_s=DEADLINE_S, stall_s=DEADLINE_S, on_progress=_ignore, added_environment=environment
-        )
+        limits = {"deadline_s": DEADLINE_S, "stall_s": DEADLINE_S}
+        run_job(command, folder, **limits, on_progress=_ignore, added_environment=environment)
     finally:
         wall_s = time.monotonic() - began_s
         over.set()
@@ -249,8 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(_table(summary))
     if args.optimizers > 1:
         console.print(
-            f"{args.optimizers} optimizers one after another: {summary['helper_processes']} helper processes of rank 0, "
-            f"{summary['helper_memory_mb']:.0f} MB of memory together at most",
+            f"{args.optimizers} optimizers one after another: {summary['helper_processes']} helper processes of "
+            f"rank 0, {summary['helper_memory_mb']:.0f} MB of memory together at most",
             highlight=False,
         )
     return 0

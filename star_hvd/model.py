@@ -1,7 +1,7 @@
 """The trained predictor, loaded by rank 0 of a job in mode `auto` while the job trains.
 
-Loading takes 0.1 s of a processor (`scheduler.boosters`), or up to 20 s of waiting where a registry has the model. No step
-waits for either: until the predictor is there, the cost model decides.
+Loading takes 0.1 s of a processor (`scheduler.boosters`), or up to 20 s of waiting where a registry has the model. No
+step waits for either: until the predictor is there, the cost model decides.
 """
 
 from __future__ import annotations
