@@ -35,7 +35,8 @@ def main(folder: Path, side: str, optimizers: int, steps: int, device_s: float) 
                 time.sleep(device_s)
             loss.backward()
             optimizer.step()
-            times.setdefault("first_step_unix_s", time.time())
+            if "first_step_unix_s" not in times:
+                times |= {"first_step_unix_s": time.time(), "first_step_cpu_s": time.process_time()}
         times["last_step_unix_s"] = time.time()
         if optimizers > 1 and side == "star":
             optimizer.close()

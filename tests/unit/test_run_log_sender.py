@@ -242,7 +242,7 @@ class Line:
 
     def __init__(self) -> None:
         read, write = os.pipe()
-        self.lines, self._file = open(read, encoding="utf-8"), open(write, "w", encoding="utf-8")
+        self.lines, self._file = os.fdopen(read, encoding="utf-8"), os.fdopen(write, "w", encoding="utf-8")
 
     def tell(self, directory: Path) -> None:
         self._file.write(json.dumps({"directory": str(directory), "uri": "here"}) + "\n")
