@@ -41,7 +41,10 @@ def senders() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.cmdline()[-1:] and process.cmdline()[-1].endswith(run._job) and process.status() != "zombie":
+            words = process.cmdline()
+            # A child of this process is the sender's first one, which ends at once, having left its work to its own.
+            ours = bool(words) and words[-1].endswith(run._job) and process.ppid() != os.getpid()
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue
