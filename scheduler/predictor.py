@@ -15,7 +15,6 @@ model from elsewhere runs no code.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import logging
 import math
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.boosters import BoosterError, LightGBMMissing, load_booster
 from scheduler.conditions import Array, Conditions
 from scheduler.cost_model import Prediction, rank
 from scheduler.cost_policy import Ranker
@@ -79,7 +79,7 @@ class Predictor:
 
     Args:
         about: What `model.json` says.
-        boosters: A LightGBM booster per head.
+        boosters: Per head a `boosters.Booster` or a LightGBM booster.
 
     Attributes:
         about: The same: versions, training data, metrics.
@@ -186,18 +186,13 @@ def load(path: Path) -> Predictor:
     """
     about = _about(path)
     texts = {head: _text(path, about, head) for head in HEADS}
-    if importlib.util.find_spec("lightgbm") is None:
-        raise ModelError("LightGBM is missing; install it for learned decisions: pip install lightgbm")
-    try:
-        import lightgbm
-    except (ImportError, OSError) as error:  # OSError: libgomp is missing.
-        raise ModelError(f"LightGBM cannot be loaded: {error}") from None
     boosters = {}
     for head, text in texts.items():
         try:
-            boosters[head] = lightgbm.Booster(model_str=text)
-        except Exception as error:
-            # LightGBM raises its own error, and others for what it did not foresee.
+            boosters[head] = load_booster(text)
+        except LightGBMMissing as error:
+            raise ModelError(str(error)) from None
+        except BoosterError as error:
             raise ModelError(f"head {head} of {path} is no LightGBM model: {error}") from None
         if boosters[head].num_feature() != len(FEATURES):
             count = boosters[head].num_feature()

@@ -127,9 +127,11 @@ class JobLog:
 
     def _run(self) -> None:
         try:
+            ended = self._stop.wait(_LOOK_INTERVAL_S)  # Reading the environment is not for the first step to wait for.
             self._log.facts({**environment(self._hosts), "optimizer": self._optimizer})
-            while not self._stop.wait(_LOOK_INTERVAL_S):
+            while not ended:
                 self._look()
+                ended = self._stop.wait(_LOOK_INTERVAL_S)
             self._look()
         except Exception:
             logger.exception("the run log gets no more windows; training goes on")

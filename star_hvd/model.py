@@ -1,6 +1,7 @@
-"""The trained predictor, loaded by rank 0 before the first step of a job in mode `auto`.
+"""The trained predictor, loaded by rank 0 of a job in mode `auto` while the job trains.
 
-Importing LightGBM takes a second or two. Beside the first steps that would make rank 0 look starved, which it then is.
+Loading takes 0.1 s of a processor (`scheduler.boosters`), or up to 20 s of waiting where a registry has the model. No
+step waits for either: until the predictor is there, the cost model decides.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from scheduler.conditions import Conditions
@@ -22,6 +24,9 @@ from scheduler.records import Window
 __all__ = ["LazyRanker", "digest"]
 
 logger = logging.getLogger("star_hvd")
+
+_LOOK_INTERVAL_S = 0.02
+_LATEST_S = 10.0  # A job whose first step takes longer has nothing to hurry for: it is loaded beside that step.
 
 
 class LazyRanker:
@@ -38,13 +43,19 @@ class LazyRanker:
     def __init__(self) -> None:
         self.facts: dict[str, str] | None = None
         self._loaded: Ranker | None = None
+        self._begun: Callable[[], bool] = lambda: True
         self._thread = threading.Thread(target=self._run, name="star-model", daemon=True)
 
     def load(self, deadline_s: float) -> None:
         """Load it, unless that was done; what takes longer than `deadline_s` goes on beside the job."""
-        if self._thread.ident is None:
-            self._thread.start()
+        self.load_after(lambda: True)
         self._thread.join(deadline_s)
+
+    def load_after(self, begun: Callable[[], bool]) -> None:
+        """Load it in a thread as soon as `begun` says so; returns at once. Once per process, by one thread."""
+        if self._thread.ident is None:
+            self._begun = begun
+            self._thread.start()
 
     def __call__(
         self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
@@ -54,6 +65,10 @@ class LazyRanker:
         return rank(offered, conditions) if loaded is None else loaded(offered, conditions, window, active)
 
     def _run(self) -> None:
+        latest_s = time.monotonic() + _LATEST_S
+        while not self._begun() and time.monotonic() < latest_s:
+            time.sleep(_LOOK_INTERVAL_S)
+        self._begun = lambda: True  # It may hold an optimizer.
         problems: list[str] = []
         try:
             from scheduler.predictor import find_ranker

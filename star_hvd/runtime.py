@@ -205,12 +205,13 @@ class Runtime(Requests):
 
     def attach(self, driver: EngineDriver, engine: RoundEngine, initial: Plan, plan: Plan | None) -> None:
         """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
-        if self._ranker is not None and plan is None:
-            self._ranker.load(self.config.control_deadline_s)
         if driver.number > 0:
             gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
         self.drivers[driver.number] = driver
         driver.start(engine, self.services)
+        if self._ranker is not None and plan is None:
+            first = engine.version
+            self._ranker.load_after(lambda: engine.version > first)
         wanted = plan.to_dict() if plan is not None else {}
         hosts = [peer.host for peer in self.keyring.peers]
         facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
@@ -30,9 +31,9 @@ def environment(hosts: Sequence[str] = ()) -> dict[str, Any]:
         "hosts": names,
         "ranks_per_host": [list(hosts).count(name) for name in names],
         "program": " ".join([Path(sys.argv[0]).name if sys.argv else "", *sys.argv[1:]])[:400],
-        "git_commit": _git_commit(),
+        "git_commit": _commit_here(),
         "hardware": _hardware(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **dict(_versions())},
     }
 
 
@@ -59,10 +60,17 @@ def optimizer_facts(optimizer: Any, bucket_bytes: Iterable[int] = ()) -> dict[st
     }
 
 
-def _git_commit() -> str:
-    """Commit of the current directory, empty where it is in no repository."""
+def _commit_here() -> str:
+    with contextlib.suppress(OSError):  # The current directory was removed.
+        return _git_commit(os.getcwd())
+    return ""
+
+
+@functools.lru_cache(maxsize=1)
+def _git_commit(folder: str) -> str:
+    """Commit of a folder, empty where it is in no repository. Asked once, and not for every optimizer of a job."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5.0, check=False)
+        done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5.0)
         if done.returncode == 0:
             return done.stdout.strip()
     return ""
@@ -93,9 +101,10 @@ def _cpu_name() -> str:
     return platform.processor()
 
 
-def _versions() -> dict[str, str]:
-    found = {}
+@functools.lru_cache(maxsize=1)
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = []
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            found.append((name, importlib.metadata.version(name)))
+    return tuple(found)

@@ -1,4 +1,4 @@
-"""What a training process writes: a queue, a thread that empties it into files, on rank 0 a process that sends them.
+"""What a training process writes: a queue, and a thread that empties it into files; `dispatch` has them sent.
 
 Training must not notice. A call appends to a bounded queue and returns; the thread writes a few times per second;
 MLflow, whose import alone holds the interpreter for 1.6 s, lives in a process of its own at the lowest priority.
@@ -8,12 +8,8 @@ Whatever breaks, a full disk or a server that hangs, costs log lines, which are 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import logging
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +19,7 @@ from typing import Any
 
 from scheduler.plans import Plan
 from scheduler.records import StepReport
-from star_hvd.run_log import layout
+from star_hvd.run_log import dispatch, layout
 from star_hvd.run_log.spool import SpoolWriter, line_of
 
 __all__ = ["RunLog"]
@@ -36,19 +32,6 @@ _WINDOW_INTERVAL_S = 1.0
 _GIVE_WAY_AFTER = 16  # Events, of 10 to 20 us each.
 _MAX_BYTES = 256 << 20  # Of one file: it thins out after 0.4 million steps.
 _END_BYTES = 1 << 20  # Room for the end of a file that is full.
-_SHIPPER_AFTER_S = 3.0  # A job that fails at once should not have paid for MLflow's import.
-
-# `python -m star_hvd.run_log.shipper` would import torch and Horovod with the package: 2 s and 300 MB for nothing. The
-# sender needs neither, so it gets the package without its `__init__`.
-_START_SHIPPER = (
-    "import sys, types\n"
-    "package = types.ModuleType('star_hvd')\n"
-    "package.__path__ = [sys.argv[1]]\n"
-    "sys.modules['star_hvd'] = package\n"
-    "sys.path[:0] = [sys.argv[2]]\n"
-    "from star_hvd.run_log.shipper import main\n"
-    "sys.exit(main(sys.argv[3:]))\n"
-)
 
 _Event = Callable[[], dict[str, Any]]
 
@@ -62,12 +45,12 @@ class RunLog:
 
     Args:
         directory: The run's folder (`layout.run_directory`), of the same name on all ranks.
-        rank: This rank. Every rank writes its own file; rank 0 also writes the job's and starts the sender.
+        rank: This rank. Every rank writes its own file; rank 0 also writes the job's and has the run sent.
         world_size: Number of ranks.
         job: Parameters and environment of the job, nested mappings of plain values; rank 0's counts. See
             `facts.environment`.
         enabled: False makes every method do nothing.
-        ship: Whether rank 0 starts the process that sends to MLflow; without it `star-hvd sync-logs` does that later.
+        ship: Whether rank 0 has the run sent to MLflow (`dispatch`); else `star-hvd sync-logs` does that later.
     """
 
     def __init__(
@@ -95,7 +78,6 @@ class RunLog:
         self._files: dict[bool, SpoolWriter] = {}
         self._window_due_s = 0.0
         self._ship = ship and rank == 0
-        self._shipper: subprocess.Popen[bytes] | None = None
         self._lock = layout.RunLock(directory)
         self._failing = False
         self._stop = threading.Event()
@@ -161,18 +143,17 @@ class RunLog:
         return monotonic_s - self._began_s
 
     def close(self, status: str = "FINISHED", deadline_s: float = 2.0) -> None:
-        """End the log: write what is queued, tell the sender, wait for it a moment.
+        """End the log: write what is queued.
 
-        The sender goes on by itself for up to a minute; what it cannot send stays for `star-hvd sync-logs`.
+        The sender goes on by itself; what it cannot send stays for `star-hvd sync-logs`.
 
         Args:
             status: `FINISHED`, `FAILED` or `KILLED`, as in MLflow.
-            deadline_s: Longest wait in all.
+            deadline_s: Longest wait for the disk.
         """
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        limit_s = time.monotonic() + deadline_s
         dropped = self.dropped + sum(file.dropped for file in self._files.values())
         lost = {"dropped": dropped, "thinned": self.thinned}
         self._put(False, "end", lambda: {"kind": "end", "time_s": round(self._now_s(), 6), **lost})
@@ -180,12 +161,6 @@ class RunLog:
         self._stop.set()
         thread.join(max(0.05, deadline_s))
         self._lock.free()
-        if self._shipper is not None:
-            with contextlib.suppress(OSError):
-                assert self._shipper.stdin is not None
-                self._shipper.stdin.close()  # It reads this as the end of the job.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._shipper.wait(max(0.0, limit_s - time.monotonic()))
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
@@ -223,17 +198,15 @@ class RunLog:
         self._job_event("facts", {"values": {"world_size": world_size, **job}})
         self._thread = threading.Thread(target=self._run, name="star-run-log", daemon=True)
         self._thread.start()
+        if self._ship:
+            dispatch.send(self.directory)
 
     def _run(self) -> None:
         while not self._stop.wait(_WRITE_INTERVAL_S):
             self._write()
-            if self._ship and self._now_s() >= _SHIPPER_AFTER_S:
-                self._start_shipper()
         for file in self._files.values():
             file.max_bytes += _END_BYTES
         self._write()
-        if self._ship:
-            self._start_shipper()
         for file in self._files.values():
             file.close()
 
@@ -281,31 +254,6 @@ class RunLog:
         if not self._failing:
             self._failing = True
             logger.warning("the run log cannot be written for now (%s); training goes on", error)
-
-    def _start_shipper(self) -> None:
-        self._ship = False
-        try:
-            self._shipper = start_shipper(self.directory)
-        except OSError as error:
-            logger.warning("the run log stays in %s: its sender did not start (%s)", self.directory, error)
-
-
-def start_shipper(directory: Path) -> subprocess.Popen[bytes] | None:
-    """Start the process that sends a run to MLflow; None where MLflow is not installed."""
-    if importlib.util.find_spec("mlflow") is None:
-        logger.info("MLflow is not installed; the run log stays in %s for star-hvd sync-logs", directory)
-        return None
-    package = Path(__file__).resolve().parents[1]
-    # Not the job's: a sender that looked like a rank, or took the job's GPU, would be in the way.
-    skipped = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(skipped)}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", _START_SHIPPER, str(package), str(package.parent), str(directory)]
-    # Its own session: a signal for the job's group must not end it, and horovodrun must not wait for its output.
-    with open(os.devnull, "wb") as null:
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=null, stderr=null, env=environment, start_new_session=True
-        )
 
 
 def _line(event: _Event) -> str:

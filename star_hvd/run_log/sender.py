@@ -59,12 +59,21 @@ class Sender:
     Args:
         directory: The run's folder.
         uri: MLflow's tracking URI.
+        experiment: The experiment the run belongs to; `layout.experiment_name()` where None.
+        on_progress: Called whenever MLflow has taken something.
 
     Raises:
         ValueError: The folder holds no run, or one of a newer version.
     """
 
-    def __init__(self, directory: Path, uri: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        uri: str,
+        *,
+        experiment: str | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         about = layout.read_json(directory / layout.RUN)
         if about.get("schema") != layout.SCHEMA:
             raise ValueError(
@@ -77,6 +86,8 @@ class Sender:
         self._about = about
         self._root = directory.parent.parent
         self._client: Any = None
+        self._named = experiment
+        self._on_progress = on_progress
         self._experiment = ""
         self._offset = 0
         self._params: dict[str, str] = {}
@@ -158,7 +169,8 @@ class Sender:
         if self._client is not None:
             return
         client = connect(self.uri)
-        self._experiment = _experiment_id(client, layout.experiment_name(), self.uri, self._root)
+        self._experiment = _experiment_id(client, self._named or layout.experiment_name(), self.uri, self._root)
+        self._on_progress()
         run_id = self._sent.get("run_id")
         if run_id is not None and not _exists(client, run_id):
             self._sent = {"uri": self.uri, "segments": {}}  # Deleted there: it is sent anew.
@@ -249,6 +261,7 @@ class Sender:
 
     def _note(self, offset: int) -> None:
         """Remember how far it came; a disk that is full costs no more than sending something again."""
+        self._on_progress()
         self._sent["offset"] = max(offset, self._sent.get("offset", 0))
         with contextlib.suppress(OSError):
             layout.write_json(self.directory / layout.SENT, self._sent)

@@ -1,98 +1,231 @@
-"""The process beside rank 0 that sends a run to MLflow while the job runs.
+"""The process beside rank 0 that sends the runs of a job to MLflow while the job runs: one for all its optimizers.
 
-Its standard input is a pipe that nobody writes to: it ends when the job ends, however it ends. Then the rest is sent,
-within a minute; what is left stays in the run's folder for `star-hvd sync-logs`.
+It reads runs from its standard input, one JSON mapping per line: `directory`, `uri`, `experiment`. The other end is
+rank 0's: it closes when the job ends, however it ends. Then everything that is on disk is sent, and this process ends,
+as it does when it has had nothing to send for a while. Where MLflow takes nothing for two minutes after the job's end,
+the rest stays in the runs' folders for `star-hvd sync-logs`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
-import select
+import queue
+import resource
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from star_hvd.run_log import layout
 from star_hvd.run_log.sender import Sender
 
-__all__ = ["main", "ship"]
+__all__ = ["Shipping", "main"]
 
 logger = logging.getLogger("star_hvd.run_log")
 
-_POLL_S = 2.0
-_LINGER_S = 60.0
+_POLL_S, _SOON_S = 2.0, 0.2
+_LINGER_S = 120.0  # Making MLflow's tables takes 5 s of a processor, of which a busy machine gives this process little.
 _RANKS_S = 10.0
+_IDLE_S = 30.0
 _LARGEST_PAUSE_S = 60.0
 
 
-def main(argv: Sequence[str]) -> int:
-    """`argv` holds the run's folder."""
-    directory = Path(argv[0])
-    _step_back()
-    with contextlib.suppress(OSError):
-        logging.basicConfig(filename=directory / "shipper.log", level=logging.INFO, format="%(asctime)s %(message)s")
-    lock = layout.RunLock(directory, sending=True)
-    if not lock.take():
-        logger.error("another process is sending this run")
-        return 1
-    try:
-        return 0 if ship(directory) else 1
-    except Exception:
-        logger.exception("the run is not complete; star-hvd sync-logs sends the rest")
-        return 1
+class _Run:
+    """One run on its way to MLflow."""
+
+    def __init__(self, directory: Path, uri: str, experiment: str | None, on_progress: Callable[[], None]) -> None:
+        self.directory = directory
+        self.sender = Sender(directory, uri, experiment=experiment, on_progress=on_progress)
+        self.ended_s: float | None = None  # Since when nothing more is expected of rank 0.
+        self._lock = layout.RunLock(directory, sending=True)
+        self._locked = False
+
+    def send(self, *, over: bool) -> bool:
+        """Send what is new, and the rest after the run's end; whether MLflow has everything.
+
+        Args:
+            over: The job has ended, whatever the events say.
+
+        Raises:
+            Exception: What MLflow raises; to be called again.
+        """
+        self._locked = self._locked or self._lock.take()
+        if not self._locked:
+            raise RuntimeError("another process is sending this run")
+        if not (self.sender.send() or over):
+            return False
+        now_s = time.monotonic()
+        self.ended_s = now_s if self.ended_s is None else self.ended_s
+        # Rank 0 may end first: the other ranks of this host end their files too, for a moment.
+        if layout.is_live(self.directory) and now_s < self.ended_s + _RANKS_S:
+            return False
+        self.sender.finish("KILLED")
+        return True
+
+    def close(self) -> None:
+        """Let others send it."""
+        self._lock.free()
+
+    def note(self, text: str) -> None:
+        """Leave a line in the run's folder, for whoever asks why a run is not in MLflow."""
+        with contextlib.suppress(OSError), (self.directory / "shipper.log").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
-def ship(directory: Path) -> bool:
-    """Send until the job has ended, then the rest; whether MLflow has everything."""
-    ended = threading.Event()
-    threading.Thread(target=_watch_parent, args=(ended,), daemon=True).start()
-    sender = Sender(directory, layout.tracking_uri(directory.parent.parent))
-    pause_s = _POLL_S
-    while True:
-        over = ended.is_set()
+class Shipping:
+    """Sends all runs it is told of, one after the other.
+
+    Args:
+        lines: What the job tells; their end is the job's.
+        job: Process id of the job's first rank; None to go by `lines` alone.
+    """
+
+    def __init__(self, lines: Iterable[str], job: int | None = None) -> None:
+        self.progress_s = time.monotonic()
+        self.over = threading.Event()  # The job has ended.
+        self._lines = lines
+        self._job: psutil.Process | None = None
         try:
-            if sender.send() or over:
-                _await_ranks(directory)
-                sender.finish("KILLED")
-                logger.info("complete: %s", sender.uri)
-                return True
-            pause_s = _POLL_S
-        except Exception as error:
-            logger.warning("not sent for now: %s: %s", type(error).__name__, str(error)[:300])
-            pause_s = min(_LARGEST_PAUSE_S, 2.0 * pause_s)
-        # Once the job is over there is a minute left: try again soon.
-        if over:
-            time.sleep(_POLL_S)
-        else:
-            ended.wait(pause_s)
+            self._job = psutil.Process(job) if job is not None else None
+        except psutil.NoSuchProcess:
+            self.over.set()
+        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._done = threading.Event()
+        self._runs: deque[_Run] = deque()
+
+    def run(self) -> None:
+        """Send until everything is sent; ends the process where MLflow takes nothing for long after the job's end."""
+        threading.Thread(target=self._listen, daemon=True).start()
+        _import_mlflow()
+        self._note_progress()
+        threading.Thread(target=self._watch, daemon=True).start()
+        pause_s = _POLL_S
+        while True:
+            over = self.over.is_set()  # First: what the job told before its end has been told by then.
+            self._take()
+            fine = self._round(over)
+            if not self._runs and (over or time.monotonic() > self.progress_s + _IDLE_S):
+                self._done.set()
+                return
+            pause_s = _POLL_S if fine else min(_LARGEST_PAUSE_S, 2.0 * pause_s)
+            if fine and (over or any(one.ended_s is not None for one in self._runs)):
+                time.sleep(_SOON_S)  # Some rank still ends its file.
+            else:
+                self._wake.wait(_POLL_S if over else pause_s)
+                self._wake.clear()
+
+    def give_up(self, text: str) -> None:
+        """Say in the folders of all runs that are left why they are."""
+        for one in list(self._runs):
+            one.note(f"{text}; star-hvd sync-logs sends the rest")
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                about = self._told.get_nowait()
+                directory = Path(about["directory"])
+                try:
+                    self._runs.append(_Run(directory, about["uri"], about.get("experiment"), self._note_progress))
+                except ValueError as error:  # It was removed, for example.
+                    logger.error("%s", error)
+                self._note_progress()
+
+    def _round(self, over: bool) -> bool:
+        """Look at every run once, until one fails: the others would fail alike, each after its deadline."""
+        for _ in range(len(self._runs)):
+            one = self._runs.popleft()
+            try:
+                complete = one.send(over=over)
+            except Exception as error:
+                one.note(f"not sent for now: {type(error).__name__}: {str(error)[:300]}")
+                self._runs.append(one)
+                return False
+            if complete:
+                self._note_progress()
+                most_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0
+                one.note(f"complete: {one.sender.uri}; the sender took {most_mb:.0f} MiB of memory at most")
+                one.close()
+            else:
+                self._runs.append(one)
+        return True
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._lines:
+                with contextlib.suppress(ValueError):  # The last line of a writer that was killed.
+                    about = json.loads(line)
+                    if isinstance(about, dict) and {"directory", "uri"} <= about.keys():
+                        self._told.put(about)
+                        self._wake.set()
+        self.over.set()
+        self._wake.set()
+
+    def _watch(self) -> None:
+        """End this process where a server hangs, two minutes after the job's end."""
+        while not self.over.wait(_POLL_S) and not self._done.is_set():
+            # A child of the job's, made by a library's own fork, may hold the other end of the pipe open.
+            if self._job is not None and not _is_alive(self._job):
+                self.over.set()
+                self._wake.set()
+        self._note_progress()
+        while (left_s := self.progress_s + _LINGER_S - time.monotonic()) > 0.0:
+            if self._done.wait(left_s):
+                return
+        self.give_up("gave up")
+        os._exit(1)
+
+    def _note_progress(self) -> None:
+        self.progress_s = time.monotonic()
 
 
-def _await_ranks(directory: Path) -> None:
-    """Let the other ranks of this host end their files, for a moment: rank 0 may end first."""
-    limit_s = time.monotonic() + _RANKS_S
-    while layout.is_live(directory) and time.monotonic() < limit_s:
-        time.sleep(0.1)
+def main(job: int) -> int:
+    """Send what standard input names.
+
+    Args:
+        job: Process id of the job's first rank, whose end ends this process too.
+    """
+    _step_back()
+    shipping = Shipping(sys.stdin, job)
+    try:
+        shipping.run()
+    except Exception as error:
+        shipping.give_up(f"{type(error).__name__}: {str(error)[:300]}")
+        return 1
+    return 0
 
 
-def _watch_parent(ended: threading.Event) -> None:
-    """Note the end of the job, and end this process a minute later even if a server hangs."""
-    with contextlib.suppress(OSError, ValueError):
-        select.select([sys.stdin], [], [])
-    ended.set()
-    time.sleep(_LINGER_S)
-    logger.warning("gave up; star-hvd sync-logs sends the rest")
-    os._exit(1)
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _import_mlflow() -> None:
+    """Import MLflow's client without pandas, which it offers to users and does not need here: 40 MB and a second."""
+    if "pandas" in sys.modules:
+        return
+    # An import finds None and fails; MLflow goes on without, as it does where pandas is not installed.
+    sys.modules["pandas"] = None  # type: ignore[assignment]
+    try:
+        from mlflow.tracking import MlflowClient  # noqa: F401
+    except ImportError as error:  # A version that does need it; `sender.connect` imports it as usual.
+        logger.info("MLflow takes pandas along: %s", error)
+    finally:
+        del sys.modules["pandas"]
 
 
 def _step_back() -> None:
     """Use only what the job leaves over."""
     with contextlib.suppress(OSError):
         os.nice(19)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -10,9 +10,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from scheduler.outlook import outlook
 from scheduler.records import Window
@@ -79,6 +76,10 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
+        from rich import box  # 50 ms, which most jobs never need.
+        from rich.console import Console
+        from rich.table import Table
+
         began = f" since step {self.plans[-1]['step']}" if self.plans else ""
         why = f" ({self.reason})" if self.reason else ""
         table = Table(title=f"step {self.step}: {self.mode}{began}{why}", title_justify="left", box=box.SIMPLE)

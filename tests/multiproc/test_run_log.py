@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("mlflow")
@@ -81,3 +85,42 @@ def test_the_choice_is_explained_on_rank_0_only(tmp_path: Path, policy: str) -> 
     for rank in (1, 2):
         assert job.results[rank]["said"] == [f"only rank 0 knows; this is rank {rank}"] * 2
     assert not (tmp_path / "runs").exists(), "a log that is switched off leaves nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_all_optimizers_of_a_job_go_through_one_sender(tmp_path: Path) -> None:
+    """Two at once, then four one after another; the sender is killed in the middle; a child outlives the job."""
+    count, uri = 6, f"sqlite:///{tmp_path / 'mlflow.db'}"
+    connect(uri).search_experiments()  # Makes MLflow's tables, which the sender would be killed at.
+    env = {"MLFLOW_TRACKING_URI": uri, "STAR_LOG_DIR": str(tmp_path), "STAR_RUN_LOG": "1"}
+    job = run_job("tests.multiproc.run_log_many", str(count), ranks=2, env=env, timeout_s=200.0).check()
+    found = job.results[0]
+    assert len(found["first"]) == len(found["second"]) == 1 and found["first"] != found["second"]
+    assert found["last"] == found["second"] and found["starts"] == 2, "one process at a time, and none for each"
+    assert "the sender of the run log ended with 2 runs left; it is started again" in job.output
+    names = [found["name"], *(f"{found['name']}-{number}" for number in range(1, count))]
+    folders = [tmp_path / "runs" / name for name in names]
+
+    def complete() -> bool:
+        return all(layout.read_json(folder / "sent.json").get("complete") for folder in folders)
+
+    def ended() -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(found["second"][0]).status() == psutil.STATUS_ZOMBIE
+        return True
+
+    limit_s = time.monotonic() + 150.0
+    try:
+        while not (complete() and ended()) and time.monotonic() < limit_s:
+            time.sleep(0.5)
+        assert complete() and ended(), "it ends by itself"
+        assert psutil.pid_exists(found["child"]), "although the job's child is alive"
+    finally:
+        os.kill(found["child"], signal.SIGKILL)
+    client = connect(uri)
+    experiment = client.get_experiment_by_name("star-hvd")
+    assert experiment is not None
+    runs = {run.data.tags["star.run"]: run for run in client.search_runs([experiment.experiment_id])}
+    assert {name for name in runs if "/" not in name} == set(names)
+    assert all(runs[name].info.status == "FINISHED" for name in names)

@@ -54,7 +54,7 @@ def job_log(teller: StepTeller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Makes a log, closes it and gives its events."""
     monkeypatch.setenv("STAR_LOG_DIR", str(tmp_path))
     monkeypatch.setenv("STAR_RUN_LOG", "1")
-    monkeypatch.setattr("star_hvd.run_log.log.start_shipper", lambda directory: None)
+    monkeypatch.setattr("star_hvd.run_log.dispatch.send", lambda directory: None)
     job = Job(3)
     job.register(Plan.sync(3))
     made: list[JobLog] = []

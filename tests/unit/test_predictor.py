@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler import predictor
+from scheduler import boosters
 from scheduler.candidates import candidates
 from scheduler.collect import in_order
 from scheduler.conditions import Conditions
@@ -155,7 +155,8 @@ def test_a_text_that_is_no_model_is_refused_though_its_hash_is_right(folder: Pat
 
 
 def test_without_lightgbm_there_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predictor.importlib.util, "find_spec", lambda name: None)
+    boosters._library.cache_clear()
+    monkeypatch.setattr(boosters.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install lightgbm"):
         load(folder)
 
@@ -194,6 +195,46 @@ def test_nothing_heavy_is_imported_before_a_model_is_loaded() -> None:
     code = "import sys, scheduler.predictor; print([m for m in ('lightgbm', 'mlflow', 'pandas') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_job_loads_and_asks_a_model_without_the_packages_that_lightgbm_imports() -> None:
+    """They cost rank 0 seconds before its first step, and 110 MB."""
+    import subprocess
+
+    code = (
+        "import sys\n"
+        "from tests.unit.test_predictor import SHIPPED, load, moment\n"
+        "before = set(sys.modules)\n"
+        "learned, _ = moment(load(SHIPPED), 8)\n"
+        "assert any(one.learned for one in learned)\n"
+        "print(sorted({'lightgbm', 'pandas', 'sklearn', 'scipy', 'matplotlib'} & (set(sys.modules) - before)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 300])
+def test_the_library_says_what_the_package_says(rows: int) -> None:
+    lightgbm = pytest.importorskip("lightgbm")
+    text = (SHIPPED / "middle.txt").read_text()
+    own, theirs = boosters.load_booster(text), lightgbm.Booster(model_str=text)
+    assert isinstance(own, boosters.Booster), "the library was not found beside the package"
+    assert own.num_feature() == theirs.num_feature() == len(FEATURES)
+    given = np.random.default_rng(rows).normal(scale=3.0, size=(rows, len(FEATURES)))
+    given[:: 5, 3] = math.nan
+    expected = theirs.predict(given) if rows else np.empty(0)
+    assert own.predict(given).tolist() == expected.tolist()
+    assert own.predict(np.asfortranarray(given)).tolist() == expected.tolist()
+    with pytest.raises(boosters.BoosterError, match="rows have shape"):
+        own.predict(given[:, :-1])
+
+
+def test_a_library_elsewhere_costs_the_import_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    lightgbm = pytest.importorskip("lightgbm")
+    monkeypatch.setattr(boosters, "_library", lambda: None)
+    assert isinstance(boosters.load_booster((SHIPPED / "low.txt").read_text()), lightgbm.Booster)
+    with pytest.raises(boosters.BoosterError):
+        boosters.load_booster("tree\nnonsense")
 
 
 def _inside(values: dict[str, object]) -> np.ndarray:
