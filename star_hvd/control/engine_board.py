@@ -282,10 +282,10 @@ class EngineBoard:
         if min(steps) < 0:
             return True  # Servers have no steps in common.
         last = max(said.step + said.begun for said in self.dropped.values())
-        if min(steps) == last:
-            return True
-        self._send(CloseRound(self.engine, last - 1, 0.0))
-        return False
+        if min(steps) < last:
+            self._send(CloseRound(self.engine, last - 1, 0.0))
+            return False
+        return not any(said.in_flight for said in self.dropped.values())
 
     def _send_all(self, items: Sequence[Message]) -> None:
         for message in items:

@@ -127,13 +127,14 @@ class OptimizerDropped(Message):
     """A rank has no use for an optimizer any more, and its helper contributes for it.
 
     `step` is the first step the rank has not wholly submitted, -1 where it does not reduce its gradients in steps;
-    `begun` says whether it has submitted a part of that step, or waits for the end of the one before.
+    `begun` says whether it has submitted a part of that step, `in_flight` whether it waits for the end of the one before.
     """
 
     kind: ClassVar[str] = "dropped"
     engine: int
     step: int
     begun: bool
+    in_flight: bool
 
 
 @message_kind

@@ -71,7 +71,7 @@ class EngineDriver(StepTeller):
         self._stop = threading.Event()
         self.dropped = False  # The user has no reference to the optimizer any more.
         self._carries_on = False  # The helper has taken over from the training thread for good.
-        self._said: tuple[int, bool] | None = None  # What the coordinator knows of that.
+        self._said: tuple[int, bool, bool] | None = None  # What the coordinator knows of that.
         self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
         self.engine: RoundEngine
         self.handover: Handover

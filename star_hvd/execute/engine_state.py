@@ -226,14 +226,14 @@ class EngineState:
             self.replica.drop(ended=self.next_round if round_ is None else round_.number)
         self.set_away(True)
 
-    def under_way(self) -> tuple[int, bool]:
-        """The first step not wholly submitted here, -1 outside common steps; whether anything has begun that needs
-        the other ranks to end."""
+    def under_way(self) -> tuple[int, bool, bool]:
+        """The first step not wholly submitted here, -1 outside common steps; whether a part of it is; whether the step
+        before it is in flight."""
         with self.lock:
             if self.plan.family != "rounds":
-                return -1, False
+                return -1, False, False
             begun = any(flat is not None for flat in self._current.flats)
-            return self.next_round, begun or self._inflight is not None
+            return self.next_round, begun, self._inflight is not None
 
     def refusal(self, plan: Plan) -> str | None:
         """Why this rank cannot take a plan up, None where it can."""
