@@ -16,7 +16,7 @@ from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
 from star_hvd import runtime
-from star_hvd.buckets import Bucket, pack
+from star_hvd.buckets import Bucket, memory_format_of, pack
 from star_hvd.config import Config
 from star_hvd.dropped import note_dropped
 from star_hvd.errors import StarError
@@ -386,21 +386,26 @@ def same_on_all_ranks(
     Raises:
         ValueError: Ranks have different parameters; raised on all ranks.
     """
-    mine = [f"{names.get(p, '?')} {tuple(p.shape)} {p.dtype}" for p in params]
+    mine = [f"{names.get(p, '?')} {tuple(p.shape)} {p.dtype} {_format(p)}" for p in params]
     own = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (mine, sorted(mine))]
     digests = allgather_object(own, name="star.parameters")
     differing = [rank for rank, digest in enumerate(digests) if digest[1] != digests[0][1]]
     out_of_order = any(digest[0] != digests[0][0] for digest in digests)
     if differing or (ordered and out_of_order):
         raise ValueError(
-            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, types or order); "
-            "build the same model and the same optimizer on all ranks"
+            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, types, order or "
+            "memory format); build the same model and the same optimizer on all ranks"
         )
     if not out_of_order:
         return list(params)
     first = broadcast_object(mine, root_rank=0, name="star.parameter_order")
     place = {line: i for i, line in enumerate(first)}
     return [param for _, param in sorted(zip(mine, params, strict=True), key=lambda pair: place[pair[0]])]
+
+
+def _format(param: torch.Tensor) -> str:
+    """Its memory format, where that is not the usual one: ranks add up what lies at the same place in memory."""
+    return "" if param.is_contiguous() else str(memory_format_of(param))
 
 
 def raise_if_relaxed(engine: RoundEngine) -> None:

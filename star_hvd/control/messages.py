@@ -127,7 +127,7 @@ class OptimizerDropped(Message):
     """A rank has no use for an optimizer any more, and its helper contributes for it.
 
     `step` is the first step the rank has not wholly submitted, -1 where it does not reduce its gradients in steps;
-    `begun` says whether it has submitted a part of that step, `in_flight` whether it waits for the end of the one before.
+    `begun` says whether it has submitted a part of that step, `in_flight` whether the one before has yet to end.
     """
 
     kind: ClassVar[str] = "dropped"

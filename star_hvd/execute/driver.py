@@ -30,7 +30,7 @@ __all__ = ["EngineDriver", "Send"]
 logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.0003
-_POLL_DROPPED_S = 0.02  # Others may wait for a step of an optimizer that was dropped here, this rank's program does not.
+_POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that was dropped here.
 _MODES_BEHIND = 16  # Far more modes than a rank can be behind by: each of them needed its word.
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from star_hvd.buckets import Bucket
+from star_hvd.buckets import Bucket, in_format_of
 from star_hvd.execute.device import fence
 from star_hvd.execute.replay import Applier, Shadow
 from star_hvd.execute.state import Counters, Result, Snapshot
@@ -168,7 +168,10 @@ class Replica:
                 param.copy_(value)
         for param, state in zip(params, snapshot.state, strict=True):
             if state:
-                self.applier.optimizer.state[param] = dict(state)
+                self.applier.optimizer.state[param] = {  # What travels has lost its memory format.
+                    key: in_format_of(param, value) if isinstance(value, torch.Tensor) else value
+                    for key, value in state.items()
+                }
 
     # ---- helper and server threads ------------------------------------------------------------------------------
 

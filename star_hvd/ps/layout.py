@@ -339,6 +339,11 @@ def _describe(bucket: Bucket, group_of: Mapping[int, int]) -> BucketLayout:
     for param in bucket.params:
         if param.layout != torch.strided:
             raise LayoutError(f"a parameter of shape {tuple(param.shape)} is sparse; servers hold dense ones only")
+        if not param.is_contiguous():
+            raise LayoutError(
+                f"a parameter of shape {tuple(param.shape)} is not contiguous (channels_last, for example), which "
+                "parameter servers cannot hold; the modes without servers can"
+            )
         if not param.dtype.is_floating_point:
             raise LayoutError(f"a parameter of shape {tuple(param.shape)} is {param.dtype}; servers hold floats only")
         if id(param) not in group_of:

@@ -136,6 +136,26 @@ def training_after_a_broadcast(ctx: Context) -> None:
 
 
 @case()
+def a_fresh_state_that_was_broadcast_leaves_zero_gradients(ctx: Context) -> None:
+    """Scripts read them: of Horovod's own tests one broadcasts a gradient at this place."""
+
+    def run(api: Api) -> Any:
+        model = mlp()
+        model[0].bias.requires_grad_(False)
+        optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+        api.module.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert model[0].bias.grad is None
+        values = values_of(model, optimizer)
+        assert not values["2.weight.grad"].any()
+        optimizer.zero_grad()
+        differentiate(model, 0)
+        optimizer.step()
+        return {**{f"after.{key}": value for key, value in values_of(model, optimizer).items()}, **values}
+
+    ctx.compare(run)
+
+
+@case()
 def a_checkpoint_restored_on_rank_0_only(ctx: Context) -> None:
     """The `__module__` trap: a wrapper that Horovod does not know would reduce on some ranks and hang."""
     for function in (ctx.star.module.broadcast_optimizer_state, horovod.broadcast_optimizer_state):
