@@ -142,7 +142,7 @@ def a_fresh_state_that_was_broadcast_leaves_zero_gradients(ctx: Context) -> None
     def run(api: Api) -> Any:
         model = mlp()
         model[0].bias.requires_grad_(False)
-        optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+        optimizer = api.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
         api.module.broadcast_optimizer_state(optimizer, root_rank=0)
         assert model[0].bias.grad is None
         values = values_of(model, optimizer)
