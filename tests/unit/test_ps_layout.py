@@ -138,6 +138,9 @@ def test_what_servers_cannot_do_is_refused_with_a_reason() -> None:
     complex_ = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(LayoutError, match="complex64"):
         Layout.build(pack([complex_], 99), [{"params": [complex_]}], torch.optim.SGD, 1, 99)
+    last = torch.nn.Parameter(torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+    with pytest.raises(LayoutError, match="channels_last"):
+        Layout.build(pack([last], 9999), [{"params": [last]}], torch.optim.SGD, 1, 99)
     stray = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(LayoutError, match="in no parameter group"):
         Layout.build(pack([stray], 99), [{"params": []}], torch.optim.SGD, 1, 99)
