@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.accelerator import DEVICES, DeviceError, check_device
 from benchmarks.netns import check_tools
 from benchmarks.quota import find_cpu_group
 from benchmarks.scenarios import MEANS, SCENARIOS, Scenario, ScenarioError, baseline, default_modes, make_scenario
@@ -72,6 +73,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--passes", type=int, help="passes over the data in an epoch")
     parser.add_argument("--target", type=float, help="accuracy to reach, 0 to 1; default: as fits the data set")
     parser.add_argument("--device-ms", type=float, help="emulated device time per step at normal speed")
+    parser.add_argument(
+        "--device", choices=DEVICES, default="cpu",
+        help="where the network computes; on cuda the time per step of --device-ms is spent by kernels",
+    )
     parser.add_argument("--train-samples", type=int, help="training samples used")
     parser.add_argument("--slowdown", type=float, help="factor instead of the scenario's own")
     parser.add_argument("--trace", type=Path, help="slowdowns for scenario trace, .csv or .json")
@@ -100,7 +105,7 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
 
     Raises:
         ValueError: An option that cannot be; the message names it.
-        QuotaError, NetworkError: The scenario is impossible on this machine.
+        DeviceError, QuotaError, NetworkError: The device or the scenario is impossible on this machine.
     """
     defaults, special = defaults_for(args.dataset), SPECIAL.get(args.scenario, _Special())
     trace = read_trace(args.trace) if args.trace is not None else None
@@ -114,6 +119,9 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
     if not {*variants, *modes} <= set(PLAIN_VARIANTS) and importlib.util.find_spec("star_hvd.optimizer") is None:
         raise ValueError("star_hvd cannot be imported; install it, or use --variants straggler_free,plain")
     burns = scenario.means in ("quota", "starve")
+    check_device(args.device)
+    if burns and args.device != "cpu":
+        raise DeviceError(f"scenario {args.scenario} limits the processor; it cannot slow --device {args.device}")
     if burns:
         find_cpu_group()
     if scenario.means == "link":
@@ -133,6 +141,7 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         learning_rate=defaults.learning_rate,
         momentum=defaults.momentum,
         device_s=device_ms / 1000.0,
+        device=args.device,
         eval_every_steps=defaults.eval_every_steps,
         mode=args.mode,
         quorum=scenario.quorum(),

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.accelerator import DEVICES, DeviceError, check_device
 from benchmarks.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.report import progress_view
 from benchmarks.spec import write_json
@@ -60,7 +61,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the job and work out its figures."""
     run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
     options = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in FIGURES]
-    options += [f"--dataset={args.dataset}", f"--mode={args.mode}"]
+    options += [f"--dataset={args.dataset}", f"--mode={args.mode}", f"--device={args.device}"]
     command = horovodrun_command(args.ranks, "benchmarks.overhead_worker", str(run_dir), *options)
     deadline_s = ALLOWANCE_S + 2 * args.blocks * args.steps * (
         SLOWEST_STEP_S + (args.device_ms + args.work_after_backward_ms) / 1000.0
@@ -74,6 +75,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "ranks": args.ranks,
         "dataset": args.dataset,
         "mode": args.mode,
+        "device": args.device,
         "device_ms": args.device_ms,
         "work_after_backward_ms": args.work_after_backward_ms,
         **summary,
@@ -102,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
-    parser.add_argument("--device-ms", type=float, default=30.0, help="emulated device time per step")
+    parser.add_argument("--device-ms", type=float, default=30.0, help="device time per step beside the network's own")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="cpu emulates device time, cuda spends it")
     parser.add_argument(
         "--work-after-backward-ms", type=float, default=0.0, help="the program's own work between backward and step"
     )
@@ -132,6 +135,10 @@ def _problem(args: argparse.Namespace) -> str | None:
         value = getattr(args, name)
         if not least <= value < 1e6:
             return f"--{name.replace('_', '-')} is {value}; expected at least {least}"
+    try:
+        check_device(args.device)
+    except DeviceError as error:
+        return str(error)
     if importlib.util.find_spec("star_hvd.optimizer") is None:
         return "star_hvd cannot be imported; install it first"
     return None

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.accelerator import CPU, make_clock, place_of
+from benchmarks.device import Device, make_device
 from benchmarks.spec import write_json
 from benchmarks.tasks import load_task, make_network
 from benchmarks.worker import progress, register
@@ -30,28 +32,28 @@ class Side:
     model: nn.Module
     optimizer: Any
 
-    def step(self, x: torch.Tensor, y: torch.Tensor, device_s: float, work_s: float = 0.0) -> None:
-        """One training step with `device_s` seconds of emulated device time.
+    def step(self, x: torch.Tensor, y: torch.Tensor, device: Device, work_s: float = 0.0) -> None:
+        """One training step with some device time in it.
 
         Args:
             x: Samples.
             y: Their classes.
-            device_s: Before backward.
-            work_s: Between backward and the optimizer's step: logging, or clipping over a slow device.
+            device: Spends the time, before backward.
+            work_s: Between backward and the step of the optimizer: logging, or clipping over a slow device.
         """
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(x), y)
-        time.sleep(device_s)
+        device.run(1.0)
         loss.backward()
         if work_s:
             time.sleep(work_s)
         self.optimizer.step()
 
 
-def make_side(hvd: Any, dataset: str, **options: Any) -> Side:
+def make_side(hvd: Any, dataset: str, place: torch.device = CPU, **options: Any) -> Side:
     """A fresh model, the same on both sides and all ranks, with `hvd`'s optimizer."""
     torch.manual_seed(0)
-    model = make_network(dataset)
+    model = make_network(dataset).to(place)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
     return Side(model=model, optimizer=wrapped)
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--device-ms", type=float, required=True)
     parser.add_argument("--work-after-backward-ms", type=float, default=0.0)
+    parser.add_argument("--device", default="cpu")
 
 
 def alternate(
@@ -74,20 +77,22 @@ def alternate(
     Returns:
         Of every side's blocks the time of each step in seconds (`times_s`) and when the block ended (`ended_unix_s`).
     """
-    x, y = load_task(dataset, BATCH_SAMPLES * size).train.tensors
-    mine, device_s = slice(rank * BATCH_SAMPLES, (rank + 1) * BATCH_SAMPLES), args.device_ms / 1000.0
-    work_s = args.work_after_backward_ms / 1000.0
+    place = next(next(iter(sides.values())).model.parameters()).device
+    mine = slice(rank * BATCH_SAMPLES, (rank + 1) * BATCH_SAMPLES)
+    x, y = (tensor[mine].to(place) for tensor in load_task(dataset, BATCH_SAMPLES * size).train.tensors)
+    device = make_device(place.type, args.device_ms / 1000.0, burns=False)
+    clock, work_s = make_clock(place.type), args.work_after_backward_ms / 1000.0
     for side in sides.values():
         for _ in range(warm_up):
-            side.step(x[mine], y[mine], device_s, work_s)
+            side.step(x, y, device, work_s)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for block in range(args.blocks):
         for name in sides if block % 2 == 0 else reversed(list(sides)):
-            times_s = []
+            clock.tick()
             for _ in range(SKIPPED_STEPS + args.steps):
-                start_s = time.perf_counter()
-                sides[name].step(x[mine], y[mine], device_s, work_s)
-                times_s.append(time.perf_counter() - start_s)
+                sides[name].step(x, y, device, work_s)
+                clock.tick()
+            times_s = clock.steps_s()
             found[name].append({"ended_unix_s": time.time(), "times_s": times_s[SKIPPED_STEPS:]})
         if rank == 0:
             progress(text=f"block {block + 1} of {args.blocks}", done=1)
@@ -109,9 +114,10 @@ def main(argv: list[str]) -> int:
     import star_hvd as hvd
 
     hvd.init()
+    place = place_of(args.device, hvd.local_rank())
     sides = {
-        "plain": make_side(plain_hvd, args.dataset),
-        "star": make_side(hvd, args.dataset, mode=args.mode),
+        "plain": make_side(plain_hvd, args.dataset, place),
+        "star": make_side(hvd, args.dataset, place, mode=args.mode),
     }
     found = alternate(args, sides, args.dataset, rank=hvd.rank(), size=hvd.size(), warm_up=WARM_UP_STEPS)
     blocks = {name: [block["times_s"] for block in made] for name, made in found.items()}

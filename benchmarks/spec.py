@@ -42,7 +42,8 @@ class RunSpec:
         batch_samples: Samples a rank takes per step.
         learning_rate: Of the first epoch.
         momentum: Of SGD.
-        device_s: Emulated device time of a step at normal speed, in seconds.
+        device_s: Device time of a step at normal speed beside the network's own, in seconds.
+        device: `cpu`, where it is emulated, or `cuda`, where network and device time are on a real one.
         eval_every_steps: Global steps between two snapshots.
         mode: Mode of the `star` variant.
         quorum: The m of the `drop` variant's `partial(m)`.
@@ -73,6 +74,7 @@ class RunSpec:
     hidden_units: int = 32
     link_bits_per_s: float = 0.0
     passes: int = 1
+    device: str = "cpu"
 
     @property
     def steps(self) -> int:

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.device import BurnDevice, Device, SleepDevice
+from benchmarks.accelerator import CPU
+from benchmarks.device import make_device
 from benchmarks.freezer import Freezer
 from benchmarks.killed import Watch, kill_server
 from benchmarks.link_rates import ask_for_rate
@@ -47,6 +48,7 @@ class Setting:
         slow: Slowdowns of the variants with a straggler.
         burns: Whether device time uses the CPU instead of sleeping.
         run_dir: Folder of the run.
+        place: Where tensors live.
         on_epoch: Called on rank 0 after every epoch with the epoch's number and its mean loss.
     """
 
@@ -58,6 +60,7 @@ class Setting:
     burns: bool
     run_dir: Path
     on_epoch: Callable[[str, int, int, float], None]
+    place: torch.device = CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,7 @@ class Snapshots:
             vector = nn.utils.parameters_to_vector(self._model.parameters())
             self.times_s.append(time_s)
             self.steps.append(step)
-            self.vectors.append(vector.detach().numpy().copy())
+            self.vectors.append(vector.detach().cpu().numpy().copy())
 
 
 def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapshots]:
@@ -113,9 +116,9 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
     """
     spec, hvd = setting.spec, setting.hvd
     if variant in spec.modes:
-        bring_into_force(hvd, _plan(spec, variant))
+        bring_into_force(hvd, _plan(spec, variant), setting.place)
     torch.manual_seed(seed)
-    model = make_network(spec.dataset, spec.hidden_units)
+    model = make_network(spec.dataset, spec.hidden_units).to(setting.place)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
     plain = variant in PLAIN_VARIANTS
@@ -198,16 +201,16 @@ def _plan(spec: RunSpec, variant: str) -> str:
     return baseline(variant, spec.ranks - spec.quorum)
 
 
-def bring_into_force(hvd: Any, mode: str) -> None:
+def bring_into_force(hvd: Any, mode: str, place: torch.device = CPU) -> None:
     """Let a tiny optimizer get the mode ready: server processes take seconds to start, once per job."""
-    model = nn.Linear(4, 1)
+    model = nn.Linear(4, 1).to(place)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters(), mode=mode)
     for _ in range(FORCE_LIMIT_STEPS):
         if optimizer.mode != "sync":
             break
         optimizer.zero_grad()
-        model(torch.ones(1, 4)).sum().backward()
+        model(torch.ones(1, 4, device=place)).sum().backward()
         optimizer.step()
         time.sleep(FORCE_STEP_S)
     optimizer.close()
@@ -246,7 +249,7 @@ def _loop(
     watch: Watch,
 ) -> None:
     spec, hvd, optimizer = setting.spec, setting.hvd, job.optimizer
-    device: Device = BurnDevice(spec.device_s) if setting.burns else SleepDevice(spec.device_s)
+    device = make_device(spec.device, spec.device_s, burns=setting.burns)
     decay = torch.optim.lr_scheduler.LinearLR(
         optimizer, 1.0, FINAL_LEARNING_RATE_FRACTION, total_iters=max(1, spec.epochs - 1)
     )
@@ -256,7 +259,7 @@ def _loop(
         for x, y in job.batches(epoch):
             slowdown = scenario.device_slowdown(setting.rank, job.global_step(own_batches))
             optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), y)
+            loss = nn.functional.cross_entropy(model(x.to(setting.place)), y.to(setting.place))
             device.run(slowdown)
             loss.backward()
             optimizer.step()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
+from benchmarks.accelerator import place_of
 from benchmarks.scenarios import Scenario
 from benchmarks.spec import PLAIN_VARIANTS, RunRecord, RunSpec, write_json
 from benchmarks.tasks import load_task
@@ -92,6 +93,7 @@ def main(argv: list[str]) -> int:
         slow=Scenario(name=spec.scenario, rows=spec.rows),
         burns=spec.quota_cores > 0.0,
         run_dir=run_dir,
+        place=place_of(spec.device, hvd.local_rank()),
         on_epoch=lambda variant, seed, epoch, loss: progress(
             text=f"seed {seed} {variant}: epoch {epoch} of {spec.epochs}, loss {loss:.3f}", done=1
         ),

@@ -2,6 +2,9 @@
 
 A bucket's buffer holds w * g followed by w, so one sum over the ranks gives sum(w * g) and sum(w), and their quotient
 is the mean whatever the ranks contributed: whole gradients, late ones, gradients of unequal batches, or nothing.
+
+A gradient has its parameter's memory format (`channels_last` for example), as autograd would give it: fused optimizers
+pair the elements of parameter and gradient by their place in memory, and do not say so where the formats differ.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Bucket", "pack", "partition"]
+__all__ = ["Bucket", "in_format_of", "memory_format_of", "pack", "partition"]
 
 Key = tuple[torch.dtype, torch.device]
 
@@ -55,7 +58,7 @@ class Bucket:
         index: Position among the buckets of the optimizer; part of the collective's name.
         params: The parameters, in buffer order.
         flat: Shape (numel + 1,): the gradients, then the weight.
-        views: One view of `flat` per parameter, in the parameter's shape.
+        views: One view of `flat` per parameter, in the parameter's shape and memory format.
         wire: The tensor that is reduced; `flat` itself unless the type has to change on the wire.
         tail: Elements behind `flat` in the same memory that are reduced with it, for the step's header.
     """
@@ -133,9 +136,21 @@ class Bucket:
 def _views(flat: torch.Tensor, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     views, offset = [], 0
     for param in params:
-        views.append(flat[offset : offset + param.numel()].view(param.shape))
+        views.append(flat.as_strided(param.shape, memory_format_of(param), flat.storage_offset() + offset))
         offset += param.numel()
     return views
+
+
+def memory_format_of(param: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a dense tensor of its own in the memory format of `param`."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+def in_format_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`value` in the memory format of `param`, copied only where it has the same shape and another format."""
+    if value.shape != param.shape or value.stride() == (strides := memory_format_of(param)):
+        return value
+    return torch.empty_strided(param.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def pack(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,9 @@ from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
 from star_hvd import runtime
-from star_hvd.buckets import Bucket, pack
+from star_hvd.buckets import Bucket, memory_format_of, pack
 from star_hvd.config import Config
+from star_hvd.dropped import note_dropped
 from star_hvd.errors import StarError
 from star_hvd.execute.collective import HorovodCollective
 from star_hvd.execute.driver import EngineDriver
@@ -57,8 +59,9 @@ class BucketCore:
     """The optimizer's flat buckets, hooks and engine.
 
     Args:
-        optimizer: The wrapped optimizer, which shares its `__dict__` with the user's.
-        base: The user's optimizer class.
+        inner: The user's own optimizer, which shares its `__dict__` with the wrapped one.
+        base: Its class.
+        wrapped: Refers to the wrapped one, which nothing here may keep alive.
         passes: Backward passes per step.
         scale_by_ranks: Whether `op=Sum` was asked for.
         fp16: Whether gradients travel as float16.
@@ -73,9 +76,10 @@ class BucketCore:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer,
         base: type[torch.optim.Optimizer],
         *,
+        wrapped: weakref.ref[torch.optim.Optimizer],
         passes: int,
         scale_by_ranks: bool,
         fp16: bool,
@@ -86,8 +90,10 @@ class BucketCore:
         names: dict[torch.nn.Parameter, str],
         max_grad_norm: float | None,
     ) -> None:
-        self.optimizer = optimizer
         self.base = base
+        self._inner = inner
+        self._wrapped = wrapped
+        self._dropped = False
         self.passes = passes
         self.requires_update: set[torch.nn.Parameter] = set()
         self._fp16 = fp16
@@ -106,10 +112,15 @@ class BucketCore:
         self._names = names
         self._config = config
         self._attached: tuple[runtime.Runtime, EngineDriver] | None = None
-        params = _trainable(optimizer.param_groups)
+        params = _trainable(inner.param_groups)
         self._add(params if run is None else same_on_all_ranks(params, names))
         if run is not None:
             self._attached = run, self._attach(run)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What the user's step hooks are given: the wrapped optimizer."""
+        return self._wrapped() or self._inner
 
     @property
     def run(self) -> runtime.Runtime:
@@ -134,8 +145,8 @@ class BucketCore:
         return self._attached is not None and self._attached[0] is run
 
     def _attach(self, run: runtime.Runtime) -> EngineDriver:
-        hyper = HyperRow(self.optimizer.param_groups)
-        applier = Applier(self.optimizer, self.base, self._buckets, hyper, self._max_grad_norm)
+        hyper = HyperRow(self._inner.param_groups)
+        applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
         driver = run.new_driver()
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome)
@@ -189,7 +200,23 @@ class BucketCore:
             hook.remove()
         self._hooks.clear()
 
+    def drop(self) -> None:
+        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread."""
+        self._dropped = True  # Its hooks cannot be removed here: a backward pass may be going through them.
+        note_dropped(self)
+        if self._attached is not None:
+            self._attached[1].drop()
+
+    def release(self) -> None:
+        """Let go of the parameters of an optimizer that was dropped: hooks, and gradients that are in its buffers."""
+        self.remove_hooks()
+        for param, (bucket, position) in self._where.items():
+            if param.grad is bucket.views[position]:
+                param.grad = param.grad.clone()
+
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        if self._dropped:
+            return
         if self._delay[param] <= 0:
             raise too_many_passes()
         assert param.grad is not None and not param.grad.requires_grad
@@ -365,21 +392,26 @@ def same_on_all_ranks(
     Raises:
         ValueError: Ranks have different parameters; raised on all ranks.
     """
-    mine = [f"{names.get(p, '?')} {tuple(p.shape)} {p.dtype}" for p in params]
+    mine = [f"{names.get(p, '?')} {tuple(p.shape)} {p.dtype} {_format(p)}" for p in params]
     own = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (mine, sorted(mine))]
     digests = allgather_object(own, name="star.parameters")
     differing = [rank for rank, digest in enumerate(digests) if digest[1] != digests[0][1]]
     out_of_order = any(digest[0] != digests[0][0] for digest in digests)
     if differing or (ordered and out_of_order):
         raise ValueError(
-            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, types or order); "
-            "build the same model and the same optimizer on all ranks"
+            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, types, order or "
+            "memory format); build the same model and the same optimizer on all ranks"
         )
     if not out_of_order:
         return list(params)
     first = broadcast_object(mine, root_rank=0, name="star.parameter_order")
     place = {line: i for i, line in enumerate(first)}
     return [param for _, param in sorted(zip(mine, params, strict=True), key=lambda pair: place[pair[0]])]
+
+
+def _format(param: torch.Tensor) -> str:
+    """Its memory format, where that is not the usual one: ranks add up what lies at the same place in memory."""
+    return "" if param.is_contiguous() else str(memory_format_of(param))
 
 
 def raise_if_relaxed(engine: RoundEngine) -> None:

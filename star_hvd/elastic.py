@@ -65,6 +65,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 def _restart(state: Any) -> None:
     """Attach the optimizers of `state` to the present world, unless they are already."""
     for value in vars(state).values():
-        wrapper = getattr(value, "_star", None) if isinstance(value, torch.optim.Optimizer) else None
-        if wrapper is not None:
-            wrapper.restart()
+        if isinstance(value, torch.optim.Optimizer):
+            wrapped = value.__dict__.get("_star_wrapped", lambda: None)()
+            if wrapped is not None:
+                wrapped._star.restart()

@@ -152,15 +152,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """Broadcast an optimizer's state from `root_rank`.
 
     Horovod initializes a fresh state by a step on zero gradients, which still moves parameters where there is weight
-    decay (AdamW: by lr * wd); here they are put back afterwards.
+    decay (AdamW: by lr * wd); here they are put back afterwards. The zero gradients stay, as under Horovod.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    before = [(param, param.detach().clone(), param.grad) for param in params]
+    before = [(param, param.detach().clone()) for param in params]
     _broadcast_optimizer_state(optimizer, root_rank, model)
     with torch.no_grad():
-        for param, value, grad in before:
+        for param, value in before:
             param.copy_(value)
-            param.grad = grad
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:

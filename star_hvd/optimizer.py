@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -20,6 +21,7 @@ from star_hvd import env, runtime
 from star_hvd.arguments import check_numbers, check_predivide, names_of
 from star_hvd.config import Config
 from star_hvd.core import BucketCore
+from star_hvd.dropped import release_dropped
 from star_hvd.execute.native import NativeCore
 
 __all__ = ["DistributedOptimizer"]
@@ -95,10 +97,12 @@ def DistributedOptimizer(
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
     names = names_of(optimizer, named_parameters)
-    wrapped = _wrap(optimizer)
+    release_dropped()
+    inner = _inner_of(optimizer)
+    wrapped = _wrap(inner)
     wrapped._star = _Wrapper(
         wrapped,
-        _base_of(optimizer),
+        inner,
         names=names,
         compression=compression,
         passes=backward_passes_per_step,
@@ -111,6 +115,9 @@ def DistributedOptimizer(
         config=config,
         max_grad_norm=max_grad_norm,
     )
+    # Nothing that lives as long as the job or the model refers to the wrapped object, so it ends with the user's last
+    # reference to it, whether `close` was called or an exception threw it away.
+    weakref.finalize(wrapped, wrapped._star.drop).atexit = False
     return wrapped
 
 
@@ -121,29 +128,34 @@ def _adasum(optimizer: torch.optim.Optimizer, named: Any, compression: Any, pass
     return Plain(optimizer, named, compression, passes, op, process_set=where)
 
 
-def _base_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """The user's own class, also when `optimizer` is wrapped already."""
-    cls = type(optimizer)
-    return cls.__mro__[1] if "_star_class" in cls.__dict__ else cls
+def _inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The user's own object, also when `optimizer` is wrapped already."""
+    if "_star_class" not in type(optimizer).__dict__:
+        return optimizer
+    wrapper: _Wrapper = optimizer._star  # type: ignore[attr-defined]
+    return wrapper.inner
 
 
-def _wrap(optimizer: torch.optim.Optimizer) -> Any:
+def _wrap(inner: torch.optim.Optimizer) -> Any:
     """An instance of a subclass of the user's class that shares everything with the user's object.
 
     Not built by calling `__init__` again, as Horovod does: that loses state, defaults and required arguments.
     `__module__` has to stay Horovod's: its broadcast_optimizer_state asks for it to find out that `step` reduces.
+    What the class adds has a slot of its own: in the shared `__dict__` it would keep the wrapped object alive.
     """
-    previous = optimizer.__dict__.get("_star")
+    previous = inner.__dict__.get("_star_wrapped", lambda: None)()
     if previous is not None:
-        previous.core.remove_hooks()
-    base = _base_of(optimizer)
+        previous._star.core.remove_hooks()
+    base = type(inner)
     body = {name: value for name, value in vars(_Methods).items() if name not in ("__dict__", "__weakref__")}
     body["__module__"] = "horovod.torch.optimizer"
+    body["__slots__"] = ("_star",)
     body["_star_class"] = True
     body["step"] = _Step()
     cls = type(base.__name__, (base,), body)
     wrapped: Any = object.__new__(cls)
-    object.__setattr__(wrapped, "__dict__", optimizer.__dict__)
+    object.__setattr__(wrapped, "__dict__", inner.__dict__)
+    inner.__dict__["_star_wrapped"] = weakref.ref(wrapped)
     return wrapped
 
 
@@ -166,11 +178,18 @@ class _Step:
 
 
 class _Wrapper:
-    """What the generated class knows: the arguments, the core in charge, and where in a step the user is."""
+    """What the generated class knows: the arguments, the core in charge, and where in a step the user is.
 
-    def __init__(self, optimizer: Any, base: type[torch.optim.Optimizer], **given: Any) -> None:
-        self.optimizer = optimizer
-        self.base = base
+    Args:
+        wrapped: The object that the user is given; only a weak reference to it is kept.
+        inner: The user's own optimizer.
+        given: Arguments of `DistributedOptimizer`.
+    """
+
+    def __init__(self, wrapped: Any, inner: torch.optim.Optimizer, **given: Any) -> None:
+        self.wrapped = weakref.ref(wrapped)
+        self.inner = inner
+        self.base = type(inner)
         self.given = given
         self.synchronized = False
         self.should_synchronize = True
@@ -188,8 +207,9 @@ class _Wrapper:
             if reason and (given["plan"] is None or given["plan"].relaxed):
                 logger.warning("%s: runs in lockstep exactly as in Horovod; modes do not apply", reason)
             return NativeCore(
-                self.optimizer,
+                self.inner,
                 self.base,
+                wrapped=self.wrapped,
                 names=given["names"],
                 compression=given["compression"],
                 op=given["op"],
@@ -199,8 +219,9 @@ class _Wrapper:
                 **common,
             )
         return BucketCore(
-            self.optimizer,
+            self.inner,
             self.base,
+            wrapped=self.wrapped,
             scale_by_ranks=given["op"] == mpi_ops.Sum,
             fp16=given["compression"] is Compression.fp16,
             plan=given["plan"],
@@ -255,9 +276,13 @@ class _Wrapper:
             # Again, as Horovod does: no rank knows whether another has new gradients since its synchronize().
             self.core.synchronize(manual=False)
         self.synchronized = False
-        skip = grad_scaler is not None and _found_infinity(grad_scaler, self.optimizer)
+        skip = grad_scaler is not None and _found_infinity(grad_scaler, self.wrapped())
         value = self.core.apply(skip=skip)
         return loss if closure is not None else value
+
+    def drop(self) -> None:
+        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread."""
+        self.core.drop()
 
     def pin(self, reason: str) -> None:
         """Stay in lockstep from now on."""

@@ -107,5 +107,5 @@ class Requests:
     def raise_failure(self) -> None:
         """Raise what stopped one of this process's engines, if anything did."""
         for driver in self.drivers.values():
-            if driver.engine.failure is not None:
-                raise driver.engine.failure
+            if driver.failure is not None:
+                raise driver.failure

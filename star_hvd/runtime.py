@@ -62,6 +62,10 @@ logger = logging.getLogger("star_hvd")
 _MEETING_POLL_S = 0.002
 _SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
 
+_FOR_A_DRIVER = (
+    messages.CloseRound, messages.PlanMessage, messages.Abandon, messages.OptimizerOver, Commit, Moved
+)
+
 _current: Runtime | None = None
 _crashed = False
 
@@ -193,6 +197,8 @@ class Runtime(Requests):
 
     def new_driver(self) -> EngineDriver:
         """A driver for the next optimizer; optimizers must be made in the same order on all ranks."""
+        for driver in [driver for driver in self.drivers.values() if driver.over]:
+            self._end(driver)
         self._next_engine += 1
         return EngineDriver(
             self._next_engine - 1,
@@ -247,11 +253,15 @@ class Runtime(Requests):
             driver.conclude()
             # Whoever runs a server keeps it until the last group has had its last answer.
             self.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
+        self._end(driver)
+        self.agent.send(messages.Unregister(driver.number))
+
+    def _end(self, driver: EngineDriver) -> None:
+        """Let go of an optimizer for which no rank waits any more."""
         self.drivers.pop(driver.number, None)
         driver.stop()
         self.services.house.forget(driver.number)
         _close_log(driver)
-        self.agent.send(messages.Unregister(driver.number))
 
     # ---- the training thread is elsewhere -----------------------------------------------------------------------
 
@@ -378,7 +388,7 @@ class Runtime(Requests):
         if self._stopped:
             return
         self._stopped = True
-        if drain and self.drivers and not any(d.engine.failure for d in self.drivers.values()):
+        if drain and self.drivers and not any(d.failure for d in self.drivers.values()):
             self._drain()
         for driver in self.drivers.values():
             driver.stop()
@@ -399,7 +409,7 @@ class Runtime(Requests):
         self.agent.send(messages.Finished(self.rank))
         limit_s = time.monotonic() + self.config.shutdown_deadline_s
         while not self._bye.wait(0.2):
-            if any(d.engine.failure for d in self.drivers.values()):
+            if any(d.failure for d in self.drivers.values()):
                 return
             if time.monotonic() > limit_s:
                 logger.error(
@@ -422,14 +432,14 @@ class Runtime(Requests):
     # ---- agent thread ---------------------------------------------------------------------------------------
 
     def _on_message(self, message: messages.Message) -> None:
-        if isinstance(message, (messages.CloseRound, messages.PlanMessage, messages.Abandon, Commit, Moved)):
+        if isinstance(message, _FOR_A_DRIVER):
             driver = self.drivers.get(message.engine)
             if driver is not None:
                 driver.on_message(message)
         elif isinstance(message, (messages.Grant, messages.EpochEnd)):
             self._grants.put(message)
         elif isinstance(message, messages.Hurry):
-            for driver in self.drivers.values():
+            for driver in list(self.drivers.values()):
                 driver.hurry = message.now
         elif isinstance(message, messages.SourceReply):
             self._sources.put(message)

@@ -27,6 +27,8 @@ from star_hvd.control.messages import (
     Join,
     Late,
     Message,
+    OptimizerDropped,
+    OptimizerOver,
     Refuse,
     Register,
     RoundNote,
@@ -141,9 +143,11 @@ class Board:
                 engine.gradient_bytes = message.gradient_bytes
                 engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
             case Unregister():
-                self.engines.pop(message.engine, None)
-                self._sets.ended(message.engine)
-                self._closed.add(message.engine)
+                self._forget(message.engine)
+            case OptimizerDropped():
+                if self._engine(message.engine).drop(rank, message):
+                    self._broadcast(OptimizerOver(message.engine))
+                    self._forget(message.engine)
             case Arrive():
                 self._engine(message.engine).arrive(rank, message, now_s)
             case Late():
@@ -204,7 +208,7 @@ class Board:
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
                 engine.links.bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
                 engine.machines = self._machines
-            engine.closing = bool(self._closing)
+            engine.closing = bool(self._closing or engine.dropped)
             wake_s = min(wake_s, engine.tick(now_s))
         return wake_s
 
@@ -217,6 +221,12 @@ class Board:
         return [now_s - seen for seen in self._last_seen_s]
 
     # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _forget(self, engine: int) -> None:
+        """An optimizer has ended on all ranks."""
+        self.engines.pop(engine, None)
+        self._sets.ended(engine)
+        self._closed.add(engine)
 
     def _broadcast(self, message: Message) -> None:
         self.outbox.append((ALL, message))
@@ -246,7 +256,7 @@ class Board:
         for engine in self.engines.values():
             if away:
                 engine.rule.leave(rank, out_of_data=out_of_data)
-            else:
+            elif rank not in engine.dropped:
                 engine.rule.back(rank, now_s)
 
     def _look_for_parents(self, now_s: float) -> float:
@@ -315,7 +325,7 @@ class Board:
                 self._say_back(rank)
             for engine in self.engines.values():
                 engine.rule.align(now_s)
-                for rank in self.finished:
+                for rank in self.finished.union(engine.dropped):
                     engine.rule.leave(rank)
 
     def _source(self, rank: int, message: Source) -> None:

@@ -23,7 +23,17 @@ from star_hvd.control.choice import Choice
 from star_hvd.control.heed import LinkHeed
 from star_hvd.control.history import History
 from star_hvd.control.losses import Losses
-from star_hvd.control.messages import Abandon, Arrive, CloseRound, Late, Message, PlanMessage, Refuse, RoundNote
+from star_hvd.control.messages import (
+    Abandon,
+    Arrive,
+    CloseRound,
+    Late,
+    Message,
+    OptimizerDropped,
+    PlanMessage,
+    Refuse,
+    RoundNote,
+)
 from star_hvd.control.readiness import Readiness
 from star_hvd.control.resolve import resolve
 from star_hvd.control.set_ledger import SetLedger
@@ -89,6 +99,7 @@ class EngineBoard:
         self.closed = 0
         self.folds = 0.0  # Late gradients that joined a later step, of all ranks.
         self.has_queue = False
+        self.dropped: dict[int, OptimizerDropped] = {}  # Ranks that have no use for it any more: their latest word.
         self.closing = False  # Some ranks have made their last step: a new plan would only be in the way.
         self._config = config
         self._send = send
@@ -256,6 +267,25 @@ class EngineBoard:
             self.rule.skip_to(message.version)
         self.steps = max(self.steps, message.version)
         self.losses.note(message.version, message.loss)
+
+    def drop(self, rank: int, message: OptimizerDropped) -> bool:
+        """A rank has no use for this optimizer any more. Whether that holds for all and nothing is under way.
+
+        A step that some ranks have begun is ended by the helpers of all: a reduction that not all ranks have submitted
+        would stay in Horovod's tables until the end of the job.
+        """
+        self.dropped[rank] = message
+        self.rule.leave(rank)
+        if len(self.dropped) < self.world_size:
+            return False
+        steps = [said.step for said in self.dropped.values()]
+        if min(steps) < 0:
+            return True  # Servers have no steps in common.
+        last = max(said.step + said.begun for said in self.dropped.values())
+        if min(steps) < last:
+            self._send(CloseRound(self.engine, last - 1, 0.0))
+            return False
+        return not any(said.in_flight for said in self.dropped.values())
 
     def _send_all(self, items: Sequence[Message]) -> None:
         for message in items:

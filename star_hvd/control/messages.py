@@ -30,6 +30,8 @@ __all__ = [
     "Join",
     "Late",
     "Message",
+    "OptimizerDropped",
+    "OptimizerOver",
     "PlanMessage",
     "Refuse",
     "Register",
@@ -116,6 +118,31 @@ class Unregister(Message):
     """An optimizer is not used any more, on all ranks."""
 
     kind: ClassVar[str] = "unregister"
+    engine: int
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class OptimizerDropped(Message):
+    """A rank has no use for an optimizer any more, and its helper contributes for it.
+
+    `step` is the first step the rank has not wholly submitted, -1 where it does not reduce its gradients in steps;
+    `begun` says whether it has submitted a part of that step, `in_flight` whether the one before has yet to end.
+    """
+
+    kind: ClassVar[str] = "dropped"
+    engine: int
+    step: int
+    begun: bool
+    in_flight: bool
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class OptimizerOver(Message):
+    """All ranks have dropped an optimizer, and nothing of it is under way."""
+
+    kind: ClassVar[str] = "over"
     engine: int
 
 

@@ -18,6 +18,7 @@ from star_hvd.control.messages import (
     Join,
     Late,
     Message,
+    OptimizerDropped,
     Refuse,
     Register,
     RoundNote,
@@ -53,6 +54,7 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     Late,
     LinkRate,
     MachineNote,
+    OptimizerDropped,
     Ready,
     Refuse,
     Register,
@@ -75,7 +77,9 @@ _TIMES_OF = {
 _STEP_OF: dict[type[Message], str] = {
     **dict.fromkeys((Arrive, RoundNote, CutDone, Switched), "round"),
     **dict.fromkeys((Late, Join, StepNote), "version"),
+    OptimizerDropped: "step",
 }
+_NO_STEP = -1  # Of an optimizer that is dropped while servers make its steps.
 
 
 def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> None:
@@ -102,7 +106,8 @@ def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> 
             raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
     if kind in _STEP_OF:
         step, now_at = getattr(message, _STEP_OF[kind]), round_of(engine)
-        if not 0 <= step <= now_at + _MAX_AHEAD:
+        least = _NO_STEP if kind is OptimizerDropped else 0
+        if not least <= step <= now_at + _MAX_AHEAD:
             raise ChannelError(f"a {message.kind} message is of step {step}; this job is at step {now_at}")
     if kind in _SPECIAL:
         _SPECIAL[kind](message, world_size)

@@ -57,7 +57,8 @@ class HorovodCollective:
     def poll(self, handle: int) -> bool:
         from horovod.torch import mpi_ops
 
-        return bool(mpi_ops.poll(handle))
+        # Horovod knows a handle until its result was collected, and refuses to be asked for it afterwards.
+        return handle not in mpi_ops._handle_map or bool(mpi_ops.poll(handle))
 
     def finish(self, handle: int) -> None:
         from horovod.torch import mpi_ops

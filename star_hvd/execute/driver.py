@@ -31,6 +31,7 @@ __all__ = ["EngineDriver", "Send"]
 logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.0003
+_POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that was dropped here.
 _MODES_BEHIND = 16  # Far more modes than a rank can be behind by: each of them needed its word.
 
 
@@ -71,6 +72,9 @@ class EngineDriver(StepTeller):
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()
+        self.dropped = False  # The user has no reference to the optimizer any more.
+        self._carries_on = False  # The helper has taken over from the training thread for good.
+        self._said: tuple[int, bool, bool] | None = None  # What the coordinator knows of that.
         self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
         self.engine: RoundEngine
         self.handover: Handover
@@ -108,6 +112,41 @@ class EngineDriver(StepTeller):
             outside.leave()
         self.engine.drop_pending()
         self.timer.close()
+
+    # ---- an optimizer that was dropped -----------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread.
+
+        The helper does the rest within its longest sleep, at once where the engine's lock happens to be free.
+        """
+        self.dropped = True
+        if self.engine.lock.acquire(blocking=False):
+            try:
+                self.engine.helper_wake.notify_all()
+            finally:
+                self.engine.lock.release()
+
+    @property
+    def over(self) -> bool:
+        """Whether all ranks have dropped the optimizer: nothing waits for its helper."""
+        return self.dropped and self._stop.is_set()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the engine, None where nobody uses it any more."""
+        return None if self.dropped else self.engine.failure
+
+    def _carry_on_dropped(self) -> None:
+        """Contribute for the training thread from now on, and keep the coordinator informed of where this rank is."""
+        if not self._carries_on:
+            self._carries_on = True
+            self.engine.drop()
+            self.handover.set_away(True)
+        state = self.engine.under_way()
+        if state != self._said:
+            self._said = state
+            self._send(messages.OptimizerDropped(self.number, *state))
 
     # ---- training thread ------------------------------------------------------------------------------------
 
@@ -172,6 +211,8 @@ class EngineDriver(StepTeller):
 
     def bring_up(self) -> None:
         """Bring the parameters up to date at a place where all ranks meet, at the end of an epoch for example."""
+        if self.dropped:
+            return
         for _ in range(_MODES_BEHIND):
             outside = self.outside
             if outside is None:
@@ -268,6 +309,8 @@ class EngineDriver(StepTeller):
 
     def set_away(self, away: bool) -> None:
         """The training thread, which calls this, leaves its training loop, or is back."""
+        if self.dropped:
+            return  # It never comes back to this optimizer.
         self.engine.set_away(away)
         self.handover.set_away(away)
 
@@ -346,7 +389,11 @@ class EngineDriver(StepTeller):
 
     def on_message(self, message: messages.Message) -> None:
         """A message of the coordinator about this optimizer."""
-        if isinstance(message, messages.CloseRound):
+        if isinstance(message, messages.OptimizerOver):
+            self._stop.set()
+            with self.engine.lock:
+                self.engine.helper_wake.notify_all()
+        elif isinstance(message, messages.CloseRound):
             self._last_close_s, self._typical_s = time.monotonic(), message.typical_compute_s
             self.engine.close(message.round)
         elif isinstance(message, messages.PlanMessage):
@@ -398,7 +445,11 @@ class EngineDriver(StepTeller):
         while not self._stop.is_set():
             try:
                 with engine.lock:
-                    engine.helper_wake.wait_for(lambda: self._stop.is_set() or engine.helper_has_work(), timeout=1.0)
+                    engine.helper_wake.wait_for(self._has_work, timeout=1.0)
+                if self.dropped:
+                    self._carry_on_dropped()
+                if engine.failure is not None:
+                    continue
                 if engine.helper_tick():
                     in_flight_since_s = None
                     continue
@@ -410,10 +461,12 @@ class EngineDriver(StepTeller):
                         f"step {engine.next_round - 1}, closed without this rank, did not end within "
                         f"{self._config.step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
                     )
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_DROPPED_S if self.dropped else _POLL_S)
             except BaseException as error:  # The training thread raises it: a helper has nobody to tell.
                 engine.fail(error)
-                return
+
+    def _has_work(self) -> bool:
+        return self._stop.is_set() or (self.dropped and not self._carries_on) or self.engine.helper_has_work()
 
     # ---- listener, called under the engine's lock -------------------------------------------------------------
 

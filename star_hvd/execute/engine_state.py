@@ -235,6 +235,24 @@ class EngineState:
             self.away = away
             self._changed()
 
+    def drop(self) -> None:
+        """The training thread makes no step again, wherever in a step it was: the helper does what is left of it."""
+        with self.lock:
+            round_ = self._inflight
+            if round_ is not None and round_.owner == "trainer":
+                round_.owner = "helper"  # Handles that the training thread has collected count as ended.
+            self.replica.drop(ended=self.next_round if round_ is None else round_.number)
+        self.set_away(True)
+
+    def under_way(self) -> tuple[int, bool, bool]:
+        """The first step not wholly submitted here, -1 outside common steps; whether a part of it is; whether the step
+        before it is in flight."""
+        with self.lock:
+            if self.plan.family != "rounds":
+                return -1, False, False
+            begun = any(flat is not None for flat in self._current.flats)
+            return self.next_round, begun, self._inflight is not None
+
     def refusal(self, plan: Plan) -> str | None:
         """Why this rank cannot take a plan up, None where it can."""
         with self.lock:

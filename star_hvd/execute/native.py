@@ -6,6 +6,7 @@ a predivide factor, a compressor of the user's.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from horovod.common.util import split_list
 from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_object
+
+from star_hvd.dropped import note_dropped
 
 __all__ = ["NativeCore"]
 
@@ -23,8 +26,9 @@ class NativeCore:
     """Hooks that reduce each parameter, or each group, on its own.
 
     Args:
-        optimizer: The wrapped optimizer.
-        base: The user's optimizer class.
+        inner: The user's own optimizer.
+        base: Its class.
+        wrapped: Refers to the wrapped one, which nothing here may keep alive.
         names: Name of every parameter.
         compression: Class with `compress` and `decompress`.
         passes: Backward passes per step.
@@ -38,9 +42,10 @@ class NativeCore:
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer,
         base: type[torch.optim.Optimizer],
         *,
+        wrapped: weakref.ref[torch.optim.Optimizer],
         names: dict[torch.nn.Parameter, str],
         compression: Any,
         passes: int,
@@ -51,8 +56,10 @@ class NativeCore:
         process_set: Any,
         max_grad_norm: float | None,
     ) -> None:
-        self.optimizer = optimizer
         self.base = base
+        self._inner = inner
+        self._wrapped = wrapped
+        self._dropped = False
         self.passes = passes
         self.names = names
         self.requires_update: set[torch.nn.Parameter] = set()
@@ -69,7 +76,7 @@ class NativeCore:
         self._count: dict[Group, int] = {}
         self._hooks: list[Any] = []
         if process_set.included() and mpi_ops.size() > 1:
-            params = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+            params = [p for g in inner.param_groups for p in g["params"] if p.requires_grad]
             if groups:
                 self._form_groups(params, groups)
             self.add_params(params)
@@ -99,6 +106,20 @@ class NativeCore:
                 self._delay[param] = self.passes
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What the user's step hooks are given: the wrapped optimizer."""
+        return self._wrapped() or self._inner
+
+    def drop(self) -> None:
+        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread."""
+        self._dropped = True  # Its hooks cannot be removed here: a backward pass may be going through them.
+        note_dropped(self)
+
+    def release(self) -> None:
+        """Let go of the parameters of an optimizer that was dropped."""
+        self.remove_hooks()
+
     def remove_hooks(self) -> None:
         """Let go of the parameters."""
         for hook in self._hooks:
@@ -124,6 +145,8 @@ class NativeCore:
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         from star_hvd.core import too_many_passes
 
+        if self._dropped:
+            return
         if self._delay[param] <= 0:
             raise too_many_passes()
         self._delay[param] -= 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,11 +46,12 @@ class Applier:
     """Steps the live parameters of one optimizer.
 
     Args:
-        optimizer: The optimizer whose `param_groups` and `state` are live.
+        optimizer: The optimizer whose `param_groups` and `state` are live; kept alive by this.
         base: The user's optimizer class; its `step` is the update rule.
         buckets: The optimizer's buckets, extended in place when parameters are added.
         hyper: Layout of the hyperparameters.
         max_grad_norm: Norm to which the averaged gradient is clipped, None for no clipping.
+        wrapped: Refers to the object that the user has of it and its step hooks are given.
     """
 
     def __init__(
@@ -59,12 +61,20 @@ class Applier:
         buckets: list[Bucket],
         hyper: HyperRow,
         max_grad_norm: float | None = None,
+        *,
+        wrapped: weakref.ref[torch.optim.Optimizer] | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer = optimizer
+        self._wrapped = wrapped
         self.base = base
         self.buckets = buckets
         self.hyper = hyper
         self.max_grad_norm = max_grad_norm
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, as the user has it."""
+        return (self._wrapped() if self._wrapped is not None else None) or self._optimizer
 
     def step(self, row: Sequence[float] | None, *, clip: bool = True) -> Any:
         """Apply the gradients that are in `param.grad` now, with the step's hyperparameters."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from star_hvd.buckets import Bucket
+from star_hvd.buckets import Bucket, in_format_of
 from star_hvd.execute.device import fence
 from star_hvd.execute.replay import Applier, Shadow
 from star_hvd.execute.state import Counters, Result, Snapshot
@@ -42,6 +42,7 @@ class Replica:
         self.computing = True
         self.needs_fetch = False
         self.foreign = False  # The live parameters came without the optimizer's state of their step.
+        self.dropped = False
         self.queue: collections.deque[Result] = collections.deque()
         self._counters = counters
         self._changed = changed
@@ -55,7 +56,7 @@ class Replica:
 
         Fetched parameters may contain it already: their source saw its end before this rank did.
         """
-        if self.needs_fetch or result.round < self.version:
+        if self.needs_fetch or result.round < self.version or (self.dropped and self.foreign):
             return
         # A bucket's own buffer becomes the training thread's again; the queue keeps a copy of what is in it.
         means = [m.clone() if m is b.flat else m for m, b in zip(result.means, self.applier.buckets, strict=True)]
@@ -99,6 +100,20 @@ class Replica:
         self.foreign, self.needs_fetch = True, False
         self.queue.clear()
         self._shadow = None
+
+    def drop(self, *, ended: int) -> None:
+        """The training thread has no use for these parameters any more.
+
+        Where they are whole, the helper goes on replaying steps on a shadow: another rank may have to fetch them.
+
+        Args:
+            ended: Steps that have ended on this rank.
+        """
+        self.dropped = self.computing = True
+        newest = self._shadow.version if self._shadow is not None else self.version
+        if not self.foreign and newest + len(self.queue) != ended:  # A step ended and was never applied.
+            self.leave()
+            self._whole = False
 
     def may_replay(self) -> bool:
         """Whether the helper has a step to replay."""
@@ -164,7 +179,10 @@ class Replica:
                 param.copy_(value)
         for param, state in zip(params, snapshot.state, strict=True):
             if state:
-                self.applier.optimizer.state[param] = dict(state)
+                self.applier.optimizer.state[param] = {  # What travels has lost its memory format.
+                    key: in_format_of(param, value) if isinstance(value, torch.Tensor) else value
+                    for key, value in state.items()
+                }
 
     # ---- helper and server threads ------------------------------------------------------------------------------
 

@@ -172,13 +172,18 @@ class RoundEngine(EngineState):
             step: Applies it, given the row of hyperparameters; the applier's step where None.
         """
         with self.replica.apply_lock:
-            value = (step or self.applier.step)(result.row)
-            if self.plan.relaxed:
-                fence(self.applier.buckets)  # From here on the helper may copy the parameters.
-            with self.lock:
-                self.replica.version += 1
-                self._changed()
-            return value
+            try:
+                return (step or self.applier.step)(result.row)
+            except BaseException:
+                with self.lock:  # No catch-up follows; the user may go on with the next step, as under Horovod.
+                    self.replica.computing = True
+                raise
+            finally:  # The step has ended, even where the user's optimizer or a hook of its raised.
+                if self.plan.relaxed:
+                    fence(self.applier.buckets)  # From here on the helper may copy the parameters.
+                with self.lock:
+                    self.replica.version += 1
+                    self._changed()
 
     def catch_up(self, target: int) -> bool:
         """Bring the live parameters up to the closed steps, without waiting.

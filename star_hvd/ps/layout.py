@@ -11,12 +11,12 @@ import heapq
 import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from star_hvd.buckets import Bucket
+from star_hvd.buckets import Bucket, memory_format_of
 
 __all__ = ["BucketLayout", "Chunk", "Layout", "LayoutError", "Piece", "class_path", "elementwise", "load_class"]
 
@@ -94,11 +94,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A bucket: its type and the shapes of its parameters."""
+    """A bucket: its type, the shapes of its parameters, and the order in which their dimensions lie in memory.
+
+    Servers are not told the orders: elementwise, an element is an element.
+    """
 
     dtype: torch.dtype
     shapes: tuple[tuple[int, ...], ...]
     groups: tuple[int, ...]
+    orders: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
 
     @property
     def numel(self) -> int:
@@ -152,6 +156,8 @@ class Layout:
         group_of = {id(p): number for number, group in enumerate(param_groups) for p in group["params"]}
         described = tuple(_describe(bucket, group_of) for bucket in buckets)
         cut = elementwise(base_class)
+        if not cut:
+            _check_order(described, base_class)
         ranges: list[tuple[int, int, int, tuple[Piece, ...]]] = []
         first = 0
         for index, bucket in enumerate(described):
@@ -174,6 +180,11 @@ class Layout:
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of all parameters, in the order of the buckets."""
         return [shape for bucket in self.buckets for shape in bucket.shapes]
+
+    @property
+    def orders(self) -> list[tuple[int, ...]]:
+        """Dimensions of all parameters in the order in which they lie in memory, in the order of the buckets."""
+        return [order for bucket in self.buckets for order in bucket.orders]
 
     def dtype(self, chunk: Chunk) -> torch.dtype:
         """Type of a chunk's elements."""
@@ -201,10 +212,10 @@ class Layout:
             params: All parameters, in the order of the buckets.
             chunk: Which chunk.
         """
-        flat = torch.empty(chunk.numel, dtype=self.dtype(chunk))
+        flat, orders = torch.empty(chunk.numel, dtype=self.dtype(chunk)), self.orders
         position = 0
         for piece in chunk.pieces:
-            source = params[piece.param].detach().reshape(-1)[piece.start : piece.stop]
+            source = params[piece.param].detach().permute(orders[piece.param]).reshape(-1)[piece.start : piece.stop]
             flat[position : position + piece.numel].copy_(source)
             position += piece.numel
         return flat
@@ -216,13 +227,13 @@ class Layout:
             states: State per parameter, in the order of the buckets; empty where there is none yet.
             chunk: Which chunk.
         """
-        shapes = self.shapes
+        shapes, orders = self.shapes, self.orders
         found: list[State] = []
         for piece in chunk.pieces:
             state: State = {}
             for key, value in states[piece.param].items():
                 if isinstance(value, torch.Tensor) and tuple(value.shape) == shapes[piece.param]:
-                    part = value.detach().reshape(-1)[piece.start : piece.stop]
+                    part = value.detach().permute(orders[piece.param]).reshape(-1)[piece.start : piece.stop]
                     state[key] = part.to("cpu", copy=True).reshape(piece.shape)
                 else:
                     state[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
@@ -235,14 +246,15 @@ class Layout:
         Args:
             flats: The flat tensor of every chunk, by its index.
         """
-        joined = [torch.empty(shape, dtype=b.dtype) for b in self.buckets for shape in b.shapes]
+        orders = self.orders
+        joined = [torch.empty(math.prod(shape), dtype=b.dtype) for b in self.buckets for shape in b.shapes]
         for chunk in self.chunks:
             position = 0
             for piece in chunk.pieces:
-                target = joined[piece.param].view(-1)[piece.start : piece.stop]
+                target = joined[piece.param][piece.start : piece.stop]
                 target.copy_(flats[chunk.index][position : position + piece.numel])
                 position += piece.numel
-        return joined
+        return [_from_memory(*each) for each in zip(joined, self.shapes, orders, strict=True)]
 
     def join_state(self, states: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[State]:
         """The inverse of `cut_state`.
@@ -250,7 +262,7 @@ class Layout:
         Args:
             states: State of every chunk's pieces, by the chunk's index.
         """
-        shapes = self.shapes
+        shapes, orders = self.shapes, self.orders
         joined: list[State] = [{} for _ in shapes]
         for chunk in self.chunks:
             for piece, state in zip(chunk.pieces, states[chunk.index], strict=True):
@@ -258,8 +270,10 @@ class Layout:
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape:
                         if key not in target:
-                            target[key] = torch.empty(shapes[piece.param], dtype=value.dtype)
-                        target[key].view(-1)[piece.start : piece.stop].copy_(value.reshape(-1))
+                            flat = torch.empty(math.prod(shapes[piece.param]), dtype=value.dtype)
+                            target[key] = _from_memory(flat, shapes[piece.param], orders[piece.param])
+                        whole = target[key].permute(orders[piece.param]).view(-1)
+                        whole[piece.start : piece.stop].copy_(value.reshape(-1))
                     elif key not in target:
                         target[key] = value.clone() if isinstance(value, torch.Tensor) else value
         return joined
@@ -282,7 +296,12 @@ class Layout:
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
         """The inverse of `to_dict`."""
         buckets = tuple(
-            BucketLayout(getattr(torch, name.removeprefix("torch.")), tuple(map(tuple, shapes)), tuple(groups))
+            BucketLayout(
+                getattr(torch, name.removeprefix("torch.")),
+                tuple(map(tuple, shapes)),
+                tuple(groups),
+                tuple(tuple(range(len(shape))) for shape in shapes),
+            )
             for name, shapes, groups in values["buckets"]
         )
         shapes = [shape for bucket in buckets for shape in bucket.shapes]
@@ -347,7 +366,29 @@ def _describe(bucket: Bucket, group_of: Mapping[int, int]) -> BucketLayout:
         bucket.flat.dtype,
         tuple(tuple(param.shape) for param in bucket.params),
         tuple(group_of[id(param)] for param in bucket.params),
+        tuple(_order_in_memory(param) for param in bucket.params),
     )
+
+
+def _order_in_memory(param: torch.Tensor) -> tuple[int, ...]:
+    strides = memory_format_of(param)
+    return tuple(sorted(range(param.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def _from_memory(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    """Elements in the order of memory as a tensor of its shape, without a copy."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([shape[dim] for dim in order]).permute(inverse)
+
+
+def _check_order(buckets: Sequence[BucketLayout], base: type[torch.optim.Optimizer]) -> None:
+    for bucket in buckets:
+        for shape, order in zip(bucket.shapes, bucket.orders, strict=True):
+            if order != tuple(range(len(shape))):
+                raise LayoutError(
+                    f"a parameter of shape {shape} is channels_last or transposed; servers hold such parameters only "
+                    f"for elementwise optimizers, and {base.__name__} is not known to be one"
+                )
 
 
 def _piece(param: int, start: int, stop: int, group: int, shape: tuple[int, ...]) -> Piece:

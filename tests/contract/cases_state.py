@@ -96,7 +96,7 @@ def broadcasting_fresh_state_leaves_weights_alone(ctx: Context) -> None:
             optimizer = ctx.star.wrap(optimizer, model.named_parameters())
         ctx.star.module.broadcast_optimizer_state(optimizer, root_rank=0)
         assert_same(params_of(model), before, exact=True)
-        assert all(param.grad is None for param in model.parameters())
+        assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
         assert not getattr(optimizer, "_handles", None)
         if wrapped:
             _steps(model, optimizer, 0, 3)
@@ -132,6 +132,26 @@ def training_after_a_broadcast(ctx: Context) -> None:
         "adam": lambda p: torch.optim.Adam(p, lr=0.01),
         "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
     }
+    ctx.compare(run)
+
+
+@case()
+def a_fresh_state_that_was_broadcast_leaves_zero_gradients(ctx: Context) -> None:
+    """Scripts read them: of Horovod's own tests one broadcasts a gradient at this place."""
+
+    def run(api: Api) -> Any:
+        model = mlp()
+        model[0].bias.requires_grad_(False)
+        optimizer = api.wrap(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters())
+        api.module.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert model[0].bias.grad is None
+        values = values_of(model, optimizer)
+        assert not values["2.weight.grad"].any()
+        optimizer.zero_grad()
+        differentiate(model, 0)
+        optimizer.step()
+        return {**{f"after.{key}": value for key, value in values_of(model, optimizer).items()}, **values}
+
     ctx.compare(run)
 
 

@@ -18,7 +18,16 @@ from horovod.torch import mpi_ops, optimizer
 
 import star_hvd
 from star_hvd import runtime
-from tests.contract import cases_api, cases_gradients, cases_ranks, cases_scaler, cases_state, cases_step, cases_values
+from tests.contract import (
+    cases_api,
+    cases_features,
+    cases_gradients,
+    cases_ranks,
+    cases_scaler,
+    cases_state,
+    cases_step,
+    cases_values,
+)
 from tests.contract.harness import CASES, Api, Context
 from tests.support.launch import write_result
 
@@ -27,7 +36,7 @@ import horovod.torch as horovod  # isort: skip
 __all__ = ["case_ids"]
 
 NUMBERS = (cases_values, cases_gradients)
-MODULES = (*NUMBERS, cases_api, cases_step, cases_scaler, cases_state, cases_ranks)
+MODULES = (*NUMBERS, cases_api, cases_step, cases_scaler, cases_features, cases_state, cases_ranks)
 CASE_LIMIT_S = 40.0
 RENEWED_EVERY = 24
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd.buckets import pack, partition
+from star_hvd.buckets import in_format_of, memory_format_of, pack, partition
 
 
 @given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 150))
@@ -175,4 +175,68 @@ def test_the_gradient_of_a_transposed_parameter_keeps_its_values() -> None:
     param.grad = torch.arange(6.0).view(3, 2).t()
     bucket.adopt(0)
     assert param.grad.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
-    assert bucket.flat[:-1].view(2, 3).tolist() == param.grad.tolist()
+    assert bucket.flat[:-1].tolist() == list(range(6)), "not in the memory format of its parameter"
+
+
+# ---- memory formats ---------------------------------------------------------------------------------------------
+
+
+def _formats() -> list[torch.nn.Parameter]:
+    values = [
+        torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn(6, 2).t(),
+        torch.randn(3, 3),
+        torch.randn(8, 8)[::2, ::2],  # Not dense: a gradient of its own has the usual format.
+        torch.randn(2, 3, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d),
+        torch.tensor(1.0),
+    ]
+    return [torch.nn.Parameter(value) for value in values]
+
+
+def test_a_gradient_has_its_parameters_memory_format() -> None:
+    params = _formats()
+    for bucket in pack(params, 1 << 20):
+        bucket.carry(5)
+        for position, (param, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
+            assert view.shape == param.shape and view.stride() == torch.zeros_like(param).stride()
+            param.grad = grad = torch.randn(param.shape).contiguous()
+            bucket.adopt(position)
+            assert param.grad is view and torch.equal(view, grad)
+        assert bucket.flat.numel() == sum(p.numel() for p in bucket.params) + 1
+        assert bucket.flat[-1] == 0.0, "a view reaches into the weight"
+        total = torch.stack([param.grad.abs().sum() for param in bucket.params]).sum()  # type: ignore[union-attr]
+        torch.testing.assert_close(bucket.flat[:-1].abs().sum(), total)
+
+
+def test_buffers_of_a_bucket_are_split_alike() -> None:
+    (bucket,) = pack(_formats(), 1 << 20)
+    flat = torch.arange(bucket.flat.numel(), dtype=torch.float32)
+    bucket.flat.copy_(flat)
+    for ours, theirs in zip(bucket.views, bucket.split(flat), strict=True):
+        assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
+def test_a_fused_step_is_that_of_the_usual_format() -> None:
+    """Fused kernels pair elements by their place in memory and say nothing where the formats differ."""
+    torch.manual_seed(2)
+    start, grad = torch.randn(4, 3, 5, 5), torch.randn(4, 3, 5, 5)
+    found = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        param = torch.nn.Parameter(start.clone(memory_format=torch.contiguous_format).to(memory_format=memory_format))
+        (bucket,) = pack([param], 1 << 20)
+        optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9, fused=True)
+        for _ in range(2):
+            param.grad = grad.clone()
+            bucket.adopt(0)
+            optimizer.step()
+        found.append(param.detach().contiguous())
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_a_state_that_travelled_gets_its_format_back() -> None:
+    param = torch.nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
+    value = torch.randn(4, 3, 5, 5)
+    back = in_format_of(param, value)
+    assert back.stride() == param.stride() == memory_format_of(param) and torch.equal(back, value)
+    step = torch.tensor(3.0)
+    assert in_format_of(param, step) is step and in_format_of(param, back) is back

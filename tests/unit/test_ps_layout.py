@@ -119,6 +119,12 @@ def test_channels_last_state_is_cut_in_the_order_of_the_bucket() -> None:
     states = [dict(optimizer.state[param])]
     joined = layout.join_state({chunk.index: layout.cut_state(states, chunk) for chunk in layout.chunks})
     assert torch.equal(joined[0]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+    flats = {chunk.index: layout.cut_params([param], chunk) for chunk in layout.chunks}
+    assert torch.equal(layout.join_params(flats)[0], param.detach())
+    (bucket,) = pack([param], 10**6)
+    bucket.adopt(0)
+    gradient = torch.cat([layout.cut_params([param.grad], chunk) for chunk in layout.chunks])
+    assert torch.equal(bucket.flat[:-1], gradient), "parameters are not cut in the order of the gradients"
 
 
 def test_what_servers_cannot_do_is_refused_with_a_reason() -> None:
@@ -138,6 +144,9 @@ def test_what_servers_cannot_do_is_refused_with_a_reason() -> None:
     complex_ = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(LayoutError, match="complex64"):
         Layout.build(pack([complex_], 99), [{"params": [complex_]}], torch.optim.SGD, 1, 99)
+    last = torch.nn.Parameter(torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+    with pytest.raises(LayoutError, match="channels_last"):
+        Layout.build(pack([last], 9999), [{"params": [last]}], torch.optim.Adafactor, 1, 99)
     stray = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(LayoutError, match="in no parameter group"):
         Layout.build(pack([stray], 99), [{"params": []}], torch.optim.SGD, 1, 99)

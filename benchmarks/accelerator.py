@@ -1,0 +1,172 @@
+"""Where a benchmark's tensors live and how its steps are timed: on the processor, or on a CUDA device with events."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any, Protocol
+
+import torch
+
+__all__ = [
+    "CPU",
+    "DEVICES",
+    "Accelerator",
+    "Clock",
+    "Cuda",
+    "DeviceError",
+    "EventClock",
+    "WallClock",
+    "calibrate",
+    "check_device",
+    "make_clock",
+    "place_of",
+]
+
+CPU = torch.device("cpu")
+DEVICES = ("cpu", "cuda")
+_FIRST_CYCLES = 1_000_000  # Half a millisecond on a present device.
+_LONG_ENOUGH_S = 0.005  # A kernel's launch takes some microseconds; they must not count.
+_LOOKS = 3
+
+
+class DeviceError(ValueError):
+    """A device that this machine does not have; the message says what is missing."""
+
+
+class Accelerator(Protocol):
+    """The few things asked of a device; a test has one that only counts."""
+
+    def spin(self, cycles: int) -> None:
+        """Queue a kernel that keeps the device busy for so many cycles of its clock."""
+        ...
+
+    def mark(self) -> Any:
+        """Queue an event."""
+        ...
+
+    def between_s(self, begin: Any, end: Any) -> float:
+        """Time on the device between two events that have happened."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything that is queued."""
+        ...
+
+
+class Cuda:
+    """The current CUDA device, on its current stream."""
+
+    def spin(self, cycles: int) -> None:
+        """See `Accelerator`."""
+        torch.cuda._sleep(cycles)
+
+    def mark(self) -> Any:
+        """See `Accelerator`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between_s(self, begin: Any, end: Any) -> float:
+        """See `Accelerator`."""
+        return float(begin.elapsed_time(end)) / 1000.0
+
+    def synchronize(self) -> None:
+        """See `Accelerator`."""
+        torch.cuda.synchronize()
+
+
+def calibrate(accelerator: Accelerator) -> float:
+    """Cycles per second of spin kernels; the fastest of a few looks, since other work can only lengthen one."""
+    accelerator.spin(_FIRST_CYCLES)  # The first kernel of a process loads it.
+    cycles = _FIRST_CYCLES
+    while (took_s := _spin_s(accelerator, cycles)) < _LONG_ENOUGH_S:
+        cycles *= 2
+    return cycles / min(took_s, *(_spin_s(accelerator, cycles) for _ in range(_LOOKS)))
+
+
+def _spin_s(accelerator: Accelerator, cycles: int) -> float:
+    begin = accelerator.mark()
+    accelerator.spin(cycles)
+    end = accelerator.mark()
+    accelerator.synchronize()
+    return accelerator.between_s(begin, end)
+
+
+class Clock(Protocol):
+    """Times steps that follow one another."""
+
+    def tick(self) -> None:
+        """A step begins, or the last one ends."""
+        ...
+
+    def steps_s(self) -> list[float]:
+        """Times between the ticks so far, which are forgotten."""
+        ...
+
+
+class WallClock:
+    """For steps that have ended when their last call returns."""
+
+    def __init__(self) -> None:
+        self._ticks: list[float] = []
+
+    def tick(self) -> None:
+        """See `Clock`."""
+        self._ticks.append(time.perf_counter())
+
+    def steps_s(self) -> list[float]:
+        """See `Clock`."""
+        ticks, self._ticks = self._ticks, []
+        return [end - begin for begin, end in itertools.pairwise(ticks)]
+
+
+class EventClock:
+    """For steps whose kernels are still running when their last call returns: times are those of the device."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._marks: list[Any] = []
+
+    def tick(self) -> None:
+        """See `Clock`."""
+        self._marks.append(self._accelerator.mark())
+
+    def steps_s(self) -> list[float]:
+        """See `Clock`; waits for the device."""
+        self._accelerator.synchronize()
+        marks, self._marks = self._marks, []
+        return [self._accelerator.between_s(a, b) for a, b in itertools.pairwise(marks)]
+
+
+def make_clock(kind: str, accelerator: Accelerator | None = None) -> Clock:
+    """The clock that fits a device."""
+    return WallClock() if kind == "cpu" else EventClock(accelerator or Cuda())
+
+
+def check_device(kind: str) -> None:
+    """Whether this machine has such a device.
+
+    Raises:
+        DeviceError: It has not.
+    """
+    if kind not in DEVICES:
+        raise DeviceError(f"--device is {kind!r}; expected one of {', '.join(DEVICES)}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        built = f"this torch ({torch.__version__}) was built without CUDA"
+        reason = built if torch.version.cuda is None else "torch finds no CUDA device (see nvidia-smi)"
+        raise DeviceError(f"--device cuda: {reason}")
+
+
+def place_of(kind: str, local_rank: int) -> torch.device:
+    """Where a rank's tensors go; it becomes the process's current device. Ranks share devices where there are fewer.
+
+    Raises:
+        DeviceError: This machine has no such device.
+    """
+    check_device(kind)
+    if kind == "cpu":
+        return torch.device("cpu")
+    place = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(place)
+    return place

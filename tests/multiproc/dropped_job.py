@@ -1,0 +1,186 @@
+"""Every rank of a job whose optimizers are dropped without `close`, in the middle of a step, or fail on some ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+
+import star_hvd as hvd
+from star_hvd import runtime
+from star_hvd.errors import DeadlineError
+from tests.support.launch import write_result
+
+DEADLINE_S = 8.0
+CONFIG = hvd.Config(step_deadline_s=DEADLINE_S)
+STEPS = 4
+
+
+class Failing(torch.optim.SGD):
+    """Raises in its second step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            raise ArithmeticError("the user's optimizer failed")
+        return super().step(closure)
+
+
+def net(width: int = 16) -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Tanh(), torch.nn.Linear(width, width))
+
+
+def backward(model: torch.nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 * step + hvd.rank())
+    width = next(model.parameters()).shape[1]
+    model(torch.randn(4, width, generator=generator)).square().mean().backward()
+
+
+def train(library: Any, model: torch.nn.Module, steps: int = STEPS, **options: Any) -> list[torch.Tensor]:
+    """The parameters after some steps with an optimizer that is dropped on return."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = library.DistributedOptimizer(inner, named_parameters=model.named_parameters(), **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def expected(steps: int = STEPS) -> list[torch.Tensor]:
+    """What plain Horovod comes to; on a model of its own, whose hooks stay on it."""
+    return train(horovod, net(), steps)
+
+
+def same(found: list[torch.Tensor], plain: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+def fails_in_step(mode: str) -> dict[str, Any]:
+    """The user's optimizer class raises on all ranks, is caught, steps on, raises no more, and is dropped."""
+    model = net()
+    optimizer = hvd.DistributedOptimizer(
+        Failing(model.parameters()), model.named_parameters(), mode=mode, config=CONFIG
+    )
+    caught = 0
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, step)
+        try:
+            optimizer.step()
+        except ArithmeticError:
+            caught += 1
+    return {"caught": caught, "steps": optimizer.stats()["steps"]}
+
+
+def fails_in_backward(mode: str, failing: tuple[int, ...]) -> dict[str, Any]:
+    """A hook of the user's raises in the middle of backward, and the optimizer is dropped with half a step begun."""
+    model = net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model.named_parameters(),
+        mode=mode,
+        config=hvd.Config(step_deadline_s=DEADLINE_S, bucket_bytes=1024),  # Several buckets.
+    )
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError("the user's hook failed")
+
+    hook = model[0].weight.register_hook(fail) if hvd.rank() in failing else None
+    outcome = "stepped"
+    try:
+        backward(model, 0)
+        optimizer.step()
+    except ArithmeticError:
+        outcome = "caught"
+    if hook is not None:
+        hook.remove()
+    return {"outcome": outcome}
+
+
+def keeps_the_failed_one(mode: str) -> dict[str, Any]:
+    """One rank leaves a step in its middle and keeps the optimizer: the others have a deadline, and go on after it."""
+    model = net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), mode=mode, config=CONFIG
+    )
+    began_s, error = time.monotonic(), ""
+    backward(model, 0)
+    if hvd.rank() != 1:
+        try:
+            optimizer.step()
+        except DeadlineError as caught:
+            error = str(caught)
+    waited_s = time.monotonic() - began_s
+    found = train(hvd, net(), mode="sync")  # Rank 1 waits here meanwhile.
+    return {"error": error, "waited_s": waited_s, "same": same(found, expected()), "kept": optimizer.mode}
+
+
+def series(mode: str, count: int) -> dict[str, Any]:
+    """Many optimizers one after another on the same parameters, each dropped; some in the middle of a step."""
+    model, facts = net(128), []
+    run = runtime.current()
+    for number in range(count):
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters(), mode=mode, config=CONFIG
+        )
+        run = runtime.current()
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, step)
+            if step == 0 or number % 3:
+                optimizer.step()
+        del optimizer
+        hooks = [len(param._post_accumulate_grad_hooks) for param in model.parameters()]
+        assert run is not None
+        facts.append({"threads": threading.active_count(), "drivers": len(run.drivers), "hooks": max(hooks)})
+    return {"facts": facts}
+
+
+def all_gone(limit_s: float = 60.0) -> bool:
+    """Whether every optimizer that was dropped has ended on this rank."""
+    run, end_s = runtime.current(), time.monotonic() + limit_s
+    assert run is not None
+    while not all(driver.over for driver in run.drivers.values()):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def main(mode: str, scenario: str) -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    scenarios: dict[str, Callable[[], dict[str, Any]]] = {
+        "step": lambda: fails_in_step(mode),
+        "backward": lambda: fails_in_backward(mode, tuple(range(hvd.size()))),
+        "one-backward": lambda: fails_in_backward(mode, (1,)),
+        "series": lambda: series(mode, 30),
+        "kept": lambda: keeps_the_failed_one(mode),
+    }
+    facts = scenarios[scenario]()
+    if scenario != "kept":
+        facts["gone"] = all_gone()
+    if "same" not in facts:
+        facts["same"] = same(train(hvd, net(), mode="sync"), expected())
+    with contextlib.suppress(AttributeError):
+        facts["handles"] = len(horovod.mpi_ops._handle_map)
+    write_result(facts)
+    began_s = time.monotonic()
+    hvd.shutdown()
+    write_result({**facts, "end_s": time.monotonic() - began_s})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
