@@ -83,7 +83,8 @@ def worker() -> None:
                 state.ready += 1
                 facts["after_death"] += marked("dead")
             state.step += 1
-            if state.ready and state.step % COMMIT_EVERY == 0:
+            enough = alone or not marked("dead") or facts["after_death"] > KILL_AT
+            if state.ready and state.step % COMMIT_EVERY == 0 and enough:
                 facts["committed"] = state.step
                 write_result({"digest": digest(net), "size": int(hvd.size()), "step": state.step, **facts})
                 state.commit()
