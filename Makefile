@@ -19,12 +19,13 @@ STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
 	scripts/build_horovod.py scripts/unified_diff.py
 
-.PHONY: help setup demo test stress lint bench clean
+.PHONY: help setup demo test test-quick stress lint bench clean
 
 help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
 	@echo "make demo    training with a slow worker, Horovod against STAR, on this machine"
-	@echo "make test    lint, types, and all tests"
+	@echo "make test    lint, types, and all tests (TEST_EFFORT=10: ten times as many random cases)"
+	@echo "make test-quick  lint, types, and the unit tests that take no time"
 	@echo "make stress  random switches among all modes, ranks with moods; until one job fails"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
@@ -45,6 +46,9 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-quick: lint
+	$(BIN)/python -m pytest -m "not slow" tests/unit $(PYTEST_ARGS)
 
 stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \

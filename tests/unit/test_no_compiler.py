@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _LEAVES_OUT = """
 import sys, torch
 from star_hvd.ps.no_compiler import leave_out
@@ -46,6 +48,9 @@ leave_out()
 assert torch._dynamo.OptimizedModule is real
 """
 )
+
+
+pytestmark = pytest.mark.slow
 
 
 def run(code: str) -> None:

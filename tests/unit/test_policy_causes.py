@@ -258,6 +258,7 @@ def test_hosts_are_one_for_each_rank() -> None:
         RulePolicy(4, hosts=["a"])
 
 
+@pytest.mark.slow
 @settings(max_examples=cases(25))
 @given(data=st.data(), n=st.integers(2, 6))
 def test_whatever_happens_plans_are_valid_and_changes_are_few(data: st.DataObject, n: int) -> None:

@@ -17,6 +17,8 @@ from tests.unit.learning import save_model, small_table
 
 mlflow = pytest.importorskip("mlflow")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:

@@ -16,6 +16,8 @@ from star_hvd.execute.state import Snapshot
 from tests.support.effort import cases
 from tests.support.world import World
 
+pytestmark = pytest.mark.slow
+
 SEEDS_PER_CASE = cases(60)
 
 

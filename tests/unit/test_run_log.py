@@ -123,6 +123,7 @@ def test_calls_from_many_threads_lose_nothing(tmp_path: Path) -> None:
     assert log.dropped == 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_holds_entries_back_and_leaves_whole_lines(tmp_path: Path) -> None:
     """RLIMIT_FSIZE stands for the full disk; a process of its own, for the limit is the process's."""
     program = (
@@ -258,6 +259,7 @@ def test_a_call_costs_microseconds(tmp_path: Path) -> None:
     assert sorted(costs)[200] < sorted(json_costs)[200], "a call does less than writing one short line of JSON"
 
 
+@pytest.mark.slow
 def test_a_run_is_live_while_its_writer_is(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from star_hvd.run_log.layout import RunLock\n"

@@ -20,6 +20,8 @@ from star_hvd.run_log import RunLog, layout, report_page, sync_logs
 from star_hvd.run_log import sender as sender_module
 from star_hvd.run_log.sender import Sender, connect
 
+pytestmark = pytest.mark.slow
+
 RUN = "20260101-000000-abcdef"
 
 

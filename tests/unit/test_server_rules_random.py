@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,6 +95,7 @@ class Check:
         self.done.add((rank, step))
 
 
+@pytest.mark.slow
 @settings(max_examples=cases(120))
 @given(data=st.data(), n=st.integers(1, 6))
 def test_every_push_ends_once_and_nobody_is_blocked(data: st.DataObject, n: int) -> None:
