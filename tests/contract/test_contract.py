@@ -21,7 +21,7 @@ STALL = ("--stall-check-warning-time-seconds", "10", "--stall-check-shutdown-tim
 
 @functools.cache
 def _job(ranks: int) -> JobResult:
-    return run_job("tests.contract.job", ranks=ranks, horovodrun_args=STALL)
+    return run_job("tests.contract.job", ranks=ranks, horovodrun_args=STALL, fresh=ranks == 4)
 
 
 def _job_outcome(ranks: int, case_id: str) -> None:

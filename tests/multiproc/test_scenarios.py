@@ -21,7 +21,7 @@ STALL = ("--stall-check-warning-time-seconds", "10", "--stall-check-shutdown-tim
 
 @functools.cache
 def _job() -> JobResult:
-    return run_job("tests.multiproc.scenarios", ranks=RANKS, timeout_s=JOB_LIMIT_S, horovodrun_args=STALL)
+    return run_job("tests.multiproc.scenarios", ranks=RANKS, horovodrun_args=STALL, fresh=True)
 
 
 def facts_of(name: str) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ def server_address() -> str:
         command = [sys.executable, "-m", "tests.support.forkserver", address]
         pipe = subprocess.PIPE
         server = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdin=pipe, stdout=pipe)
-        atexit.register(_end, server, folder)
+        atexit.register(_end, server)
         assert server.stdout is not None
         ready, _, _ = select.select([server.stdout], [], [], START_LIMIT_S)
         assert ready and server.stdout.readline() == b"ready\n", "the server that forks ranks did not start"
@@ -60,14 +60,13 @@ def server_address() -> str:
     return _started[0]
 
 
-def _end(server: subprocess.Popen[bytes], folder: str) -> None:
+def _end(server: subprocess.Popen[bytes]) -> None:
     assert server.stdin is not None
     server.stdin.close()  # It ends when its owner is gone.
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(5.0)
     server.kill()
     server.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def serve(address: str) -> dict[str, Any]:
@@ -81,6 +80,7 @@ def serve(address: str) -> dict[str, Any]:
         while True:
             readable, _, _ = select.select([listener, sys.stdin], [], [])
             if sys.stdin in readable:
+                shutil.rmtree(Path(address).parent, ignore_errors=True)
                 os._exit(0)
             connection, _ = listener.accept()
             if os.fork() == 0:
