@@ -27,9 +27,8 @@ def mark(name: str) -> None:
 
 def marked(name: str, ranks: Iterable[int] | None = None) -> bool:
     """Whether all of `ranks` have made the mark; without `ranks`, whether any rank has."""
-    every = range(int(os.environ.get("HOROVOD_SIZE", "1")))
     if ranks is None:
-        return any(_path(name, rank).exists() for rank in every)
+        return any(True for _ in _folder().glob(f"{_file(name)}.*"))
     return all(_path(name, rank).exists() for rank in ranks)
 
 
@@ -45,9 +44,17 @@ def await_marks(name: str, ranks: Iterable[int] | None = None, deadline_s: float
 
 
 def _path(name: str, rank: int) -> Path:
+    return _folder() / f"{_file(name)}.{rank}"
+
+
+def _file(name: str) -> str:
+    return f"mark.{name.replace('/', '_')}@"
+
+
+def _folder() -> Path:
     folder = os.environ.get(RESULTS)
     if folder is None:  # A job that was started by hand: every job has a launcher with a port of its own.
         port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", str(os.getpid()))
         folder = str(Path(tempfile.gettempdir()) / f"star-marks-{port}")
         os.makedirs(folder, exist_ok=True)
-    return Path(folder) / f"mark.{name.replace('/', '_')}.{rank}"
+    return Path(folder)
