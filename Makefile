@@ -8,6 +8,8 @@ TORCH_SPEC ?= torch==2.13.0
 TORCH_INDEX_URL ?=
 EXTRAS ?= dev,train,bench
 PYTEST_ARGS ?=
+# Files of tests that run side by side; none of them depends on how fast it gets on.
+TEST_JOBS ?= 2
 SEEDS ?= 20
 
 export PYTHON VENV TORCH_SPEC TORCH_INDEX_URL EXTRAS
@@ -45,10 +47,10 @@ lint: setup
 	$(BIN)/mypy --strict star_hvd scheduler
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-quick: lint
-	$(BIN)/python -m pytest -m "not slow" tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "not slow" tests/unit $(PYTEST_ARGS)
 
 stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \
