@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.ps_job import COMMIT_EVERY, STEPS
+from tests.fault.ps_job import COMMIT_EVERY, KILL_AT, STEPS
 from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic
 from tests.support.launch import run_job
 
@@ -23,10 +23,11 @@ def test_a_killed_server_comes_back_with_every_update() -> None:
 
 def test_a_killed_worker_holds_nobody_up_and_the_world_is_rebuilt_at_the_next_commit(tmp_path: Path) -> None:
     job = run_elastic("tests.fault.ps_job", "worker", folder=tmp_path, recovered=lambda job: job.returncode == 0)
-    survivors = [rank for rank in job.results if rank]
-    assert len(survivors) >= 2, job.tail
+    # The others reported too, at commits before the death; who waited for the dead rank has no report from after it.
+    survivors = [rank for rank in job.results if rank and rank["after_death"]]
+    assert len(survivors) >= 2, f"the survivors waited for the dead rank:\n{job.tail}"
     for rank in survivors:
-        assert rank["after_death"] > 20, "the survivors waited for the dead rank"
+        assert rank["after_death"] > KILL_AT
         assert rank["committed"] % COMMIT_EVERY == 0
     if job.returncode != 0:
         pytest.skip("the survivors reached their commit; Horovod did not form a new world in any of the jobs")
