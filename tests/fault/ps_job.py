@@ -20,6 +20,8 @@ from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, mark, marked
 
 STEPS, KILL_AT, COMMIT_EVERY, VICTIM = 60, 20, 400, 3
+# A server that is started again imports torch; on a core that many share that takes its time.
+CONFIG = hvd.Config(control_deadline_s=240.0, plan_deadline_s=240.0)
 
 
 def model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -44,7 +46,8 @@ def digest(net: torch.nn.Module) -> str:
 
 def server(kill: bool) -> None:
     net, inner = model()
-    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="ps(4)")
+    named = net.named_parameters()
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, mode="ps(4)", config=CONFIG)
     number = 0
     while optimizer.mode == "sync":  # All ranks compute the same number of steps until the servers are there.
         step(net, optimizer, 0)
@@ -62,7 +65,8 @@ def server(kill: bool) -> None:
 
 def worker() -> None:
     net, inner = model()
-    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="ps(2)")
+    named = net.named_parameters()
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, mode="ps(2)", config=CONFIG)
     state = hvd.elastic.TorchState(net, optimizer, step=0, ready=0)
     facts: dict[str, Any] = {"resumed": [], "after_death": 0}
 
