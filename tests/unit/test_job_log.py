@@ -67,7 +67,12 @@ def job_log(teller: StepTeller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
         def end() -> list[dict[str, Any]]:
             log.close()
-            return [event for _, event in read_events(log._log.directory / "events.jsonl")]
+            limit_s = time.monotonic() + 120.0  # On a busy machine its thread ends after the deadline of `close`.
+            while True:
+                events = [event for _, event in read_events(log._log.directory / "events.jsonl")]
+                if time.monotonic() > limit_s or any(event["kind"] == "end" for event in events):
+                    return events
+                time.sleep(0.02)
 
         return SimpleNamespace(log=log, job=job, end=end)
 
