@@ -16,7 +16,7 @@ from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S
 
 OPTIMIZERS = 4
-CONFIG = hvd.Config(plan_deadline_s=120.0)
+CONFIG = hvd.Config(plan_deadline_s=200.0, control_deadline_s=200.0)
 
 
 def one(mode: str) -> str:
