@@ -8,6 +8,8 @@ TORCH_SPEC ?= torch==2.13.0
 TORCH_INDEX_URL ?=
 EXTRAS ?= dev,train,bench
 PYTEST_ARGS ?=
+# Files of tests that run side by side; none of them depends on how fast it gets on.
+TEST_JOBS ?= 2
 SEEDS ?= 20
 
 export PYTHON VENV TORCH_SPEC TORCH_INDEX_URL EXTRAS
@@ -19,12 +21,13 @@ STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
 	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py
 
-.PHONY: help setup demo test stress lint bench clean
+.PHONY: help setup demo test test-quick stress lint bench clean
 
 help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
 	@echo "make demo    training with a slow worker, Horovod against STAR, on this machine"
-	@echo "make test    lint, types, and all tests"
+	@echo "make test    lint, types, and all tests (TEST_EFFORT=10: ten times as many random cases)"
+	@echo "make test-quick  lint, types, and the unit tests that take no time"
 	@echo "make stress  random switches among all modes, ranks with moods; until one job fails"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
@@ -44,7 +47,10 @@ lint: setup
 	$(BIN)/mypy --strict star_hvd scheduler
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
+
+test-quick: lint
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "not slow" tests/unit $(PYTEST_ARGS)
 
 stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \

@@ -11,23 +11,17 @@ import functools
 import pytest
 
 from tests.contract.job import case_ids
-from tests.support.launch import JobResult, run_job
+from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
 
-JOB_TIMEOUT_S = 180.0
 # A rank that fails in the middle of a case leaves the others in a collective: Horovod ends those soon.
-STALL = (
-    "--stall-check-warning-time-seconds",
-    "5",
-    "--stall-check-shutdown-time-seconds",
-    "12",
-)
+STALL = ("--stall-check-warning-time-seconds", "10", "--stall-check-shutdown-time-seconds", "60")
 
 
 @functools.cache
 def _job(ranks: int) -> JobResult:
-    return run_job("tests.contract.job", ranks=ranks, timeout_s=JOB_TIMEOUT_S, horovodrun_args=STALL)
+    return run_job("tests.contract.job", ranks=ranks, horovodrun_args=STALL, fresh=ranks == 4)
 
 
 def _job_outcome(ranks: int, case_id: str) -> None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,10 +20,19 @@ import torch
 import star_hvd as hvd
 from star_hvd import runtime
 from tests.support.launch import write_result
+from tests.support.signals import PATIENCE_S, mark, marked
 
 STEPS, STRIKES_AT = 60, 12
+# So many that the launcher ends the job before, unless the rank that fails waits for the others to finish.
+FATAL_STEPS = 6000
 STEP_S = 0.01
-CONFIG = hvd.Config(step_deadline_s=40.0, shutdown_deadline_s=30.0, control_deadline_s=15.0, lost_after_s=5.0)
+CONFIG = hvd.Config(step_deadline_s=600.0, shutdown_deadline_s=600.0, control_deadline_s=120.0, lost_after_s=30.0)
+# Without a coordinator these are waited for.
+SHORT = hvd.Config(step_deadline_s=40.0, shutdown_deadline_s=30.0, control_deadline_s=15.0, lost_after_s=5.0)
+
+
+KNOCKS = 6  # Three at each of two ports.
+DAMAGED = (b"", b"\xc1", b"\x92\x01\xa5hello", bytes(2000))
 
 
 def kill() -> None:
@@ -56,8 +65,7 @@ def throw_garbage() -> None:
                     raw.sendall(junk)
                 except OSError:
                     pass
-    damaged = (b"", b"\xc1", b"\x92\x01\xa5hello", bytes(2000))
-    for number, data in enumerate(damaged):  # From somebody who has a key of the job.
+    for number, data in enumerate(DAMAGED):  # From somebody who has a key of the job.
         identity = str(run.world_size + number).encode()
         dealer = run.keyring.client(0, identity, port=run.keyring.peers[0].control_port)
         dealer.send(data)
@@ -81,6 +89,22 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
+def steps(fault: str) -> Iterator[int]:
+    """Numbers of the steps to make."""
+    if fault in ("kill", "fail", "leave"):
+        yield from range(FATAL_STEPS)
+        return
+    yield from range(STEPS)
+    limit_s, number = time.monotonic() + PATIENCE_S, STEPS
+    while fault == "throw_garbage" and not marked("counted") and time.monotonic() < limit_s:
+        report = hvd.report()
+        counted = report is not None and report.denied_connections >= KNOCKS
+        if report is not None and counted and report.dropped_messages >= len(DAMAGED) and report.mode != "sync":
+            mark("counted")
+        yield number
+        number += 1
+
+
 def digest(net: torch.nn.Module) -> str:
     raw = b"".join(param.detach().numpy().tobytes() for param in net.parameters())
     return hashlib.sha256(raw).hexdigest()[:16]
@@ -92,8 +116,9 @@ def main(mode: str, fault: str, rank: int) -> None:
     torch.manual_seed(1)
     net = torch.nn.Linear(8, 1)
     inner = torch.optim.SGD(net.parameters(), lr=0.01)
-    optimizer: Any = hvd.DistributedOptimizer(inner, net.named_parameters(), mode=mode, config=CONFIG)
-    for step in range(STEPS):
+    config = SHORT if fault == "break_coordinator" else CONFIG
+    optimizer: Any = hvd.DistributedOptimizer(inner, net.named_parameters(), mode=mode, config=config)
+    for step in steps(fault):
         if step == STRIKES_AT and int(hvd.rank()) == rank:
             FAULTS[fault]()
         time.sleep(STEP_S)

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import run_job
+from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(ELASTIC_LIMIT_S)]
 
 
 def test_survivors_with_process_sets_go_on_from_their_last_commit(tmp_path: Path) -> None:
     """Patch 0003: without it every survivor aborts."""
-    script = tmp_path / "hosts.sh"
-    # Two names of this machine: Horovod gives up the whole host of a rank that dies.
-    script.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:2\n")
-    script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    result = run_job(
+    result = run_elastic(
         "tests.fault.elastic_sets_job",
-        ranks=4,
-        env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "12"},
-        timeout_s=100.0,
-        horovodrun_args=("--min-np", "2", "--max-np", "4", "--host-discovery-script", str(script)),
+        folder=tmp_path,
+        recovered=lambda job: sum(map(bool, job.results)) == 2,
     )
     survivors = [facts for facts in result.results if facts]
     assert len(survivors) == 2, result.tail

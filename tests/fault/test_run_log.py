@@ -20,6 +20,7 @@ pytest.importorskip("mlflow")
 from star_hvd.run_log import layout, sync_logs
 from star_hvd.run_log.sender import connect
 from star_hvd.run_log.spool import read_events
+from tests.multiproc.run_log_raw import UNWRITTEN
 from tests.support.launch import run_job
 
 pytestmark = pytest.mark.fault
@@ -44,14 +45,14 @@ def refusing_server() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("server", ["hanging_server", "refusing_server"])
 def test_a_dead_server_costs_nothing_and_gets_the_log_later(
     server: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     env = {"MLFLOW_TRACKING_URI": request.getfixturevalue(server), "STAR_RUN_LOG": "0"}
     words = (str(tmp_path), str(STEPS))
-    job = run_job("tests.multiproc.run_log_raw", *words, ranks=2, env=env, timeout_s=120.0).check()
+    job = run_job("tests.multiproc.run_log_raw", *words, ranks=2, env=env).check()
     first = job.results[0]
     directory = tmp_path / "runs" / first["name"]
     assert [result["steps"] for result in job.results] == [STEPS, STEPS]
@@ -64,28 +65,29 @@ def test_a_dead_server_costs_nothing_and_gets_the_log_later(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("sender_too", [False, True])
 def test_a_killed_job_leaves_its_log(tmp_path: Path, sender_too: bool) -> None:
     env = {"MLFLOW_TRACKING_URI": database(tmp_path), "STAR_RUN_LOG": "0"}
     words = (str(tmp_path), "400", "die")
-    job = run_job("tests.multiproc.run_log_raw", *words, ranks=2, env=env, timeout_s=120.0)
+    job = run_job("tests.multiproc.run_log_raw", *words, ranks=2, env=env)
     assert job.returncode != 0
     name = job.results[0]["name"]
     directory = tmp_path / "runs" / name
     if sender_too:
         end_sender(directory)
         sync(tmp_path)
-    limit_s = time.monotonic() + 90.0
+    limit_s = time.monotonic() + 300.0
     while not layout.read_json(directory / "sent.json").get("complete") and time.monotonic() < limit_s:
         time.sleep(0.5)
     run = the_run(tmp_path, name)
     assert run.info.status == "KILLED"
     # What was written in the last half second may be missing.
-    assert run.data.metrics["steps"] >= 200 - 1 - 0.6 / 0.02
+    assert run.data.metrics["steps"] >= 200 - 1 - UNWRITTEN
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1300)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root; tests/unit has the limit of a process")
 def test_a_full_disk(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
@@ -95,7 +97,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip(f"no mounting here: {mounted.stderr!r}")
     try:
         env = {"MLFLOW_TRACKING_URI": database(tmp_path), "STAR_RUN_LOG": "0"}
-        job = run_job("tests.multiproc.run_log_raw", str(disk), "600", ranks=2, env=env, timeout_s=120.0).check()
+        job = run_job("tests.multiproc.run_log_raw", str(disk), "600", ranks=2, env=env).check()
         assert "the run log cannot be written for now" in job.output
         directory = disk / "runs" / job.results[0]["name"]
         end_sender(directory)

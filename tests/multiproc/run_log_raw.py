@@ -19,8 +19,17 @@ from scheduler.records import RankStats, StepReport, Window
 from star_hvd.run_log import RunLog, new_run_name, run_directory, window_values
 from star_hvd.run_log.facts import environment, optimizer_facts
 from tests.support.launch import write_result
+from tests.support.signals import PATIENCE_S
 
 STEP_S = 0.02
+UNWRITTEN = 30  # Steps of the last half second, which the log may still have in memory.
+
+
+def await_lines(path: Path, count: int) -> None:
+    """Wait until a file has that many lines; a busy machine gives the writer its turn late."""
+    limit_s = time.monotonic() + PATIENCE_S
+    while (not path.exists() or path.read_bytes().count(b"\n") < count) and time.monotonic() < limit_s:
+        time.sleep(0.02)
 
 
 def main(root: str, steps: int, die: bool) -> None:
@@ -37,6 +46,7 @@ def main(root: str, steps: int, die: bool) -> None:
     calls_s = []
     for step in range(steps):
         if die and rank == 0 and step == steps // 2:
+            await_lines(log.directory / "rank0.jsonl", step - UNWRITTEN)
             os.kill(os.getpid(), signal.SIGKILL)
         began_s = time.perf_counter()
         time.sleep(STEP_S)

@@ -1,6 +1,7 @@
 """What every rank of a multi-process test runs: small trainings, each with a slow rank, one after another in a job.
 
-A scenario returns facts, as JSON values, and judges nothing: the tests compare the facts of all ranks.
+A scenario returns facts, as JSON values, and judges nothing: the tests compare the facts of all ranks. What has to
+happen in a scenario is waited for (`go_on`), for a busy machine may take many more steps to it than an idle one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import hashlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +22,12 @@ import star_hvd as hvd
 from scheduler.records import Plan
 from star_hvd import runtime
 from tests.support.launch import write_result
+from tests.support.signals import PATIENCE_S, mark, marked
 
 Facts = dict[str, Any]
 Scenario = Callable[[], Facts]
 
-LIMIT_S = 30.0
+LIMIT_S = 300.0  # More than anything is waited for.
 FAST_S, SLOW_S = 0.004, 0.03
 SCENARIOS: dict[str, Scenario] = {}
 
@@ -79,13 +82,38 @@ def steps(net: torch.nn.Module, optimizer: Any, count: int, first: int = 0) -> N
         optimizer.step()
 
 
-def await_mode(net: torch.nn.Module, optimizer: Any, relaxed: bool, limit: int = 150) -> bool:
-    """Train in step with the others until the mode is in force here; whether it ever was."""
-    for number in range(limit):
-        if optimizer._star.core.driver.engine.plan.relaxed is relaxed:
-            return True
+def go_on(name: str, optimizer: Any, count: int, *counters: str) -> Iterator[int]:
+    """Numbers of the steps to make: `count` of them, and more until every counter counts something on some rank."""
+    began_s, number, missing = time.monotonic(), 0, {"late", "folds", *counters}
+    while number < count or (missing and time.monotonic() - began_s < PATIENCE_S):
+        yield number
+        number += 1
+        stats = optimizer.stats()
+        for counter in sorted(missing):
+            if stats[counter] > 0:
+                mark(f"{name}.{counter}")
+        missing = {counter for counter in missing if not marked(f"{name}.{counter}")}
+
+
+def await_mode(net: torch.nn.Module, optimizer: Any, relaxed: bool) -> None:
+    """Train in step with the others until the mode is in force here."""
+    limit_s, number = time.monotonic() + PATIENCE_S, 0
+    while optimizer._star.core.driver.engine.plan.relaxed is not relaxed:
+        assert time.monotonic() < limit_s, f"the plan is {optimizer._star.core.driver.engine.plan.label}"
         steps(net, optimizer, 1, first=number)
-    return False
+        number += 1
+
+
+def agreed(fact: bool, name: str) -> bool:
+    """Whether it is so on every rank. Collective."""
+    return float(hvd.allreduce(torch.tensor([float(fact)]), op=hvd.Min, name=name)) > 0.0
+
+
+def seen_anywhere(optimizer: Any, name: str, *counters: str) -> bool:
+    """Whether every counter counts something on some rank. Collective."""
+    stats = optimizer.stats()
+    found = torch.tensor([float(stats[counter]) for counter in counters])
+    return bool((hvd.allreduce(found, op=hvd.Sum, name=name) > 0.0).all())
 
 
 def publish(optimizer: Any, plan: Plan) -> None:
@@ -113,9 +141,12 @@ class Numbered(torch.utils.data.Dataset[torch.Tensor]):
 def shard_in_partial() -> Facts:
     net = model()
     optimizer = sgd(net)
+    await_mode(net, optimizer, relaxed=True)
     loader = hvd.shard(Numbered(), batch_size=4, seed=3)
-    digests, samples = [], []
-    for _ in range(3):
+    digests, samples, limit_s = [], [], time.monotonic() + PATIENCE_S
+    while len(samples) < 3 or not (
+        seen_anywhere(optimizer, "seen", "late", "folds") or not agreed(time.monotonic() < limit_s, "time")
+    ):
         seen: list[int] = []
         for rows in loader:
             seen += rows[:, 0].int().tolist()
@@ -133,7 +164,8 @@ def switching() -> Facts:
     net = model()
     optimizer = sgd(net, "sync")
     size, modes = int(hvd.size()), set()
-    for number in range(180):
+    limit_s, number, done = time.monotonic() + PATIENCE_S, 0, False
+    while not done:
         if number % 5 == 4:
             quorum = (1, size, size - 1, size, size - 1)[number // 5 % 5]
             publish(optimizer, Plan.sync(size) if quorum == size else Plan.partial(size, quorum))
@@ -141,6 +173,9 @@ def switching() -> Facts:
         compute(net, batch(number), 0.002 + 0.006 * ((number // 20 + int(hvd.rank())) % size))
         optimizer.step()
         modes.add(optimizer._star.core.driver.engine.plan.label)
+        number += 1
+        if number >= 180 and number % 20 == 0:
+            done = agreed(len(modes) >= 2 or time.monotonic() > limit_s, "switched")
     facts = end(net, optimizer)
     return facts | {"modes": sorted(modes)}
 
@@ -154,18 +189,20 @@ def schedulers_of_their_own() -> Facts:
     await_mode(net, optimizer, relaxed=True)  # In lockstep every rank uses its own, as under Horovod.
     optimizer.param_groups[0]["lr"] *= 1 + int(hvd.rank())
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    for number in range(40):
+    made = 0
+    for number in go_on("schedulers", optimizer, 40):
         steps(net, optimizer, 1, number)
         schedule.step()
+        made += 1
     own_lr = optimizer.param_groups[0]["lr"]
-    return end(net, optimizer) | {"own_lr": own_lr, "expected_lr": 0.001 * (1 + int(hvd.rank())) * 0.99**40}
+    return end(net, optimizer) | {"own_lr": own_lr, "expected_lr": 0.001 * (1 + int(hvd.rank())) * 0.99**made}
 
 
 @scenario
 def clipping_by_hand() -> Facts:
     net = model()
     optimizer = sgd(net)
-    for number in range(40):
+    for number in go_on("by_hand", optimizer, 40, "fetched"):
         optimizer.zero_grad()
         compute(net, 10 * batch(number))
         optimizer.synchronize()
@@ -181,8 +218,8 @@ def clipping_by_hand_and_switching_with_shards() -> Facts:
     net = model()
     optimizer = sgd(net, "partial(1)")
     loader = hvd.shard(Numbered(), batch_size=8)
-    digests, number = [], 0
-    for epoch in range(5):
+    digests, number, limit_s = [], 0, time.monotonic() + PATIENCE_S
+    for epoch in itertools.count():
         for rows in loader:
             number += 1
             optimizer.zero_grad()
@@ -197,6 +234,11 @@ def clipping_by_hand_and_switching_with_shards() -> Facts:
                 publish(optimizer, Plan.partial(int(hvd.size()), 1 + number // 4 % int(hvd.size())))
         if epoch != 3:
             digests.append(digest(net))
+        if epoch >= 4 and (
+            seen_anywhere(optimizer, "seen", "late", "folds", "fetched")
+            or not agreed(time.monotonic() < limit_s, "time")
+        ):
+            break
     return end(net, optimizer) | {"digests": digests}
 
 
@@ -204,7 +246,8 @@ def clipping_by_hand_and_switching_with_shards() -> Facts:
 def clipping_inside() -> Facts:
     net = model()
     optimizer = sgd(net, max_grad_norm=0.5)
-    steps(net, optimizer, 40)
+    for number in go_on("inside", optimizer, 40):
+        steps(net, optimizer, 1, number)
     return end(net, optimizer)
 
 
@@ -212,7 +255,7 @@ def clipping_inside() -> Facts:
 def two_passes() -> Facts:
     net = model()
     optimizer = sgd(net, backward_passes_per_step=2)
-    for number in range(30):
+    for number in go_on("two_passes", optimizer, 30):
         optimizer.zero_grad()
         compute(net, batch(2 * number))
         compute(net, batch(2 * number + 1), 0.0)
@@ -224,7 +267,8 @@ def two_passes() -> Facts:
 def compressed() -> Facts:
     net = model()
     optimizer = sgd(net, compression=hvd.Compression.fp16)
-    steps(net, optimizer, 40)
+    for number in go_on("compressed", optimizer, 40):
+        steps(net, optimizer, 1, number)
     return end(net, optimizer)
 
 
@@ -232,7 +276,7 @@ def compressed() -> Facts:
 def two_optimizers() -> Facts:
     net, other = model(1), model(2)
     first, second = sgd(net), sgd(other, "partial(1)")
-    for number in range(40):
+    for number in go_on("two_optimizers", first, 40):
         first.zero_grad()
         second.zero_grad()
         compute(net, batch(number))
@@ -248,7 +292,8 @@ def joining() -> Facts:
     """The slow rank has fewer batches, and says so."""
     net = model()
     optimizer = sgd(net)
-    steps(net, optimizer, 10 if slow_rank() else 40)
+    for number in go_on("joining", optimizer, 10 if slow_rank() else 40):
+        steps(net, optimizer, 1, number)
     hvd.join()
     joined = digest(net)
     steps(net, optimizer, 5)
@@ -257,19 +302,26 @@ def joining() -> Facts:
 
 @scenario
 def a_long_evaluation() -> Facts:
-    """One rank does something else for a second; the others train on meanwhile."""
+    """One rank does something else until the others have trained on for a while without it."""
     net = model()
     optimizer = sgd(net)
     await_mode(net, optimizer, relaxed=True)
     steps(net, optimizer, 5)
+    missed = 0
     if slow_rank():
-        before = optimizer.stats()["steps"]
-        time.sleep(1.0)
-        missed = optimizer._star.core.driver.engine.next_round - before
+        engine, before = optimizer._star.core.driver.engine, optimizer.stats()["steps"]
+        limit_s = time.monotonic() + PATIENCE_S
+        while missed < 40 and time.monotonic() < limit_s:
+            time.sleep(0.01)
+            missed = engine.next_round - before
+        mark("evaluated")
     else:
-        missed = 0
-        steps(net, optimizer, 60)
-    steps(net, optimizer, 5)
+        number, limit_s = 0, time.monotonic() + PATIENCE_S + 10.0
+        while not marked("evaluated") and time.monotonic() < limit_s:
+            steps(net, optimizer, 1, number)
+            number += 1
+    for number in go_on("evaluation", optimizer, 5):
+        steps(net, optimizer, 1, number)
     return end(net, optimizer) | {"missed": missed}
 
 
@@ -278,40 +330,48 @@ def collectives_at_the_end_of_epochs() -> Facts:
     """A plain loop, and a metric averaged over the ranks after every epoch."""
     net = model()
     optimizer = sgd(net)
-    means = []
-    for epoch in range(4):
+    means, limit_s = [], time.monotonic() + PATIENCE_S
+    for epoch in itertools.count():
         steps(net, optimizer, 12, first=12 * epoch)
         means.append(float(hvd.allreduce(torch.tensor(float(hvd.rank())), name="metric")))
+        if epoch >= 3 and (
+            seen_anywhere(optimizer, "seen", "late", "folds") or not agreed(time.monotonic() < limit_s, "time")
+        ):
+            break
     return end(net, optimizer) | {"means": means}
 
 
 @scenario
 def auto_without_a_slow_rank() -> Facts:
     net = model()
-    optimizer = sgd(net, "auto")
+    optimizer, times_s = sgd(net, "auto"), []
     for number in range(50):
         optimizer.zero_grad()
+        began_s = time.monotonic()
         compute(net, batch(number), 0.1)  # Long beside what a busy machine takes a rank's processor away for.
+        times_s.append(time.monotonic() - began_s)
         optimizer.step()
     modes = _modes()
-    return end(net, optimizer) | {"modes": modes}
+    return end(net, optimizer) | {"modes": modes, "times_s": times_s}
 
 
 @scenario
 def auto_with_a_rank_that_recovers() -> Facts:
+    """The last rank is slow until `auto` has acted on it; the job goes on until `auto` has taken that back."""
     net = model()
     optimizer = sgd(net, "auto")
     loader = hvd.shard(Numbered(), batch_size=4)
-    began_s = time.monotonic()
-    for epoch in range(60):  # `auto` leaves `partial` late: it costs nothing then, and slow ranks come back.
+    limit_s, acted, back = time.monotonic() + PATIENCE_S, False, False
+    while not back:  # `auto` leaves `partial` late: it costs nothing then, and slow ranks come back.
         for rows in loader:
             optimizer.zero_grad()
-            slow = slow_rank() and epoch < 2
-            compute(net, rows[:, 1:], 0.2 if slow else 0.05)
+            compute(net, rows[:, 1:], 0.2 if slow_rank() and not acted else 0.05)
             optimizer.step()
-        back = optimizer._star.core.driver.engine.plan.mode == "sync"
-        if hvd.broadcast_object(epoch > 2 and (back or time.monotonic() - began_s > LIMIT_S - 6.0), 0):
-            break
+        relaxed = "partial(2)" in _modes()
+        in_sync = optimizer._star.core.driver.engine.plan.mode == "sync"
+        over = time.monotonic() > limit_s
+        # Rank 0 knows the plans; all go by what it says at the end of an epoch.
+        acted, back = hvd.broadcast_object((relaxed, over or (relaxed and in_sync)), 0, name="auto")
     modes = _modes()
     return end(net, optimizer) | {"modes": modes}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import signal
@@ -18,10 +17,12 @@ import torch
 import star_hvd as hvd
 from star_hvd.process_sets import SetKeeper, unavailable_reason
 from tests.support.launch import write_result
+from tests.support.signals import await_marks, mark, marked
 
-DEADLINE_S = 30.0
-FREEZE_S = 1.5
+DEADLINE_S = 240.0
+FROZEN_AT_MOST_S = 30.0
 TRIALS = 3
+BEATS = 20  # Of a thread that sleeps 10 ms between two.
 
 
 class Told:
@@ -110,44 +111,68 @@ def over_hosts() -> dict[str, Any]:
     return {"sums": sums, "hosts": int(hvd.cross_size())}
 
 
-def freeze() -> None:
-    """Stop this process for a while; a process of its own ends it."""
-    subprocess.Popen(["sh", "-c", f"sleep {FREEZE_S}; kill -CONT {os.getpid()}"])
+def freeze(name: str, ranks: list[int]) -> bool:
+    """Stop this process until those `ranks` have made the mark `name`; a process of its own ends it.
+
+    Returns: whether they did; if not, it was let go for the others to end.
+    """
+    code = (
+        "import os, psutil, signal, sys, time\n"
+        "from tests.support.signals import await_marks, mark\n"
+        "frozen, name, ranks = psutil.Process(os.getppid()), sys.argv[1], map(int, sys.argv[3:])\n"
+        "while frozen.status() != psutil.STATUS_STOPPED: time.sleep(0.005)\n"
+        "mark(f'{name}.stopped')\n"
+        "made = await_marks(name, ranks, float(sys.argv[2]))\n"
+        "frozen.send_signal(signal.SIGCONT)\n"
+        "sys.exit(not made)\n"
+    )
+    watch = subprocess.Popen([sys.executable, "-c", code, name, str(FROZEN_AT_MOST_S), *map(str, ranks)])
     os.kill(os.getpid(), signal.SIGSTOP)
+    return watch.wait(DEADLINE_S) == 0
 
 
-def while_frozen(name: str) -> tuple[float, float]:
-    """Freeze the last rank and submit a tensor on the others.
+def while_frozen(name: str, ranks: list[int], submits: bool) -> dict[str, bool]:
+    """Freeze the last rank, and submit a tensor on the others, until those `ranks` have got on meanwhile.
 
-    Returns: seconds that submitting took, and the longest gap in the life of another Python thread meanwhile.
+    Args:
+        name: Of this trial.
+        ranks: Ranks whose other Python threads must run on.
+        submits: Whether they must also have submitted the tensor.
+
+    Returns: on the last rank, whether they got on while it was frozen; on the others, whether their other threads ran
+        on before the tensor was submitted.
     """
     total(1.0, f"{name}.ready")
     if hvd.rank() == hvd.size() - 1:
-        freeze()
+        got_on = freeze(name, ranks)
         hvd.synchronize(hvd.allreduce_async(torch.ones(1), name=name))
-        return 0.0, 0.0
-    beats, stop = [time.monotonic()], threading.Event()
+        return {"got_on": got_on}
+    stop, submitted = threading.Event(), threading.Event()
 
     def beat() -> None:
+        beats = 0
         while not stop.wait(0.01):
-            beats.append(time.monotonic())
+            beats += 1
+            if beats >= BEATS and (submitted.is_set() or not submits):
+                mark(name)
 
+    assert await_marks(f"{name}.stopped")
+    time.sleep(0.2)  # Horovod's own thread comes to wait for the frozen rank.
     heart = threading.Thread(target=beat)
     heart.start()
-    time.sleep(FREEZE_S / 5)
-    began_s = time.monotonic()
     handle = hvd.allreduce_async(torch.ones(1), name=name)
-    took_s = time.monotonic() - began_s
+    held_up = marked(name, [int(hvd.rank())])
+    submitted.set()
     hvd.synchronize(handle)
     stop.set()
     heart.join()
-    beats.append(time.monotonic())
-    return took_s, max(after - before for before, after in itertools.pairwise(beats))
+    return {"held_up": held_up}
 
 
 def frozen() -> dict[str, Any]:
     """Dynamic sets, and none is being changed."""
-    return {"trials": [while_frozen(f"frozen{i}") for i in range(TRIALS)]}
+    survivors = list(range(int(hvd.size()) - 1))
+    return {"trials": [while_frozen(f"frozen{i}", survivors, submits=True) for i in range(TRIALS)]}
 
 
 def frozen_in_a_change() -> dict[str, Any]:
@@ -156,7 +181,7 @@ def frozen_in_a_change() -> dict[str, Any]:
     if hvd.rank() == 0:
         adder.start()
         time.sleep(0.2)
-    trials = [while_frozen(f"change{i}") for i in range(TRIALS)]
+    trials = [while_frozen(f"change{i}", [0], submits=False) for i in range(TRIALS)]
     if hvd.rank() != 0:
         adder.start()
     adder.join(DEADLINE_S)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.launch import run_job
+from tests.support.launch import JOB_LIMIT_S, run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
 
 
 @pytest.mark.parametrize("mode", ["ps(1)", "grouped(2)"])
 def test_nothing_is_left_of_a_closed_optimizer(mode: str) -> None:
-    job = run_job("tests.multiproc.closing_job", mode, ranks=3, timeout_s=150.0).check()
+    job = run_job("tests.multiproc.closing_job", mode, ranks=3).check()
     for rank, result in enumerate(job.results):
         facts = result["facts"]
         assert {each["mode"] for each in facts} == {mode}

@@ -8,20 +8,21 @@ import pytest
 
 from tests.multiproc.elsewhere import SCENARIOS, SERVED
 from tests.multiproc.test_modes import check, facts_of
+from tests.support.launch import JOB_LIMIT_S
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(4 * JOB_LIMIT_S)]
 
 MODULE = "tests.multiproc.elsewhere"
 
 
 def names_of(kind: str) -> tuple[str, ...]:
-    """Scenarios of a kind; they share one job."""
+    """Scenarios of a kind."""
     return tuple(name for name in SCENARIOS if name.partition(":")[0] == kind)
 
 
 def facts(name: str) -> list[dict[str, Any]]:
     """What the ranks found out, of which all hold that must hold."""
-    found = facts_of(names_of(name.partition(":")[0]), name, MODULE)
+    found = facts_of(tuple(SCENARIOS), name, MODULE)
     check(found)
     return found
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
 from star_hvd.control.set_ledger import MOST_SETS
-from tests.support.launch import JobResult, run_job
+from tests.multiproc.modes import LEAST_SWITCHES
+from tests.support.launch import JOB_LIMIT_S
+from tests.support.shared import facts_of as shared_facts
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(4 * JOB_LIMIT_S)]
 
 RANKS = 4
 CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup(0,1,2)", "checkpoint:local(4)")
@@ -20,17 +21,14 @@ SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
 SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even")
 
 
-@functools.cache
-def _job(names: tuple[str, ...], module: str) -> JobResult:
-    return run_job(module, *names, ranks=RANKS, timeout_s=380.0)
+# Those that share a job. What counts servers or sets comes first in it.
+TOGETHER = (("beforehand", *FIXED, *SUMMED), ("many_sets", *CHECKPOINTS, *SWITCHING))
 
 
 def facts_of(names: tuple[str, ...], name: str, module: str = "tests.multiproc.modes") -> list[dict[str, Any]]:
-    job = _job(names, module)
-    facts = [result.get("facts", {}).get(name) for result in job.results]
-    where = "\n".join(line for line in job.output.splitlines() if "/star_hvd/" in line or "modes.py" in line)
-    assert all(facts), f"the job ended during {[r.get('running') for r in job.results]}:\n{where[-12000:]}\n{job.tail}"
-    return facts  # type: ignore[return-value]
+    """What the ranks found out in a scenario; all `names`, and those with which they share a job, run in one."""
+    names = next((each for each in TOGETHER if name in each), names) if module.endswith(".modes") else names
+    return shared_facts(module, names, name, ranks=RANKS, noted="modes.py")
 
 
 def check(facts: list[dict[str, Any]]) -> None:
@@ -69,8 +67,8 @@ def test_random_switches(name: str) -> None:
     facts = facts_of(SWITCHING, name)
     check(facts)
     seen = facts[0]["seen"]
-    # 70 are asked for; a busy machine may get to fewer of them in its time, a job that hangs ends without any result.
-    assert len(seen) > 15, f"only {len(seen)} switches in time: {seen[-5:]}"
+    # 70 are asked for; a busy machine may get to fewer of them, a job that hangs ends without any result.
+    assert len(seen) > LEAST_SWITCHES, f"only {len(seen)} switches: {seen[-5:]}"
     assert len({mode.partition("(")[0] for mode in seen}) >= 4
 
 

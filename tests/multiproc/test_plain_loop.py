@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.launch import run_job
+from tests.support.launch import JOB_LIMIT_S, run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(90)]
     ],
 )
 def test_the_program_ends(mode: str, steps: tuple[int, ...]) -> None:
-    job = run_job("tests.multiproc.plain_loop", mode, *map(str, steps), ranks=len(steps), timeout_s=60.0).check()
+    job = run_job("tests.multiproc.plain_loop", mode, *map(str, steps), ranks=len(steps)).check()
     for stats, own in zip((result["stats"] for result in job.results), steps, strict=True):
         assert stats["produced_weight"] == own
         assert stats["steps"] >= own or mode != "sync"

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from typing import Any
 
 import pytest
 
 from tests.multiproc.scenarios import SCENARIOS
-from tests.support.launch import JobResult, run_job
+from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
 
 RANKS = 3
 FOLDING = [name for name in SCENARIOS if name not in ("auto_without_a_slow_rank", "switching")]
-STALL = ("--stall-check-warning-time-seconds", "5", "--stall-check-shutdown-time-seconds", "20")
+# A rank that fails in the middle of a scenario leaves the others in a collective.
+STALL = ("--stall-check-warning-time-seconds", "10", "--stall-check-shutdown-time-seconds", "120")
 
 
 @functools.cache
 def _job() -> JobResult:
-    return run_job("tests.multiproc.scenarios", ranks=RANKS, timeout_s=170.0, horovodrun_args=STALL)
+    return run_job("tests.multiproc.scenarios", ranks=RANKS, horovodrun_args=STALL, fresh=True)
 
 
 def facts_of(name: str) -> list[dict[str, Any]]:
@@ -60,17 +62,20 @@ def test_late_gradients_are_folded(name: str) -> None:
 
 def test_every_sample_once_per_epoch() -> None:
     per_rank = values("shard_in_partial", "samples")
-    for epoch in range(3):
+    epochs = len(per_rank[0])
+    assert epochs >= 3
+    for epoch in range(epochs):
         taken = sorted(index for samples in per_rank for index in samples[epoch])
         assert taken == list(range(203))
-        assert len(per_rank[RANKS - 1][epoch]) < len(per_rank[0][epoch]), "the slow rank takes fewer"
+    counts = [sum(len(epoch) for epoch in samples) for samples in per_rank]
+    assert counts[RANKS - 1] < counts[0], "the slow rank takes fewer"
     orders = [samples[:2] for samples in per_rank]
     assert all(first != second for first, second in orders), "every epoch has an order of its own"
 
 
 def test_replicas_are_bit_equal_at_the_end_of_every_epoch() -> None:
     digests = values("shard_in_partial", "digests")
-    assert digests == digests[:1] * RANKS and len(set(digests[0])) == 3
+    assert digests == digests[:1] * RANKS and len(set(digests[0])) == len(digests[0]) >= 3
 
 
 def test_epochs_with_fetches_end_equal() -> None:
@@ -109,12 +114,26 @@ def test_the_others_train_on_during_a_long_evaluation() -> None:
 
 
 def test_collectives_of_the_user() -> None:
-    assert values("collectives_at_the_end_of_epochs", "means") == [[1.0] * 4] * RANKS
+    means = values("collectives_at_the_end_of_epochs", "means")
+    assert len(means[0]) >= 4 and means == [[1.0] * len(means[0])] * RANKS
 
 
 def test_auto_stays_in_sync_while_nobody_is_slow() -> None:
-    assert values("auto_without_a_slow_rank", "modes")[0] == ["sync"]
-    assert sum(stats["folds"] + stats["late"] for stats in values("auto_without_a_slow_rank", "stats")) == 0
+    """Nobody is slow on purpose. A busy machine may slow a rank down all the same: then `auto` is right to act."""
+    if values("auto_without_a_slow_rank", "modes")[0] == ["sync"]:
+        assert sum(stats["folds"] + stats["late"] for stats in values("auto_without_a_slow_rank", "stats")) == 0
+        return
+    slowest = max(_slowness(values("auto_without_a_slow_rank", "times_s")))
+    assert slowest > 1.2, "ranks as fast as each other, by this test's own clock"
+
+
+def _slowness(times_s: list[list[float]], window: int = 5) -> list[float]:
+    """For every few steps, how much slower the slowest rank was than the median of the ranks."""
+    medians = [
+        [statistics.median(rank[first : first + window]) for rank in times_s]
+        for first in range(len(times_s[0]) - window + 1)
+    ]
+    return [max(each) / statistics.median(each) for each in medians]
 
 
 def test_auto_relaxes_and_returns() -> None:

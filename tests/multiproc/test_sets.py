@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 
 from star_hvd.process_sets import static_catalogue
-from tests.multiproc.sets_job import FREEZE_S
-from tests.support.launch import JobResult, run_job
+from tests.multiproc.sets_job import TRIALS
+from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
 
 RANKS = 3
 DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # star_hvd.init sets it; so an unpatched Horovod is tested alike.
 
 
 def job(scenario: str, **env: str) -> JobResult:
-    return run_job("tests.multiproc.sets_job", scenario, ranks=RANKS, env=env, timeout_s=60.0).check()
+    return run_job("tests.multiproc.sets_job", scenario, ranks=RANKS, env=env).check()
 
 
 def test_sets_are_added_used_and_removed_while_training_goes_on() -> None:
@@ -55,8 +55,7 @@ def test_sets_may_leave_out_different_ranks_on_different_hosts() -> None:
         "tests.multiproc.sets_job",
         "over_hosts",
         ranks=4,
-        env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "8"},
-        timeout_s=60.0,
+        env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"},
         horovodrun_args=("-H", "localhost:2,127.0.0.1:2"),
     ).check()
     right = {"(1, 2, 3)": 1110.0, "(0, 1, 3)": 1011.0, "(0, 3)": 1001.0}
@@ -67,15 +66,12 @@ def test_sets_may_leave_out_different_ranks_on_different_hosts() -> None:
 
 def test_a_frozen_rank_does_not_hold_up_who_submits_a_tensor() -> None:
     """Patch 0004: without it dynamic sets lock the table of sets while they wait for the frozen rank."""
-    result = job("frozen", **DYNAMIC)
-    assert result.elapsed_s > 3 * FREEZE_S
-    for facts in result.results[:-1]:
-        for took_s, gap_s in facts["trials"]:
-            assert took_s < FREEZE_S / 3 and gap_s < FREEZE_S / 3
+    trials = job("frozen", **DYNAMIC).results[-1]["trials"]
+    assert [trial["got_on"] for trial in trials] == [True] * TRIALS, "nobody got on until the frozen rank was let go"
 
 
 def test_a_thread_held_up_by_a_change_of_sets_does_not_hold_up_others() -> None:
     """Patch 0005: without it the waiting thread has the interpreter, and every other thread stands still."""
-    trials = job("frozen_in_a_change", **DYNAMIC).results[0]["trials"]
-    assert max(took_s for took_s, _ in trials) > FREEZE_S / 3, "nobody had to wait: this tests nothing"
-    assert max(gap_s for _, gap_s in trials) < FREEZE_S / 3
+    results = job("frozen_in_a_change", **DYNAMIC).results
+    assert any(trial["held_up"] for trial in results[0]["trials"]), "nobody had to wait: this tests nothing"
+    assert [trial["got_on"] for trial in results[-1]["trials"]] == [True] * TRIALS, "the other thread stood still"

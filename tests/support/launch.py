@@ -21,10 +21,15 @@ from typing import Any
 
 import psutil
 
-__all__ = ["DeadlineMissed", "JobResult", "run_job", "write_result"]
+from tests.support import forkserver
+
+__all__ = ["JOB_LIMIT_S", "DeadlineMissed", "JobResult", "run_job", "write_result"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+RANK = Path(__file__).with_name("rank.py")
 RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder into which the ranks write.
+JOB_LIMIT_S = 900.0
+"""Within this every job of the tests ends, on the busiest machine; only one that hangs is ended by it."""
 SHOWN_LINES = 60
 TERMINATE_GRACE_S = 5.0
 
@@ -77,8 +82,9 @@ def run_job(
     *args: str,
     ranks: int,
     env: Mapping[str, str] | None = None,
-    timeout_s: float,
+    timeout_s: float = JOB_LIMIT_S,
     horovodrun_args: Sequence[str] = (),
+    fresh: bool = False,
 ) -> JobResult:
     """Run a Python module, or a script whose name ends in `.py`, on `ranks` ranks of this machine.
 
@@ -88,8 +94,10 @@ def run_job(
         ranks: Number of ranks (`-np`).
         env: Added to the environment. `STAR_*` variables of the caller are not handed on, so that a test means the
             same wherever it runs.
-        timeout_s: The job must end within this.
+        timeout_s: The job must end within this. It is there to end what hangs: a busy machine may need many times what
+            an idle one needs.
         horovodrun_args: Further options of `horovodrun`, `("--stall-check-warning-time-seconds", "5")` for example.
+        fresh: Whether every rank starts an interpreter of its own, as a user's does; see `forkserver.py`.
 
     Raises:
         AssertionError: Horovod is not installed.
@@ -98,15 +106,19 @@ def run_job(
     """
     program = Path(sys.executable).parent / "horovodrun"
     assert program.is_file(), f"{program} does not exist: Horovod is not installed for {sys.executable}"
-    what = [module_or_script] if module_or_script.endswith(".py") else ["-m", module_or_script]
-    command = [str(program), "-np", str(ranks), "--gloo", *horovodrun_args, sys.executable, *what, *args]
+    command = [str(program), "-np", str(ranks), "--gloo", *horovodrun_args, sys.executable]
+    if not fresh:
+        command += ["-S", str(RANK), module_or_script, *args]
+    else:
+        command += ["-m"] * (not module_or_script.endswith(".py")) + [module_or_script, *args]
+    environment = dict(env or {}) if fresh else {forkserver.ADDRESS: forkserver.server_address(), **(env or {})}
     with tempfile.TemporaryDirectory(prefix="star-job-") as folder:
         log, began_s = Path(folder) / "output.txt", time.monotonic()
         with log.open("wb") as sink:
             process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env=_environment(folder, env or {}),
+                env=_environment(folder, environment),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -135,6 +147,8 @@ def write_result(result: Mapping[str, Any]) -> None:
 def _environment(folder: str, added: Mapping[str, str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("STAR_", "HOROVOD_"))}
     environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", STAR_RUN_LOG="0")
+    # Horovod's own waits for ranks that are only late: half a minute is little where many share a core.
+    environment.update(HOROVOD_GLOO_TIMEOUT_SECONDS="180", HOROVOD_START_TIMEOUT="300")
     environment.update({RESULTS: folder}, **added)
     return environment
 

@@ -22,7 +22,7 @@ from star_hvd.control.coordinator import Coordinator
 from star_hvd.errors import DeadlineError
 from star_hvd.execute.state import Snapshot
 
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 CONFIG = Config(heartbeat_s=0.05, lost_after_s=30.0, decide_interval_s=0.05)
 
 
@@ -116,18 +116,27 @@ def test_an_answer_reaches_only_the_rank_that_asked(ranks: Ranks) -> None:
 
 def test_signs_of_life_go_both_ways(ranks: Ranks) -> None:
     assert ranks.all_got(m.Heartbeat)
-    time.sleep(0.5)
-    with ranks.coordinator.board() as board:
-        assert max(board.silent_for_s(time.monotonic())) < 0.5 and not board.lost
-    now_s = time.monotonic()
-    assert all(now_s - agent.last_heard_s < 0.5 for agent in ranks.agents)
+
+    def silent_for_s() -> list[float]:
+        with ranks.coordinator.board() as board:
+            assert not board.lost
+            return [*board.silent_for_s(time.monotonic())]
+
+    def moments() -> list[float]:
+        """When each rank was last heard by the coordinator, and the coordinator by each rank."""
+        now_s = time.monotonic()
+        return [now_s - silent_s for silent_s in silent_for_s()] + [agent.last_heard_s for agent in ranks.agents]
+
+    for _ in range(3):  # Nothing else is said here: what is heard anew are signs of life.
+        before = moments()
+        assert within(lambda before=before: all(b > a + 0.01 for a, b in zip(before, moments(), strict=True)))  # type: ignore[misc]
 
 
 def test_a_message_that_is_not_urgent_goes_soon_and_in_order(ranks: Ranks) -> None:
     assert ranks.all_got(m.Heartbeat)
     for samples in (8, 8, 8):
         ranks.agents[1].send(m.Take(0, 0, samples, 2, False), urgent=False)
-    assert within(lambda: len(ranks.got(1, m.Grant)) == 3, 5.0)
+    assert within(lambda: len(ranks.got(1, m.Grant)) == 3)
     assert [grant.start for grant in ranks.got(1, m.Grant)] == [0, 2, 4]
 
 

@@ -67,7 +67,12 @@ def job_log(teller: StepTeller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
         def end() -> list[dict[str, Any]]:
             log.close()
-            return [event for _, event in read_events(log._log.directory / "events.jsonl")]
+            limit_s = time.monotonic() + 120.0  # On a busy machine its thread ends after the deadline of `close`.
+            while True:
+                events = [event for _, event in read_events(log._log.directory / "events.jsonl")]
+                if time.monotonic() > limit_s or any(event["kind"] == "end" for event in events):
+                    return events
+                time.sleep(0.02)
 
         return SimpleNamespace(log=log, job=job, end=end)
 
@@ -138,7 +143,10 @@ def test_windows_have_all_ranks_folds_the_pace_and_the_batch(teller: StepTeller,
     teller.timeline.append({"mode": "sync", "weight": 3.0})
     for step in range(3):
         made.job.say(0, m.RoundNote(0, step, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 1.0))
-    time.sleep(0.6)
+    limit_s = time.monotonic() + 120.0  # The pace is taken from one window to the next.
+    path = made.log._log.directory / "events.jsonl"
+    while not any(event["kind"] == "window" for _, event in read_events(path)) and time.monotonic() < limit_s:
+        time.sleep(0.02)
     made.job.say(0, m.RoundNote(0, 99, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.5))
     made.log._log._window_due_s = 0.0  # Not one second each.
     events = made.end()

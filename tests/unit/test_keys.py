@@ -67,7 +67,7 @@ def test_a_client_without_any_key_gets_nothing_and_is_counted(ring: Any) -> None
     plain.send(b"hello")
     assert not router.poll(700) and not plain.poll(0)
     plain.close(linger=0)
-    assert denied_within(own, 5.0), "the attempt was not counted"
+    assert denied_within(own, 60.0), "the attempt was not counted"
 
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40, b"\xff" + bytes(63), b""])
@@ -113,4 +113,4 @@ def test_closing_does_not_hang() -> None:
     dealer.close(linger=0)
     began_s = time.monotonic()
     ring.close()
-    assert time.monotonic() - began_s < 10.0
+    assert time.monotonic() - began_s < 60.0

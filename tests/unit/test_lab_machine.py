@@ -92,12 +92,12 @@ class TestFreezer:
             "import time\nfrom benchmarks.freezer import Freezer\nlongest = 0.0\n"
             "with Freezer(0.4, 0.6):\n"
             "    begin = last = time.monotonic()\n"
-            "    while last - begin < 2.0:\n"
+            "    while longest <= 0.3 and last - begin < 60.0:\n"
             "        time.sleep(0.01)\n        now = time.monotonic()\n"
             "        longest = max(longest, now - last)\n        last = now\n"
             "print(longest)"
         )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
         assert float(done.stdout) > 0.3
 
     def test_bad_times(self) -> None:
@@ -235,7 +235,7 @@ class TestQuota:
 
 def _job(tmp_path: Path, source: str, **options: float) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
-    limits = {"deadline_s": 30.0, "stall_s": 20.0, **options}
+    limits = {"deadline_s": 120.0, "stall_s": 100.0, **options}
     run_job([sys.executable, "-c", source], tmp_path, on_progress=seen.append, **limits)
     return seen
 
@@ -253,16 +253,16 @@ class TestDriver:
 
     def test_a_job_that_hangs_is_ended_with_its_children(self, tmp_path: Path) -> None:
         started_s = time.monotonic()
-        with pytest.raises(JobFailed, match="printed nothing for 2 s"):
-            _job(tmp_path, _parent_of_a_detached_worker(tmp_path), stall_s=2.0)
-        assert time.monotonic() - started_s < 20.0
+        with pytest.raises(JobFailed, match="printed nothing for 4 s"):
+            _job(tmp_path, _parent_of_a_detached_worker(tmp_path), stall_s=4.0)
+        assert time.monotonic() - started_s < 55.0, "it was not ended: it slept to its end"
         (worker,) = tmp_path.glob("*.pid")
         assert not _runs(int(worker.stem))
 
     def test_a_job_that_never_ends_is_ended(self, tmp_path: Path) -> None:
         source = "import time\nwhile True: print('busy', flush=True); time.sleep(0.1)"
-        with pytest.raises(JobFailed, match=r"(?s)did not end within 2 s.*busy"):
-            _job(tmp_path, source, deadline_s=2.0)
+        with pytest.raises(JobFailed, match=r"(?s)did not end within 4 s.*busy"):
+            _job(tmp_path, source, deadline_s=4.0)
 
     def test_a_process_id_used_again_is_left_alone(self, tmp_path: Path) -> None:
         stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
@@ -292,8 +292,9 @@ def _parent_of_a_detached_worker(run_dir: Path) -> str:
         f"pathlib.Path({str(run_dir)!r}, str(os.getpid()) + '.pid').touch(); time.sleep(60)"
     )
     return (
-        "import subprocess, sys, time; "
-        f"subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True, "
-        "stdout=subprocess.DEVNULL); "
+        "import pathlib, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        f"folder = pathlib.Path({str(run_dir)!r})\n"
+        "while not list(folder.glob('*.pid')): print('starting', flush=True); time.sleep(0.1)\n"
         "time.sleep(60)"
     )

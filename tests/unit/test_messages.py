@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from star_hvd.control import messages
 from star_hvd.control.messages import MAX_BYTES, Heartbeat, Hello, Message, Register, RoundNote, decode, encode
 from star_hvd.errors import ChannelError
+from tests.support.effort import cases
 
 KINDS = [cls for cls in vars(messages).values() if isinstance(cls, type) and issubclass(cls, Message) and cls.kind]
 INTS = st.integers(-(1 << 53) + 1, (1 << 53) - 1)
@@ -83,7 +84,8 @@ JUNK = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=cases(150))
 @given(st.sampled_from([cls.kind for cls in KINDS]) | JUNK, st.lists(JUNK, max_size=12), st.sampled_from([0, 1, 2]))
 def test_junk_in_the_right_frame(kind: Any, fields: list[Any], version: int) -> None:
     refused_or_read(msgpack.packb([version, kind, *fields]))

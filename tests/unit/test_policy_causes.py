@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scheduler.plans import MODES, Plan
 from scheduler.policy import RulePolicy
 from scheduler.records import RankStats, Window
+from tests.support.effort import cases
 
 USUAL_S = 0.1
 RATE = 1.25e8
@@ -257,7 +258,8 @@ def test_hosts_are_one_for_each_rank() -> None:
         RulePolicy(4, hosts=["a"])
 
 
-@settings(max_examples=100, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=cases(25))
 @given(data=st.data(), n=st.integers(2, 6))
 def test_whatever_happens_plans_are_valid_and_changes_are_few(data: st.DataObject, n: int) -> None:
     """Random episodes of every cause: each is answered a bounded number of times and the job ends in sync."""

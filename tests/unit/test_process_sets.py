@@ -17,7 +17,7 @@ from star_hvd.process_sets import MAX_SETS, SetKeeper, prepare_init, static_cata
 
 ALL = frozenset({"0003", "0004", "0005", "0006"})
 WORLD = 4
-WAIT_S = 10.0
+WAIT_S = 120.0
 
 
 class Horovod:

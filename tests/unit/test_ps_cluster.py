@@ -20,7 +20,7 @@ from star_hvd.ps.outbox import shard_identity
 from star_hvd.ps.wire import Header, Kind, pack, read_meta
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(900)
 
 
 def worker(made: Cluster, rank: int, steps: int) -> list[Reply]:

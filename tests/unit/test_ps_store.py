@@ -180,7 +180,7 @@ def test_memory_that_is_being_sent_is_left_alone() -> None:
         lent.drop()
     assert [int(data[0]) for data in held] == [0, 1, 2, 3, 4]
     frames.clear()
-    for _ in range(200):
+    for _ in range(6000):
         if all(lent.free() for lent in mirror._lent.values()):
             break
         time.sleep(0.01)

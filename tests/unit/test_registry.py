@@ -17,6 +17,8 @@ from tests.unit.learning import save_model, small_table
 
 mlflow = pytest.importorskip("mlflow")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Path]:
@@ -34,7 +36,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Pa
     return environ, root / "model"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_what_goes_in_comes_out(stored: tuple[dict[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     environ, folder = stored
     found = fetch("models:/star-tta@champion", environ, deadline_s=100.0)
@@ -47,7 +49,7 @@ def test_what_goes_in_comes_out(stored: tuple[dict[str, str], Path], monkeypatch
     assert told == []
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_mlflow_can_serve_it_and_knows_its_schema(stored: tuple[dict[str, str], Path]) -> None:
     environ, folder = stored
     mlflow.set_tracking_uri(tracking_uri(environ))
@@ -65,7 +67,7 @@ def test_mlflow_can_serve_it_and_knows_its_schema(stored: tuple[dict[str, str], 
     assert "coverage" in run.data.metrics and run.data.params["settings.rounds"] == "40"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_a_model_that_is_not_there_costs_one_warning(stored: tuple[dict[str, str], Path]) -> None:
     told: list[str] = []
     assert find_ranker({**stored[0], "STAR_MODEL": "models:/star-tta@nobody"}, told.append) is None
@@ -80,7 +82,7 @@ def test_a_server_that_hangs_is_given_up() -> None:
         begin_s = time.monotonic()
         with pytest.raises(ModelError, match="did not answer within 1 s"):
             fetch("models:/star-tta@champion", environ, deadline_s=1.0)
-        assert time.monotonic() - begin_s < 30.0  # Of a child that is killed, on a machine that is busy.
+        assert time.monotonic() - begin_s < 120.0  # Of a child that is killed, on a machine that is busy.
 
 
 def test_where_models_are_looked_for() -> None:
@@ -93,7 +95,7 @@ def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
         find_model(tmp_path)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_runs_in_mlflow_become_rows_to_train_on(
     stored: tuple[dict[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

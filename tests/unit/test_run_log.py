@@ -98,13 +98,17 @@ def test_a_folder_that_cannot_be_made_switches_it_off(tmp_path: Path) -> None:
 def test_a_queue_that_overflows_loses_the_oldest_and_counts_them(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("star_hvd.run_log.log._QUEUE", 100)
     log = _log(tmp_path, rank=1)
-    for step in range(250):  # Faster than the writer's half second.
+    assert log._thread is not None
+    log._stop.set()
+    log._thread.join()  # The writer comes to it only at the end.
+    for step in range(250):
         log.step(_report(step))
-    log.close("FINISHED", 10.0)
+    log._write()
+    log.close("FINISHED", 60.0)
     steps = [e["step"] for e in _events(log.directory / "rank1.jsonl") if e["kind"] == "step"]
     assert steps[-1] == 249 and steps == sorted(steps)
     assert len(steps) + log.dropped == 250
-    assert log.dropped >= 150
+    assert log.dropped == 150
 
 
 def test_calls_from_many_threads_lose_nothing(tmp_path: Path) -> None:
@@ -114,36 +118,43 @@ def test_calls_from_many_threads_lose_nothing(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    log.close("FINISHED", 10.0)
+    log.close("FINISHED", 60.0)
     assert sum(e["kind"] == "step" for e in _events(log.directory / "rank1.jsonl")) == 2000
     assert log.dropped == 0
 
 
+@pytest.mark.slow
 def test_a_full_disk_holds_entries_back_and_leaves_whole_lines(tmp_path: Path) -> None:
     """RLIMIT_FSIZE stands for the full disk; a process of its own, for the limit is the process's."""
     program = (
-        "import json, resource, signal, sys, time\n"
+        "import json, logging, resource, signal, sys, time\n"
         "from pathlib import Path\n"
         "from scheduler.records import StepReport\n"
         "from star_hvd.run_log import RunLog\n"
         "log = RunLog(Path(sys.argv[1]) / 'runs' / 'full', rank=1, world_size=2, ship=False)\n"
         "file = log.directory / 'rank1.jsonl'\n"
-        "def go(first):\n"
-        "    longest = 0.0\n"
-        "    for step in range(first, first + 200):\n"
-        "        began = time.perf_counter(); log.step(StepReport(rank=1, step=step, compute_s=0.1))\n"
-        "        longest = max(longest, time.perf_counter() - began)\n"
-        "    time.sleep(1.5)\n"
+        "refused = []\n"
+        "class Seen(logging.StreamHandler):\n"
+        "    def emit(self, record):\n"
+        "        super().emit(record)\n"
+        "        if 'cannot be written for now' in record.getMessage(): refused.append(record)\n"
+        "logging.getLogger('star_hvd').addHandler(Seen(sys.stderr))\n"
+        "def lines():\n"
+        "    return file.read_bytes().count(b'\"step\":') if file.exists() else 0\n"
+        "def go(first, done):\n"
+        "    for step in range(first, first + 200): log.step(StepReport(rank=1, step=step, compute_s=0.1))\n"
+        "    limit_s = time.monotonic() + 60.0\n"
+        "    while not done() and time.monotonic() < limit_s: time.sleep(0.02)\n"
         "    return file.stat().st_size if file.exists() else 0\n"
-        "a = go(0)\n"
+        "a = go(0, lambda: lines() == 200)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (a + 1000, resource.RLIM_INFINITY))\n"
-        "b = go(200)\n"
+        "b = go(200, lambda: refused)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
-        "c = go(400)\n"
-        "log.close('FINISHED', 10.0)\n"
+        "c = go(400, lambda: lines() == 600)\n"
+        "log.close('FINISHED', 60.0)\n"
         "print(json.dumps([a, b, c, log.dropped]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     before, during, after, dropped = json.loads(done.stdout)
     assert before == during < after and dropped == 0
@@ -245,9 +256,10 @@ def test_a_call_costs_microseconds(tmp_path: Path) -> None:
         json.dumps(layout.clean({"kind": "step", "step": 3, "compute_s": 0.01, "wait_s": 0.02, "input_s": 0.0}))
         json_costs.append(time.perf_counter() - began)
     log.close()
-    assert sorted(costs)[1000] < sorted(json_costs)[1000], "a call does less than writing one short line of JSON"
+    assert sorted(costs)[200] < sorted(json_costs)[200], "a call does less than writing one short line of JSON"
 
 
+@pytest.mark.slow
 def test_a_run_is_live_while_its_writer_is(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from star_hvd.run_log.layout import RunLock\n"
@@ -264,10 +276,10 @@ def test_a_run_is_live_while_its_writer_is(tmp_path: Path) -> None:
         assert holder.stdout is not None and holder.stdout.readline().strip() == "True", "the ranks share it"
     assert layout.is_live(tmp_path)
     holders[0].kill()
-    holders[0].wait(10)
+    holders[0].wait(120)
     assert layout.is_live(tmp_path)
     holders[1].kill()  # Even a killed one gives it back.
-    holders[1].wait(10)
+    holders[1].wait(120)
     assert not layout.is_live(tmp_path)
 
 

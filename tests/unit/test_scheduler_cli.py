@@ -59,6 +59,7 @@ def test_what_is_wrong_is_said_in_one_line(
     assert lines[-1].startswith(f"star-scheduler {arguments[0]}: error: ") and message in lines[-1]
 
 
+@pytest.mark.slow
 def test_collect_train_and_evaluate_by_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +73,7 @@ def test_collect_train_and_evaluate_by_folder(
     assert isinstance(load(tmp_path / "model"), Predictor)
 
 
+@pytest.mark.slow
 def test_several_tables_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     frame = small_table()
@@ -83,6 +85,7 @@ def test_several_tables_are_put_together(tmp_path: Path, monkeypatch: pytest.Mon
     assert data["rows"] == len(frame) and data["networks"] == 12
 
 
+@pytest.mark.slow
 def test_train_adds_logged_runs_by_itself_and_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +112,7 @@ def test_train_adds_logged_runs_by_itself_and_each_once(
     assert load(tmp_path / "again").about["data"]["rows"] == data["rows"]
 
 
+@pytest.mark.slow
 def test_train_without_a_table_fits_to_the_projects_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -402,6 +406,7 @@ def test_runs_that_say_nothing_are_left_out(tmp_path: Path) -> None:
     assert real_rows(tmp_path, "1") == []
 
 
+@pytest.mark.slow
 def test_evaluate_judges_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

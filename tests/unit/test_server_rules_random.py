@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.plans import Plan
 from scheduler.server_rules import Drop, Event, Push, ServerRule, Update, pushers
+from tests.support.effort import cases
 from tests.unit.test_server_rules import released, updates
 
 
@@ -93,7 +95,8 @@ class Check:
         self.done.add((rank, step))
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=cases(120))
 @given(data=st.data(), n=st.integers(1, 6))
 def test_every_push_ends_once_and_nobody_is_blocked(data: st.DataObject, n: int) -> None:
     check = Check(n, data.draw(plans(n)))
@@ -116,7 +119,7 @@ def test_every_push_ends_once_and_nobody_is_blocked(data: st.DataObject, n: int)
     assert check.sent == check.done and check.rule.waiting == ()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(60))
 @given(data=st.data(), n=st.integers(1, 6))
 def test_whoever_is_left_keeps_moving(data: st.DataObject, n: int) -> None:
     """All but one rank stop pushing and are reported absent: the last one is never held."""

@@ -32,7 +32,7 @@ def test_a_set_that_was_not_made_once_is_made_when_asked_for_again(monkeypatch: 
     monkeypatch.setattr(process_sets, "remove_process_set", lambda gone: True)
     keyring: Any = SimpleNamespace(peers=[None] * 4)
     key: Any = None
-    services = JobServices(0, Config(plan_deadline_s=5.0), keyring, key, "h", lambda *unused, **also: None, {})
+    services = JobServices(0, Config(plan_deadline_s=60.0), keyring, key, "h", lambda *unused, **also: None, {})
     services._sets.start()
     try:
         services.on_message(MakeSet([0, 1, 2]))

@@ -40,6 +40,7 @@ from scheduler.simulator.machines import Machines
 from scheduler.simulator.rounds import Rounds
 from scheduler.simulator.servers import Arrivals, Server
 from scheduler.simulator.stream import Stream
+from tests.support.effort import cases
 
 TINY = Network(comm_bytes=8, target_steps=200.0)
 
@@ -299,8 +300,9 @@ def test_a_slow_rank_is_left_out_and_a_slow_link_too() -> None:
     assert run_plans([starved], [plans[1]])[0].time_s > 1.1 * run_plans([slow], [plans[1]])[0].time_s
 
 
+@pytest.mark.slow
 def test_equal_workers_train_fastest_in_sync() -> None:
-    for seed in range(6):
+    for seed in range(cases(3)):
         sc = draw_scenario(seed, world_size=8, pattern="none", steps=120)
         # Where links, a collective's latency or jitter are the bottleneck local steps are faster, and rightly so.
         equal = replace(sc.cluster, relative_s=(), link_bytes_per_s=(1e12,) * 8, jitter=0.01)
@@ -311,6 +313,7 @@ def test_equal_workers_train_fastest_in_sync() -> None:
         assert all(other.expected_s(again) >= 0.98 * sync.expected_s(again) for other in others), seed
 
 
+@pytest.mark.slow
 def test_drift_lowers_the_chance_to_reach_the_target() -> None:
     sc = scenario(8)
     plans = [Plan.sync(8), Plan.ps(8, 1), Plan.ps(8, 1, lr_rule="none")]

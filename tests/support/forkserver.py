@@ -1,0 +1,148 @@
+"""Ranks of test jobs that start at once: forks of a process that has imported torch and Horovod already.
+
+Importing them takes a rank some seconds of processor time, which for most test jobs is more than all of the rest. The
+server is started on first use and ends with its owner. `horovodrun` starts `rank.py` for every rank, which hands its
+arguments, environment, working directory and output over to the server, passes signals on to the forked rank, and
+ends as that ends. A forked rank imports `star_hvd` itself: what that reads at its import is the rank's own.
+
+What differs from a rank that was started by itself: all ranks hash strings alike, and the parent process is another.
+Jobs in which that matters are started with `run_job(..., fresh=True)`.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ADDRESS", "server_address"]
+
+ADDRESS = "TEST_FORK_SERVER"  # Environment variable: where ranks find the server.
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_LIMIT_S = 300.0
+_started: list[str] = []
+
+
+def server_address() -> str:
+    """The address of the server of this process, which is started if it is not there yet.
+
+    Raises:
+        AssertionError: It did not start.
+    """
+    if not _started:
+        folder = tempfile.mkdtemp(prefix="star-fork-")
+        address = str(Path(folder) / "socket")
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("STAR_", "HOROVOD_"))}
+        environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1")
+        command = [sys.executable, "-m", "tests.support.forkserver", address]
+        pipe = subprocess.PIPE
+        server = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdin=pipe, stdout=pipe)
+        atexit.register(_end, server)
+        assert server.stdout is not None
+        ready, _, _ = select.select([server.stdout], [], [], START_LIMIT_S)
+        assert ready and server.stdout.readline() == b"ready\n", "the server that forks ranks did not start"
+        _started.append(address)
+    return _started[0]
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()  # It ends when its owner is gone.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(5.0)
+    server.kill()
+    server.wait()
+
+
+def serve(address: str) -> dict[str, Any]:
+    """Fork a rank for every connection, until the standard input ends. Returns in the ranks: what one has to run."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for those who watch over the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # An interrupted test ends its jobs itself.
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        print("ready", flush=True)
+        while True:
+            readable, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in readable:
+                shutil.rmtree(Path(address).parent, ignore_errors=True)
+                os._exit(0)
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                return _watch(connection)
+            connection.close()
+
+
+def _watch(connection: socket.socket) -> dict[str, Any]:
+    """Fork the rank, and end it when who asked for it is gone. Returns in the rank only."""
+    request, descriptors = _receive(connection)
+    rank = os.fork()
+    if rank == 0:
+        connection.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for target, source in enumerate(descriptors):
+            os.dup2(source, target)
+            os.close(source)
+        return request
+    for descriptor in descriptors:
+        os.close(descriptor)
+    ended = os.pidfd_open(rank)
+    connection.sendall(struct.pack("<q", rank))
+    readable, _, _ = select.select([connection, ended], [], [])
+    if ended not in readable:
+        os.kill(rank, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    with contextlib.suppress(OSError):
+        connection.sendall(struct.pack("<q", status))
+    os._exit(0)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    descriptors = array.array("i")
+    data, extra, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(3 * descriptors.itemsize))
+    for _, _, sent in extra:
+        descriptors.frombytes(sent)
+    (size,) = struct.unpack("<q", data)
+    text = b""
+    while len(text) < size:
+        text += connection.recv(1 << 16)
+    request: dict[str, Any] = json.loads(text)
+    return request, list(descriptors)
+
+
+def _run(request: dict[str, Any]) -> None:
+    """Be the rank: as `python -m MODULE ARGUMENT...`, or `python SCRIPT.py ARGUMENT...`, would."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    random.seed()
+    what, *arguments = request["words"]
+    sys.argv = [what, *arguments]
+    if what.endswith(".py"):
+        sys.path.insert(0, str(Path(what).resolve().parent))
+        runpy.run_path(what, run_name="__main__")
+    else:
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    for module in ("horovod.torch", "msgpack", "psutil", "zmq"):
+        importlib.import_module(module)
+    _run(serve(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""Marks by which the ranks of a test job tell each other what has happened, without Horovod and without waiting.
+
+A scenario that needs something to happen (a gradient that is folded, a mode that comes into force) goes on until it
+has, on whatever machine: the rank that sees it makes a mark, and all ranks go on until they find the mark. Marks are
+files beside the ranks' reports, so they disturb no collective and stay when the rank that made them dies.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.support.launch import RESULTS
+
+__all__ = ["PATIENCE_S", "await_marks", "mark", "marked"]
+
+PATIENCE_S = 240.0  # What has not happened by then never will, on any machine.
+
+
+def mark(name: str) -> None:
+    """Make a mark of this rank's."""
+    _path(name, int(os.environ.get("HOROVOD_RANK", "0"))).touch()
+
+
+def marked(name: str, ranks: Iterable[int] | None = None) -> bool:
+    """Whether all of `ranks` have made the mark; without `ranks`, whether any rank has."""
+    if ranks is None:
+        return any(True for _ in _folder().glob(f"{_file(name)}.*"))
+    return all(_path(name, rank).exists() for rank in ranks)
+
+
+def await_marks(name: str, ranks: Iterable[int] | None = None, deadline_s: float = PATIENCE_S) -> bool:
+    """Wait for `marked`; whether it came true in time."""
+    wanted = None if ranks is None else list(ranks)
+    limit_s = time.monotonic() + deadline_s
+    while not marked(name, wanted):
+        if time.monotonic() > limit_s:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def _path(name: str, rank: int) -> Path:
+    return _folder() / f"{_file(name)}.{rank}"
+
+
+def _file(name: str) -> str:
+    return f"mark.{name.replace('/', '_')}@"
+
+
+def _folder() -> Path:
+    folder = os.environ.get(RESULTS)
+    if folder is None:  # A job that was started by hand: every job has a launcher with a port of its own.
+        port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", str(os.getpid()))
+        folder = str(Path(tempfile.gettempdir()) / f"star-marks-{port}")
+        os.makedirs(folder, exist_ok=True)
+    return Path(folder)
