@@ -201,7 +201,7 @@ class Layout:
             params: All parameters, in the order of the buckets.
             chunk: Which chunk.
         """
-        flat = torch.empty(chunk.numel, dtype=self.dtype(chunk))
+        flat = torch.empty(chunk.numel, dtype=self.dtype(chunk), device="cpu")
         position = 0
         for piece in chunk.pieces:
             source = params[piece.param].detach().reshape(-1)[piece.start : piece.stop]
@@ -235,7 +235,7 @@ class Layout:
         Args:
             flats: The flat tensor of every chunk, by its index.
         """
-        joined = [torch.empty(shape, dtype=b.dtype) for b in self.buckets for shape in b.shapes]
+        joined = [torch.empty(shape, dtype=b.dtype, device="cpu") for b in self.buckets for shape in b.shapes]
         for chunk in self.chunks:
             position = 0
             for piece in chunk.pieces:
@@ -258,7 +258,7 @@ class Layout:
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape:
                         if key not in target:
-                            target[key] = torch.empty(shapes[piece.param], dtype=value.dtype)
+                            target[key] = torch.empty(shapes[piece.param], dtype=value.dtype, device="cpu")
                         target[key].view(-1)[piece.start : piece.stop].copy_(value.reshape(-1))
                     elif key not in target:
                         target[key] = value.clone() if isinstance(value, torch.Tensor) else value
