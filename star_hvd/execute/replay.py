@@ -100,13 +100,16 @@ class Applier:
 
     def checksum(self) -> int:
         """24 bits over the parameters' bytes, equal on replicas that are bit-equal."""
-        total = 0
+        sums = []
         for bucket in self.buckets:
             for param in bucket.params:
                 raw = param.detach().contiguous().view(-1).view(torch.uint8)
                 whole = raw.numel() - raw.numel() % 4
-                words = int(raw[:whole].view(torch.int32).sum(dtype=torch.int64)) + int(raw[whole:].sum())
-                total = (total * 31 + words) % (1 << 24)
+                sums.append((raw[:whole].view(torch.int32).sum(dtype=torch.int64), raw[whole:].sum()))
+        self.streams.await_host()
+        total = 0
+        for words, rest in sums:
+            total = (total * 31 + int(words) + int(rest)) % (1 << 24)
         return total
 
 

@@ -105,12 +105,12 @@ class RoundEngine(EngineState):
         with self.lock:
             norms, self._norms = self._norms, []
             due = self.agreement.checksum_due(self.next_round)
-        for norm, fence in norms:
-            fence.wait()
-            fence.order(norm)
-            self._local_sqr += float(norm) ** 2
-        if due and self.streams.devices:
+        if norms:
+            for norm, fence in norms:
+                fence.order(norm)
             self.streams.await_host()
+            self._local_sqr += sum(float(norm) ** 2 for norm, _ in norms)
+        if due and self.streams.devices:
             self.agreement.checksum = (self.next_round, self.applier.checksum())
 
     def submit_average(self, index: int) -> None:
@@ -354,8 +354,9 @@ class RoundEngine(EngineState):
         means = [self._mean(bucket, round_) for bucket in self.applier.buckets]
         if header.local_count != len(self.agreement.members):
             return header, means, math.nan
+        norms = [_norm(mean) for mean in means]
         self.streams.await_host()
-        return header, means, sum(map(_sqr_norm, means))
+        return header, means, sum(float(norm) ** 2 for norm in norms)
 
     def _complete(self, round_: Round, header: Header, means: list[torch.Tensor], mean_sqr: float) -> Result:
         """Act on the header of a reduced step."""
@@ -370,6 +371,7 @@ class RoundEngine(EngineState):
     def _mean(self, bucket: Bucket, round_: Round) -> torch.Tensor:
         flat, wire = round_.flats[bucket.index], round_.wires[bucket.index]
         assert flat is not None and wire is not None
+        self.streams.use(wire, flat)  # Another thread may have submitted them.
         bucket.from_wire(wire, flat)
         if self.streams.queues(flat):  # The same without a look at the device.
             whole = flat[-1:] / self.world_size if self._scale_by_ranks else flat[-1:]

@@ -257,6 +257,13 @@ class Streams:
         if self.devices:
             self.give(HOST).wait(deadline_s)
 
+    def use(self, *tensors: torch.Tensor) -> None:
+        """The calling thread goes on with tensors whose contents are complete, after a reduction for example."""
+        if self.devices:
+            for tensor in tensors:
+                if self._backend.queues(tensor):
+                    self._backend.register(tensor, "reduced")
+
     def queues(self, tensor: torch.Tensor) -> bool:
         """Whether operations on a tensor are queued on a stream."""
         return bool(self.devices) and self._backend.queues(tensor)
