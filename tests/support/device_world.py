@@ -57,6 +57,12 @@ class DeviceNetwork(Network):
             name for name in super().ready() if all(self._begin[q[0][0]].happened for q in self.queues[name])
         ]
 
+    def wanted(self) -> list[FakeEvent]:
+        """What reductions wait for that all ranks have submitted."""
+        names = super().ready()
+        events = (self._begin[queue[0][0]] for name in names for queue in self.queues[name])
+        return [event for event in events if not event.happened]
+
     def end(self, name: str) -> None:
         items = [queue.popleft() for queue in self.queues[name]]
         raw = [tensor.inner if isinstance(tensor, Lazy) else tensor for _, tensor in items]
@@ -85,21 +91,25 @@ class DeviceWorld(World):
         seed: Fixes speeds and interleaving.
         device: The stand-in; `device.running()` must be in force.
         kernels: Chance that a tick runs kernels instead of a thread.
+        lazy: Roles (T training thread, H helper, S tensor server) whose kernels run only when something waits for
+            them; the others' overtake them wherever nothing forbids it.
         optimizer: `sgd` or `adam`; of `adam` only the absence of NaN and equality of the replicas are checked.
         **options: See `World`.
     """
 
     def __init__(
-        self, seed: int, device: FakeDevice, *, kernels: float = 0.4, optimizer: str = "sgd", **options: Any
+        self, seed: int, device: FakeDevice, *, kernels: float = 0.4, lazy: str = "", optimizer: str = "sgd",
+        **options: Any,
     ) -> None:
         self.device = device
+        self._lazy = lazy
         self._optimizer = optimizer
         super().__init__(seed, optimizer=optimizer, **options)
         self._kernels = kernels
-        self.snapshots = 0
+        self.snapshots, self._most_snapshots = 0, 12
         for engine in self.engines:
             device.locks.append(engine.lock)
-        self.hurry = {name: self.random.choice([1.0, 1.0, 0.2, 0.02]) for name in device.streams}
+        self.hurry = {name: self.random.choice([1.0, 1.0, 0.2, 0.1]) for name in device.streams}
 
     def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
         if rank == 0:
@@ -204,20 +214,39 @@ class DeviceWorld(World):
         pick, rank = self.random.random(), self.random.randrange(self.world_size)
         if pick < self._kernels:
             self._run_kernels()
-        elif pick < self._kernels + 0.02:
-            self.snapshot(self.engines[rank])
-        elif pick < self._kernels + 0.2:
+            return
+        pick = (pick - self._kernels) / (1.0 - self._kernels)
+        if pick < 0.4:
+            if self.random.random() < self.speed[rank]:
+                self._advance(rank)
+        elif pick < 0.65:
             with self.device.on(f"H{rank}"):
                 self.engines[rank].helper_tick()
-        else:
-            super()._tick()
+        elif pick < 0.8:
+            names = self.network.ready()
+            if names:
+                self.network.end(self.random.choice(names))
+        elif pick < 0.9:
+            self._coordinate()
+        elif pick < 0.98:
+            self._deliver(rank)
+        elif self.snapshots < self._most_snapshots:
+            self.snapshot(self.engines[rank])
 
     def _run_kernels(self) -> None:
         name = self.random.choice(list(self.hurry))
-        if self.random.random() < self.hurry[name]:
+        if name[0] in self._lazy:
+            wanted = [*self._wanted(), *([self.device.asked] if self.device.asked else [])]
+            if wanted:
+                self.device.finish_event(self.random.choice(wanted))
+        elif self.random.random() < self.hurry[name]:
             for _ in range(self.random.choice([1, 3, 20])):
                 if not self.device.streams[name].advance():
                     break
+
+    def _wanted(self) -> list[FakeEvent]:
+        assert isinstance(self.network, DeviceNetwork)
+        return self.network.wanted()
 
     def _quiet(self) -> bool:
         if not super()._quiet():
