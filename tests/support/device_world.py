@@ -26,10 +26,11 @@ from star_hvd.execute.streams import GRADIENT, Streams
 from tests.support.fake_device import CUDA0, FakeDevice, FakeEvent, Lazy
 from tests.support.world import Ears, Network, Port, World
 
-__all__ = ["LR", "DeviceWorld", "Poisoned"]
+__all__ = ["LR", "SIZE", "WEIGHT", "DeviceWorld", "Poisoned", "running"]
 
 LR, MOMENTUM = 2.0**-6, 0.5
 SIZE = 5
+WEIGHT = 2.0  # Not 1: a sum that was not divided by the weights behind it must not look like a mean.
 
 
 class Poisoned(AssertionError):
@@ -125,7 +126,7 @@ class DeviceWorld(World):
             buckets = pack(params, 4 * SIZE)
             streams = Streams(buckets, self.device)
             applier = Applier(opt, base, buckets, HyperRow(opt.param_groups), streams=streams)
-            return RoundEngine(
+            engine = RoundEngine(
                 rank=rank,
                 plan=self.first,
                 applier=applier,
@@ -134,6 +135,8 @@ class DeviceWorld(World):
                 replay_queue=4,
                 noise_interval_steps=2,
             )
+            engine.weight = WEIGHT
+            return engine
 
     # ---- actors ---------------------------------------------------------------------------------------------
 
@@ -303,16 +306,17 @@ class DeviceWorld(World):
             self._check_norms(ears)
 
     def _check_norms(self, ears: DeviceEars) -> None:
-        whole = 3.0 * SIZE
+        whole = 3.0 * SIZE  # Squared norm of a gradient.
+        told = self.world_size * WEIGHT * whole
         for round_, header, mean_sqr in ears.norms:
             if round_ % 2 == 0 and all(header.fresh):
                 local_ok = header.local_count == self.world_size and math.isclose(
-                    header.local_sqr, self.world_size * whole, rel_tol=1e-5
+                    header.local_sqr, told, rel_tol=1e-5
                 )
                 if not local_ok or not math.isclose(mean_sqr, whole, rel_tol=1e-5):
                     raise Poisoned(
                         f"norms of step {round_}: {header.local_count} of {self.world_size} ranks told "
-                        f"{header.local_sqr:g}, expected {self.world_size * whole:g}; the mean's is {mean_sqr:g}"
+                        f"{header.local_sqr:g}, expected {told:g}; the mean's is {mean_sqr:g}"
                     )
 
 

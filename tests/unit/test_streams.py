@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.records import Plan
-from tests.support.device_world import DeviceWorld, Poisoned, running
+from scheduler.plans import Plan
+from star_hvd.config import Config
+from star_hvd.execute.child import ChildSteps
+from star_hvd.execute.driver import EngineDriver
+from star_hvd.execute.groups import GroupSteps
+from star_hvd.execute.servers import ServerSteps
+from star_hvd.execute.state import Snapshot
+from star_hvd.execute.streams import HOST, KEPT
+from star_hvd.ps.exchange import Reply
+from tests.support.device_world import SIZE, WEIGHT, DeviceWorld, Poisoned, running
 from tests.support.fake_device import FakeDevice
+from tests.support.world import Port
 
 
 def job(seed: int, device: FakeDevice, lazy: str = "") -> DeviceWorld:
@@ -36,3 +51,180 @@ def test_nothing_is_read_or_overwritten_too_early_in_any_order_of_threads_and_ke
     with running() as device:
         job(seed, device, lazy).run()
         assert not device.faults
+
+
+# ---- modes outside the rounds -----------------------------------------------------------------------------------------
+
+
+def relaxed_pair(device: FakeDevice, plan: Plan) -> DeviceWorld:
+    """Two ranks at step 0 of a plan; nothing runs on the device by itself."""
+    world = DeviceWorld(1, device, world_size=2, steps=2, lazy="THS")
+    for engine in world.engines:
+        engine.agreement.plan = plan
+    return world
+
+
+def backward(world: DeviceWorld, rank: int) -> None:
+    with world.device.on(f"T{rank}"):
+        for bucket in world.backward(world.engines[rank]):
+            world.engines[rank].outside_gradient(bucket.index)
+
+
+def host_values(device: FakeDevice, param: torch.nn.Parameter) -> list[float]:
+    device.finish()
+    values: list[float] = param.inner.tolist()  # type: ignore[attr-defined]
+    return values
+
+
+def fold_of_a_childs_gradient(device: FakeDevice) -> float:
+    """What a parent's helper submits after the tensor server has taken over a child's gradient."""
+    world = relaxed_pair(device, Plan.partial(2, 1, epoch=1))
+    engine = world.engines[0]
+    made = EngineDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+    made.engine = engine
+    body = b"".join(torch.ones(bucket.numel + 1).numpy().tobytes() for bucket in engine.applier.buckets)
+    with device.on("S0"):
+        made.accept_late(1, 0, bytearray(body))
+    engine.close(0)
+    with device.on("H0"):
+        engine.helper_tick()
+    device.finish(device.stream("H0"))
+    submitted = cast(Any, world.network.queues["star.b0"][0][0][1])
+    return float(submitted.inner[0])
+
+
+def test_a_childs_gradient_is_folded_once_it_is_on_the_device() -> None:
+    with running() as device:
+        assert fold_of_a_childs_gradient(device) == 1.0 and not device.faults
+    with running(KEPT) as device:
+        assert math.isnan(fold_of_a_childs_gradient(device))
+
+
+class HostClient:
+    """Servers that answer at once; they read what is pushed in host memory, as the real client does."""
+
+    def __init__(self) -> None:
+        self.pushed: list[torch.Tensor] = []
+        self.version = 0
+
+    def push(self, *, flats: Sequence[torch.Tensor], **given: Any) -> None:
+        self.pushed = [flat.detach().cpu() for flat in flats]
+
+    def wait(self, deadline_s: float) -> Any:
+        self.version += 1
+        params = [torch.full((len(flat) - 1,), float(self.version)) for flat in self.pushed]
+        return Reply("params", self.version, 1, applied=True, params=params)
+
+
+def pushed_to_servers(device: FakeDevice) -> list[float]:
+    world = relaxed_pair(device, Plan.ps(2, 1, servers=(0,)).replace(epoch=1))
+    engine, client = world.engines[0], HostClient()
+    with device.on("T0"):
+        engine.leave_rounds()
+        steps = ServerSteps(
+            engine, engine.plan, cast(Any, client), deadline_s=5.0, on_step=lambda info: None,
+            on_notes=lambda notes: None, plan_of=lambda epoch: None, same_session=lambda one, other: True,
+        )
+        for _ in range(3):
+            backward(world, 0)
+            steps.step(skip=False)
+    assert all(float(flat.min()) == float(flat.max()) == WEIGHT for flat in client.pushed)
+    return host_values(device, engine.applier.buckets[0].params[0])
+
+
+def test_servers_get_whole_gradients_and_the_host_waits_with_a_deadline() -> None:
+    with running() as device:
+        assert set(pushed_to_servers(device)) == {3.0} and not device.faults
+    with running(HOST) as device:
+        pushed_to_servers(device)
+        assert "the host waits for the device without a deadline" in device.faults
+
+
+class HostLink:
+    """A parent that has made one step more whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.pushed: list[torch.Tensor] = []
+
+    def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
+        self.pushed = [flat.detach().cpu() for flat in flats]
+        return version + 1
+
+    def parameters(self, least: int, patience_s: float, given_up: Any, **more: Any) -> Snapshot:
+        return Snapshot(least, [torch.full((SIZE,), float(least)) for _ in range(3)], [{}, {}, {}])
+
+
+def pushed_to_a_parent(device: FakeDevice) -> list[float]:
+    world = relaxed_pair(device, Plan.subgroup(2, (0,)).replace(epoch=1))
+    engine, link = world.engines[1], HostLink()
+    with device.on("T1"):
+        engine.leave_rounds()
+        steps = ChildSteps(
+            engine, engine.plan, cast(Any, link), others=lambda wanted: None, deadline_s=5.0, on_step=lambda info: None
+        )
+        for _ in range(3):
+            backward(world, 1)
+            steps.step(skip=False)
+    assert all(float(flat.min()) == float(flat.max()) == WEIGHT for flat in link.pushed)
+    return host_values(device, engine.applier.buckets[0].params[0])
+
+
+def test_a_parent_gets_whole_gradients_and_the_host_waits_with_a_deadline() -> None:
+    with running() as device:
+        assert set(pushed_to_a_parent(device)) == {3.0} and not device.faults
+    with running(HOST) as device:
+        pushed_to_a_parent(device)
+        assert "the host waits for the device without a deadline" in device.faults
+
+
+def shared_in_a_group(device: FakeDevice) -> list[float]:
+    """A group of two: rank 1 is away, and its proxy in a thread of its own takes part with nothing."""
+    world = relaxed_pair(device, Plan.grouped(2, [(0, 1)]).replace(epoch=1))
+    client, members = HostClient(), []
+    for engine in world.engines:
+        members.append(
+            GroupSteps(
+                engine, engine.plan, cast(Any, client), Port(world.network, engine.rank), (0, 1), deadline_s=5.0,
+                on_step=lambda info: None, on_notes=lambda notes: None, plan_of=lambda epoch: None,
+                same_session=lambda one, other: True,
+            )
+        )
+    pump = GroupPump(world, members)
+    for step in members:
+        step._reduce = functools.partial(pump.reduce, step)  # type: ignore[method-assign]
+    for _ in range(3):
+        backward(world, 0)
+        pump.step()
+    assert all(float(flat[0]) == WEIGHT for flat in client.pushed)
+    return host_values(device, world.engines[0].applier.buckets[0].params[0])
+
+
+class GroupPump:
+    """Runs the proxy of rank 1 at the places where rank 0 waits for it."""
+
+    def __init__(self, world: DeviceWorld, members: list[GroupSteps]) -> None:
+        self.world, self.members = world, members
+
+    def step(self) -> None:
+        with self.world.device.on("T0"):
+            self.members[0].step(skip=False)
+
+    def reduce(self, step: GroupSteps, items: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Rank 0 submits; the proxy, which holds nothing but zeros and its own head, submits the same names."""
+        network, device = self.world.network, self.world.device
+        mine = [network.submit(0, name, tensor) for name, tensor in items]
+        with device.on("G1"), step._engine.streams.own():
+            theirs = [network.submit(1, name, torch.zeros_like(tensor)) for name, tensor in items]
+        for name, _ in items:
+            for event in self.world._wanted():
+                device.finish_event(event)
+            network.end(name)
+        network.ended -= {*mine, *theirs}
+
+
+def test_a_group_sums_whole_gradients_and_hands_parameters_out() -> None:
+    with running() as device:
+        assert set(shared_in_a_group(device)) == {3.0} and not device.faults
+    with running(HOST) as device:
+        shared_in_a_group(device)
+        assert "the host waits for the device without a deadline" in device.faults
