@@ -72,10 +72,23 @@ class FakeStream:
 
 
 class Memory:
-    """An allocation: its stream, and those that the allocator was told of."""
+    """An allocation: its stream, and those that the allocator was told of.
 
-    def __init__(self, home: FakeStream) -> None:
-        self.known = {home.name}
+    Once no tensor refers to it, the allocator gives it away again, behind what these streams have queued by then and
+    regardless of others: poison comes to who still reads it.
+    """
+
+    def __init__(self, device: FakeDevice, base: torch.Tensor) -> None:
+        self.known = {device.current.name}
+        self._device, self._home, self._base = device, device.current, base
+
+    def __del__(self) -> None:
+        device, base = self._device, self._base
+        for name in self.known - {self._home.name}:
+            event = FakeEvent("freed", device)
+            device.stream(name).queue.append(("record", event))
+            self._home.queue.append(("wait", event))
+        self._home.queue.append(("kernel", lambda: _poison(base)))
 
 
 class Lazy(torch.Tensor):
@@ -246,7 +259,7 @@ class FakeDevice:
         inner = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
         _poison(inner)
         self.current.queue.append(("kernel", lambda: inner.copy_(kernel())))
-        return Lazy(inner, Memory(self.current), self)
+        return Lazy(inner, Memory(self, inner), self)
 
     def sleep(self, seconds: float) -> None:
         """The host waits for the event it has just asked for: what that needs runs, and nothing else."""

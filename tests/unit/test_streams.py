@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -17,6 +17,8 @@ from star_hvd.config import Config
 from star_hvd.execute.child import ChildSteps
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.groups import GroupSteps
+from star_hvd.execute.local import LocalSteps
+from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.servers import ServerSteps
 from star_hvd.execute.state import Snapshot
 from star_hvd.execute.streams import HOST, KEPT
@@ -53,7 +55,7 @@ def test_nothing_is_read_or_overwritten_too_early_in_any_order_of_threads_and_ke
         assert not device.faults
 
 
-# ---- modes outside the rounds -----------------------------------------------------------------------------------------
+# ---- modes outside the rounds -------------------------------------------------------------------------------------
 
 
 def relaxed_pair(device: FakeDevice, plan: Plan) -> DeviceWorld:
@@ -214,7 +216,8 @@ class GroupPump:
         network, device = self.world.network, self.world.device
         mine = [network.submit(0, name, tensor) for name, tensor in items]
         with device.on("G1"), step._engine.streams.own():
-            theirs = [network.submit(1, name, torch.zeros_like(tensor)) for name, tensor in items]
+            zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for _, t in items]
+            theirs = [network.submit(1, name, zero) for (name, _), zero in zip(items, zeros, strict=True)]
         for name, _ in items:
             for event in self.world._wanted():
                 device.finish_event(event)
@@ -228,3 +231,73 @@ def test_a_group_sums_whole_gradients_and_hands_parameters_out() -> None:
     with running(HOST) as device:
         shared_in_a_group(device)
         assert "the host waits for the device without a deadline" in device.faults
+
+
+class LocalWorld(DeviceWorld):
+    """`local(2)`: ranks make different numbers of steps; helpers average for those that have ended theirs."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self.busy: set[int] = set()
+        super().__init__(*given, **options)
+
+    def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
+        engine = super()._engine(rank, seed, optimizer)
+        engine.agreement.plan = self.known[1] = Plan.local(self.world_size, steps=2).replace(epoch=1)
+        engine.averaging = LocalSteps(engine, functools.partial(self.wait, engine))
+        return engine
+
+    def wait(self, engine: RoundEngine) -> None:
+        """The training thread waits for an averaging; everybody else goes on."""
+        handles, stream = engine.own_handles(), self.device.current
+        while not all(engine.collective.poll(handle) for handle in handles):
+            self.device.current = stream
+            self.now_s += 1.0
+            self._tick()
+        self.device.current = stream
+        for handle in handles:
+            engine.collective.finish(handle)
+
+    def _advance(self, rank: int) -> None:
+        if rank not in self.busy:
+            self.busy.add(rank)
+            super()._advance(rank)
+            self.busy.discard(rank)
+
+    def _train(self, rank: int) -> Iterator[None]:
+        engine = self.engines[rank]
+        steps = cast(LocalSteps, engine.averaging).begin()
+        for _ in range(2 * max(1, self.lengths[rank] // 2)):
+            yield
+            for bucket in self.backward(engine):
+                steps.give(bucket)
+            yield
+            engine.streams.await_host()  # As `EngineDriver.step_outside` does.
+            steps.step(skip=False)
+            engine.replica.reuse_buckets()
+        engine.set_away(True)
+        self.inbox.append(("leave", rank, ()))
+
+    def expected(self, version: int) -> float:
+        return super().expected(2 * version)  # Steps that are averagings.
+
+    def _settle(self) -> None:
+        for engine in self.engines:
+            with self.device.on(f"T{engine.rank}"):
+                cast(LocalSteps, engine.averaging).take_over()
+        self.device.finish()
+        self.check()
+
+    def _check_norms(self, ears: Any) -> None:
+        """Nothing is sampled: the buffers hold parameters."""
+
+
+def averaged_job(seed: int, device: FakeDevice, lazy: str) -> LocalWorld:
+    return LocalWorld(seed, device, kernels=0.4, lazy=lazy, world_size=2 + seed % 2, steps=6)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), lazy=st.sampled_from(["", "HS", "T"]))
+def test_averagings_of_local_steps_hold_no_poison(seed: int, lazy: str) -> None:
+    with running() as device:
+        averaged_job(seed, device, lazy).run()
+        assert not device.faults
