@@ -97,6 +97,7 @@ class LocalSteps:
         """A gradient from before this mode joins this rank's next one: mean over both weights. Returns their sum."""
         flat = self._weighted(bucket, weight)
         self._engine.fold_late(bucket, flat)
+        self._engine.streams.await_host()
         total = float(flat[-1])
         if total not in (0.0, 1.0):
             flat[:-1].div_(total)
@@ -245,6 +246,7 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Write averages into the live parameters and state, or into those of a copy."""
+        self._engine.streams.await_host()
         position, state = 0, (optimizer or self._engine.applier.optimizer).state
         for bucket, mean in zip(buckets or self._engine.applier.buckets, result.means, strict=True):
             weight = float(mean[-1])

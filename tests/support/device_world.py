@@ -107,7 +107,8 @@ class DeviceWorld(World):
         self._optimizer = optimizer
         super().__init__(seed, optimizer=optimizer, **options)
         self._kernels = kernels
-        self.snapshots, self._most_snapshots = 0, 12
+        self.snapshots, self._most_snapshots = 0, 30
+        self._copies: dict[int, Snapshot] = {}
         for engine in self.engines:
             device.locks.append(engine.lock)
         self.hurry = {name: self.random.choice([1.0, 1.0, 0.2, 0.1]) for name in device.streams}
@@ -233,8 +234,22 @@ class DeviceWorld(World):
             self._coordinate()
         elif pick < 0.98:
             self._deliver(rank)
-        elif self.snapshots < self._most_snapshots:
-            self.snapshot(self.engines[rank])
+        elif rank in self._copies or self.snapshots < self._most_snapshots:
+            self._serve(self.engines[rank])
+
+    def _serve(self, engine: RoundEngine) -> None:
+        """The tensor server between its two locks: it queues its copy, and waits for that some time later."""
+        copy = self._copies.pop(engine.rank, None)
+        with self.device.on(f"S{engine.rank}"):
+            if copy is None:
+                copy = engine.replica._copy(True)
+                if copy is not None:
+                    self._copies[engine.rank] = copy
+                    self.snapshots += 1
+                return
+            engine.streams.await_host()
+            sent = unpack_snapshot(*pack_snapshot(copy))
+        self.check_params(sent.params, sent.version, f"a snapshot of rank {engine.rank}")
 
     def _run_kernels(self) -> None:
         name = self.random.choice(list(self.hurry))
