@@ -12,6 +12,7 @@ import torch
 from scheduler.plans import Plan
 from star_hvd import env
 from star_hvd.config import Config
+from star_hvd.control import messages
 from star_hvd.core import lockstep_only
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.replay import place_state
@@ -110,7 +111,8 @@ class Heard:
         self.compute_s: list[float] = []
 
     def __call__(self, message: Any, *, urgent: bool = True) -> None:
-        self.compute_s.append(message.compute_s)
+        if isinstance(message, messages.Arrive):
+            self.compute_s.append(message.compute_s)
 
 
 @pytest.mark.parametrize("mode", ["sync", "partial"])

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from star_hvd.execute.local import LocalSteps
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.servers import ServerSteps
 from star_hvd.execute.state import Snapshot
-from star_hvd.execute.streams import HOST, KEPT
+from star_hvd.execute.streams import COPIED, GRADIENT, HOST, KEPT, MEANS, PARAMS, SHADOW
 from star_hvd.ps.exchange import Reply
 from tests.support.device_world import SIZE, WEIGHT, DeviceWorld, Poisoned, running
 from tests.support.fake_device import FakeDevice
@@ -52,6 +53,29 @@ def test_nothing_is_read_or_overwritten_too_early_in_any_order_of_threads_and_ke
     with running() as device:
         job(seed, device, lazy).run()
         assert not device.faults
+
+
+# Per hand-over, schedules in which its fence alone stands between the job and poison: whose kernels run as late as they
+# may, and a seed. `kept` and `host` have tests of their own below.
+MUTATIONS: dict[str, list[tuple[str, int]]] = {
+    GRADIENT: [("T", 0), ("T", 1), ("", 0)],
+    MEANS: [("T", 0), ("T", 1)],
+    SHADOW: [("T", 0), ("T", 1)],
+    COPIED: [("S", 0), ("S", 1)],
+    PARAMS: [("T", 0), ("T", 1)],
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_without_its_fence_a_hand_over_delivers_poison(name: str) -> None:
+    for lazy, seed in MUTATIONS[name]:
+        with running(name) as device:
+            world = job(seed, device, lazy)
+            try:
+                world.run()
+            except Poisoned:
+                return
+    pytest.fail(f"no schedule of {MUTATIONS[name]} shows that the fence of {name!r} is needed")
 
 
 # ---- modes outside the rounds -------------------------------------------------------------------------------------
