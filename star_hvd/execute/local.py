@@ -247,9 +247,10 @@ class LocalSteps:
     ) -> None:
         """Write averages into the live parameters and state, or into those of a copy."""
         self._engine.streams.await_host()
+        weights = [float(mean[-1]) for mean in result.means]
         position, state = 0, (optimizer or self._engine.applier.optimizer).state
-        for bucket, mean in zip(buckets or self._engine.applier.buckets, result.means, strict=True):
-            weight = float(mean[-1])
+        chosen = buckets or self._engine.applier.buckets
+        for bucket, mean, weight in zip(chosen, result.means, weights, strict=True):
             with torch.no_grad():
                 for view, param in zip(bucket.split(mean), bucket.params, strict=True):
                     param.copy_(view)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from star_hvd import env
 from star_hvd.config import Config
 from star_hvd.control import messages
 from star_hvd.core import lockstep_only
+from star_hvd.execute import driver as driver_module
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.execute.replay import place_state
 from star_hvd.execute.state import Snapshot
 from star_hvd.execute.streams import DONE, GRADIENT, Streams
 from tests.support.device_world import DeviceWorld, running
-from tests.support.fake_device import CUDA0
+from tests.support.fake_device import CUDA0, FakeDevice
 from tests.support.world import World
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any], str]] = [
@@ -115,43 +117,48 @@ class Heard:
             self.compute_s.append(message.compute_s)
 
 
-@pytest.mark.parametrize("mode", ["sync", "partial"])
-def test_compute_time_ends_when_the_device_is_done(mode: str) -> None:
-    """In `sync` the step's header is under way before that: nothing waits for the device."""
-    heard, claimed_early = Heard(), False
-    with running() as device:
-        world = DeviceWorld(1, device, world_size=1, steps=2, lazy="T")
-        engine = world.engines[0]
-        if mode == "partial":
-            engine.agreement.plan = Plan.partial(1, 1, epoch=1)
-        made = EngineDriver(0, Config(), heard, cast(Any, None), str, lambda task: None)
-        made.engine, made.handover = engine, cast(Any, SimpleNamespace(outside=None))
-        engine._listener = engine.agreement._listener = made
-        poll, looks = engine.collective.poll, 0
+def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, EngineDriver]:
+    """Rank 0 of two with its driver; the other rank's helper has submitted nothing but zeros."""
+    world = DeviceWorld(1, device, world_size=2, steps=2, lazy="T")
+    for engine in world.engines:
+        engine.agreement.plan = plan
+    engine = world.engines[0]
+    made = EngineDriver(0, Config(), heard, cast(Any, None), str, lambda task: None)
+    made.engine, made.handover = engine, cast(Any, SimpleNamespace(outside=None))
+    engine._listener = engine.agreement._listener = made
+    world.engines[1].set_away(True)
+    world.engines[1].close(0)
+    with device.on("H1"):
+        world.engines[1].helper_tick()
+    return world, made
 
-        def slow_device(handle: int) -> bool:
-            """The kernels end 50 ms after the reduction's submission at the earliest."""
-            nonlocal claimed_early, looks
-            looks += 1
-            claimed_early = claimed_early or (not heard.compute_s and engine._inflight is not None)
-            if looks == 1:
+
+@pytest.mark.parametrize("plan", [Plan.sync(2), Plan.partial(2, 1, epoch=1)])
+def test_compute_time_ends_when_the_device_is_done(plan: Plan) -> None:
+    """In `sync` the step is submitted before that, and nothing waits for the device; a relaxed step must not be."""
+    heard, submitted_before: list[bool] = Heard(), []
+    with running() as device:
+        world, made = timed(device, plan, heard)
+
+        def kernels_end(seconds: float = 0.0) -> None:
+            """50 ms after the training thread has begun to wait for them, or for the reduction."""
+            if device.stream("T0").queue and not submitted_before:
                 time.sleep(0.05)
-            device.finish(device.stream("T0"))
+                submitted_before.append(made.engine._inflight is not None)
+            device.finish()
             for name in world.network.ready():
                 world.network.end(name)
-            return poll(handle)
 
-        engine.collective.poll = slow_device  # type: ignore[method-assign]
-        with device.on("T0"):
+        poll = world.engines[0].collective.poll
+        made.engine.collective.poll = lambda handle: (kernels_end(), poll(handle))[1]  # type: ignore[method-assign]
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=kernels_end)
+        with mock.patch.object(driver_module, "time", clock), device.on("T0"):
             made.timer.start()
-            for bucket in world.backward(engine):
+            for bucket in world.backward(made.engine):
                 made.give(bucket)
             assert made.synchronize(manual=False) is not None
-    assert len(heard.compute_s) >= 1
-    if mode == "sync":
-        assert claimed_early and heard.compute_s[0] >= 0.05
-    else:
-        assert not claimed_early, "a relaxed step must not claim a gradient that does not exist yet"
+    assert submitted_before == [not plan.relaxed]
+    assert len(heard.compute_s) == 1 and heard.compute_s[0] >= 0.05
 
 
 def test_on_a_cpu_there_is_nothing_to_make_or_to_wait_for() -> None:

@@ -21,7 +21,7 @@ from star_hvd.execute.local import LocalSteps
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.servers import ServerSteps
 from star_hvd.execute.state import Snapshot
-from star_hvd.execute.streams import COPIED, GRADIENT, HOST, KEPT, MEANS, PARAMS, SHADOW
+from star_hvd.execute.streams import COPIED, GRADIENT, HOST, KEPT, MEANS, NORM, PARAMS, SHADOW, SHADOW_READ
 from star_hvd.ps.exchange import Reply
 from tests.support.device_world import SIZE, WEIGHT, DeviceWorld, Poisoned, running
 from tests.support.fake_device import FakeDevice
@@ -56,13 +56,16 @@ def test_nothing_is_read_or_overwritten_too_early_in_any_order_of_threads_and_ke
 
 
 # Per hand-over, schedules in which its fence alone stands between the job and poison: whose kernels run as late as they
-# may, and a seed. `kept` and `host` have tests of their own below.
+# may, and a seed. `host` and `averaged` have tests of their own below.
 MUTATIONS: dict[str, list[tuple[str, int]]] = {
     GRADIENT: [("T", 0), ("T", 1), ("", 0)],
     MEANS: [("T", 0), ("T", 1)],
     SHADOW: [("T", 0), ("T", 1)],
     COPIED: [("S", 0), ("S", 1)],
     PARAMS: [("T", 0), ("T", 1)],
+    SHADOW_READ: [("S", 4)],
+    KEPT: [("T", 1)],
+    NORM: [("HS", 0)],
 }
 
 
