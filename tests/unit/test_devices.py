@@ -136,7 +136,8 @@ def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, En
 @pytest.mark.parametrize("plan", [Plan.sync(2), Plan.partial(2, 1, epoch=1)])
 def test_compute_time_ends_when_the_device_is_done(plan: Plan) -> None:
     """In `sync` the step is submitted before that, and nothing waits for the device; a relaxed step must not be."""
-    heard, submitted_before: list[bool] = Heard(), []
+    heard = Heard()
+    submitted_before: list[bool] = []
     with running() as device:
         world, made = timed(device, plan, heard)
 
