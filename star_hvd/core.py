@@ -15,7 +15,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
-from star_hvd import runtime
+from star_hvd import env, runtime
 from star_hvd.buckets import Bucket, memory_format_of, pack
 from star_hvd.config import Config
 from star_hvd.dropped import note_dropped
@@ -43,8 +43,25 @@ def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_se
     """The mean of a closure's loss over the ranks: an optimizer that decides on it has to decide alike on all."""
     if loss is None:
         return None
-    own = torch.as_tensor(float(loss), dtype=torch.float64)
+    own = torch.as_tensor(float(loss), dtype=torch.float64, device="cpu")
     return mpi_ops.allreduce(own, name=name, op=mpi_ops.Average, process_set=process_set)
+
+
+def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> str | None:
+    """Why parameters on these devices can be trained in `sync` only, None where every mode is possible."""
+    kinds = {bucket.flat.device.type for bucket in buckets} - {"cpu"}
+    if not kinds:
+        return None
+    if kinds != {"cuda"}:
+        return f"relaxed modes know CPUs and CUDA devices only, and parameters are on {sorted(kinds)}; training in sync"
+    if any(isinstance(value, torch.Tensor) and value.is_cuda for group in groups for value in group.values()):
+        return "a hyperparameter is a CUDA tensor, which only its own rank can read in time; training in sync"
+    if env.relaxed_cuda():
+        return None
+    return (
+        "relaxed modes on CUDA parameters are refused until tests/gpu have passed on a device, so this trains in sync; "
+        "set STAR_RELAXED_CUDA=1 to use them all the same"
+    )
 
 
 def too_many_passes() -> AssertionError:
@@ -176,6 +193,11 @@ class BucketCore:
         run.attach(driver, engine, initial, plan)
         if issubclass(self.base, torch.optim.LBFGS):
             driver.pin("LBFGS evaluates its closure several times per step")
+        reason = lockstep_only(self._buckets, self.optimizer.param_groups)
+        if reason is not None:
+            if plan is None or plan.relaxed:
+                logger.warning("%s", reason)
+            driver.pin(reason)
         return driver
 
     # ---- hooks ----------------------------------------------------------------------------------------------
@@ -343,7 +365,8 @@ class BucketCore:
             with _hooks_around(self.optimizer):
                 self.driver.catch_up(was_late=True)
         else:  # step() inside skip_synchronize() without a synchronize(): a purely local step, as in Horovod.
-            value = engine.applier.step(None, clip=False)
+            with engine.replica.writing():
+                value = engine.applier.step(None, clip=False)
         return value
 
     def step_with_closure(self, closure: Closure) -> Any:

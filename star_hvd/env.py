@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["host", "interface", "mode", "policy", "tags", "target"]
+__all__ = ["host", "interface", "mode", "policy", "relaxed_cuda", "tags", "target"]
 
 
 def mode() -> str | None:
@@ -29,6 +29,11 @@ def interface() -> str | None:
 def policy() -> str | None:
     """`STAR_POLICY`: who decides in mode `auto`, instead of `Config.policy`. Default: unset."""
     return os.environ.get("STAR_POLICY") or None
+
+
+def relaxed_cuda() -> bool:
+    """`STAR_RELAXED_CUDA`: 1 allows modes other than `sync` with parameters on CUDA devices. Default: refused."""
+    return os.environ.get("STAR_RELAXED_CUDA") == "1"
 
 
 def target() -> str | None:

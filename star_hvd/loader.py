@@ -129,6 +129,6 @@ class ShardLoader:
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self._shuffle:
-            return torch.arange(self._n)
-        generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) % (1 << 63))
-        return torch.randperm(self._n, generator=generator)
+            return torch.arange(self._n, device="cpu")
+        generator = torch.Generator("cpu").manual_seed((self._seed * 1_000_003 + epoch) % (1 << 63))
+        return torch.randperm(self._n, generator=generator, device="cpu")

@@ -455,7 +455,8 @@ class Runtime(Requests):
         driver = self.drivers.get(engine)
         if driver is None or (driver.engine.version < least and not driver.engine.away):
             return None  # Where nobody trains, what is here is the newest for now.
-        return driver.engine.replica.snapshot(state_too=state_too)
+        with driver.engine.streams.own():
+            return driver.engine.replica.snapshot(state_too=state_too)
 
     def _accept_late(self, engine: int, rank: int, version: int, body: bytearray) -> int:
         if engine == PROBE:

@@ -128,9 +128,9 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
         keyring, target, rank, PROBE, chunk_bytes=chunk_bytes, pace_bytes_per_s=0.0, deadline_s=deadline_s
     )
     try:
-        link.push([torch.zeros(1, dtype=torch.uint8)], 0)  # The handshake is not the link's rate.
+        link.push([torch.zeros(1, dtype=torch.uint8, device="cpu")], 0)  # The handshake is not the link's rate.
         began_s = time.monotonic()
-        link.push([torch.zeros(size_bytes, dtype=torch.uint8)], 0)
+        link.push([torch.zeros(size_bytes, dtype=torch.uint8, device="cpu")], 0)
         return size_bytes / max(1e-9, time.monotonic() - began_s)
     finally:
         link.close()

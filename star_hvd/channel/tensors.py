@@ -89,7 +89,9 @@ def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
             raise ChannelError(f"a fetched tensor of shape {shape} goes beyond the {len(body)} bytes that came")
         part = bytearray(body[position : position + size])
         position += size
-        return torch.frombuffer(part, dtype=dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+        if not size:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(part, dtype=dtype).reshape(shape)
 
     try:
         version, params, state = msgpack.unpackb(manifest, strict_map_key=True)

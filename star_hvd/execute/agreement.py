@@ -35,6 +35,7 @@ class Agreement:
         self._row: tuple[float, ...] | None = None
         self.mixed = False  # Whether ranks have ever contributed differently, so that they may be at different steps.
         self._checksum_round: int | None = None
+        self.checksum: tuple[int, int] = (-1, 0)  # A step and the checksum for it, where it was taken beforehand.
 
     def refusal(self, plan: Plan) -> str | None:
         """Why this rank cannot take a plan up, None where it can."""
@@ -91,12 +92,17 @@ class Agreement:
             round_.flagged = self.prepared
         if self._leader == self.rank:
             # A leader that is late after all repeats what was agreed last; its own values may have moved on.
-            own = self._applier.hyper.read(self._applier.optimizer.param_groups)
-            item.hyper = own if fresh or self._row is None else self._row
+            own_wanted = fresh or self._row is None
+            item.hyper = self._applier.hyper.read(self._applier.optimizer.param_groups) if own_wanted else self._row
         item.folds = round_.folded / max(1, len(round_.flats))
-        if fresh and self._checksum_round == round_.number and self.plan.mode != "local":
-            item.checksum = self._applier.checksum()
+        if fresh and self.checksum_due(round_.number):
+            taken, value = self.checksum
+            item.checksum = value if taken == round_.number else self._applier.checksum()
         return item
+
+    def checksum_due(self, number: int) -> bool:
+        """Whether the header of a step takes a checksum over the parameters along."""
+        return self._checksum_round == number and self.plan.mode != "local"
 
     def _may_flag(self, prepared: Plan, own_steps: int, *, fresh: bool, away: bool) -> bool:
         if own_steps < 2 and prepared.relaxed:

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.channel.late import ParentLink
@@ -88,6 +86,7 @@ class ChildSteps:
         if self.over:
             engine.keep_late([flat.clone() for flat in flats], version)
             return None
+        engine.streams.await_host(self._deadline_s)
         began_s = time.monotonic()
         contained = self._link.push(flats, version)
         engine.counters.late += 1
@@ -104,7 +103,8 @@ class ChildSteps:
         snapshot = self._link.parameters(least, patience_s, self._given_up)
         self._answered = snapshot is not None
         if snapshot is not None and not self.over:
-            with self._engine.replica.apply_lock, torch.no_grad():
+            snapshot = self._engine.replica.placed(snapshot)
+            with self._engine.replica.apply_lock:
                 self._engine.replica.load(snapshot)
                 self._engine.note_outside(snapshot.version)
 

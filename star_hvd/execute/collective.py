@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -75,8 +75,21 @@ _LONG_POLL_S = 0.0005
 _LONG_AFTER_S = 0.005
 
 
-def wait_all(collective: Collective, handles: Iterable[int], deadline_s: float, what: str) -> None:
+def wait_all(
+    collective: Collective,
+    handles: Iterable[int],
+    deadline_s: float,
+    what: str,
+    look: Callable[[], object] | None = None,
+) -> None:
     """Wait for operations to end, sleeping between looks.
+
+    Args:
+        collective: Whose operations they are.
+        handles: The operations.
+        deadline_s: Longest wait.
+        what: What they are for, in the error.
+        look: Called between two looks.
 
     Raises:
         DeadlineError: They did not end within `deadline_s`.
@@ -84,6 +97,8 @@ def wait_all(collective: Collective, handles: Iterable[int], deadline_s: float, 
     began_s = time.monotonic()
     for handle in handles:
         while not collective.poll(handle):
+            if look is not None:
+                look()
             waited_s = time.monotonic() - began_s
             if waited_s > deadline_s:
                 raise DeadlineError(

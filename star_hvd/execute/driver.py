@@ -17,11 +17,11 @@ from star_hvd.control import messages
 from star_hvd.control.switch_messages import Cannot, Commit, Moved, Ready, Restart, Switched
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.execute.collective import wait_all
-from star_hvd.execute.device import helper_stream
 from star_hvd.execute.handover import Handover, Services, Steps
 from star_hvd.execute.local import LocalSteps
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Fetch, Result
+from star_hvd.execute.streams import GRADIENT, Fence
 from star_hvd.execute.telling import Send, StepTeller
 from star_hvd.meeting import Position
 from star_hvd.telemetry.timer import StepTimer
@@ -80,6 +80,9 @@ class EngineDriver(StepTeller):
         self.handover: Handover
         self.local: LocalSteps
         self._previous = Plan.sync(1)
+        self._gradients: dict[torch.device, Fence] = {}  # Behind the latest gradient on each device.
+        self._clock_stopped, self._computed_s = True, 0.0
+        self._unsent: Callable[[], None] | None = None  # A message that waits for the compute time.
 
     def start(self, engine: RoundEngine, services: Services) -> None:
         """Take charge of an engine and start its helper."""
@@ -154,15 +157,16 @@ class EngineDriver(StepTeller):
         """All gradients of a bucket are in its buffer, or will be once the work queued on its device is done.
 
         On a GPU backward returns long before its kernels end. A relaxed step must not claim a gradient that does
-        not exist yet, since nobody can leave a reduction once it is enqueued; so an event stands for its readiness.
+        not exist yet, since nobody can leave a reduction once it is enqueued; so a fence stands for its readiness.
         In `sync` Horovod waits for the device itself, on the stream, as ever.
         """
+        queued = self.engine.streams.queues(bucket.flat)
+        if queued:
+            fence = self._gradients[bucket.flat.device] = self.engine.streams.give_one(GRADIENT, bucket.flat)
         if self.outside is not None:
             self.outside.give(bucket)
-        elif bucket.flat.is_cuda and self.engine.plan.relaxed:
-            event = torch.cuda.Event()
-            event.record()
-            self.engine.defer(bucket.index, event)
+        elif queued and self.engine.plan.relaxed:
+            self.engine.defer(bucket.index, fence)
         else:
             self.engine.gradient_ready(bucket.index)
 
@@ -173,19 +177,65 @@ class EngineDriver(StepTeller):
 
     def synchronize(self, *, manual: bool) -> Result | None:
         """Give the step this rank's gradient and wait for its mean; None when the gradient came too late for it."""
-        self._times = self.timer.stop()
-        began_s, loss, step = time.monotonic(), self.engine.loss, self.engine.version
         with self._named_failures():
-            while not self.engine.flush_deferred():
-                time.sleep(_POLL_S)
+            self._await_deferred()
+            loss, step = self.engine.loss, self.engine.version
+            self._clock_stopped, self._unsent = False, None
+            self._look_at_device()
             if not self.engine.arrive(manual=manual):
+                self._look_at_device(wait=True)
                 self._log_step(step, loss, 0.0, late=True)
                 return None
             self._await_own()
+            self._look_at_device(wait=True)
             result = self.engine.finish_own()
-        self._wait_s = time.monotonic() - began_s
+        self._wait_s = time.monotonic() - self._computed_s
         self._log_step(step, loss, self._wait_s, late=False)
         return result
+
+    def _await_deferred(self) -> None:
+        limit_s = time.monotonic() + self._config.step_deadline_s
+        while not self.engine.flush_deferred():
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"the device did not finish the gradient of step {self.engine.version} within "
+                    f"{self._config.step_deadline_s:g} s; a kernel hangs, or other processes have the device"
+                )
+            time.sleep(_POLL_S)
+
+    def _look_at_device(self, *, wait: bool = False) -> None:
+        """Stop the clock of this rank's own work once its devices are done.
+
+        Launching kernels takes a fraction of the time they run. In `sync` the step's reduction is under way meanwhile
+        and nothing waits for this; the arrival is then sent to the coordinator when its time is known.
+
+        Args:
+            wait: Until they are done.
+        """
+        if self._clock_stopped:
+            return
+        for fence in self._gradients.values():
+            if wait:
+                fence.wait(self._config.step_deadline_s)
+            elif not fence.done():
+                return
+        self._gradients.clear()
+        self._times, self._computed_s, self._clock_stopped = self.timer.stop(), time.monotonic(), True
+        unsent, self._unsent = self._unsent, None
+        if unsent is not None:
+            unsent()
+
+    def on_arrive(self, round_: int, epoch: int) -> None:
+        self._send_timed(lambda: StepTeller.on_arrive(self, round_, epoch))
+
+    def on_late(self, version: int, epoch: int) -> None:
+        self._send_timed(lambda: StepTeller.on_late(self, version, epoch))
+
+    def _send_timed(self, send: Callable[[], None]) -> None:
+        if self._clock_stopped:
+            send()
+        else:
+            self._unsent = send
 
     def _await_own(self) -> None:
         wait_all(
@@ -193,20 +243,22 @@ class EngineDriver(StepTeller):
             self.engine.own_handles(),
             self._config.step_deadline_s,
             f"the reduction of step {self.engine.version}",
+            None if self._clock_stopped else self._look_at_device,
         )
 
     def step_outside(self, *, skip: bool) -> Any:
         """A whole step in a mode whose gradients are not reduced in rounds; see the steps' own classes."""
-        self._times = self.timer.stop()
         outside = self.outside
         assert outside is not None
         with self._named_failures():
+            self._clock_stopped = False
+            self._look_at_device(wait=True)
             loss = self.engine.loss  # An averaging takes it along.
             value = outside.step(skip=skip)
             if outside is self.local:  # Of local steps the coordinator hears at averagings, the log of each.
                 self._log_step(self.engine.version, loss, 0.0, late=False)
             self._settle()
-        self.timer.start()
+        self._start_step()
         return value
 
     def bring_up(self) -> None:
@@ -223,7 +275,7 @@ class EngineDriver(StepTeller):
                     self._settle()
             if self.outside is outside:  # Else the mode ended meanwhile, and what is newest is in the next one.
                 break
-        self.timer.start()
+        self._start_step()
 
     def position(self) -> Position:
         """Where this rank is, for a meeting of all ranks."""
@@ -268,17 +320,21 @@ class EngineDriver(StepTeller):
 
         Called in the tensor server's thread.
         """
-        flats, position = [], 0
+        parts, position = [], 0
         for bucket in self.engine.applier.buckets:
             size = (bucket.numel + 1) * bucket.flat.element_size()
             part = body[position : position + size]
             if len(part) != size:
                 raise ChannelError(f"a late gradient of rank {rank} has {len(body)} bytes; more were expected")
-            flats.append(torch.frombuffer(part, dtype=bucket.flat.dtype).to(bucket.flat.device))
+            parts.append(torch.frombuffer(part, dtype=bucket.flat.dtype))
             position += size
         if position != len(body):
             raise ChannelError(f"a late gradient of rank {rank} has {len(body)} bytes; expected {position}")
-        return self.engine.keep_late(flats, version, foreign=True)
+        weights = [float(part[-1]) for part in parts]
+        with self.engine.streams.own():
+            buckets = self.engine.applier.buckets
+            flats = [part.to(bucket.flat.device) for part, bucket in zip(parts, buckets, strict=True)]
+            return self.engine.keep_late(flats, version, foreign=True, weights=weights)
 
     @property
     def state_is_elsewhere(self) -> bool:
@@ -342,6 +398,11 @@ class EngineDriver(StepTeller):
                     self._settle()
         if was_late:
             self.engine.note_joined()
+        self._start_step()
+
+    def _start_step(self) -> None:
+        """The rank's own work begins: its kernels may write into the buckets."""
+        self.engine.replica.reuse_buckets()
         self.timer.start()
 
     def _catch_up(self) -> None:
@@ -436,7 +497,7 @@ class EngineDriver(StepTeller):
     # ---- helper thread --------------------------------------------------------------------------------------
 
     def _help(self) -> None:
-        with helper_stream(self.engine.applier.buckets):
+        with self.engine.streams.own():
             self._help_until_stopped()
 
     def _help_until_stopped(self) -> None:

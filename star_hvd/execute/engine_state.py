@@ -13,11 +13,11 @@ from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.execute.agreement import Agreement
 from star_hvd.execute.collective import Collective
-from star_hvd.execute.device import fence
 from star_hvd.execute.late import LateGradients
 from star_hvd.execute.replay import Applier
 from star_hvd.execute.replica import Replica
-from star_hvd.execute.state import Averaging, Counters, DeviceEvent, Listener, Round, Snapshot
+from star_hvd.execute.state import Averaging, Counters, Listener, Round, Snapshot
+from star_hvd.execute.streams import Fence
 
 __all__ = ["EngineState"]
 
@@ -62,6 +62,7 @@ class EngineState:
         self.rank = rank
         self.world_size = plan.world_size
         self.applier = applier
+        self.streams = applier.streams
         self.collective = collective
         self.averaging: Averaging | None = None
         self.prefix = prefix
@@ -84,8 +85,9 @@ class EngineState:
         self._can_replay = can_replay
         self._replay_queue = replay_queue
         self._noise_interval_steps = noise_interval_steps
-        self._deferred: dict[int, DeviceEvent] = {}
-        self._late = LateGradients(applier.buckets, self.counters)
+        self._deferred: dict[int, Fence] = {}
+        self._norms: list[tuple[torch.Tensor, Fence]] = []
+        self._late = LateGradients(applier.buckets, self.counters, self.streams)
         self._clock = clock
         self._whole_at_s: float | None = None  # When the carrier's gradient of this step was whole.
         self._waited = 0  # Steps in a row in which it then waited for the header.
@@ -150,6 +152,7 @@ class EngineState:
 
     def adopt_state(self, snapshot: Snapshot) -> None:
         """Take over parameters and optimizer state of one version, for a checkpoint; the mode goes on as before."""
+        snapshot = self.replica.placed(snapshot)
         with self.replica.apply_lock:
             self.replica.load(snapshot)
             self.note_outside(snapshot.version)
@@ -159,24 +162,34 @@ class EngineState:
         with self.lock:
             return self._late.fold(bucket, flat, self.version, self.plan, count=False)
 
-    def keep_late(self, flats: Sequence[torch.Tensor], version: int, *, foreign: bool = False) -> int:
+    def keep_late(
+        self,
+        flats: Sequence[torch.Tensor],
+        version: int,
+        *,
+        foreign: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> int:
         """Keep contributions (gradients times weight, then the weight), computed on step `version`, for the next step.
 
         Args:
-            flats: One buffer per bucket.
+            flats: One buffer per bucket, made by the calling thread; this object's from now on.
             version: Of the parameters behind them.
             foreign: They are another rank's, which this rank has taken over.
+            weights: The weights in them, read from their devices where left out.
 
         Returns:
             The first version that will contain them.
         """
+        if weights is None:
+            self.streams.await_host()
+            weights = [float(flat[-1]) for flat in flats]
         with self.lock:
             self._raise_failure()
-            for bucket, flat in zip(self.applier.buckets, flats, strict=True):
+            for bucket, flat, weight in zip(self.applier.buckets, flats, weights, strict=True):
                 if foreign:
-                    self.counters.produced_weight += float(flat[-1]) / len(self.applier.buckets)
-                self._late.keep_whole(bucket, flat, min(version, self.version))
-            fence(self.applier.buckets)
+                    self.counters.produced_weight += weight / len(self.applier.buckets)
+                self._late.keep_whole(bucket, flat, min(version, self.version), weight)
             # A bucket of the current step may have been submitted already; it then goes with the next one.
             begun = any(self._current.claimed(bucket.index) for bucket in self.applier.buckets)
             return self.next_round + (2 if begun else 1)
@@ -229,8 +242,7 @@ class EngineState:
 
     def set_away(self, away: bool) -> None:
         """Whether the training thread, which calls this, leaves its training loop and delivers no gradient for now."""
-        if away:
-            fence(self.applier.buckets)  # From here on the helper may copy the parameters.
+        self.replica.written()  # By the user, or in a collective of the user's; the helper may copy them from here on.
         with self.lock:
             self.away = away
             self._changed()

@@ -63,7 +63,8 @@ class GroupSteps(ServerSteps):
         if self._collective is None:
             return self._push(flats, count=1)
         sums = [flat.clone() for flat in flats]
-        head = torch.tensor([1.0 if fresh else 0.0, 1.0 if self._concluding else 0.0, 0.0, 0.0, 0.0, 0.0])
+        present_concluding = [float(fresh), float(self._concluding), 0.0, 0.0, 0.0, 0.0]
+        head = torch.tensor(present_concluding, dtype=torch.float32, device="cpu")
         self._reduce([("gh", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
         present, concluding = round(float(head[0])), round(float(head[1]))
         outcome = self._lead(sums, present) if self._leads else None
@@ -96,12 +97,12 @@ class GroupSteps(ServerSteps):
 
     def _hand_out(self, outcome: Outcome | None, sums: list[torch.Tensor]) -> Outcome:
         """The leader's parameters for all members: a sum in which nobody else has anything."""
-        head = torch.zeros(8, dtype=torch.float64)
+        head = torch.zeros(8, dtype=torch.float64, device="cpu")
         for flat in sums:
             flat.zero_()
         if outcome is not None:
             values = (_KINDS.index(outcome.kind), outcome.version, outcome.epoch, outcome.applied, outcome.damped)
-            head[: len(values)] = torch.tensor([float(v) for v in values], dtype=torch.float64)
+            head[: len(values)] = torch.tensor([float(v) for v in values], dtype=torch.float64, device="cpu")
             for flat, values_of in zip(sums, outcome.params, strict=bool(outcome.params)):
                 flat[: values_of.numel()].copy_(values_of)
         self._reduce([("gv", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
@@ -151,6 +152,10 @@ class GroupSteps(ServerSteps):
                 )
 
     def _take_part(self) -> None:
+        with self._engine.streams.own():
+            self._contribute_nothing()
+
+    def _contribute_nothing(self) -> None:
         zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]
         try:
             while (self._away.is_set() or self._concluding) and not self.over and self._engine.failure is None:

@@ -10,6 +10,7 @@ import torch
 from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.execute.state import Counters
+from star_hvd.execute.streams import KEPT, Fence, Streams
 
 __all__ = ["LateGradients", "damping_factor"]
 
@@ -25,6 +26,8 @@ def damping_factor(plan: Plan, staleness: int) -> float:
 class _Kept:
     flat: torch.Tensor  # w * g, then w.
     version: int  # Oldest parameters behind it.
+    weight: float  # w, known without a look at the device.
+    fence: Fence  # Behind what wrote `flat`.
 
 
 class LateGradients:
@@ -33,17 +36,19 @@ class LateGradients:
     Args:
         buckets: The optimizer's buckets.
         counters: Where folds, drops and weights are counted.
+        streams: Makes the fences; a gradient is often folded by another thread than the one that kept it.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], counters: Counters) -> None:
+    def __init__(self, buckets: Sequence[Bucket], counters: Counters, streams: Streams | None = None) -> None:
         self._buckets = buckets
+        self._streams = streams or Streams(buckets)
         self._counters = counters
         self._kept: dict[int, _Kept] = {}
 
     @property
     def pending_weight(self) -> float:
         """Weight that waits, averaged over the buckets."""
-        return sum(float(kept.flat[-1]) for kept in self._kept.values()) / max(1, len(self._buckets))
+        return sum(kept.weight for kept in self._kept.values()) / max(1, len(self._buckets))
 
     def keep(self, bucket: Bucket, weight: float, version: int) -> None:
         """Keep the gradient that is in `bucket.flat`, computed on the parameters of step `version`."""
@@ -51,16 +56,21 @@ class LateGradients:
         if weight != 1.0:
             flat[:-1].mul_(weight)
         flat[-1] = weight
-        self.keep_whole(bucket, flat, version)
+        self.keep_whole(bucket, flat, version, weight)
 
-    def keep_whole(self, bucket: Bucket, flat: torch.Tensor, version: int) -> None:
-        """Keep `flat`, gradients times weight and the weight, which belongs to this object from now on."""
+    def keep_whole(self, bucket: Bucket, flat: torch.Tensor, version: int, weight: float) -> None:
+        """Keep `flat`, gradients times weight and the weight, which belongs to this object from now on.
+
+        The calling thread has made it, or has ordered itself behind whoever did.
+        """
         older = self._kept.get(bucket.index)
         if older is None:
-            self._kept[bucket.index] = _Kept(flat, version)
+            self._kept[bucket.index] = _Kept(flat, version, weight, self._streams.give_one(KEPT, flat))
         else:
+            older.fence.order(older.flat)
             older.flat.add_(flat)
-            older.version = min(older.version, version)
+            older.version, older.weight = min(older.version, version), older.weight + weight
+            older.fence = self._streams.give_one(KEPT, older.flat)
 
     def drop_all(self) -> None:
         """Give up everything that waits, and count it."""
@@ -87,12 +97,13 @@ class LateGradients:
             return False
         staleness = round_ - kept.version
         factor = damping_factor(plan, staleness)
-        weight = float(kept.flat[-1]) / len(self._buckets)
+        weight = kept.weight / len(self._buckets)
         last = bucket.index == len(self._buckets) - 1
         if factor == 0.0:
             self._counters.dropped_weight += weight
             self._counters.drops += last
             return False
+        kept.fence.order(kept.flat)
         flat.add_(kept.flat, alpha=factor)
         self._counters.applied_weight += weight * factor if count else 0.0
         self._counters.damped_weight += weight * (1.0 - factor)

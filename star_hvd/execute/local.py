@@ -18,6 +18,7 @@ from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.state import Result
+from star_hvd.execute.streams import AVERAGED
 
 __all__ = ["LocalSteps"]
 
@@ -83,7 +84,8 @@ class LocalSteps:
         self.take_over()
         for bucket in engine.applier.buckets:
             engine.counters.applied_weight += self._fold(bucket, weight) / len(engine.applier.buckets)
-        value = None if skip else engine.applier.step(None)
+        with engine.replica.writing():
+            value = None if skip else engine.applier.step(None)
         engine.counters.fresh += 1
         self._weight += weight
         self._steps += 1
@@ -95,6 +97,7 @@ class LocalSteps:
         """A gradient from before this mode joins this rank's next one: mean over both weights. Returns their sum."""
         flat = self._weighted(bucket, weight)
         self._engine.fold_late(bucket, flat)
+        self._engine.streams.await_host()
         total = float(flat[-1])
         if total not in (0.0, 1.0):
             flat[:-1].div_(total)
@@ -141,9 +144,13 @@ class LocalSteps:
         with engine.lock:  # The helper has a deadline, and fails the engine past it.
             while engine.helper_averages() and engine.failure is None:
                 engine.lock.wait(1.0)
-        if self._settle(lambda result, extras: self._write(result, extras)):
+        if self._settle(self._write_live):
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.bring_up()  # The helper may have put it onto a shadow, with later steps behind it.
+
+    def _write_live(self, result: Result, extras: list[torch.Tensor]) -> None:
+        with self._engine.replica.writing():
+            self._write(result, extras)
 
     def absorb(self) -> bool:
         """Put such an averaging onto a shadow, in the helper's thread, so that later steps can be replayed on it."""
@@ -166,6 +173,7 @@ class LocalSteps:
             with engine.lock:
                 found, self._stood_in = self._stood_in, None
             if found is not None:  # Not used by the other thread meanwhile.
+                found[0].fence.order(*found[0].means, *found[1])
                 use(*found)
                 with engine.lock:
                     engine.replica.foreign = engine.needs_fetch
@@ -194,26 +202,29 @@ class LocalSteps:
         """This rank's part of the average of a bucket's parameters."""
         part = bucket.new_average()
         if self._weight:
-            for view, param in zip(bucket.split(part), bucket.params, strict=True):
-                view.copy_(param.detach()).mul_(self._weight)
+            with self._engine.replica.copying():
+                for view, param in zip(bucket.split(part), bucket.params, strict=True):
+                    view.copy_(param.detach()).mul_(self._weight)
             part[-1] = self._weight
         return part
 
     def extras(self) -> list[tuple[str, torch.Tensor]]:
         """The optimizer's float state times this rank's weight, one tensor per bucket and kind of state."""
         found = []
-        for bucket in self._engine.applier.buckets:
-            for key in self._keys(bucket, self._engine.applier.optimizer.state):
-                own = torch.zeros(bucket.numel, dtype=bucket.average_dtype, device=bucket.flat.device)
-                for view, param in zip(bucket.split(own), bucket.params, strict=True):
-                    value = self._engine.applier.optimizer.state.get(param, {}).get(key)
-                    if value is not None and self._weight:
-                        view.copy_(value).mul_(self._weight)
-                found.append((f"m{bucket.index}.{key}", own))
+        with self._engine.replica.copying():
+            for bucket in self._engine.applier.buckets:
+                for key in self._keys(bucket, self._engine.applier.optimizer.state):
+                    own = torch.zeros(bucket.numel, dtype=bucket.average_dtype, device=bucket.flat.device)
+                    for view, param in zip(bucket.split(own), bucket.params, strict=True):
+                        value = self._engine.applier.optimizer.state.get(param, {}).get(key)
+                        if value is not None and self._weight:
+                            view.copy_(value).mul_(self._weight)
+                    found.append((f"m{bucket.index}.{key}", own))
         return found
 
     def stood_in(self, result: Result, extras: list[torch.Tensor]) -> None:
         """Keep an averaging that the helper completed."""
+        result.fence = self._engine.streams.give(AVERAGED)
         self._stood_in = (result, extras)
         self._weight = 0.0
 
@@ -237,9 +248,11 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Write averages into the live parameters and state, or into those of a copy."""
+        self._engine.streams.await_host()
+        weights = [float(mean[-1]) for mean in result.means]
         position, state = 0, (optimizer or self._engine.applier.optimizer).state
-        for bucket, mean in zip(buckets or self._engine.applier.buckets, result.means, strict=True):
-            weight = float(mean[-1])
+        chosen = buckets or self._engine.applier.buckets
+        for bucket, mean, weight in zip(chosen, result.means, weights, strict=True):
             with torch.no_grad():
                 for view, param in zip(bucket.split(mean), bucket.params, strict=True):
                     param.copy_(view)

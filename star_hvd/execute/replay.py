@@ -11,15 +11,16 @@ import collections
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from star_hvd.buckets import Bucket
 from star_hvd.execute.hyper import HyperRow
+from star_hvd.execute.streams import DONE, Fence, Fences, Streams
 
-__all__ = ["Applier", "Shadow", "replayable"]
+__all__ = ["Applier", "Shadow", "place_state", "replayable"]
 
 # These keep everything in `param_groups` and `state`, so a copy of both is a copy of the optimizer.
 _KNOWN = (
@@ -51,6 +52,7 @@ class Applier:
         buckets: The optimizer's buckets, extended in place when parameters are added.
         hyper: Layout of the hyperparameters.
         max_grad_norm: Norm to which the averaged gradient is clipped, None for no clipping.
+        streams: Makes the fences for the buckets' devices.
         wrapped: Refers to the object that the user has of it and its step hooks are given.
     """
 
@@ -61,9 +63,11 @@ class Applier:
         buckets: list[Bucket],
         hyper: HyperRow,
         max_grad_norm: float | None = None,
+        streams: Streams | None = None,
         *,
         wrapped: weakref.ref[torch.optim.Optimizer] | None = None,
     ) -> None:
+        self.streams = streams or Streams(buckets)
         self._optimizer = optimizer
         self._wrapped = wrapped
         self.base = base
@@ -89,6 +93,12 @@ class Applier:
             params = [param for bucket in self.buckets for param in bucket.params]
             torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters, buffers and optimizer state: what a copy of all this reads."""
+        params = [param for bucket in self.buckets for param in bucket.params]
+        states = (value for param in params for value in self.optimizer.state.get(param, {}).values())
+        return [*params, *(b.flat for b in self.buckets), *(v for v in states if isinstance(v, torch.Tensor))]
+
     def step_with(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
         """Apply the averaged gradients of a step this rank was late for. The user's step hooks do not run."""
         for bucket, mean in zip(self.buckets, means, strict=True):
@@ -100,13 +110,16 @@ class Applier:
 
     def checksum(self) -> int:
         """24 bits over the parameters' bytes, equal on replicas that are bit-equal."""
-        total = 0
+        sums = []
         for bucket in self.buckets:
             for param in bucket.params:
                 raw = param.detach().contiguous().view(-1).view(torch.uint8)
                 whole = raw.numel() - raw.numel() % 4
-                words = int(raw[:whole].view(torch.int32).sum(dtype=torch.int64)) + int(raw[whole:].sum())
-                total = (total * 31 + words) % (1 << 24)
+                sums.append((raw[:whole].view(torch.int32).sum(dtype=torch.int64), raw[whole:].sum()))
+        self.streams.await_host()
+        total = 0
+        for words, rest in sums:
+            total = (total * 31 + int(words) + int(rest)) % (1 << 24)
         return total
 
 
@@ -127,10 +140,16 @@ class Shadow:
     Args:
         applier: The live side; it must not change while the copy is made.
         version: Steps applied to the live parameters so far.
+
+    Attributes:
+        written: Behind the latest change of this copy.
+        read: Behind others' copying of it: no change may overtake them.
     """
 
     def __init__(self, applier: Applier, version: int) -> None:
         self.version = version
+        self.written: Fence = DONE
+        self.read = Fences()
         self._live = applier
         self._twin: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         for bucket in applier.buckets:
@@ -141,7 +160,9 @@ class Shadow:
             Bucket(b.index, tuple(self._twin[p] for p in b.params), flat := b.new_flat(), tuple(b.split(flat)), flat)
             for b in applier.buckets
         ]
-        self.applier = Applier(optimizer, applier.base, buckets, applier.hyper, applier.max_grad_norm)
+        self.applier = Applier(
+            optimizer, applier.base, buckets, applier.hyper, applier.max_grad_norm, applier.streams
+        )
 
     def apply(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
         """Replay one step.
@@ -170,6 +191,32 @@ class Shadow:
             mine.flat.copy_(theirs.flat)
             for param, view in zip(mine.params, mine.views, strict=True):
                 param.grad = view
+
+
+def place_state(
+    optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """State of a parameter that came through host memory, where the optimizer wants it.
+
+    What has the parameter's shape goes to its device. Scalars, `step` for example, stay where the optimizer has them
+    already; without any it wants them on the host, except where its kernels read them (capturable, fused) and in ASGD,
+    which always makes them on the device (see "special device hosting for step" in torch.optim).
+    """
+    group = next((g for g in optimizer.param_groups if any(p is param for p in g["params"])), {})
+    on_device = bool(group.get("capturable") or group.get("fused")) or isinstance(optimizer, torch.optim.ASGD)
+    present = optimizer.state.get(param, {})
+
+    def placed(key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        own = present.get(key)
+        if value.dim() > 0:
+            return value.to(param.device)
+        if isinstance(own, torch.Tensor) and own.dim() == 0:
+            return value.to(own.device)
+        return value.to(param.device) if on_device else value.cpu()
+
+    return {key: placed(key, value) for key, value in state.items()}
 
 
 def _copy_optimizer(

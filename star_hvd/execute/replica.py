@@ -9,15 +9,17 @@ two from doing it at once; the engine's lock guards the fields and is never held
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from star_hvd.buckets import Bucket, in_format_of
-from star_hvd.execute.device import fence
-from star_hvd.execute.replay import Applier, Shadow
+from star_hvd.execute.replay import Applier, Shadow, place_state
 from star_hvd.execute.state import Counters, Result, Snapshot
+from star_hvd.execute.streams import BUCKET, COPIED, MEANS, PARAMS, SHADOW, SHADOW_READ, Fences
 
 __all__ = ["Replica"]
 
@@ -47,6 +49,10 @@ class Replica:
         self._counters = counters
         self._changed = changed
         self._shadow: Shadow | None = None
+        self._streams = applier.streams
+        self._written = self._streams.give(PARAMS)
+        self._copied = Fences()
+        self._bucket_uses = Fences()
         self._whole = False  # While foreign: nothing came yet, so what was here when the rounds were left still is.
 
     # ---- under the engine's lock ------------------------------------------------------------------------------
@@ -60,7 +66,11 @@ class Replica:
             return
         # A bucket's own buffer becomes the training thread's again; the queue keeps a copy of what is in it.
         means = [m.clone() if m is b.flat else m for m, b in zip(result.means, self.applier.buckets, strict=True)]
-        self.queue.append(Result(result.round, means, result.row))
+        self.queue.append(Result(result.round, means, result.row, self._streams.give(MEANS)))
+
+    def note_bucket_use(self) -> None:
+        """The calling thread has queued work on a bucket's own buffer that the next backward pass must not overtake."""
+        self._bucket_uses.add(self._streams.give(BUCKET))
 
     def cannot_replay(self, round_: int) -> None:
         """A step has ended that only its members can carry out: the parameters have to be fetched."""
@@ -83,8 +93,10 @@ class Replica:
 
     def shadow_with(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
         """Make a shadow whose contents `write` fills in; under `apply_lock`."""
-        shadow = Shadow(self.applier, self.version)
+        with self.copying():
+            shadow = Shadow(self.applier, self.version)
         shadow.fill(write)
+        shadow.written = self._streams.give(SHADOW)
         with self.lock:
             self._shadow = shadow
             self._changed()
@@ -119,6 +131,36 @@ class Replica:
         """Whether the helper has a step to replay."""
         return bool(self.queue) and self.computing and not self.foreign
 
+    # ---- streams ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """The caller, the training thread, changes live parameters, state or buckets inside the block."""
+        with self.apply_lock:
+            self._copied.order()
+            self.reuse_buckets()
+            try:
+                yield
+            finally:
+                self._written = self._streams.give(PARAMS)
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """The caller copies live parameters or state inside the block, which nobody may change meanwhile: under
+        `apply_lock`, or, while the training thread is away, under the engine's."""
+        if self._streams.devices:
+            self._written.order(*self.applier.tensors())
+        yield
+        self._copied.add(self._streams.give(COPIED))
+
+    def written(self) -> None:
+        """The training thread, which calls this, may have changed parameters otherwise than by `step()`."""
+        self._written = self._streams.give(PARAMS)
+
+    def reuse_buckets(self) -> None:
+        """The training thread, which calls this, is about to write into the buckets' own buffers."""
+        self._bucket_uses.order()
+
     # ---- training thread --------------------------------------------------------------------------------------
 
     def bring_up(self) -> None:
@@ -133,8 +175,10 @@ class Replica:
             shadow, self._shadow = self._shadow, None
             if self.needs_fetch or shadow is None:
                 return
-        shadow.take_over()
-        fence(self.applier.buckets)
+        with self.writing():
+            if self._streams.devices:
+                shadow.written.order(*shadow.applier.tensors())
+            shadow.take_over()
         with self.lock:
             self.version = shadow.version
 
@@ -144,8 +188,9 @@ class Replica:
                 return False
             result = self.queue.popleft()
             assert result.round == self.version, "a step is missing before it is applied"
-        self.applier.step_with(result.means, result.row)
-        fence(self.applier.buckets)
+        with self.writing():
+            result.fence.order(*result.means)
+            self.applier.step_with(result.means, result.row)
         with self.lock:
             self.version += 1
             self._counters.replayed += 1
@@ -170,19 +215,36 @@ class Replica:
         """The live parameters are about to become others' without the optimizer's state; under `apply_lock`."""
         self._whole = False
 
+    def placed(self, snapshot: Snapshot) -> Snapshot:
+        """A snapshot whose tensors are where the parameters and the optimizer want them.
+
+        A copy from the host waits for the device, so this comes before any lock is taken.
+        """
+        if not self._streams.devices:
+            return snapshot
+        params = [param for bucket in self.applier.buckets for param in bucket.params]
+        return dataclasses.replace(
+            snapshot,
+            params=[value.to(param.device) for param, value in zip(params, snapshot.params, strict=True)],
+            state=[
+                place_state(self.applier.optimizer, param, state)
+                for param, state in zip(params, snapshot.state, strict=True)
+            ],
+        )
+
     def load(self, snapshot: Snapshot) -> None:
         """Copy a snapshot into the live parameters; entries without state leave the optimizer's state alone."""
         self.overwritten()
         params = [param for bucket in self.applier.buckets for param in bucket.params]
-        with torch.no_grad():
+        with self.writing(), torch.no_grad():
             for param, value in zip(params, snapshot.params, strict=True):
                 param.copy_(value)
-        for param, state in zip(params, snapshot.state, strict=True):
-            if state:
-                self.applier.optimizer.state[param] = {  # What travels has lost its memory format.
-                    key: in_format_of(param, value) if isinstance(value, torch.Tensor) else value
-                    for key, value in state.items()
-                }
+            for param, state in zip(params, snapshot.state, strict=True):
+                if state:
+                    self.applier.optimizer.state[param] = {  # What travels has lost its memory format.
+                        key: in_format_of(param, value) if isinstance(value, torch.Tensor) else value
+                        for key, value in state.items()
+                    }
 
     # ---- helper and server threads ------------------------------------------------------------------------------
 
@@ -195,10 +257,13 @@ class Replica:
                 result, version = self.queue[0], self.version
                 shadow = self._shadow
             if shadow is None:
-                shadow = Shadow(self.applier, version)
+                with self.copying():
+                    shadow = Shadow(self.applier, version)
             assert shadow.version == result.round, "a step is missing before a replay"
+            shadow.read.order()
+            result.fence.order(*result.means)
             shadow.apply(result.means, result.row)
-            fence(self.applier.buckets)
+            shadow.written = self._streams.give(SHADOW)
             with self.lock:
                 # A step that cannot be replayed may have ended meanwhile, and made all this void.
                 if self.queue and self.queue[0] is result:
@@ -214,22 +279,39 @@ class Replica:
         The newest may be on the shadow, for as long as the training thread is away: it may wait, in a collective of the
         user's, for the very rank that asks. What a rank had when it left the rounds stays good until others' parameters
         come in its place: nobody else may have it.
+
+        Raises:
+            DeadlineError: The device does not finish the copy, which the host is to read.
         """
+        snapshot = self._copy(state_too)
+        if snapshot is not None:
+            self._streams.await_host()
+        return snapshot
+
+    def _copy(self, state_too: bool) -> Snapshot | None:
         with self.apply_lock:
             with self.lock:
                 if self.needs_fetch or (self.foreign and not self._whole) or self.queue:
                     return None
                 shadow = self._shadow
                 version = self.version if shadow is None else shadow.version
-            source = self.applier if shadow is None else shadow.applier
-            optimizer = source.optimizer
-            params = [param for bucket in source.buckets for param in bucket.params]
-            state: list[dict[str, object]] = [
-                {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(p, {}).items()}
-                if state_too
-                else {}
-                for p in params
-            ]
-            values = [param.detach().clone() for param in params]
-            fence(source.buckets)
-            return Snapshot(version, values, state)
+            if shadow is None:
+                with self.copying():
+                    return _snapshot_of(self.applier, version, state_too)
+            if self._streams.devices:
+                shadow.written.order(*shadow.applier.tensors())
+            snapshot = _snapshot_of(shadow.applier, version, state_too)
+            shadow.read.add(self._streams.give(SHADOW_READ))
+            return snapshot
+
+
+def _snapshot_of(source: Applier, version: int, state_too: bool) -> Snapshot:
+    params = [param for bucket in source.buckets for param in bucket.params]
+    known = source.optimizer.state
+    state: list[dict[str, object]] = [
+        {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in known.get(param, {}).items()}
+        if state_too
+        else {}
+        for param in params
+    ]
+    return Snapshot(version, [param.detach().clone() for param in params], state)

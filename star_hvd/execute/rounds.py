@@ -31,10 +31,11 @@ import torch
 
 from star_hvd.buckets import Bucket
 from star_hvd.errors import StarError
-from star_hvd.execute.device import fence
 from star_hvd.execute.engine_state import EngineState
+from star_hvd.execute.header import Header
 from star_hvd.execute.hyper import HyperRow
-from star_hvd.execute.state import DeviceEvent, Result, Round, Snapshot
+from star_hvd.execute.state import Result, Round, Snapshot
+from star_hvd.execute.streams import NORM, Fence
 
 __all__ = ["RoundEngine"]
 
@@ -58,29 +59,30 @@ class RoundEngine(EngineState):
             self.counters.produced_weight += self.weight / len(self.applier.buckets)
             if self._lost(index):
                 self._late.keep(bucket, self.weight, self.version)
-                fence([bucket])  # The helper folds it.
+                self.replica.note_bucket_use()
             else:
                 self._submit_fresh(bucket)
                 if self._may_claim_early():
                     self._claim_early()
 
-    def defer(self, index: int, event: DeviceEvent) -> None:
-        """A bucket will be whole once `event` has happened on its device; until then its gradient can lose its step."""
+    def defer(self, index: int, fence: Fence) -> None:
+        """A bucket will be whole once its device has come to `fence`; until then its gradient can lose its step."""
         with self.lock:
             self._raise_failure()
-            self._deferred[index] = event
+            self._deferred[index] = fence
             self._changed()
 
     def flush_deferred(self) -> bool:
         """Submit the deferred buckets that are whole by now. Whether none is left to wait for.
 
-        A gradient that has lost its step anyway is kept at once: copies are ordered on its device's stream.
+        One that has lost its step is kept once it is whole, no earlier: whoever keeps it works on another stream.
         """
         with self.lock:
             self._raise_failure()
-            for index, event in list(self._deferred.items()):
-                if self._lost(index) or event.query():
+            for index, fence in list(self._deferred.items()):
+                if fence.done():
                     del self._deferred[index]
+                    fence.order(self.applier.buckets[index].flat)
                     self.gradient_ready(index)
             return not self._deferred
 
@@ -90,6 +92,7 @@ class RoundEngine(EngineState):
         Args:
             manual: The user works on the result between `synchronize` and `step`, so helpers cannot replay it.
         """
+        self._read_devices()
         with self.lock:
             self._raise_failure()
             self.replica.computing = False
@@ -115,6 +118,19 @@ class RoundEngine(EngineState):
             self.counters.fresh += 1
             self._listener.on_arrive(self.version, self.plan.epoch)
             return True
+
+    def _read_devices(self) -> None:
+        """What the header needs from the devices: the host waits for it here, without the lock."""
+        with self.lock:
+            norms, self._norms = self._norms, []
+            due = self.agreement.checksum_due(self.next_round)
+        if norms:
+            for norm, fence in norms:
+                fence.order(norm)
+            self.streams.await_host()
+            self._local_sqr += sum(float(norm) ** 2 for norm, _ in norms)
+        if due and self.streams.devices:
+            self.agreement.checksum = (self.next_round, self.applier.checksum())
 
     def submit_average(self, index: int, average: torch.Tensor) -> None:
         """`local`: submit this rank's part of an average.
@@ -158,8 +174,12 @@ class RoundEngine(EngineState):
         """Average the step the training thread owns, in place; its handles must have ended and be collected."""
         with self.lock:
             self._raise_failure()
-            assert self._inflight is not None and self._inflight.owner == "trainer"
-            result = self._complete(self._inflight)
+            round_ = self._inflight  # No other thread touches a step that the training thread owns.
+        assert round_ is not None and round_.owner == "trainer"
+        reduced = self._reduced(round_)
+        with self.lock:
+            self._raise_failure()
+            result = self._complete(round_, *reduced)
             self._inflight = None
             self._changed()
             return result
@@ -173,14 +193,13 @@ class RoundEngine(EngineState):
         """
         with self.replica.apply_lock:
             try:
-                return (step or self.applier.step)(result.row)
+                with self.replica.writing():
+                    return (step or self.applier.step)(result.row)
             except BaseException:
                 with self.lock:  # No catch-up follows; the user may go on with the next step, as under Horovod.
                     self.replica.computing = True
                 raise
             finally:  # The step has ended, even where the user's optimizer or a hook of its raised.
-                if self.plan.relaxed:
-                    fence(self.applier.buckets)  # From here on the helper may copy the parameters.
                 with self.lock:
                     self.replica.version += 1
                     self._changed()
@@ -206,6 +225,7 @@ class RoundEngine(EngineState):
                 return False
             self.replica.computing = True
             self._local_sqr = 0.0
+            self._norms.clear()
             self._changed()
             return True
 
@@ -216,6 +236,7 @@ class RoundEngine(EngineState):
             False where they are older than what is here (its source was still inside the step), or of a step that did
             not begin here: the others went on under a plan this rank has yet to read of. Nothing was changed then.
         """
+        snapshot = self.replica.placed(snapshot)
         with self.replica.apply_lock, self.lock:  # A step that ends meanwhile would be neither in them nor queued.
             if not self.version <= snapshot.version <= self.next_round:
                 return False
@@ -234,6 +255,7 @@ class RoundEngine(EngineState):
             if self.version != self.next_round or self._inflight is not None or self.replica.queue:
                 raise StarError("parameters were added while a step was in flight; add them between two steps")
             self.applier.hyper = hyper
+            self.streams.renew()
             self.agreement.layout_changed()
             self._choose_carrier()
             self._current = Round.open(self.next_round, len(self.applier.buckets))
@@ -283,11 +305,13 @@ class RoundEngine(EngineState):
             if self._may_take_over():
                 assert self._inflight is not None
                 self._inflight.early, self._inflight.owner = False, "helper"
-            if self._helper_owns():
-                return self._poll_inflight()
-            if self._may_close():
+            owns = self._helper_owns()
+            round_ = self._collected() if owns else None
+            if not owns and self._may_close():
                 self._stand_in()
                 return True
+        if owns:
+            return round_ is not None and self._end_inflight(round_)
         if self._may_absorb() and self.averaging is not None and self.averaging.absorb():
             return True
         return self.replica.replay_one()
@@ -303,6 +327,8 @@ class RoundEngine(EngineState):
         if self.plan.may_close or self.plan.mode == "local" or self._inflight is not None:
             return False
         if self.agreement.mixed and self._complete_run < self._early_after_steps:
+            return False
+        if self.streams.devices:  # The header needs numbers that the host would wait for here.
             return False
         return all(self._current.claimed(bucket.index) for bucket in self.applier.buckets)
 
@@ -329,7 +355,7 @@ class RoundEngine(EngineState):
     def _submit_fresh(self, bucket: Bucket) -> None:
         flat = bucket.flat
         if self._samples_norm(self._current.number):
-            self._local_sqr += _sqr_norm(flat)
+            self._take_norm(flat)
         if self.weight != 1.0:
             flat[:-1].mul_(self.weight)
         flat[-1] = self.weight
@@ -383,7 +409,7 @@ class RoundEngine(EngineState):
         codec = self.agreement.codec
         round_.owner, name = owner, f"{self.prefix}.h"
         if self._carrier is None or self._apart or self.plan.mode == "local":
-            whole = round_.header = torch.zeros(codec.size, dtype=torch.float32)
+            whole = round_.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
         else:
             wire = round_.wires[self._carrier.index]
             assert wire is not None
@@ -407,15 +433,29 @@ class RoundEngine(EngineState):
         self._waited = self._waited + 1 if waited else 0
         return self._waited >= 2
 
-    def _complete(self, round_: Round) -> Result:
-        """Turn sums into means and act on the header. The handles have ended and are collected."""
+    def _take_norm(self, flat: torch.Tensor) -> None:
+        if self.streams.queues(flat):  # The host reads it later, where it may wait.
+            self._norms.append((_norm(flat), self.streams.give_one(NORM, flat)))
+        else:
+            self._local_sqr += _sqr_norm(flat)
+
+    def _reduced(self, round_: Round) -> tuple[Header, list[torch.Tensor], float]:
+        """Header, means and, when sampled, their squared norm. The handles have ended and are collected.
+
+        Called by the step's owner without the lock, since the host may wait for the device here.
+        """
         assert round_.header is not None
         header = self.agreement.codec.read(round_.header.numpy())
         means = [self._mean(bucket, round_) for bucket in self.applier.buckets]
+        if header.local_count != len(self.agreement.members):
+            return header, means, math.nan
+        norms = [_norm(mean) for mean in means]
+        self.streams.await_host()
+        return header, means, sum(float(norm) ** 2 for norm in norms)
+
+    def _complete(self, round_: Round, header: Header, means: list[torch.Tensor], mean_sqr: float) -> Result:
+        """Act on the header of a reduced step."""
         self._apart = header.waited
-        mean_sqr = math.nan
-        if header.local_count == len(self.agreement.members):
-            mean_sqr = sum(map(_sqr_norm, means))
         if header.manual and round_.owner == "helper" and round_.averaging is None:
             self.replica.cannot_replay(round_.number)
         complete = header.complete(self.agreement.members)
@@ -435,37 +475,54 @@ class RoundEngine(EngineState):
     def _mean(self, bucket: Bucket, round_: Round) -> torch.Tensor:
         flat, wire = round_.flats[bucket.index], round_.wires[bucket.index]
         assert flat is not None and wire is not None
+        self.streams.use(wire, flat)  # Another thread may have submitted them.
         if round_.averaging is None:
             bucket.from_wire(wire, flat)
+        if self.streams.queues(flat):  # The same without a look at the device.
+            whole = flat[-1:] / self.world_size if self._scale_by_ranks else flat[-1:]
+            flat[:-1].div_(torch.where(whole == 0, torch.ones_like(whole), whole))
+            return flat
         weight = float(flat[-1])
         factor = weight / self.world_size if self._scale_by_ranks else weight
         if factor not in (0.0, 1.0):  # Nobody gave anything: the sum of nothing stays zero.
             flat[:-1].div_(factor)
         return flat
 
-    def _poll_inflight(self) -> bool:
+    def _collected(self) -> Round | None:
+        """The step in flight once all its operations have ended."""
         round_ = self._inflight
         assert round_ is not None
         if not round_.waiting:
             round_.waiting.extend(round_.all_handles())
         while round_.waiting and self.collective.poll(round_.waiting[0]):
             self.collective.finish(round_.waiting.popleft())
-        if round_.waiting:
-            return False
-        result = self._complete(round_)
-        self._inflight = None
-        if round_.averaging is not None:
-            # It is no whole state where the rest of it is elsewhere still: an optimizer's count of steps for example.
-            if not self.needs_fetch:
-                round_.averaging.stood_in(result, round_.extras)
-                self.replica.replaced(result.round + 1)
-        else:
-            self.replica.push(result)
-        self._changed()
-        return True
+        return None if round_.waiting else round_
+
+    def _end_inflight(self, round_: Round) -> bool:
+        reduced = self._reduced(round_)
+        with self.lock:
+            self._raise_failure()
+            result = self._complete(round_, *reduced)
+            self._inflight = None
+            if round_.averaging is not None:
+                # It is no whole state where the rest of it is elsewhere: an optimizer's count of steps for example.
+                if not self.needs_fetch:
+                    round_.averaging.stood_in(result, round_.extras)
+                    self.replica.replaced(result.round + 1)
+            else:
+                self.replica.push(result)
+            self.replica.note_bucket_use()
+            self._changed()
+            return True
+
+
+def _norm(flat: torch.Tensor) -> torch.Tensor:
+    """Norm of a flat buffer's gradients, accumulated in float32 at least."""
+    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(flat[:-1], dtype=wide)
+    return norm
 
 
 def _sqr_norm(flat: torch.Tensor) -> float:
-    """Squared norm of a flat buffer's gradients, accumulated in float32 at least."""
-    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    return float(torch.linalg.vector_norm(flat[:-1], dtype=wide)) ** 2
+    """Its square, read by the host."""
+    return float(_norm(flat)) ** 2

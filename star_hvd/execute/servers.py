@@ -172,6 +172,7 @@ class ServerSteps:
 
     def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
         engine = self._engine
+        engine.streams.await_host(self._deadline_s)
         total = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
         self._pushes += 1
         self.client.push(
@@ -229,11 +230,12 @@ class ServerSteps:
 
     def _write(self, outcome: Outcome) -> None:
         engine = self._engine
-        with engine.replica.apply_lock, torch.no_grad():
+        with engine.replica.apply_lock:
             engine.replica.overwritten()
-            for bucket, flat in zip(engine.applier.buckets, outcome.params, strict=True):
-                for param, view in zip(bucket.params, bucket.split(flat), strict=True):
-                    param.copy_(view)
+            with engine.replica.writing(), torch.no_grad():
+                for bucket, flat in zip(engine.applier.buckets, outcome.params, strict=True):
+                    for param, view in zip(bucket.params, bucket.split(flat), strict=True):
+                        param.copy_(view)
             engine.note_outside(outcome.version)
         if outcome.epoch > engine.plan.epoch:
             plan = self._plan_of(outcome.epoch)

@@ -12,16 +12,9 @@ import torch
 from scheduler.records import Plan
 from star_hvd.buckets import Bucket
 from star_hvd.execute.header import Header
+from star_hvd.execute.streams import DONE, Fence
 
-__all__ = ["Averaging", "Counters", "DeviceEvent", "Fetch", "Listener", "Result", "Round", "Snapshot"]
-
-
-class DeviceEvent(Protocol):
-    """A point in a device's work, `torch.cuda.Event` for example."""
-
-    def query(self) -> bool:
-        """Whether the device has got there."""
-        ...
+__all__ = ["Averaging", "Counters", "Fetch", "Listener", "Result", "Round", "Snapshot"]
 
 
 class Averaging(Protocol):
@@ -134,12 +127,14 @@ class Round:
 class Result:
     """A reduced step: averaged gradients, one flat buffer per bucket, and the hyperparameters to apply it with.
 
-    `row` is None where every rank uses its own hyperparameters, exactly as in Horovod.
+    `row` is None where every rank uses its own hyperparameters, exactly as in Horovod. Whoever did not make it orders
+    itself behind `fence` before it uses the means.
     """
 
     round: int
     means: list[torch.Tensor]
     row: tuple[float, ...] | None
+    fence: Fence = DONE
 
 
 @dataclass(slots=True)

@@ -126,7 +126,7 @@ class Client:
                 "loss": None if loss is None else float(loss),
             }
             if not self._flats:
-                self._flats = [torch.empty(b.numel, dtype=b.dtype) for b in self._layout.buckets]
+                self._flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
             self._line.push = Push(step, meta, lent, Exchange(self._layout, self._flats))
             self._taken_back = self._orphaned
         if not self._taken_back:
@@ -138,7 +138,7 @@ class Client:
         if keep and usable and self._line.relay is None:
             return list(flats)
         if not self._lent:
-            self._lent = [torch.empty(b.numel, dtype=b.dtype) for b in self._layout.buckets]
+            self._lent = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
         for mine, flat in zip(self._lent, flats, strict=True):
             mine.copy_(flat[: mine.numel()])
         return self._lent
@@ -195,7 +195,7 @@ class Client:
             DeadlineError: Not within `deadline_s`.
             ChannelError: The client was closed.
         """
-        flats = [torch.empty(b.numel, dtype=b.dtype) for b in self._layout.buckets]
+        flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
         return self._read(Exchange(self._layout, flats, kind=Kind.PULLED), deadline_s).reply()
 
     def state(self, deadline_s: float) -> Snapshot:

@@ -165,7 +165,7 @@ class StateExchange(Exchange):
         states: dict[int, list[State]] = {}
         versions = set()
         for chunk in self._layout.chunks:
-            like = torch.empty(chunk.numel, dtype=self._layout.dtype(chunk))
+            like = torch.empty(chunk.numel, dtype=self._layout.dtype(chunk), device="cpu")
             record = read_record(self._whole[chunk.index], like)
             versions.add(record[0])
             params[chunk.index], states[chunk.index] = record[4], record[5]

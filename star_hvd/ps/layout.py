@@ -212,7 +212,7 @@ class Layout:
             params: All parameters, in the order of the buckets.
             chunk: Which chunk.
         """
-        flat, orders = torch.empty(chunk.numel, dtype=self.dtype(chunk)), self.orders
+        flat, orders = torch.empty(chunk.numel, dtype=self.dtype(chunk), device="cpu"), self.orders
         position = 0
         for piece in chunk.pieces:
             source = params[piece.param].detach().permute(orders[piece.param]).reshape(-1)[piece.start : piece.stop]
@@ -247,7 +247,9 @@ class Layout:
             flats: The flat tensor of every chunk, by its index.
         """
         orders = self.orders
-        joined = [torch.empty(math.prod(shape), dtype=b.dtype) for b in self.buckets for shape in b.shapes]
+        joined = [
+            torch.empty(math.prod(shape), dtype=b.dtype, device="cpu") for b in self.buckets for shape in b.shapes
+        ]
         for chunk in self.chunks:
             position = 0
             for piece in chunk.pieces:
@@ -270,7 +272,7 @@ class Layout:
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape:
                         if key not in target:
-                            flat = torch.empty(math.prod(shapes[piece.param]), dtype=value.dtype)
+                            flat = torch.empty(math.prod(shapes[piece.param]), dtype=value.dtype, device="cpu")
                             target[key] = _from_memory(flat, shapes[piece.param], orders[piece.param])
                         whole = target[key].permute(orders[piece.param]).view(-1)
                         whole[piece.start : piece.stop].copy_(value.reshape(-1))

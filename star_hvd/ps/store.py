@@ -41,7 +41,7 @@ def _restore(item: Sequence[Any]) -> Any:
     if item[0] == "v":
         return item[1]
     if item[0] == "t":
-        return torch.full(tuple(item[2]), item[3], dtype=getattr(torch, item[1]))
+        return torch.full(tuple(item[2]), item[3], dtype=getattr(torch, item[1]), device="cpu")
     parts = [_restore(part) for part in item[1]]
     return tuple(parts) if item[2] else parts
 

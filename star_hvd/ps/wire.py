@@ -161,7 +161,7 @@ class Assembly:
     """A chunk that comes in several messages, in any order, perhaps some of them twice."""
 
     def __init__(self, size: int) -> None:
-        self.buffer = torch.empty(size, dtype=torch.uint8)
+        self.buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._missing = {begin: end for begin, end in parts(size)}
 
     def add(self, offset: int, data: Any) -> bool:

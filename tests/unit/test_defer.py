@@ -1,22 +1,32 @@
-"""Readiness by device events: a gradient counts once its device has produced it, not once its kernels are queued."""
+"""Readiness by fences: a gradient counts once its device has produced it, not once its kernels are queued."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 
 from scheduler.records import Plan
 from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.streams import Fence
 from tests.support.world import World
 
 
-class Event:
-    """Stands for a CUDA event: happens when the test says so."""
+class Kernels:
+    """Work on a device: done when the test says so. Where nothing is queued there is nothing to order."""
 
     def __init__(self) -> None:
-        self.happened = False
+        self.finished = self.taken = False
 
-    def query(self) -> bool:
-        return self.happened
+    def done(self) -> bool:
+        return self.finished
+
+    def order(self, *tensors: torch.Tensor) -> None:
+        self.taken = True
+
+
+def fence(kernels: Kernels) -> Fence:
+    return cast(Fence, kernels)
 
 
 def relaxed_world() -> World:
@@ -42,14 +52,14 @@ def end_all(world: World) -> None:
 def test_a_deferred_bucket_is_submitted_when_its_event_has_happened() -> None:
     engine = relaxed_world().engines[0]
     fill(engine, 1.0)
-    events = [Event() for _ in engine.applier.buckets]
-    for bucket, event in zip(engine.applier.buckets, events, strict=True):
-        engine.defer(bucket.index, event)
+    work = [Kernels() for _ in engine.applier.buckets]
+    for bucket, kernels in zip(engine.applier.buckets, work, strict=True):
+        engine.defer(bucket.index, fence(kernels))
     assert not engine.flush_deferred() and engine.counters.produced_weight == 0.0
     assert engine.must_poll(), "the helper has to look at the device: nobody announces an event"
-    for event in events:
-        event.happened = True
-    assert engine.flush_deferred()
+    for kernels in work:
+        kernels.finished = True
+    assert engine.flush_deferred() and all(kernels.taken for kernels in work)
     assert engine.arrive() and engine.counters.fresh == 1
 
 
@@ -58,8 +68,9 @@ def test_a_slow_device_loses_its_step_although_its_kernels_were_queued_in_time()
     fast, slow = world.engines
     for engine in (fast, slow):
         fill(engine, 1.0)
-    for bucket in slow.applier.buckets:
-        slow.defer(bucket.index, Event())
+    work = [Kernels() for _ in slow.applier.buckets]
+    for bucket, kernels in zip(slow.applier.buckets, work, strict=True):
+        slow.defer(bucket.index, fence(kernels))
     for bucket in fast.applier.buckets:
         fast.gradient_ready(bucket.index)
     assert fast.arrive()
@@ -70,7 +81,10 @@ def test_a_slow_device_loses_its_step_although_its_kernels_were_queued_in_time()
         assert fast.collective.poll(handle), "the step waits for the slow device"
         fast.collective.finish(handle)
     fast.apply_own(fast.finish_own())
-    # The device's work is late now: it is kept without waiting for it, ordered on its own stream.
+    # The device's work is late now. What its buckets hold is no gradient yet, and must not be kept as one.
+    assert not slow.flush_deferred() and slow.pending_weight == 0.0
+    for kernels in work:
+        kernels.finished = True
     assert slow.flush_deferred() and not slow.arrive()
     assert slow.counters.late == 1 and slow.pending_weight == 1.0
     slow.helper_tick()
@@ -82,11 +96,11 @@ def test_a_slow_device_loses_its_step_although_its_kernels_were_queued_in_time()
 def test_the_helper_submits_a_deferred_bucket_by_itself() -> None:
     engine = relaxed_world().engines[0]
     fill(engine, 1.0)
-    event = Event()
-    engine.defer(0, event)
+    kernels = Kernels()
+    engine.defer(0, fence(kernels))
     assert engine.helper_has_work()
     engine.helper_tick()
     assert engine.counters.produced_weight == 0.0
-    event.happened = True
+    kernels.finished = True
     engine.helper_tick()
     assert engine.counters.applied_weight > 0.0

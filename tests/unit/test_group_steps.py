@@ -17,6 +17,7 @@ import torch
 
 from scheduler.plans import Plan
 from star_hvd.execute.groups import GroupSteps
+from star_hvd.execute.streams import Streams
 
 DEADLINE_S = 10.0
 
@@ -72,7 +73,8 @@ def member(rank: int, ranks: tuple[int, ...], meeting: Meeting) -> GroupSteps:
     bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4))
     plan = Plan.grouped(len(ranks), [ranks]).replace(epoch=1)
     engine = SimpleNamespace(
-        rank=rank, prefix="s", plan=plan, version=0, failure=None, applier=SimpleNamespace(buckets=[bucket])
+        rank=rank, prefix="s", plan=plan, version=0, failure=None, applier=SimpleNamespace(buckets=[bucket]),
+        streams=Streams([]),
     )
     engine.fail = lambda error: setattr(engine, "failure", error)
     return GroupSteps(

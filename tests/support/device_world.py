@@ -1,0 +1,342 @@
+"""A job of engines (`world.py`) on stand-in devices: kernels run when the scheduler picks their stream.
+
+Every step begins with kernels that fill the buckets with NaN, and every gradient is exactly 1. So every mean is 1,
+whoever took part and with which weights, and the parameters of a step are known: any other number, in a replica, a
+snapshot or a header, is memory that was read too early or overwritten too early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.buckets import Bucket, pack
+from star_hvd.channel.tensors import pack_snapshot, unpack_snapshot
+from star_hvd.execute.header import Header
+from star_hvd.execute.hyper import HyperRow
+from star_hvd.execute.replay import Applier
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.state import Snapshot
+from star_hvd.execute.streams import GRADIENT, Streams
+from tests.support.fake_device import CUDA0, FakeDevice, FakeEvent, Lazy
+from tests.support.world import Ears, Network, Port, World
+
+__all__ = ["LR", "SIZE", "WEIGHT", "DeviceWorld", "Poisoned", "running"]
+
+LR, MOMENTUM = 2.0**-6, 0.5
+SIZE = 5
+WEIGHT = 2.0  # Not 1: a sum that was not divided by the weights behind it must not look like a mean.
+
+
+class Poisoned(AssertionError):
+    """A tensor holds what no order of the operations that was asked for could give."""
+
+
+class DeviceNetwork(Network):
+    """Reads and writes memory itself; begins once the submitting streams have come to the submission, as Horovod."""
+
+    def __init__(self, world_size: int, device: FakeDevice) -> None:
+        super().__init__(world_size)
+        self._device = device
+        self._begin: dict[int, FakeEvent] = {}
+
+    def submit(self, rank: int, name: str, tensor: torch.Tensor) -> int:
+        handle = super().submit(rank, name, tensor)
+        event = FakeEvent("horovod", self._device, happened=not isinstance(tensor, Lazy))
+        if not event.happened:
+            self._device.current.queue.append(("record", event))
+        self._begin[handle] = event
+        return handle
+
+    def ready(self) -> list[str]:
+        return [
+            name for name in super().ready() if all(self._begin[q[0][0]].happened for q in self.queues[name])
+        ]
+
+    def wanted(self) -> list[FakeEvent]:
+        """What reductions wait for that all ranks have submitted."""
+        names = super().ready()
+        events = (self._begin[queue[0][0]] for name in names for queue in self.queues[name])
+        return [event for event in events if not event.happened]
+
+    def end(self, name: str) -> None:
+        items = [queue.popleft() for queue in self.queues[name]]
+        raw = [tensor.inner if isinstance(tensor, Lazy) else tensor for _, tensor in items]
+        total = torch.stack([tensor.double() for tensor in raw]).sum(0)
+        for (handle, _), tensor in zip(items, raw, strict=True):
+            tensor.copy_(total)
+            self.ended.add(handle)
+
+
+class DeviceEars(Ears):
+    """Also keeps the norms of the means."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(world, rank)
+        self.norms: list[tuple[int, Header, float]] = []
+
+    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+        super().on_round(round_, header, plan, mean_sqr)
+        self.norms.append((round_, header, mean_sqr))
+
+
+class DeviceWorld(World):
+    """See the module's text.
+
+    Args:
+        seed: Fixes speeds and interleaving.
+        device: The stand-in; `device.running()` must be in force.
+        kernels: Chance that a tick runs kernels instead of a thread.
+        lazy: Roles (T training thread, H helper, S tensor server) whose kernels run only when something waits for
+            them; the others' overtake them wherever nothing forbids it.
+        optimizer: `sgd` or `adam`; of `adam` only the absence of NaN and equality of the replicas are checked.
+        **options: See `World`.
+    """
+
+    def __init__(
+        self, seed: int, device: FakeDevice, *, kernels: float = 0.4, lazy: str = "", optimizer: str = "sgd",
+        **options: Any,
+    ) -> None:
+        self.device = device
+        self._lazy = lazy
+        self._optimizer = optimizer
+        super().__init__(seed, optimizer=optimizer, **options)
+        self._kernels = kernels
+        self.snapshots, self._most_snapshots = 0, 30
+        self._copies: dict[int, Snapshot] = {}
+        for engine in self.engines:
+            device.locks.append(engine.lock)
+        self.hurry = {name: self.random.choice([1.0, 1.0, 0.2, 0.1]) for name in device.streams}
+
+    def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
+        if rank == 0:
+            self.network = DeviceNetwork(self.world_size, self.device)
+            self.ears = [DeviceEars(self, number) for number in range(self.world_size)]
+        for role in "HS":
+            self.device.stream(f"{role}{rank}")
+        with self.device.on(f"T{rank}"):
+            params = [torch.nn.Parameter(torch.zeros(SIZE, device=CUDA0)) for _ in range(3)]
+            base: type[torch.optim.Optimizer] = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
+            keywords: dict[str, Any] = {"momentum": MOMENTUM} if optimizer == "sgd" else {}
+            opt = base(params, lr=LR, **keywords)
+            buckets = pack(params, 4 * SIZE)
+            streams = Streams(buckets, self.device)
+            applier = Applier(opt, base, buckets, HyperRow(opt.param_groups), streams=streams)
+            engine = RoundEngine(
+                rank=rank,
+                plan=self.first,
+                applier=applier,
+                collective=Port(self.network, rank),
+                listener=self.ears[rank],
+                replay_queue=4,
+                noise_interval_steps=2,
+            )
+            engine.weight = WEIGHT
+            return engine
+
+    # ---- actors ---------------------------------------------------------------------------------------------
+
+    def backward(self, engine: RoundEngine) -> Iterator[Bucket]:
+        """Kernels of a backward pass; each bucket is given when the last of its own is queued."""
+        buckets = engine.applier.buckets
+        for bucket in buckets:
+            bucket.flat.fill_(math.nan)
+        for bucket in self.random.sample(buckets, len(buckets)):
+            bucket.flat[:-1].fill_(1.0)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+            yield bucket
+
+    def give(self, engine: RoundEngine, bucket: Bucket) -> None:
+        """As `EngineDriver.give` does."""
+        if engine.plan.relaxed:
+            engine.defer(bucket.index, engine.streams.give_one(GRADIENT, bucket.flat))
+        else:
+            engine.gradient_ready(bucket.index)
+
+    def _train(self, rank: int) -> Iterator[None]:
+        engine = self.engines[rank]
+        for _ in range(self.lengths[rank]):
+            manual = self.random.random() < self.manual_share
+            yield
+            for bucket in self.backward(engine):
+                self.give(engine, bucket)
+                yield
+            while not engine.flush_deferred():
+                yield
+            member = engine.arrive(manual=manual)
+            if member:
+                yield from self._own_step(engine)
+            yield from self._catch_up(engine)
+            engine.replica.reuse_buckets()
+            if not member:
+                engine.note_joined()
+        engine.set_away(True)
+        self.inbox.append(("leave", rank, ()))
+
+    def _own_step(self, engine: RoundEngine) -> Iterator[None]:
+        handles = engine.own_handles()
+        while not all(engine.collective.poll(handle) for handle in handles):
+            yield
+        for handle in handles:
+            engine.collective.finish(handle)
+        result = engine.finish_own()
+        yield
+        engine.apply_own(result)
+        yield
+
+    def _catch_up(self, engine: RoundEngine) -> Iterator[None]:
+        target = engine.next_round
+        while not engine.catch_up(target):
+            yield
+            if engine.needs_fetch:
+                snapshot = self.snapshot(self.random.choice([e for e in self.engines if e is not engine]))
+                if snapshot is not None:
+                    engine.adopt(snapshot)
+
+    def snapshot(self, engine: RoundEngine) -> Snapshot | None:
+        """What the tensor server of a rank sends."""
+        with self.device.on(f"S{engine.rank}"):
+            snapshot = engine.replica.snapshot()
+            if snapshot is None:
+                return None
+            self.snapshots += 1
+            sent = unpack_snapshot(*pack_snapshot(snapshot))
+        self.check_params(sent.params, sent.version, f"a snapshot of rank {engine.rank}")
+        return sent
+
+    def _advance(self, rank: int) -> None:
+        with self.device.on(f"T{rank}"):
+            super()._advance(rank)
+
+    def _tick(self) -> None:
+        pick, rank = self.random.random(), self.random.randrange(self.world_size)
+        if pick < self._kernels:
+            self._run_kernels()
+            return
+        pick = (pick - self._kernels) / (1.0 - self._kernels)
+        if pick < 0.4:
+            if self.random.random() < self.speed[rank]:
+                self._advance(rank)
+        elif pick < 0.65:
+            with self.device.on(f"H{rank}"):
+                self.engines[rank].helper_tick()
+        elif pick < 0.8:
+            names = self.network.ready()
+            if names:
+                self.network.end(self.random.choice(names))
+        elif pick < 0.9:
+            self._coordinate()
+        elif pick < 0.98:
+            self._deliver(rank)
+        elif rank in self._copies or self.snapshots < self._most_snapshots:
+            self._serve(self.engines[rank])
+
+    def _serve(self, engine: RoundEngine) -> None:
+        """The tensor server between its two locks: it queues its copy, and waits for that some time later."""
+        copy = self._copies.pop(engine.rank, None)
+        with self.device.on(f"S{engine.rank}"):
+            if copy is None:
+                copy = engine.replica._copy(True)
+                if copy is not None:
+                    self._copies[engine.rank] = copy
+                    self.snapshots += 1
+                return
+            engine.streams.await_host()
+            sent = unpack_snapshot(*pack_snapshot(copy))
+        self.check_params(sent.params, sent.version, f"a snapshot of rank {engine.rank}")
+
+    def _run_kernels(self) -> None:
+        name = self.random.choice(list(self.hurry))
+        if name[0] in self._lazy:
+            wanted = [*self._wanted(), *([self.device.asked] if self.device.asked else [])]
+            if wanted:
+                self.device.finish_event(self.random.choice(wanted))
+        elif self.random.random() < self.hurry[name]:
+            for _ in range(self.random.choice([1, 3, 20])):
+                if not self.device.streams[name].advance():
+                    break
+
+    def _wanted(self) -> list[FakeEvent]:
+        assert isinstance(self.network, DeviceNetwork)
+        return self.network.wanted()
+
+    def _quiet(self) -> bool:
+        if not super()._quiet():
+            return False
+        busy = [stream for stream in self.device.streams.values() if stream.queue]
+        for stream in busy:  # Nothing but kernels is left, which end some time.
+            stream.advance()
+        return not busy
+
+    def _settle(self) -> None:
+        for engine in self.engines:
+            with self.device.on(f"T{engine.rank}"):
+                for _ in self._catch_up(engine):
+                    pass
+        self.device.finish()
+        self.check()
+
+    # ---- what must hold -----------------------------------------------------------------------------------------
+
+    def expected(self, version: int) -> float:
+        """A parameter after `version` steps with a mean of 1."""
+        value = velocity = 0.0
+        for _ in range(version):
+            velocity = MOMENTUM * velocity + 1.0
+            value -= LR * velocity
+        return value
+
+    def check_params(self, params: Sequence[torch.Tensor], version: int, where: str) -> None:
+        """Parameters in host memory are those of a step.
+
+        Raises:
+            Poisoned: They are not.
+        """
+        for param in params:
+            bad = not bool(torch.isfinite(param).all())
+            if self._optimizer == "sgd":
+                bad = bad or bool((param != self.expected(version)).any())
+            if bad:
+                raise Poisoned(f"{where} at step {version}: {param.tolist()}, expected {self.expected(version)}")
+
+    def check(self) -> None:
+        """Everything that must hold at the end.
+
+        Raises:
+            Poisoned: A replica, a norm or a counter is wrong.
+        """
+        for engine in self.engines:
+            params = [p.inner for bucket in engine.applier.buckets for p in bucket.params]  # type: ignore[attr-defined]
+            self.check_params(params, engine.version, f"the replica of rank {engine.rank}")
+        first = self.engines[0]
+        for engine, ears in zip(self.engines, self.ears, strict=True):
+            assert engine.version == engine.next_round == first.version and ears.mismatches == []
+            assert isinstance(ears, DeviceEars)
+            self._check_norms(ears)
+
+    def _check_norms(self, ears: DeviceEars) -> None:
+        whole = 3.0 * SIZE  # Squared norm of a gradient.
+        told = self.world_size * WEIGHT * whole
+        for round_, header, mean_sqr in ears.norms:
+            if round_ % 2 == 0 and all(header.fresh):
+                local_ok = header.local_count == self.world_size and math.isclose(
+                    header.local_sqr, told, rel_tol=1e-5
+                )
+                if not local_ok or not math.isclose(mean_sqr, whole, rel_tol=1e-5):
+                    raise Poisoned(
+                        f"norms of step {round_}: {header.local_count} of {self.world_size} ranks told "
+                        f"{header.local_sqr:g}, expected {told:g}; the mean's is {mean_sqr:g}"
+                    )
+
+
+@contextlib.contextmanager
+def running(*disabled: str) -> Iterator[FakeDevice]:
+    """A stand-in device in force, with some hand-overs' fences taken out."""
+    with FakeDevice(disabled).running() as device:
+        yield device

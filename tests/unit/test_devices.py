@@ -1,0 +1,185 @@
+"""What belongs on the host and what on the parameters' device, whatever the user's defaults are."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+
+from scheduler.plans import Plan
+from star_hvd import env
+from star_hvd.config import Config
+from star_hvd.control import messages
+from star_hvd.core import lockstep_only
+from star_hvd.execute import driver as driver_module
+from star_hvd.execute.driver import EngineDriver
+from star_hvd.execute.replay import place_state
+from star_hvd.execute.state import Snapshot
+from star_hvd.execute.streams import DONE, GRADIENT, Streams
+from tests.support.device_world import DeviceWorld, running
+from tests.support.fake_device import CUDA0, FakeDevice
+from tests.support.world import World
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any], str]] = [
+    (torch.optim.Adam, {}, "cpu"),
+    (torch.optim.Adam, {"capturable": True}, "cuda"),
+    (torch.optim.AdamW, {"fused": True}, "cuda"),
+    (torch.optim.AdamW, {"foreach": True}, "cpu"),
+    (torch.optim.ASGD, {}, "cuda"),
+    (torch.optim.NAdam, {}, "cpu"),
+]
+
+
+@pytest.mark.parametrize("base, options, place", OPTIMIZERS)
+def test_fetched_state_goes_where_the_optimizer_wants_it(base: Any, options: dict[str, Any], place: str) -> None:
+    with running():
+        param = torch.nn.Parameter(torch.zeros(3, device=CUDA0))
+        optimizer = base([torch.zeros(3, requires_grad=True)], lr=0.1)
+        optimizer.param_groups[0].update(options, params=[param])
+        placed = place_state(optimizer, param, {"step": torch.tensor(3.0), "exp_avg": torch.ones(3), "kind": "x"})
+        assert placed["exp_avg"].device == CUDA0 and placed["step"].device.type == place and placed["kind"] == "x"
+
+
+def test_a_scalar_stays_where_the_optimizer_has_it_already() -> None:
+    with running():
+        param = torch.nn.Parameter(torch.zeros(3, device=CUDA0))
+        optimizer = torch.optim.Adam([torch.zeros(3, requires_grad=True)])
+        optimizer.param_groups[0]["params"] = [param]
+        optimizer.state[param] = {"step": torch.zeros((), device=CUDA0)}
+        assert place_state(optimizer, param, {"step": torch.tensor(3.0)})["step"].device == CUDA0
+
+
+def test_a_rank_goes_on_with_a_fetched_state_on_its_device() -> None:
+    """An Adam whose moments were left on the host could not make another step."""
+    with running() as device:
+        world = DeviceWorld(1, device, world_size=2, steps=2, optimizer="adam")
+        engine = world.engines[0]
+        params = [torch.ones(5) for _ in range(3)]
+        state: list[dict[str, object]] = [
+            {"step": torch.tensor(4.0), "exp_avg": torch.zeros(5), "exp_avg_sq": torch.ones(5)} for _ in params
+        ]
+        with device.on("T0"):
+            assert engine.adopt(Snapshot(0, params, state))
+            for bucket in world.backward(engine):
+                assert bucket.params
+            engine.applier.step(None)
+            for bucket in engine.applier.buckets:
+                own = engine.applier.optimizer.state[bucket.params[0]]
+                assert own["exp_avg"].device == CUDA0 and own["step"].device.type == "cpu"
+
+
+def test_headers_are_the_hosts_whatever_the_defaults() -> None:
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cpu"):
+            world = World(0, world_size=2, steps=2)  # Of float64: the header travels as a tensor of its own.
+        for engine in world.engines:
+            for bucket in engine.applier.buckets:
+                bucket.flat.fill_(1.0)
+                engine.gradient_ready(bucket.index)
+            assert engine.arrive()
+            header = engine._inflight.header  # type: ignore[union-attr]
+            assert header is not None and header.device.type == "cpu" and header.dtype == torch.float32
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def on(kind: str, **group: Any) -> str | None:
+    bucket = SimpleNamespace(flat=SimpleNamespace(device=torch.device(kind)))
+    return lockstep_only([cast(Any, bucket)], [group])
+
+
+def test_relaxed_modes_on_cuda_are_refused_until_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STAR_RELAXED_CUDA", raising=False)
+    assert on("cpu") is None
+    assert "STAR_RELAXED_CUDA=1" in str(on("cuda"))
+    monkeypatch.setenv("STAR_RELAXED_CUDA", "1")
+    assert env.relaxed_cuda() and on("cuda") is None
+    assert "xpu" in str(on("xpu")), "fences know CUDA only"
+    with running():
+        assert "hyperparameter" in str(on("cuda", lr=torch.zeros((), device=CUDA0)))
+
+
+class Heard:
+    """Messages of a driver."""
+
+    def __init__(self) -> None:
+        self.compute_s: list[float] = []
+
+    def __call__(self, message: Any, *, urgent: bool = True) -> None:
+        if isinstance(message, messages.Arrive):
+            self.compute_s.append(message.compute_s)
+
+
+def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, EngineDriver]:
+    """Rank 0 of two with its driver; the other rank's helper has submitted nothing but zeros."""
+    world = DeviceWorld(1, device, world_size=2, steps=2, lazy="T")
+    for engine in world.engines:
+        engine.agreement.plan = plan
+    engine = world.engines[0]
+    made = EngineDriver(0, Config(), heard, cast(Any, None), str, lambda task: None)
+    made.engine, made.handover = engine, cast(Any, SimpleNamespace(outside=None))
+    engine._listener = engine.agreement._listener = made
+    world.engines[1].set_away(True)
+    world.engines[1].close(0)
+    with device.on("H1"):
+        world.engines[1].helper_tick()
+    return world, made
+
+
+@pytest.mark.parametrize("plan", [Plan.sync(2), Plan.partial(2, 1, epoch=1)])
+def test_compute_time_ends_when_the_device_is_done(plan: Plan) -> None:
+    """In `sync` the step is submitted before that, and nothing waits for the device; a relaxed step must not be."""
+    heard = Heard()
+    submitted_before: list[bool] = []
+    with running() as device:
+        world, made = timed(device, plan, heard)
+
+        def kernels_end(seconds: float = 0.0) -> None:
+            """50 ms after the training thread has begun to wait for them, or for the reduction."""
+            if device.stream("T0").queue and not submitted_before:
+                time.sleep(0.05)
+                submitted_before.append(made.engine._inflight is not None)
+            device.finish()
+            for name in world.network.ready():
+                world.network.end(name)
+
+        poll = world.engines[0].collective.poll
+        made.engine.collective.poll = lambda handle: (kernels_end(), poll(handle))[1]  # type: ignore[method-assign]
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=kernels_end)
+        with mock.patch.object(driver_module, "time", clock), device.on("T0"):
+            made.timer.start()
+            for bucket in world.backward(made.engine):
+                made.give(bucket)
+            assert made.synchronize(manual=False) is not None
+    assert submitted_before == [not plan.relaxed]
+    assert len(heard.compute_s) == 1 and heard.compute_s[0] >= 0.05
+
+
+def test_on_a_cpu_there_is_nothing_to_make_or_to_wait_for() -> None:
+    world = World(1, world_size=2, steps=2)
+    streams = world.engines[0].streams
+    assert streams.devices == () and streams.give(GRADIENT) is DONE and DONE.done()
+    began_s = time.perf_counter()
+    for _ in range(1000):
+        streams.give(GRADIENT).order()
+        streams.await_host()
+    assert time.perf_counter() - began_s < 1.0  # Microseconds each; the bound is for a machine under load.
+
+
+def test_streams_know_the_devices_of_buckets_that_come_later() -> None:
+    with running() as device:
+        world = DeviceWorld(1, device, world_size=1, steps=2)
+        buckets = list(world.engines[0].applier.buckets)
+        some: list[Any] = []
+        streams = Streams(some, device)
+        assert streams.devices == ()
+        some.extend(buckets)
+        streams.renew()
+        assert streams.devices == (CUDA0,)

@@ -1,0 +1,362 @@
+"""Every hand-over of a tensor between threads, on a stand-in device whose kernels run when the test says so."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scheduler.plans import Plan
+from star_hvd.config import Config
+from star_hvd.execute.child import ChildSteps
+from star_hvd.execute.driver import EngineDriver
+from star_hvd.execute.groups import GroupSteps
+from star_hvd.execute.local import LocalSteps
+from star_hvd.execute.rounds import RoundEngine
+from star_hvd.execute.servers import ServerSteps
+from star_hvd.execute.state import Snapshot
+from star_hvd.execute.streams import BUCKET, COPIED, GRADIENT, HOST, KEPT, MEANS, NORM, PARAMS, SHADOW, SHADOW_READ
+from star_hvd.ps.exchange import Reply
+from tests.support.device_world import SIZE, WEIGHT, DeviceWorld, Poisoned, running
+from tests.support.fake_device import FakeDevice
+from tests.support.world import Port
+
+
+def job(seed: int, device: FakeDevice, lazy: str = "") -> DeviceWorld:
+    """`sync`, then `partial`, for some seeds `sync` again; two or three ranks, kernels in any order."""
+    world_size = 2 + seed % 2
+    plans = [Plan.partial(world_size, 1, epoch=1)]
+    if seed % 3 == 2:
+        plans.append(Plan.sync(world_size, epoch=2))
+    return DeviceWorld(
+        seed,
+        device,
+        kernels=(0.15, 0.3, 0.5)[seed % 3],
+        lazy=lazy,
+        world_size=world_size,
+        steps=6,
+        plans=plans,
+        manual_share=0.3 if seed % 4 == 3 else 0.0,
+        optimizer="adam" if seed % 7 == 6 else "sgd",
+    )
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), lazy=st.sampled_from(["", "HS", "T", "S", "THS"]))
+def test_nothing_is_read_or_overwritten_too_early_in_any_order_of_threads_and_kernels(seed: int, lazy: str) -> None:
+    with running() as device:
+        job(seed, device, lazy).run()
+        assert not device.faults
+
+
+# Per hand-over, schedules in which its fence alone stands between the job and poison: whose kernels run as late as they
+# may, and a seed. `bucket` and `host` have tests of their own below.
+MUTATIONS: dict[str, list[tuple[str, int]]] = {
+    GRADIENT: [("T", 0), ("T", 1), ("", 0)],
+    MEANS: [("T", 0), ("T", 1)],
+    SHADOW: [("T", 0), ("T", 1)],
+    COPIED: [("S", 0), ("S", 1)],
+    PARAMS: [("T", 0), ("T", 1)],
+    SHADOW_READ: [("S", 4)],
+    KEPT: [("T", 1)],
+    NORM: [("HS", 0)],
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_without_its_fence_a_hand_over_delivers_poison(name: str) -> None:
+    for lazy, seed in MUTATIONS[name]:
+        with running(name) as device:
+            world = job(seed, device, lazy)
+            try:
+                world.run()
+            except Poisoned:
+                return
+    pytest.fail(f"no schedule of {MUTATIONS[name]} shows that the fence of {name!r} is needed")
+
+
+# ---- modes outside the rounds -------------------------------------------------------------------------------------
+
+
+def relaxed_pair(device: FakeDevice, plan: Plan) -> DeviceWorld:
+    """Two ranks at step 0 of a plan; nothing runs on the device by itself."""
+    world = DeviceWorld(1, device, world_size=2, steps=2, lazy="THS")
+    for engine in world.engines:
+        engine.agreement.plan = plan
+    return world
+
+
+def backward(world: DeviceWorld, rank: int) -> None:
+    with world.device.on(f"T{rank}"):
+        for bucket in world.backward(world.engines[rank]):
+            world.engines[rank].outside_gradient(bucket.index)
+
+
+def host_values(device: FakeDevice, param: torch.nn.Parameter) -> list[float]:
+    device.finish()
+    values: list[float] = param.inner.tolist()  # type: ignore[attr-defined]
+    return values
+
+
+def fold_of_a_childs_gradient(device: FakeDevice) -> float:
+    """What a parent's helper submits after the tensor server has taken over a child's gradient."""
+    world = relaxed_pair(device, Plan.partial(2, 1, epoch=1))
+    engine = world.engines[0]
+    made = EngineDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+    made.engine = engine
+    body = b"".join(torch.ones(bucket.numel + 1).numpy().tobytes() for bucket in engine.applier.buckets)
+    with device.on("S0"):
+        made.accept_late(1, 0, bytearray(body))
+    engine.close(0)
+    with device.on("H0"):
+        engine.helper_tick()
+    device.finish(device.stream("H0"))
+    submitted = cast(Any, world.network.queues["star.b0"][0][0][1])
+    return float(submitted.inner[0])
+
+
+def test_a_childs_gradient_is_folded_once_it_is_on_the_device() -> None:
+    with running() as device:
+        assert fold_of_a_childs_gradient(device) == 1.0 and not device.faults
+    with running(KEPT) as device:
+        assert math.isnan(fold_of_a_childs_gradient(device))
+
+
+def kept_while_the_next_pass_begins(device: FakeDevice) -> float:
+    """What a helper keeps of a gradient that lost its step, where the next backward pass begins at once."""
+    world = relaxed_pair(device, Plan.partial(2, 1, epoch=1))
+    engine = world.engines[0]
+    with device.on("T0"):
+        for bucket in world.backward(engine):
+            world.give(engine, bucket)
+    engine.close(0)
+    with device.on("H0"):
+        engine.helper_tick()  # The step goes on without it.
+        device.finish(device.stream("T0"))
+        assert engine.flush_deferred()
+    with device.on("T0"):
+        engine.replica.reuse_buckets()
+        for bucket in engine.applier.buckets:
+            bucket.flat.fill_(math.nan)
+    device.finish(device.stream("T0"))
+    device.finish()
+    return float(cast(Any, engine._late._kept[0].flat).inner[0])
+
+
+def test_a_bucket_is_not_overwritten_while_the_helper_copies_it() -> None:
+    with running() as device:
+        assert kept_while_the_next_pass_begins(device) == WEIGHT and not device.faults
+    with running(BUCKET) as device:
+        assert math.isnan(kept_while_the_next_pass_begins(device))
+
+
+class HostClient:
+    """Servers that answer at once; they read what is pushed in host memory, as the real client does."""
+
+    def __init__(self) -> None:
+        self.pushed: list[torch.Tensor] = []
+        self.version = 0
+
+    def push(self, *, flats: Sequence[torch.Tensor], **given: Any) -> None:
+        self.pushed = [flat.detach().cpu() for flat in flats]
+
+    def wait(self, deadline_s: float) -> Any:
+        self.version += 1
+        params = [torch.full((len(flat) - 1,), float(self.version)) for flat in self.pushed]
+        return Reply("params", self.version, 1, applied=True, params=params)
+
+
+def pushed_to_servers(device: FakeDevice) -> list[float]:
+    world = relaxed_pair(device, Plan.ps(2, 1, servers=(0,)).replace(epoch=1))
+    engine, client = world.engines[0], HostClient()
+    with device.on("T0"):
+        engine.leave_rounds()
+        steps = ServerSteps(
+            engine, engine.plan, cast(Any, client), deadline_s=5.0, on_step=lambda info: None,
+            on_notes=lambda notes: None, plan_of=lambda epoch: None, same_session=lambda one, other: True,
+        )
+        for _ in range(3):
+            backward(world, 0)
+            steps.step(skip=False)
+    assert all(float(flat.min()) == float(flat.max()) == WEIGHT for flat in client.pushed)
+    return host_values(device, engine.applier.buckets[0].params[0])
+
+
+def test_servers_get_whole_gradients_and_the_host_waits_with_a_deadline() -> None:
+    with running() as device:
+        assert set(pushed_to_servers(device)) == {3.0} and not device.faults
+    with running(HOST) as device:
+        pushed_to_servers(device)
+        assert "the host waits for the device without a deadline" in device.faults
+
+
+class HostLink:
+    """A parent that has made one step more whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.pushed: list[torch.Tensor] = []
+
+    def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
+        self.pushed = [flat.detach().cpu() for flat in flats]
+        return version + 1
+
+    def parameters(self, least: int, patience_s: float, given_up: Any, **more: Any) -> Snapshot:
+        return Snapshot(least, [torch.full((SIZE,), float(least)) for _ in range(3)], [{}, {}, {}])
+
+
+def pushed_to_a_parent(device: FakeDevice) -> list[float]:
+    world = relaxed_pair(device, Plan.subgroup(2, (0,)).replace(epoch=1))
+    engine, link = world.engines[1], HostLink()
+    with device.on("T1"):
+        engine.leave_rounds()
+        steps = ChildSteps(
+            engine, engine.plan, cast(Any, link), others=lambda wanted: None, deadline_s=5.0, on_step=lambda info: None
+        )
+        for _ in range(3):
+            backward(world, 1)
+            steps.step(skip=False)
+    assert all(float(flat.min()) == float(flat.max()) == WEIGHT for flat in link.pushed)
+    return host_values(device, engine.applier.buckets[0].params[0])
+
+
+def test_a_parent_gets_whole_gradients_and_the_host_waits_with_a_deadline() -> None:
+    with running() as device:
+        assert set(pushed_to_a_parent(device)) == {3.0} and not device.faults
+    with running(HOST) as device:
+        pushed_to_a_parent(device)
+        assert "the host waits for the device without a deadline" in device.faults
+
+
+def shared_in_a_group(device: FakeDevice) -> list[float]:
+    """A group of two: rank 1 is away, and its proxy in a thread of its own takes part with nothing."""
+    world = relaxed_pair(device, Plan.grouped(2, [(0, 1)]).replace(epoch=1))
+    client, members = HostClient(), []
+    for engine in world.engines:
+        members.append(
+            GroupSteps(
+                engine, engine.plan, cast(Any, client), Port(world.network, engine.rank), (0, 1), deadline_s=5.0,
+                on_step=lambda info: None, on_notes=lambda notes: None, plan_of=lambda epoch: None,
+                same_session=lambda one, other: True,
+            )
+        )
+    pump = GroupPump(world, members)
+    for step in members:
+        step._reduce = functools.partial(pump.reduce, step)  # type: ignore[method-assign]
+    for _ in range(3):
+        backward(world, 0)
+        pump.step()
+    assert all(float(flat[0]) == WEIGHT for flat in client.pushed)
+    return host_values(device, world.engines[0].applier.buckets[0].params[0])
+
+
+class GroupPump:
+    """Runs the proxy of rank 1 at the places where rank 0 waits for it."""
+
+    def __init__(self, world: DeviceWorld, members: list[GroupSteps]) -> None:
+        self.world, self.members = world, members
+
+    def step(self) -> None:
+        with self.world.device.on("T0"):
+            self.members[0].step(skip=False)
+
+    def reduce(self, step: GroupSteps, items: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Rank 0 submits; the proxy, which holds nothing but zeros and its own head, submits the same names."""
+        network, device = self.world.network, self.world.device
+        mine = [network.submit(0, name, tensor) for name, tensor in items]
+        with device.on("G1"), step._engine.streams.own():
+            zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for _, t in items]
+            theirs = [network.submit(1, name, zero) for (name, _), zero in zip(items, zeros, strict=True)]
+        for name, _ in items:
+            for event in self.world._wanted():
+                device.finish_event(event)
+            network.end(name)
+        network.ended -= {*mine, *theirs}
+
+
+def test_a_group_sums_whole_gradients_and_hands_parameters_out() -> None:
+    with running() as device:
+        assert set(shared_in_a_group(device)) == {3.0} and not device.faults
+
+
+class LocalWorld(DeviceWorld):
+    """`local(2)`: ranks make different numbers of steps; helpers average for those that have ended theirs."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self.busy: set[int] = set()
+        super().__init__(*given, **options)
+
+    def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
+        engine = super()._engine(rank, seed, optimizer)
+        engine.agreement.plan = self.known[1] = Plan.local(self.world_size, steps=2).replace(epoch=1)
+        engine.averaging = LocalSteps(engine, functools.partial(self.wait, engine))
+        return engine
+
+    def wait(self, engine: RoundEngine) -> None:
+        """The training thread waits for an averaging; everybody else goes on."""
+        handles, stream = engine.own_handles(), self.device.current
+        while not all(engine.collective.poll(handle) for handle in handles):
+            self.device.current = stream
+            self.now_s += 1.0
+            self._tick()
+        self.device.current = stream
+        for handle in handles:
+            engine.collective.finish(handle)
+
+    def _advance(self, rank: int) -> None:
+        if rank not in self.busy:
+            self.busy.add(rank)
+            super()._advance(rank)
+            self.busy.discard(rank)
+
+    def _train(self, rank: int) -> Iterator[None]:
+        engine = self.engines[rank]
+        steps = cast(LocalSteps, engine.averaging).begin()
+        for _ in range(2 * max(1, self.lengths[rank] // 2)):
+            yield
+            for bucket in self.backward(engine):
+                steps.give(bucket)
+            yield
+            engine.streams.await_host()  # As `EngineDriver.step_outside` does.
+            steps.step(skip=False)
+            engine.replica.reuse_buckets()
+        engine.set_away(True)
+        self.inbox.append(("leave", rank, ()))
+
+    def check_params(self, params: Sequence[torch.Tensor], version: int, where: str) -> None:
+        """Between two averagings a rank's parameters are its own: of a snapshot only poison is known to be wrong."""
+        if where.startswith("a snapshot"):
+            if not all(bool(torch.isfinite(param).all()) for param in params):
+                raise Poisoned(f"{where}: {params}")
+        else:
+            super().check_params(params, version, where)
+
+    def expected(self, version: int) -> float:
+        return super().expected(2 * version)  # Steps that are averagings.
+
+    def _settle(self) -> None:
+        for engine in self.engines:
+            with self.device.on(f"T{engine.rank}"):
+                cast(LocalSteps, engine.averaging).take_over()
+        self.device.finish()
+        self.check()
+
+    def _check_norms(self, ears: Any) -> None:
+        """Nothing is sampled: the buffers hold parameters."""
+
+
+def averaged_job(seed: int, device: FakeDevice, lazy: str) -> LocalWorld:
+    return LocalWorld(seed, device, kernels=0.4, lazy=lazy, world_size=2 + seed % 2, steps=6)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32), lazy=st.sampled_from(["", "HS", "T"]))
+def test_averagings_of_local_steps_hold_no_poison(seed: int, lazy: str) -> None:
+    with running() as device:
+        averaged_job(seed, device, lazy).run()
+        assert not device.faults
