@@ -15,7 +15,7 @@ blocks are compared, as in a Welch test, not medians: where a rank is slow in a 
 none of that or nothing else. A block counts as four times the plan's median block at most: an evaluation in the middle
 of training is no step. Like is compared with like: only blocks in which ranks and links were in the same trouble.
 
-A plan that is dearer by 5 %, and by two standard errors, is left for the one it replaced. Its mode is not tried again
+A plan that is dearer by 5 %, and by 2.5 standard errors, is left for the one it replaced. Its mode is not tried again
 for a while, which doubles with each time, unless so much more is predicted of it than then that the error made then
 would not matter. If a rank is late, frozen or dead that changes only what is measured; nothing here waits.
 """
@@ -41,7 +41,7 @@ _KEPT = 64  # Blocks of each plan.
 _OLD_S, _OLD_STEPS = 120.0, 400  # What is older in both is no reference: the machine may be another by now.
 
 _HARM = 0.05
-_ERRORS = 2.0
+_ERRORS = 2.5
 _LEAST_STEPS, _LEAST_BLOCKS = 20.0, 3
 _SURE, _ENOUGH_BLOCKS = 0.04, 24  # Standard error, or number of blocks, with which a measurement is reported.
 _ERROR_FLOOR = 0.01

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["host", "interface", "mode", "policy", "tags", "target"]
+__all__ = ["host", "interface", "least_quorum", "mode", "policy", "tags", "target"]
 
 
 def mode() -> str | None:
@@ -29,6 +29,22 @@ def interface() -> str | None:
 def policy() -> str | None:
     """`STAR_POLICY`: who decides in mode `auto`, instead of `Config.policy`. Default: unset."""
     return os.environ.get("STAR_POLICY") or None
+
+
+def least_quorum() -> float | None:
+    """`STAR_LEAST_QUORUM`: part of the ranks that `auto` has to wait for, instead of `Config.least_quorum`. Default:
+    unset.
+
+    Raises:
+        ValueError: It is no number; `Config` judges its size.
+    """
+    value = os.environ.get("STAR_LEAST_QUORUM", "").strip()
+    if not value:
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"STAR_LEAST_QUORUM is {value!r}; expected a part of the ranks, 0.5 for example") from None
 
 
 def target() -> str | None:
