@@ -27,7 +27,7 @@ from scheduler.cost_model import Prediction, predict, rank
 from scheduler.freezes import Freezes
 from scheduler.guard import AccuracyGuard
 from scheduler.links import LinkMemory
-from scheduler.outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome
+from scheduler.outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms
 from scheduler.plans import SET_IDLE_S, Plan
 from scheduler.priors import prior_of
 from scheduler.readings import Readings
@@ -74,8 +74,9 @@ _CALM_LOSS = 1.1
 
 _WINDOW_STEPS = 64
 
-_CLEAR = 0.7
-"""Predicted time over that of the plan in force below which a switch is made although that was never measured."""
+_CLEAR, _EARLY_STEPS = 0.85, 40
+"""Predicted time over that of the plan in force below which a switch is made although that was never measured, and the
+steps for which others wait for it."""
 
 
 class CostPolicy:
@@ -128,6 +129,7 @@ class CostPolicy:
         self._outcome: SwitchOutcome | None = None  # Of the plan in force or, in `sync`, of the one before.
         self._check, self._backoff = OutcomeCheck(), ModeBackoff()
         self._shape = Shape(())
+        self._terms = Terms(1.0, 0.0, math.nan, math.nan)  # Of the plan in force.
         self._rental, self._near_rental = SkiRental(), SkiRental()
         self._freezes = Freezes()
         self._slow_since = SlowSince()
@@ -173,8 +175,8 @@ class CostPolicy:
         self._noise = conditions.noise
         trouble = find_trouble(conditions, self._least_share)
         self._now = (window, active, trouble)
-        self._shape = Shape.of(conditions, trouble.links)
-        self._check.see(self._shape)
+        self._shape, self._terms = Shape.of(conditions, trouble.links), _terms(active, conditions)
+        self._check.see(self._terms.level, trouble.links)
         back = self._left_again(window, conditions, active)
         if back is not None:
             self._going = back
@@ -382,8 +384,8 @@ class CostPolicy:
                 active,
                 predicted=now.relative / best.relative,
                 over_sync=1.0 / best.relative,
-                replaced_s=now.interval_s / now.progress,
-                shape=self._shape,
+                replaced_s=self._terms.interval_s / self._terms.gain,
+                level=self._terms.level,
             )
         return self._going
 
@@ -395,12 +397,7 @@ class CostPolicy:
         if expected is None or active.mode == "sync":
             return None
         plans = {one.label: one for one in (active, expected.replaced, Plan.sync(self.world_size))}
-        gains = {
-            label: max(1e-6, predict(one, conditions).progress) * _steps_of_a_round(one, conditions)
-            for label, one in plans.items()
-        }
-        frozen_s = {label: 0.0 if one.mode == "ps" else conditions.frozen_s for label, one in plans.items()}
-        outcome = self._check.judge(gains, frozen_s)
+        outcome = self._check.judge({label: _terms(one, conditions) for label, one in plans.items()})
         if outcome is None:
             return None
         self._outcome = outcome
@@ -416,7 +413,7 @@ class CostPolicy:
         over_sync = expected.over_sync / expected.predicted
         self._check.expect(
             back, Plan.sync(self.world_size), predicted=over_sync, over_sync=over_sync, replaced_s=math.inf,
-            shape=self._shape,
+            level=math.nan,
         )
         return back
 
@@ -429,7 +426,8 @@ class CostPolicy:
         """Whether little is promised and the plan in force not measured yet, so that nobody could tell afterwards."""
         if math.isnan(window.now_s) or trouble.frozen or best.relative < _CLEAR * now.relative:
             return False
-        return not self._check.measured(now.plan)
+        # Where trouble comes and goes, so that this never is, it is not waited for without end.
+        return self._check.steps < _EARLY_STEPS and not self._check.measured(now.plan, self._terms.level)
 
     def _was(self, active: Plan) -> str:
         """`; predicted 1.1x faster than sync, was 0.83x`, for the plan in force; empty before that is known."""
@@ -443,6 +441,14 @@ class CostPolicy:
         held = self._backoff.held(window.step, window.now_s)
         parts = [f"{mode} did harm and waits until step {until} at least" for mode, until in sorted(held.items())]
         return "".join(f"; {part}" for part in parts)
+
+
+def _terms(plan: Plan, conditions: Conditions) -> Terms:
+    """How what was measured of a plan counts now."""
+    found, steps = predict(plan, conditions), _steps_of_a_round(plan, conditions)
+    frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
+    level = (found.interval_s - frozen_s) * steps / conditions.typical_s
+    return Terms(max(1e-6, found.progress) * steps, frozen_s, level, found.interval_s * steps)
 
 
 def _same_family(active: Plan, plan: Plan) -> bool:

@@ -10,10 +10,15 @@ The progress is that of `scheduler.cost_model`, the same that `Prediction.relati
 gradients counts for less than one of all four. Freezes are rare and long: blocks with one are left out, and what they
 cost is added as `scheduler.freezes` expects it, to the plans that a freeze holds up.
 
-Updates are counted in blocks of a quarter of a second at least, since messages come in batches of a tenth. Means of
+Updates are counted in blocks of a fifth of a second at least, since messages come in batches of a tenth. Means of
 blocks are compared, as in a Welch test, not medians: where a rank is slow in a third of the steps, a median sees either
 none of that or nothing else. A block counts as four times the plan's median block at most: an evaluation in the middle
-of training is no step. Like is compared with like: only blocks in which ranks and links were in the same trouble.
+of training is no step.
+
+Like is compared with like. Every block keeps its level, what the model says an update of its plan takes in units of a
+usual rank's work, so that all ranks slower alike are no other level. Where the level of a plan is by now more than
+1.2 times another, its blocks are scaled to it; where it is more than twice another, or other links are slow, they say
+nothing of the present.
 
 A plan that is dearer by 5 %, and by 2.5 standard errors, is left for the one it replaced. Its mode is not tried again
 for a while, which doubles with each time, unless so much more is predicted of it than then that the error made then
@@ -33,10 +38,10 @@ import numpy as np
 from scheduler.conditions import Conditions
 from scheduler.plans import Plan
 
-__all__ = ["Block", "Comparison", "ModeBackoff", "OutcomeCheck", "Shape", "SwitchOutcome", "compare"]
+__all__ = ["Block", "Comparison", "ModeBackoff", "OutcomeCheck", "Shape", "SwitchOutcome", "Terms", "compare"]
 
-_BLOCK_STEPS, _BLOCK_S = 4, 0.25
-_SETTLING_STEPS, _SETTLING_S = 3, 0.3  # After a switch, and not counted: caches, connections, ranks that rejoin.
+_BLOCK_STEPS, _BLOCK_S = 4, 0.2
+_SETTLING_STEPS, _SETTLING_S = 3, 0.2  # After a switch, and not counted: caches, connections, ranks that rejoin.
 _KEPT = 64  # Blocks of each plan.
 _OLD_S, _OLD_STEPS = 120.0, 400  # What is older in both is no reference: the machine may be another by now.
 
@@ -45,11 +50,13 @@ _ERRORS = 2.5
 _LEAST_STEPS, _LEAST_BLOCKS = 20.0, 3
 _SURE, _ENOUGH_BLOCKS = 0.04, 24  # Standard error, or number of blocks, with which a measurement is reported.
 _ERROR_FLOOR = 0.01
-_PREDICTED_ERROR = 0.15
-"""Standard error of the interval predicted for the replaced plan, which stands in where that was in force too briefly
-to be measured: a switch at step 5 of a job."""
+_PREDICTED_ERROR, _PREDICTED_ROOM = 0.15, 1.05
+"""Standard error of the interval predicted for the replaced plan, which is taken where that was in force too briefly to
+be measured: a switch at step 5 of a job. It counts less the longer that goes on: a way back in vain costs little, and
+what the replaced plan costs is known then."""
 
 _OUTLIER = 4.0
+_SAME, _COMPARABLE = 1.2, 2.0  # Times another level.
 _ALIKE = math.log(1.5)
 """Trouble is the same while the slowdowns of the slower half of the ranks, in order of size, are within this factor: on
 a busy machine with jitter of 10 to 30 % who is slowest changes all the time, and changes nothing."""
@@ -89,14 +96,21 @@ class Block:
         end_step: With which step.
         steps: Updates in it.
         interval_s: Wall time of one.
-        shape: The trouble there was.
+        level: What one was predicted to take, in units of a usual rank's work.
+        links: Ranks with a slow link.
     """
 
     end_s: float
     end_step: int
     steps: int
     interval_s: float
-    shape: Shape
+    level: float
+    links: tuple[int, ...] = ()
+
+    def scaled_s(self, level: float) -> float:
+        """The interval to expect at another level."""
+        ratio = level / self.level
+        return self.interval_s * (ratio if not 1.0 / _SAME <= ratio <= _SAME else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +183,27 @@ def _mean(costs_s: Sequence[float]) -> tuple[float, float]:
     return mean_s, statistics.stdev(kept) / math.sqrt(len(kept)) / mean_s
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How the blocks of a plan count at present.
+
+    Attributes:
+        gain: Progress of an update in synchronous steps.
+        frozen_s: What freezes cost it per synchronous step.
+        level: As in `Block`.
+        interval_s: What an update is predicted to take, freezes counted.
+    """
+
+    gain: float
+    frozen_s: float
+    level: float
+    interval_s: float = math.nan
+
+    def costs_s(self, blocks: Sequence[Block]) -> list[float]:
+        """Seconds per synchronous step's worth of training, of each block."""
+        return [block.scaled_s(self.level) / self.gain + self.frozen_s for block in blocks]
+
+
 @dataclass(slots=True)
 class _Expected:
     """What a switch was made for, until its plan is in force and then while it is."""
@@ -177,8 +212,8 @@ class _Expected:
     replaced: Plan
     predicted: float  # Speed over the replaced plan.
     over_sync: float  # Speed over `sync`.
-    replaced_s: float  # Predicted cost of the replaced plan.
-    shape: Shape
+    replaced_s: float  # Predicted cost of the replaced plan,
+    level: float  # at this level of its own.
 
 
 @dataclass(slots=True)
@@ -202,10 +237,12 @@ class OutcomeCheck:
         self._tenure: _Tenure | None = None
         self._expected: _Expected | None = None
         self._blocks: dict[str, deque[Block]] = {}
-        self._shape: Shape | None = None
+        self._level = math.nan
+        self._links: tuple[int, ...] = ()
+        self._last_step = 0
 
     def expect(
-        self, plan: Plan, replaced: Plan, *, predicted: float, over_sync: float, replaced_s: float, shape: Shape
+        self, plan: Plan, replaced: Plan, *, predicted: float, over_sync: float, replaced_s: float, level: float
     ) -> None:
         """A switch was decided on; it may yet fail.
 
@@ -215,15 +252,16 @@ class OutcomeCheck:
             predicted: Predicted speed of the first over the second.
             over_sync: Predicted speed of the first over `sync`.
             replaced_s: Predicted cost of the second, seconds per synchronous step's progress.
-            shape: The trouble there is.
+            level: The level of the second.
         """
-        self._expected = _Expected(plan, replaced, predicted, over_sync, replaced_s, shape)
+        self._expected = _Expected(plan, replaced, predicted, over_sync, replaced_s, level)
 
-    def see(self, shape: Shape) -> None:
-        """The trouble there is, from now on."""
-        if self._tenure is not None and self._shape is not None and not shape.alike(self._shape):
+    def see(self, level: float, links: tuple[int, ...] = ()) -> None:
+        """The level of the plan in force and the ranks with slow links, from now on."""
+        ratio = level / self._level
+        if self._tenure is not None and not (1.0 / _SAME <= ratio <= _SAME and links == self._links):
             self._tenure.open = None  # What is half in one and half in the other says nothing.
-        self._shape = shape
+        self._level, self._links = level, links
 
     def note(self, step: int, now_s: float, active: Plan, *, frozen: bool) -> None:
         """Take in how far training is; called as often as there is a window.
@@ -236,10 +274,10 @@ class OutcomeCheck:
         """
         if math.isnan(now_s):
             return
-        tenure = self._tenure
+        tenure, self._last_step = self._tenure, step
         if tenure is None or tenure.epoch != active.epoch or step < tenure.begin_step:
             tenure = self._begin(step, now_s, active)
-        if frozen or self._shape is None:
+        if frozen or math.isnan(self._level):
             tenure.open = None
             return
         if step - tenure.begin_step < _SETTLING_STEPS or now_s - tenure.begin_s < _SETTLING_S:
@@ -249,36 +287,44 @@ class OutcomeCheck:
             return
         began_s, first = tenure.open
         if step - first >= _BLOCK_STEPS and now_s - began_s >= _BLOCK_S:
-            block = Block(now_s, step, step - first, (now_s - began_s) / (step - first), self._shape)
+            interval_s = (now_s - began_s) / (step - first)
+            block = Block(now_s, step, step - first, interval_s, self._level, self._links)
             tenure.blocks.append(block)
             self._blocks.setdefault(tenure.label, deque(maxlen=_KEPT)).append(block)
             tenure.open = (now_s, step)
 
-    def measured(self, plan: Plan) -> bool:
-        """Whether the plan's cost is known in the present trouble."""
-        return len(self._alike(self._blocks.get(plan.label, ()))) >= _LEAST_BLOCKS
+    def measured(self, plan: Plan, level: float) -> bool:
+        """Whether the cost of a plan of the present level is known."""
+        return len(self._comparable(self._blocks.get(plan.label, ()), level)) >= _LEAST_BLOCKS
+
+    @property
+    def steps(self) -> int:
+        """Updates under the plan in force, as far as is known."""
+        if self._tenure is None:
+            return 0
+        return self._last_step - self._tenure.begin_step
 
     @property
     def expected(self) -> _Expected | None:
         """What the plan in force was expected to do, None where it was not chosen for its speed."""
         return self._tenure.expected if self._tenure is not None else None
 
-    def judge(self, gains: dict[str, float], frozen_s: dict[str, float]) -> SwitchOutcome | None:
+    def judge(self, terms: dict[str, Terms]) -> SwitchOutcome | None:
         """What became of the plan in force; None while that is not known, or was said and has not changed.
 
         Args:
-            gains: Progress of an update in synchronous steps, of the plans named `references` and the one in force.
-            frozen_s: What freezes cost each of them per synchronous step.
+            terms: Of the plan in force and those named `references`.
         """
         tenure = self._tenure
-        if tenure is None or tenure.expected is None or not self._shape:
+        if tenure is None or tenure.expected is None:
             return None
-        own = self._costs(self._alike(tenure.blocks), tenure.label, gains, frozen_s)
-        steps = gains[tenure.label] * sum(block.steps for block in self._alike(tenure.blocks))
+        here = terms[tenure.label]
+        blocks = self._comparable(tenure.blocks, here.level)
+        own = here.costs_s(blocks)
+        steps = here.gain * sum(block.steps for block in blocks)
         if len(own) < _LEAST_BLOCKS or steps < _LEAST_STEPS:
             return None
-        found = [self._against(name, own, steps, gains, frozen_s) for name in self.references]
-        known = [one for one in found if one is not None]
+        known = [one for one in (self._against(name, own, steps, terms[name]) for name in self.references) if one]
         harmful = max((one for one in known if one[1].harmful), key=lambda one: one[1].ratio, default=None)
         if harmful is not None:
             return self._outcome(*harmful)
@@ -306,35 +352,31 @@ class OutcomeCheck:
         self._tenure = _Tenure(active.epoch, active.label, now_s, step, expected)
         return self._tenure
 
-    def _alike(self, blocks: Sequence[Block] | deque[Block]) -> list[Block]:
-        """Of some blocks those of the present trouble that are not too old."""
-        if not blocks or self._shape is None:
+    def _comparable(self, blocks: Sequence[Block] | deque[Block], level: float) -> list[Block]:
+        """Of some blocks of a plan, by now of this level, those that say something of the present."""
+        if not blocks:
             return []
         last = self._tenure.blocks[-1] if self._tenure is not None and self._tenure.blocks else blocks[-1]
         return [
             block
             for block in blocks
-            if block.shape.alike(self._shape)
+            if 1.0 / _COMPARABLE <= level / block.level <= _COMPARABLE
+            and block.links == self._links
             and (last.end_s - block.end_s <= _OLD_S or last.end_step - block.end_step <= _OLD_STEPS)
         ]
 
-    @staticmethod
-    def _costs(
-        blocks: Sequence[Block], label: str, gains: dict[str, float], frozen_s: dict[str, float]
-    ) -> list[float]:
-        return [block.interval_s / gains[label] + frozen_s[label] for block in blocks]
-
     def _against(
-        self, name: str, own: Sequence[float], steps: float, gains: dict[str, float], frozen_s: dict[str, float]
+        self, name: str, own: Sequence[float], steps: float, there: Terms
     ) -> tuple[str, Comparison] | None:
         tenure = self._tenure
         assert tenure is not None and tenure.expected is not None
-        others = self._costs(self._alike(self._blocks.get(name, ())), name, gains, frozen_s)
+        others = there.costs_s(self._comparable(self._blocks.get(name, ()), there.level))
         if len(others) >= _LEAST_BLOCKS:
             return name, compare(own, others, steps)
-        expected, shape = tenure.expected, self._shape
-        if name == expected.replaced.label and shape is not None and shape.alike(expected.shape):
-            return name, compare(own, [expected.replaced_s], steps, old_error=_PREDICTED_ERROR)
+        expected = tenure.expected
+        if name == expected.replaced.label and 1.0 / _SAME <= there.level / expected.level <= _SAME:
+            error = _PREDICTED_ERROR * math.sqrt(_LEAST_BLOCKS / len(own))
+            return name, compare(own, [_PREDICTED_ROOM * expected.replaced_s], steps, old_error=error)
         return None
 
     def _outcome(self, against: str, found: Comparison) -> SwitchOutcome:
