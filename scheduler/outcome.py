@@ -259,7 +259,7 @@ class OutcomeCheck:
     def see(self, level: float, links: tuple[int, ...] = ()) -> None:
         """The level of the plan in force and the ranks with slow links, from now on."""
         ratio = level / self._level
-        if self._tenure is not None and not (1.0 / _SAME <= ratio <= _SAME and links == self._links):
+        if self._tenure is not None and not (1.0 / _COMPARABLE <= ratio <= _COMPARABLE and links == self._links):
             self._tenure.open = None  # What is half in one and half in the other says nothing.
         self._level, self._links = level, links
 

@@ -129,6 +129,26 @@ def test_what_was_measured_in_less_trouble_is_scaled_to_the_present() -> None:
     assert job.found[0].measured == pytest.approx(1.7 * 0.05 / 0.06, rel=0.05)
 
 
+def test_who_is_slow_may_change_all_the_time() -> None:
+    """On a busy machine what is predicted of a step goes up and down with every look."""
+    job, turn = Training(), 0
+    rng = np.random.default_rng(3)
+
+    def go(plan: Plan, step_s: float) -> None:
+        nonlocal turn
+        for _ in range(60):
+            for name in job.levels:
+                job.levels[name] = math.exp(0.2 * float(rng.standard_normal()))
+            if not job.harmful:
+                turn += job.go(plan, 4, step_s, 0.15, until_harm=True)
+
+    go(SYNC, 0.05)
+    job.expect(PARTIAL)
+    turn = 0
+    go(PARTIAL, 0.065)
+    assert job.harmful and turn < 240
+
+
 def test_updates_count_by_their_progress() -> None:
     for interval_s, harmful in ((0.75 * 0.05, False), (0.05, True)):
         job, servers = Training(), Plan.ps(4, 3, epoch=1)
