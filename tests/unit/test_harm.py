@@ -26,5 +26,5 @@ def test_the_table_tells_what_auto_tried() -> None:
     run = {"plans": [{"mode": "sync"}, {"mode": "partial(1)"}, {"mode": "sync"}], "outcomes": [{"harmful": True}]}
     one = {"ranks": 2, "load": 1, "share": 0.5, "steps": 100, "sync_s": 2.0, "auto_s": 2.06, "ratio": 1.03}
     table = _table([{**one, "runs": {"auto": [run]}}])
-    cells = [list(column.cells)[0] for column in table.columns]
+    cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == ["2", "1 x 50%", "20.0", "20.6", "1.030", "sync, partial(1), sync", "1"]
