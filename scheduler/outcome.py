@@ -40,7 +40,7 @@ from scheduler.plans import Plan
 
 __all__ = ["Block", "Comparison", "ModeBackoff", "OutcomeCheck", "Shape", "SwitchOutcome", "Terms", "compare"]
 
-_BLOCK_STEPS, _BLOCK_S = 4, 0.2
+_BLOCK_STEPS, _BLOCK_S = 2, 0.2
 _SETTLING_STEPS, _SETTLING_S = 3, 0.2  # After a switch, and not counted: caches, connections, ranks that rejoin.
 _KEPT = 64  # Blocks of each plan.
 _OLD_S, _OLD_STEPS = 120.0, 400  # What is older in both is no reference: the machine may be another by now.
@@ -48,7 +48,7 @@ _OLD_S, _OLD_STEPS = 120.0, 400  # What is older in both is no reference: the ma
 _HARM = 0.05
 _ERRORS = 2.5
 _LEAST_STEPS, _LEAST_BLOCKS = 20.0, 3
-_SURE, _ENOUGH_BLOCKS = 0.04, 24  # Standard error, or number of blocks, with which a measurement is reported.
+_SURE, _ENOUGH_BLOCKS = 0.05, 24  # Standard error, or number of blocks, with which a measurement is reported.
 _ERROR_FLOOR = 0.01
 _PREDICTED_ERROR, _PREDICTED_ROOM = 0.15, 1.05
 """Standard error of the interval predicted for the replaced plan, which is taken where that was in force too briefly to
