@@ -6,6 +6,7 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ STYLE = {
 }
 FRESH_COLOR, MISSING_COLOR, FOLD_COLOR = "#1f6feb", "#f4d6a0", "#c77700"
 SMOOTHED = 3
+TITLE_CHARACTERS = 100  # Of a line, in the plot's width.
 DPI = 150
 
 
@@ -44,12 +46,23 @@ class Strip:
         members: 1 where a rank's fresh gradient is in the step, shape (n_ranks, n_steps).
         fold_times_s: Ends of the steps in which late gradients were folded.
         modes: Mode of each step, shape (n_steps,).
+        steps: Number of each, same shape.
     """
 
     edges_s: list[float]
     members: list[list[int]]
     fold_times_s: list[float]
     modes: list[str]
+    steps: list[int]
+
+    @property
+    def changes(self) -> list[tuple[float, int, str]]:
+        """Every change of mode: when, the first step, and the mode."""
+        return [
+            (self.edges_s[index], self.steps[index], self.modes[index])
+            for index in range(1, len(self.modes))
+            if self.modes[index] != self.modes[index - 1]
+        ]
 
 
 def plot(summary: dict[str, Any], path: Path, variants: Sequence[str] = tuple(STYLE)) -> None:
@@ -106,6 +119,7 @@ def member_strip(run: dict[str, Any] | None, ranks: int) -> Strip | None:
         members=members,
         fold_times_s=[end_s for end_s, entry in zip(edges, timeline, strict=True) if entry.get("folds", 0) > 0],
         modes=[str(entry["mode"]) for entry in timeline],
+        steps=[int(entry["step"]) for entry in timeline],
     )
 
 
@@ -161,7 +175,11 @@ def _draw_strip(axes: Axes, strip: Strip) -> None:
     axes.set_yticks(range(ranks + 1), [*(f"rank {rank}" for rank in range(ranks)), "folded"])
     axes.set_ylim(ranks + 0.6, -0.6)
     axes.tick_params(axis="y", length=0)
-    axes.set_title(f"star_hvd, {_first_switch(strip.modes)}", loc="left", fontsize=10)
+    for time_s, _, _ in strip.changes:
+        axes.axvline(time_s, color="0.15", linewidth=1.0, linestyle=(0, (3, 2)))
+    lines = textwrap.wrap(_modes_phrase(strip), TITLE_CHARACTERS)
+    beside = len(lines[-1]) <= TITLE_CHARACTERS // 2  # The legend, in the same line.
+    axes.set_title("\n".join(lines if beside else [*lines, ""]), loc="left", fontsize=10)
     handles = [
         Patch(color=FRESH_COLOR, label="fresh"),
         Patch(color=MISSING_COLOR, label="not waited for"),
@@ -172,11 +190,12 @@ def _draw_strip(axes: Axes, strip: Strip) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _first_switch(modes: Sequence[str]) -> str:
-    for step, mode in enumerate(modes):
-        if mode != modes[0]:
-            return f"{mode} from step {step}"
-    return f"{modes[0]} throughout"
+def _modes_phrase(strip: Strip) -> str:
+    """All modes in their order: `star_hvd: sync, partial(3) from step 5, ps(backup=1) from step 77`."""
+    if not strip.changes:
+        return f"star_hvd: {strip.modes[0]} throughout"
+    names = ", ".join(f"{mode} from step {step}" for _, step, mode in strip.changes)
+    return f"star_hvd: {strip.modes[0]}, {names}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

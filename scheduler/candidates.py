@@ -22,7 +22,8 @@ from scheduler.placement import HostLoad, place_servers
 from scheduler.plans import MODES, Plan
 from scheduler.readings import slow_limit_s
 
-__all__ = ["Trouble", "candidates", "find_trouble", "same_plan"]
+__all__ = ["LEAST_SHARE", "Trouble", "candidates", "enough_ranks", "find_trouble", "most_left_out",
+           "reachable", "same_plan"]
 
 _SELDOM = 0.08
 """Part of its reports that make a rank slow now and then; alexnet's 5 ms of jitter reach 3 % past `RESOLUTION_S`."""
@@ -48,6 +49,10 @@ _A_LITTLE = 1.15
 
 _PLACING_S = 0.05  # As in `policy_causes`.
 
+LEAST_SHARE = 0.5
+"""Part of the ranks whose gradients a step waits for, at least: with fewer it is another, smaller training that goes
+on, on the word of a model of which nobody has checked that it fits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trouble:
@@ -71,8 +76,13 @@ class Trouble:
         return bool(self.slow or self.now_and_then or self.links or self.frozen)
 
 
-def find_trouble(conditions: Conditions) -> Trouble:
-    """Read off the expected times who is in trouble; nobody beyond half of the ranks."""
+def most_left_out(world_size: int, least_share: float = LEAST_SHARE) -> int:
+    """Ranks that a plan may do without, at least one."""
+    return max(1, world_size - math.ceil(least_share * world_size - 1e-9))
+
+
+def find_trouble(conditions: Conditions, least_share: float = LEAST_SHARE) -> Trouble:
+    """Read off the expected times who is in trouble; of those slow at once as many as a plan may do without."""
     times = conditions.times_s
     usual_s, typical_s = conditions.usual_s, conditions.typical_s
     limit_s = slow_limit_s(typical_s)
@@ -86,7 +96,7 @@ def find_trouble(conditions: Conditions) -> Trouble:
     overlap = np.where(late, np.maximum(load, 1.0), 0.0).sum(axis=1).mean()
     counts = sorted(count for count in late.sum(axis=1).tolist() if count)
     at_once = {int(_quantile(counts, 0.5)), int(_quantile(counts, 0.9)), round(float(overlap))} if counts else {1}
-    most = max(1, conditions.world_size // 2)
+    most = most_left_out(conditions.world_size, least_share)
     if 0 < len(slow) <= most:
         at_once.add(len(slow))
     return Trouble(
@@ -123,6 +133,7 @@ def candidates(
     allowed: Collection[str] = MODES,
     hosts: Sequence[str] | None = None,
     trouble: Trouble | None = None,
+    least_share: float = LEAST_SHARE,
 ) -> list[Plan]:
     """The plans to choose among: `sync` first, then the active one, each once.
 
@@ -133,18 +144,20 @@ def candidates(
         allowed: Modes this job can run. `sync` is offered where nothing else is.
         hosts: Host of every rank, to place servers.
         trouble: What `find_trouble` found, where the caller has asked already.
+        least_share: See `enough_ranks`.
     """
     n = conditions.world_size
     offered = [active if active is not None and active.mode == "sync" else Plan.sync(n)]
     if n > 1:
-        trouble = find_trouble(conditions) if trouble is None else trouble
+        trouble = find_trouble(conditions, least_share) if trouble is None else trouble
+        most = most_left_out(n, least_share)
         offered += [active] if active is not None else []
         offered += [Plan.partial(n, n - out) for out in trouble.at_once if out < n]
         if trouble:
-            offered += _subgroups(conditions, trouble)
+            offered += _subgroups(conditions, trouble, most)
             offered += _grouped(conditions)
             if n <= _MANY or trouble.links or trouble.frozen:
-                offered += _servers(conditions, trouble, hosts)
+                offered += _servers(conditions, trouble, hosts, most)
             offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
             if n <= _MANY:
                 # Who is not known to be slow is waited for anyway: what half of the ranks costs is noise, if anything.
@@ -156,11 +169,42 @@ def candidates(
     for plan in offered:
         if plan.mode not in allowed:
             continue
+        if plan is not active and not (enough_ranks(plan, least_share) and reachable(plan, active)):
+            continue
         if plan is not active and plan.mode in ("sync", "partial", "subgroup"):
             differs = any(getattr(plan, name) != value for name, value in carried.items())
             plan = plan.replace(**carried) if differs else plan
         found.setdefault(_key(plan), plan)
     return list(found.values()) or [Plan.sync(n).replace(**carried)]
+
+
+def enough_ranks(plan: Plan, least_share: float = LEAST_SHARE) -> bool:
+    """Whether steps wait for the fresh gradients of so many ranks that `auto` may take the plan unasked.
+
+    This is about ranks that are left out: quorum and members. `ps` with x below n and `grouped` leave nobody out, for
+    every gradient is an update or part of one, of x / n the length, when it comes; backup workers are left out. A
+    subgroup of one member is no group: that is one rank training alone.
+
+    Args:
+        plan: The plan.
+        least_share: Part of the ranks, 0 to 1.
+    """
+    if plan.mode in ("partial", "subgroup") or plan.rule == "backup":
+        least = max(least_share * plan.world_size, 2.0 if plan.mode == "subgroup" else 1.0)
+        return plan.quorum >= least - 1e-9
+    return True
+
+
+def reachable(plan: Plan, active: Plan | None) -> bool:
+    """Whether a plan can follow on the one in force without going through `sync`, as `star_hvd.control.resolve` has it.
+
+    A plan that is refused time and again keeps every other one away.
+    """
+    if active is None or plan.family != active.family:
+        return True
+    if plan.family == "subgroup":
+        return bool(set(plan.members) & set(active.members))
+    return not (plan.family == "ps" and (active.parents or plan.parents or plan.fan_in))
 
 
 def same_plan(one: Plan, other: Plan) -> bool:
@@ -174,7 +218,7 @@ def _key(plan: Plan) -> tuple[object, ...]:
             plan.local_s, plan.lr_rule)
 
 
-def _subgroups(conditions: Conditions, trouble: Trouble) -> list[Plan]:
+def _subgroups(conditions: Conditions, trouble: Trouble, most: int) -> list[Plan]:
     """Without the slow ranks, without the slow links, without either, and without those a little slower either."""
     n, plans = conditions.world_size, []
     both = frozenset((*trouble.slow, *trouble.links))
@@ -183,7 +227,7 @@ def _subgroups(conditions: Conditions, trouble: Trouble) -> list[Plan]:
         slower = np.flatnonzero(conditions.usual_s > _A_LITTLE * conditions.typical_s)
         without.append(both | frozenset(slower.tolist()))
     for outside in dict.fromkeys(without):
-        if 0 < len(outside) <= n // 2:
+        if 0 < len(outside) <= most:
             plans.append(Plan.subgroup(n, [r for r in range(n) if r not in outside]))
     return plans
 
@@ -229,7 +273,7 @@ def _best_links(conditions: Conditions, bad: Collection[int], hosts: Sequence[st
     return sorted(found)
 
 
-def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | None) -> list[Plan]:
+def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | None, left_out: int) -> list[Plan]:
     n = conditions.world_size
     bad = {*trouble.slow, *trouble.links, *trouble.frozen}
     ranks: Sequence[int] = range(n)
@@ -252,7 +296,7 @@ def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | No
     )
     servers = placed.servers
     out = [len(bad), *trouble.at_once]
-    wanted = sorted({n - count for count in out if 0 < count <= n // 2}, reverse=True)
+    wanted = sorted({n - count for count in out if 0 < count <= left_out}, reverse=True)
     if n > _MANY:
         return [Plan.ps(n, x, servers=servers) for x in wanted[:1]]
     plans = [Plan.ps(n, x, servers=servers) for x in wanted]

@@ -26,7 +26,7 @@ from scheduler.readings import slow_limit_s
 from scheduler.replay import Flow, order_interval, partial_flow, server_flow
 from scheduler.spread import widened
 
-__all__ = ["Prediction", "order_interval", "predict", "rank", "settle"]
+__all__ = ["Prediction", "order_interval", "predict", "rank", "ring_s", "settle"]
 
 _Ranks = npt.NDArray[np.int64]
 
@@ -60,6 +60,8 @@ class Prediction:
         drift: Mean drift of its gradients.
         reach: Chance to reach the target's accuracy.
         learned: The learned predictor made it: its interval is calibrated as it is.
+        bound: The speed over `sync` to which it was cut, as its mode can give no more (`scheduler.bounds`); 0 where it
+            was not.
     """
 
     plan: Plan
@@ -71,6 +73,7 @@ class Prediction:
     drift: float
     reach: float
     learned: bool = False
+    bound: float = 0.0
 
     @property
     def told(self) -> tuple[float, float]:
@@ -168,7 +171,7 @@ def _wire_s(conditions: Conditions, rate: Array) -> float:
     return 2.0 * (len(rate) - 1) / len(rate) * conditions.comm_bytes / float(rate.min())
 
 
-def _ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None) -> float:
+def ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None) -> float:
     """What an all-reduce takes besides what computing hides."""
     rate = conditions.rate if members is None else conditions.rate[np.asarray(members)]
     if len(rate) < 2:
@@ -206,7 +209,7 @@ def _flow(plan: Plan, conditions: Conditions, shared: dict[str, Flow]) -> Flow:
 
 def _sync(plan: Plan, conditions: Conditions) -> Flow:
     steps = conditions.times_s.max(axis=1)
-    interval_s = float(steps.mean()) + _ring_s(conditions) + conditions.frozen_s
+    interval_s = float(steps.mean()) + ring_s(conditions) + conditions.frozen_s
     return Flow.fresh(interval_s, conditions.world_size, float(steps.std()) / math.sqrt(len(steps)) / interval_s)
 
 
@@ -215,7 +218,7 @@ def _partials(candidates: Sequence[Plan], conditions: Conditions) -> dict[str, F
     plans = [plan for plan in candidates if plan.mode == "partial"]
     if not plans:
         return {}
-    fixed_s = _ring_s(conditions)
+    fixed_s = ring_s(conditions)
     flows = partial_flow(
         conditions.times_s, [plan.quorum for plan in plans], fixed_s, relative=[p.damping != "inverse" for p in plans]
     )
@@ -245,7 +248,7 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
     inside[members] = True
     outside = np.flatnonzero(~inside)
     steps = conditions.times_s[:, members].max(axis=1)
-    interval_s = float(steps.mean()) + _ring_s(conditions, members) + _helpers_s(conditions, outside)
+    interval_s = float(steps.mean()) + ring_s(conditions, members) + _helpers_s(conditions, outside)
     way_s = 2.0 * conditions.comm_bytes / conditions.rate[outside] + _WAY_S
     late = np.maximum(1.0, np.ceil((conditions.usual_s[outside] + way_s) / interval_s))
     kept = np.where(late > plan.max_staleness, 0.0, 1.0 / (1.0 + late) if plan.damping == "inverse" else 1.0)
@@ -285,7 +288,7 @@ def _crews(plan: Plan, conditions: Conditions, times: Array, way_s: float) -> Fl
         one_s = float(times[:, list(group)].max(axis=1).mean())
         if plan.mode == "grouped":
             rate = float(conditions.rate[group[0]])
-            one_s += _ring_s(conditions, group) + way_s + 2.0 * conditions.comm_bytes / rate
+            one_s += ring_s(conditions, group) + way_s + 2.0 * conditions.comm_bytes / rate
         cycle.append(one_s)
     rates = 1.0 / np.array(cycle)
     stale = (rates.sum() - rates) / rates

@@ -6,6 +6,10 @@ lasts costs at most twice the best that hindsight knows. Where the best one has 
 back, like `partial` from `sync`, is taken meanwhile. Hysteresis: a candidate must be better than the active plan by
 5 %; the return to `sync` when nobody is slow any more needs no gain. Guard of accuracy (`scheduler.guard`): losses that
 rise, or a noise scale that does, end a relaxed mode at once and for a while.
+
+What followed a switch is measured (`scheduler.outcome`): a plan that makes steps dearer than the one it replaced is
+left again, and its mode waits. A switch for little is not made before the plan in force was measured, as nothing could
+be compared then.
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from scheduler.candidates import Trouble, candidates, find_trouble, same_plan
+from scheduler.bounds import bounded
+from scheduler.candidates import LEAST_SHARE, Trouble, candidates, find_trouble, reachable, same_plan
 from scheduler.conditions import Conditions
-from scheduler.cost_model import Prediction, rank
+from scheduler.cost_model import Prediction, predict, rank
 from scheduler.freezes import Freezes
 from scheduler.guard import AccuracyGuard
 from scheduler.links import LinkMemory
+from scheduler.outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms
 from scheduler.plans import SET_IDLE_S, Plan
 from scheduler.priors import prior_of
 from scheduler.readings import Readings
@@ -68,6 +74,10 @@ _CALM_LOSS = 1.1
 
 _WINDOW_STEPS = 64
 
+_CLEAR, _EARLY_STEPS = 0.85, 40
+"""Predicted time over that of the plan in force below which a switch is made although that was never measured, and the
+steps for which others wait for it."""
+
 
 class CostPolicy:
     """Decides by predictions.
@@ -77,12 +87,14 @@ class CostPolicy:
         ranker: Predictions for candidates, in any order; the cost model if None.
         hosts: Host of every rank, to place servers.
         gain: Least predicted gain that is worth a switch.
+        least_share: Part of the ranks whose fresh gradients a plan has to wait for (`candidates.enough_ranks`).
 
     Attributes:
         price: The price of staleness as learned so far.
         last: Predictions behind the last decision, best first.
         coming: A plan that may be chosen soon and takes time to get ready, None without one.
         guard: The guard of accuracy.
+        outcomes: What became of switches, the latest last; whoever reads them may empty the list.
 
     Raises:
         ValueError: Numbers out of range.
@@ -95,11 +107,14 @@ class CostPolicy:
         ranker: Ranker | None = None,
         hosts: Sequence[str] | None = None,
         gain: float = _GAIN,
+        least_share: float = LEAST_SHARE,
     ) -> None:
         if world_size < 1 or not 0.0 <= gain < 1.0:
             raise ValueError(f"world_size is {world_size} and gain {gain}; expected at least 1, and 0 <= gain < 1")
         if hosts is not None and len(hosts) != world_size:
             raise ValueError(f"{len(hosts)} hosts for {world_size} ranks; expected one for each")
+        if not 0.0 < least_share <= 1.0:
+            raise ValueError(f"least_share is {least_share}; expected a part of the ranks, above 0 and at most 1")
         self.world_size = world_size
         self.price = StalenessPrice()
         self._sized_bytes = 0  # What its prior was made for.
@@ -109,6 +124,12 @@ class CostPolicy:
         self._ranker = ranker
         self._hosts = hosts
         self._gain = gain
+        self._least_share = least_share
+        self.outcomes: list[SwitchOutcome] = []
+        self._outcome: SwitchOutcome | None = None  # Of the plan in force or, in `sync`, of the one before.
+        self._check, self._backoff = OutcomeCheck(), ModeBackoff()
+        self._shape = Shape(())
+        self._terms = Terms(1.0, 0.0, math.nan, math.nan)  # Of the plan in force.
         self._rental, self._near_rental = SkiRental(), SkiRental()
         self._freezes = Freezes()
         self._slow_since = SlowSince()
@@ -152,8 +173,14 @@ class CostPolicy:
         )
         conditions = dataclasses.replace(conditions, rate=self._links.note(window, active, conditions.rate))
         self._noise = conditions.noise
-        trouble = find_trouble(conditions)
+        trouble = find_trouble(conditions, self._least_share)
         self._now = (window, active, trouble)
+        self._shape, self._terms = Shape.of(conditions, trouble.links), _terms(active, conditions)
+        self._check.see(self._terms.level, trouble.links)
+        back = self._left_again(window, conditions, active)
+        if back is not None:
+            self._going = back
+            return back
         self._calm_since = None if trouble else window.step if self._calm_since is None else self._calm_since
         lost_s = self._freezes.take_lost_s()
         if active.mode == "sync" and (not trouble or self.guard.holds(window.step)):
@@ -161,11 +188,16 @@ class CostPolicy:
             self._rest(window)
             self.last = []
             return None
-        offered = candidates(conditions, active, allowed=window.allowed, hosts=self._hosts, trouble=trouble)
-        if self._ranker is None:
-            self.last = rank(offered, conditions)
-        else:
-            self.last = sorted(self._ranker(offered, conditions, window, active), key=lambda p: p.relative)
+        offered = candidates(
+            conditions, active, allowed=window.allowed, hosts=self._hosts, trouble=trouble,
+            least_share=self._least_share,
+        )
+        found = (
+            rank(offered, conditions)
+            if self._ranker is None
+            else self._ranker(offered, conditions, window, active)
+        )
+        self.last = bounded(found, conditions)
         return self._choose(window, conditions, active, trouble, lost_s) if self.last else None
 
     def watch(self, window: Window, active: Plan) -> None:
@@ -174,6 +206,7 @@ class CostPolicy:
         typical_s = Readings.of(window).typical_s
         if not math.isnan(typical_s):
             self._freezes.note(window, active, typical_s)
+        self._check.note(window.step, window.now_s, active, frozen=self._freezes.now)
 
     def observe(self, plan: Plan, updates: float, decrease: float, drift: float) -> None:
         """What training achieved under a plan: the price of staleness is learned from it."""
@@ -205,10 +238,10 @@ class CostPolicy:
             return self._going.reason
         if active.mode != "sync":
             calm = f"; nobody is slow since step {self._calm_since}" if self._calm_since is not None else ""
-            return f"{active.reason or active.label}{calm}"
+            return f"{active.reason or active.label}{calm}{self._was(active)}"
         text = who(window, trouble, self._freezes.freezing, self._slow_since.steps)
         if not trouble or not self.last:
-            return f"{text}: sync"
+            return f"{text}: sync{self._held_back(window)}"
         if self._waiting is not None:
             best, left_s = self._waiting
             return f"{text}: {comparison(self.last, best, None)}; sync until that has cost {left_s:.2g} s more"
@@ -216,7 +249,9 @@ class CostPolicy:
         if other is None:
             return f"{text}: sync, no other mode can run"
         speed = 1.0 / max(other.relative, 1e-9)
-        return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast, too little for a switch"
+        held = self._held_back(window)
+        why = held or ", too little for a switch"
+        return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}"
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -226,6 +261,7 @@ class CostPolicy:
         now = next((p for p in self.last if same_plan(p.plan, active)), None)
         sync = next((p for p in self.last if p.plan.mode == "sync"), None)
         sane = [p for p in self.last if p.high < _RISK or p is now or p is sync] or self.last
+        sane = [p for p in sane if p is now or p is sync or not self._held(window, p, now)] or self.last
         best = _most_patient(sane)
         if now is None:
             return self._go(window, best, active, None, trouble)
@@ -234,6 +270,8 @@ class CostPolicy:
             return self._safe(active, f"nobody was slow since step {self._calm_since}")
         if best is now or not best.relative < (1.0 - self._gain) * now.relative:
             self._rest(window)
+            return None
+        if self._too_early(window, best, now, trouble):
             return None
         price_s = self._price_s(conditions, active, best.plan)
         near_by = [p for p in sane if _same_family(active, p.plan)]
@@ -340,7 +378,77 @@ class CostPolicy:
             why = f"{active.label} cannot run any more; {why}"
         reason = f"{why}: {comparison(self.last, best, now)}"
         self._going = best.plan.replace(epoch=active.epoch + 1, reason=reason)
+        if now is not None:
+            self._check.expect(
+                self._going,
+                active,
+                predicted=now.relative / best.relative,
+                over_sync=1.0 / best.relative,
+                replaced_s=self._terms.interval_s / self._terms.gain,
+                level=self._terms.level,
+            )
         return self._going
+
+    # ---- what became of the last switch -----------------------------------------------------------------------------
+
+    def _left_again(self, window: Window, conditions: Conditions, active: Plan) -> Plan | None:
+        """The plan that the one in force replaced, where that turns out to have been the better one; else None."""
+        expected = self._check.expected
+        if expected is None or active.mode == "sync":
+            return None
+        plans = {one.label: one for one in (active, expected.replaced, Plan.sync(self.world_size))}
+        outcome = self._check.judge({label: _terms(one, conditions) for label, one in plans.items()})
+        if outcome is None:
+            return None
+        self._outcome = outcome
+        self.outcomes.append(outcome)
+        if not outcome.harmful:
+            return None
+        self._backoff.hold(active.mode, outcome, self._shape, window.step, window.now_s)
+        self._rest(window)
+        before = plans[outcome.against]
+        if before.mode == "sync" or before.mode not in window.allowed or not reachable(before, active):
+            return self._safe(active, outcome.sentence)
+        back = before.replace(epoch=active.epoch + 1, reason=f"{outcome.sentence}: {before.label}")
+        over_sync = expected.over_sync / expected.predicted
+        self._check.expect(
+            back, Plan.sync(self.world_size), predicted=over_sync, over_sync=over_sync, replaced_s=math.inf,
+            level=math.nan,
+        )
+        return back
+
+    def _held(self, window: Window, one: Prediction, now: Prediction | None) -> bool:
+        """Whether a plan is not to be taken because its mode did harm a while ago."""
+        speed = (now.relative if now is not None else 1.0) / max(one.relative, 1e-9)
+        return self._backoff.holds(one.plan.mode, speed, self._shape, window.step, window.now_s)
+
+    def _too_early(self, window: Window, best: Prediction, now: Prediction, trouble: Trouble) -> bool:
+        """Whether little is promised and the plan in force not measured yet, so that nobody could tell afterwards."""
+        if math.isnan(window.now_s) or trouble.frozen or best.relative < _CLEAR * now.relative:
+            return False
+        # Where trouble comes and goes, so that this never is, it is not waited for without end.
+        return self._check.steps < _EARLY_STEPS and not self._check.measured(now.plan, self._terms.level)
+
+    def _was(self, active: Plan) -> str:
+        """`; predicted 1.1x faster than sync, was 0.83x`, for the plan in force; empty before that is known."""
+        outcome = self._outcome
+        if outcome is None or outcome.label != active.label:
+            return ""
+        return f"; predicted {outcome.predicted:.2g}x faster than {outcome.against}, was {outcome.measured:.2g}x"
+
+    def _held_back(self, window: Window) -> str:
+        """`; partial did harm and waits until step 240`; empty where no mode waits."""
+        held = self._backoff.held(window.step, window.now_s)
+        parts = [f"{mode} did harm and waits until step {until} at least" for mode, until in sorted(held.items())]
+        return "".join(f"; {part}" for part in parts)
+
+
+def _terms(plan: Plan, conditions: Conditions) -> Terms:
+    """How what was measured of a plan counts now."""
+    found, steps = predict(plan, conditions), _steps_of_a_round(plan, conditions)
+    frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
+    level = (found.interval_s - frozen_s) * steps / conditions.typical_s
+    return Terms(max(1e-6, found.progress) * steps, frozen_s, level, found.interval_s * steps)
 
 
 def _same_family(active: Plan, plan: Plan) -> bool:

@@ -89,6 +89,11 @@ class Freezes:
         return lost_s
 
     @property
+    def now(self) -> bool:
+        """Whether some rank stands still, by the latest window."""
+        return bool(self._silent)
+
+    @property
     def froze(self) -> Collection[int]:
         """Ranks that froze at all, of late."""
         return self._spells.keys()

@@ -185,6 +185,7 @@ class Window:
         allowed: Modes this job can run now; no other is chosen.
         losses: Training losses of late, averaged over the ranks, oldest first; empty where the user tells none.
         loss_steps: The global steps they belong to, same length.
+        now_s: When the window was made, seconds on the clock of whoever made it; NaN where nothing is to be timed.
     """
 
     step: int
@@ -194,6 +195,7 @@ class Window:
     allowed: frozenset[str] = frozenset(MODES)
     losses: tuple[float, ...] = ()
     loss_steps: tuple[int, ...] = ()
+    now_s: float = float("nan")
     _table: RankTable | None = field(default=None, init=False, repr=False, compare=False)
 
     @property

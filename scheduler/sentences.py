@@ -93,6 +93,8 @@ def comparison(predictions: Sequence[Prediction], best: Prediction, now: Predict
     high, low = (1.0 / max(bound, 1e-9) for bound in best.told)
     text = f"{best.plan.label} is predicted {1.0 / _ratio(best.relative):.1f}x faster than sync, "
     text += f"90 % interval {low:.1f}-{high:.1f}"
+    if best.bound:
+        text += ", the most that its mode can give"
     other = next((p for p in predictions if p.plan.mode not in (best.plan.mode, "sync")), None)
     return text if other is None else f"{text}; {other.plan.label} {1.0 / _ratio(other.relative):.1f}x"
 

@@ -45,6 +45,7 @@ class Config:
     bucket_bytes: int = 25 * 1024 * 1024
     reference_samples: int = 0
     policy: str = "learned"
+    least_quorum: float = 0.5
     damping: str = "inverse"
     max_staleness: int = 16
     grace_fraction: float = 0.25
@@ -81,11 +82,14 @@ class Config:
             minimum = _MINIMUM.get(item.name, 0.0)
             if not minimum <= value < float("inf"):
                 raise ValueError(f"config {item.name} is {value!r}; expected a finite number of at least {minimum}")
+        if self.least_quorum > 1.0:
+            raise ValueError(f"config least_quorum is {self.least_quorum}; expected a part of the ranks, at most 1")
 
 
 _CHOICES = {"policy": ("learned", "cost", "rule"), "damping": ("inverse", "none")}
 
 _MINIMUM = {
+    "least_quorum": 0.01,
     "bucket_bytes": 1024,
     "chunk_bytes": 1024,
     "server_chunk_bytes": 1024,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["host", "interface", "mode", "policy", "relaxed_cuda", "tags", "target"]
+__all__ = ["host", "interface", "least_quorum", "mode", "policy", "relaxed_cuda", "tags", "target"]
 
 
 def mode() -> str | None:
@@ -34,6 +34,22 @@ def policy() -> str | None:
 def relaxed_cuda() -> bool:
     """`STAR_RELAXED_CUDA`: 1 allows modes other than `sync` with parameters on CUDA devices. Default: refused."""
     return os.environ.get("STAR_RELAXED_CUDA") == "1"
+
+
+def least_quorum() -> float | None:
+    """`STAR_LEAST_QUORUM`: part of the ranks that `auto` has to wait for, instead of `Config.least_quorum`. Default:
+    unset.
+
+    Raises:
+        ValueError: It is no number; `Config` judges its size.
+    """
+    value = os.environ.get("STAR_LEAST_QUORUM", "").strip()
+    if not value:
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(f"STAR_LEAST_QUORUM is {value!r}; expected a part of the ranks, 0.5 for example") from None
 
 
 def target() -> str | None:

@@ -64,6 +64,7 @@ class JobLog:
         self._coordinator = coordinator
         self._ranker = ranker
         self._plans_told = 0
+        self._outcome_told = (-1, -1)  # Epoch and step of the last one.
         self._pace = _Pace()
         self._curves = set() if curves is None else curves
         # Now, on the training thread: a schedule changes them soon, and runs of one job are known by the first ones.
@@ -154,9 +155,13 @@ class JobLog:
                 return
             plans, values = engine.plans[self._plans_told :], self._values(engine)
             rested_on = [engine.rested_on.pop(plan.epoch, {}) for _, plan in plans]
+            outcomes = [one for one in engine.outcomes if (one.epoch, one.step) > self._outcome_told]
         for (step, plan), predictions in zip(plans, rested_on, strict=True):
             self._log.plan(step, plan, predictions)
             self._plans_told += 1
+        for outcome in outcomes:
+            self._log.outcome(outcome)
+            self._outcome_told = (outcome.epoch, outcome.step)
         self._log.window(values)
 
     def _values(self, engine: EngineBoard) -> dict[str, Any]:

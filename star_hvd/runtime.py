@@ -136,8 +136,9 @@ class Runtime(Requests):
 
     def __init__(self, config: Config) -> None:
         # Here, on every rank: a name that is none must end the job, not only what rank 0's coordinator does.
-        chosen = env.policy()
-        super().__init__(dataclasses.replace(config, policy=chosen) if chosen else config, int(mpi_ops.rank()))
+        told = {"policy": env.policy(), "least_quorum": env.least_quorum()}
+        changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
+        super().__init__(dataclasses.replace(config, **changes), int(mpi_ops.rank()))
         self.world_size = int(mpi_ops.size())
         self.keyring = Keyring()
         self.coordinator: Coordinator | None = None

@@ -248,6 +248,7 @@ class Job:
             allowed=scenario.allowed,
             losses=tuple(loss for _, loss in self._losses),
             loss_steps=tuple(step for step, _ in self._losses),
+            now_s=self.now_s,
         )
 
     # ---- inside -----------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ class Board:
         self._closing: set[int] = set()  # Ranks where an optimizer is being ended.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
-        self.links = LinkSurvey(world_size)
+        self.links = LinkSurvey(world_size, hosts)
         self._sets = SetLedger(world_size)
         self._tidy_at_s = now_s
         self._hurrying_until_s: float | None = None

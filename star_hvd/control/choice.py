@@ -9,6 +9,7 @@ from typing import Any
 
 from scheduler.causes import Straggler
 from scheduler.cost_policy import CostPolicy, Ranker
+from scheduler.outcome import SwitchOutcome
 from scheduler.plans import Plan
 from scheduler.policy import RulePolicy
 from scheduler.readings import Readings
@@ -79,6 +80,7 @@ class Choice:
         self._world_size, self._ranker = world_size, ranker
         self._known = hosts if len(set(hosts)) > 1 else None
         self._rule = RulePolicy(world_size, damping=config.damping, hosts=self._known)
+        self._least_share = config.least_quorum
         self._predicting = self._make_predicting() if config.policy != "rule" else None
         self._failed = 0
         self._again_at_s: float | None = None  # When predictions are tried again.
@@ -121,6 +123,13 @@ class Choice:
         """One sentence on the present choice; empty where the rule decides, whose plans give their reason."""
         return self._predicting.explain() if self._predicting is not None else ""
 
+    def take_outcomes(self) -> list[SwitchOutcome]:
+        """What became of switches since this was asked last."""
+        if self._predicting is None:
+            return []
+        found, self._predicting.outcomes = self._predicting.outcomes, []
+        return found
+
     @property
     def coming(self) -> Plan | None:
         """A plan that may be chosen soon and takes time to get ready."""
@@ -144,7 +153,9 @@ class Choice:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _make_predicting(self) -> CostPolicy:
-        return CostPolicy(self._world_size, ranker=self._ranker, hosts=self._known)
+        return CostPolicy(
+            self._world_size, ranker=self._ranker, hosts=self._known, least_share=self._least_share
+        )
 
     def _give_predicting_up(self, now_s: float) -> None:
         """A defect in a prediction must not end the coordinator: no step would close early any more."""

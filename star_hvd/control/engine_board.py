@@ -12,6 +12,7 @@ from scheduler.closing import Close, ClosingRule
 from scheduler.cost_policy import Ranker
 from scheduler.machine import MachineStats, throttled_shares
 from scheduler.noise import NoiseScale
+from scheduler.outcome import SwitchOutcome
 from scheduler.readings import Readings
 from scheduler.records import MODES, Plan, PlanError, StepReport, Window
 from star_hvd.config import Config
@@ -47,6 +48,7 @@ logger = logging.getLogger("star_hvd")
 _HISTORY, _HISTORY_MANY, _MANY = 64, 32, 128
 """Reports that are kept of each rank, of many ranks fewer: as many as a median is made of. A decision's time goes with
 the bytes it looks at."""
+_OUTCOMES = 256  # Kept for the report, and for the log where there is none.
 _UNTOLD = 64  # Plans whose predictions are kept for the log.
 _SOONER = 0.25  # Part of the interval between two windows after which an alarm may have the next one.
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
@@ -107,6 +109,7 @@ class EngineBoard:
         self._warm: set[int] = set()  # Ranks whose first report has come.
         self.choice: Choice | None = None
         self.rested_on: dict[int, dict[str, Any]] = {}  # Epoch to the predictions behind its plan.
+        self.outcomes: list[SwitchOutcome] = []  # What became of switches, the latest last.
         self._ranker = ranker
         self._hosts = tuple(hosts) or ("localhost",) * world_size
         self.gradient_bytes = 0
@@ -319,8 +322,12 @@ class EngineBoard:
         self._alerts.stall(self.rule, now_s)
         return min(wake_s, self._decide_at_s) if self.choice is not None else wake_s
 
-    def window(self) -> Window:
-        """Recent reports of all ranks, as `History.table` tells them."""
+    def window(self, now_s: float = math.nan) -> Window:
+        """Recent reports of all ranks, as `History.table` tells them.
+
+        Args:
+            now_s: The present, where what follows on switches is to be timed by the window.
+        """
         return Window(
             step=self.rule.round,
             ranks=self.history.table(
@@ -335,6 +342,7 @@ class EngineBoard:
             allowed=frozenset(MODES).difference(self.barred),
             losses=tuple(self.losses.values),
             loss_steps=tuple(self.losses.steps),
+            now_s=now_s,
         )
 
     def explain(self) -> str:
@@ -425,7 +433,7 @@ class EngineBoard:
 
     def _decide(self, now_s: float) -> None:
         self.barred.lift(now_s)
-        window = self.window()
+        window = self.window(now_s)
         self._again_slow.usual(Readings.of(window).typical_s)
         self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
         if self._switch is not None or self.refused is not None or self.closing:
@@ -441,6 +449,7 @@ class EngineBoard:
             self._regroup(now_s)
             return
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
+        self._note_outcomes(self.choice.take_outcomes())
         if plan is None or plan.family == "rounds":
             self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.barred)
             self._readiness.for_plan(self.choice.coming, self.barred)
@@ -448,6 +457,13 @@ class EngineBoard:
             self.rested_on[self._next_epoch] = self.choice.predictions()
             self.rested_on.pop(self._next_epoch - _UNTOLD, None)  # Where nobody logs them.
             self.publish(plan, now_s)
+
+    def _note_outcomes(self, found: Sequence[SwitchOutcome]) -> None:
+        for outcome in found:
+            logger.log(
+                logging.WARNING if outcome.harmful else logging.INFO, "step %d: %s", outcome.step, outcome.sentence
+            )
+        self.outcomes = [*self.outcomes, *found][-_OUTCOMES:]
 
     def _ask_again(self, now_s: float) -> None:
         """Publish the mode that the user asked for once more, where it was not possible for a while."""

@@ -1,15 +1,20 @@
 """When the ranks' links are measured: once at the start, then while communication costs something. Pure.
 
-One rank after another sends to another one, so a low rate is that of either's link. Whoever has a low rate, measured to
-a rank that has one too, is measured again, to the rank with the highest rate, before anybody is told of it; and every
-sweep sends to other ranks.
+One rank after another sends to another one, so a low rate is that of either's link. A rank that has a low rate is
+measured again, to the rank with the highest one, and counts with the best of its rates: whatever else goes on, be it
+training, the coordinator's work on rank 0 or another job, makes a link look slower and never faster. So a link is slow
+only where two measurements say so, one of them to a rank whose link is not. Every sweep sends to other ranks.
+
+Between ranks of one host there is no link: what a message takes there is what the processes' threads take to get their
+turn, and most of all on rank 0, where the coordinator runs. It is not measured, and not known. Where all ranks are on
+one host nothing is.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from star_hvd.control.switch_messages import Probe
 
@@ -32,13 +37,15 @@ class LinkSurvey:
 
     Args:
         world_size: Number of ranks.
+        hosts: Address of every rank's host; each rank on a host of its own where empty.
 
     Attributes:
         bytes_per_s: Rate of every rank's link as of the last sweep, NaN where unknown.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, hosts: Sequence[str] = ()) -> None:
         self.bytes_per_s = [math.nan] * world_size
+        self._hosts = tuple(hosts) or tuple(map(str, range(world_size)))
         self._sweep = 0
         self._todo = deque(self._ring())
         self._next_s = self._began_s = 0.0
@@ -48,7 +55,7 @@ class LinkSurvey:
 
     def due(self, now_s: float, *, wanted: Callable[[], bool]) -> tuple[int, Probe] | None:
         """The rank to ask now and what to ask it, None where nothing is due; `wanted` decides on whole sweeps."""
-        if now_s < self._next_s or len(self.bytes_per_s) < 2:
+        if now_s < self._next_s or len(set(self._hosts)) < 2:
             return None
         if not self._tried and not wanted():
             self._next_s = now_s + _UNWANTED_S
@@ -78,9 +85,14 @@ class LinkSurvey:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _ring(self) -> list[tuple[int, int]]:
-        """Every rank and the one to which it sends in this sweep."""
-        n = len(self.bytes_per_s)
-        return [(rank, (rank + 1 + self._sweep % (n - 1)) % n) for rank in range(n)] if n > 1 else []
+        """Every rank and the one to which it sends in this sweep, on another host."""
+        n, found = len(self.bytes_per_s), []
+        for rank in range(n):
+            others = [(rank + place) % n for place in range(1, n)]
+            abroad = [other for other in others if self._hosts[other] != self._hosts[rank]]
+            if abroad:
+                found.append((rank, abroad[self._sweep % len(abroad)]))
+        return found
 
     def _judge(self) -> list[tuple[int, int]]:
         """Tell the rates that are beyond doubt; the ranks to measure again, and to whom they send."""
@@ -91,12 +103,25 @@ class LinkSurvey:
         low = {rank for rank, rate in self._rates.items() if rate < _LOW * self._rates[best]}
         again = []
         for rank, rate in sorted(self._rates.items()):
-            fine = any(target not in low and target in self._rates for one, target in self._tried if one == rank)
-            if rank not in low or fine or (rank, best) in self._tried:
-                self.bytes_per_s[rank] = rate
+            target = self._good_target(rank, low)
+            if rank in low and target is not None:
+                again.append((rank, target))
             else:
-                again.append((rank, best))
+                self.bytes_per_s[rank] = rate
         return again
+
+    def _good_target(self, rank: int, low: set[int]) -> int | None:
+        """The rank with the highest rate, on another host, that a rank has not sent to; None where it has sent twice
+        and once to a rank that is not low, or where there is nobody to send to."""
+        sent = {target for one, target in self._tried if one == rank}
+        if len(sent) > 1 and any(target not in low and target in self._rates for target in sent):
+            return None
+        others = [
+            other
+            for other in self._rates
+            if other not in sent and other not in low and self._hosts[other] != self._hosts[rank]
+        ]
+        return max(others, key=lambda other: self._rates[other], default=None)
 
     def _begin_next(self) -> None:
         self._sweep += 1

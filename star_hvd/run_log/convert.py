@@ -37,6 +37,7 @@ class Segment:
         compute_s: Median compute time over ranks of every window.
         slow: Windows in which some rank was slow.
         windows: Windows in all.
+        outcome: The event that says what became of the switch, empty before it is known.
     """
 
     index: int
@@ -50,9 +51,13 @@ class Segment:
     noise: list[float] = field(default_factory=list)
     slow: int = 0
     windows: int = 0
+    outcome: dict[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, float]:
-        """Figures of the segment: `duration_s`, `steps`, `step_s`, `compute_s`, `loss_first`, ..., `slow_share`."""
+        """Figures of the segment: `duration_s`, `steps`, `step_s`, `compute_s`, `loss_first`, ..., `slow_share`.
+
+        `predicted_speed` and `measured_speed` are those over the plan before, where they were compared.
+        """
         steps, duration_s = self.last_step - self.first_step, self.last_s - self.first_s
         found = {
             "duration_s": duration_s,
@@ -63,6 +68,8 @@ class Segment:
             "loss_first": self.losses[0] if self.losses else math.nan,
             "loss_last": self.losses[-1] if self.losses else math.nan,
             "slow_share": self.slow / self.windows if self.windows else math.nan,
+            "predicted_speed": _number(self.outcome.get("predicted"), math.nan),
+            "measured_speed": _number(self.outcome.get("measured"), math.nan),
         }
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
@@ -100,6 +107,9 @@ class RunState:
         elif kind == "window":
             self._advance(time_s, step)
             self._add_window(event)
+        elif kind == "outcome":
+            self._advance(time_s, step)
+            self._add_outcome(event)
         elif kind == "metric":
             self._advance(time_s, step)
             self._add_point(str(event.get("name")), _number(event.get("value"), math.nan), time_s, step)
@@ -107,6 +117,11 @@ class RunState:
             self.status = str(event.get("status", "FINISHED"))
             self.dropped = int(_number(event.get("dropped"), 0.0))
             self._advance(time_s, step)
+
+    def _add_outcome(self, event: Mapping[str, Any]) -> None:
+        for segment in self.segments:
+            if _number((segment.plan.get("plan") or {}).get("epoch"), 0.0) == _number(event.get("epoch"), -1.0):
+                segment.outcome = dict(event)
 
     def totals(self) -> dict[str, float]:
         """Figures of the whole run."""

@@ -15,12 +15,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scheduler.plans import Plan
 from scheduler.records import StepReport
 from star_hvd.run_log import dispatch, layout
 from star_hvd.run_log.spool import SpoolWriter, line_of
+
+if TYPE_CHECKING:
+    from scheduler.outcome import SwitchOutcome
 
 __all__ = ["RunLog"]
 
@@ -125,6 +128,10 @@ class RunLog:
 
         if self._rank == 0:
             self._put(True, "plan", event)
+
+    def outcome(self, outcome: SwitchOutcome) -> None:
+        """What became of a switch, against what was predicted of it. Rank 0 only."""
+        self._job_event("outcome", {**_fields(outcome), "sentence": outcome.sentence})
 
     def metric(self, name: str, value: float, step: int, time_s: float | None = None) -> None:
         """One point of a curve: loss, accuracy. Rank 0 only.

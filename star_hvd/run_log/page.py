@@ -111,6 +111,16 @@ def _predictions(plan: Mapping[str, Any]) -> str:
     return f"<details><summary>what was predicted</summary>{_table(columns, rows)}</details>"
 
 
+def _outcome(event: Mapping[str, Any]) -> str:
+    """What became of a switch; empty where that is not known."""
+    predicted, measured = event.get("predicted"), event.get("measured")
+    if not (isinstance(predicted, (int, float)) and isinstance(measured, (int, float))):
+        return ""
+    against, steps = html.escape(str(event.get("against"))), _number(event, "steps").split(".")[0]
+    told = f"Predicted {predicted:.2g}x faster than {against}, was {measured:.2g}x over {steps} steps"
+    return f"<br><b>{told}{': left again' if event.get('harmful') else ''}.</b>"
+
+
 def _number(values: Mapping[str, Any], name: str) -> str:
     value = values.get(name)
     return f"{value:.2f}" if isinstance(value, (int, float)) else "?"
@@ -126,7 +136,8 @@ def write_page(directory: Path, out: Path) -> Path:
     story = read_story(directory)
     state = story.state
     decisions = "".join(
-        f"<li>{html.escape(sentence(segment.plan))}{_predictions(segment.plan)}</li>" for segment in state.segments
+        f"<li>{html.escape(sentence(segment.plan))}{_outcome(segment.outcome)}{_predictions(segment.plan)}</li>"
+        for segment in state.segments
     )
     parts = [
         f"<h1>Run {html.escape(story.name)}</h1>",

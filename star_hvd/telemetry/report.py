@@ -20,6 +20,9 @@ from star_hvd.control.engine_board import EngineBoard
 __all__ = ["RankLine", "Report", "explain", "record_loss", "record_metric", "report"]
 
 
+_OUTCOMES_SHOWN = 4  # In the table; a program gets all.
+
+
 @dataclass(frozen=True, slots=True)
 class RankLine:
     """One rank in a report; times are medians over its recent reports, NaN where unknown.
@@ -57,7 +60,11 @@ class RankLine:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the coordinator knows about one optimizer; `str()` gives a table."""
+    """What the coordinator knows about one optimizer; `str()` gives a table.
+
+    `outcomes` are `scheduler.outcome.SwitchOutcome`s as mappings, with their sentence: what was predicted of each
+    switch and what was measured after it.
+    """
 
     mode: str
     reason: str
@@ -68,6 +75,7 @@ class Report:
     ranks: tuple[RankLine, ...]
     stragglers: tuple[str, ...]
     plans: tuple[dict[str, Any], ...]
+    outcomes: tuple[dict[str, Any], ...]
     dropped_messages: int
     denied_connections: int
 
@@ -100,7 +108,8 @@ class Report:
             )
         out = io.StringIO()
         Console(file=out, width=108, force_terminal=False).print(table)
-        return "\n".join([out.getvalue().rstrip(), *(self.stragglers or ("no rank is slow",))])
+        said = [f"step {one['step']}: {one['sentence']}" for one in self.outcomes[-_OUTCOMES_SHOWN:]]
+        return "\n".join([out.getvalue().rstrip(), *(self.stragglers or ("no rank is slow",)), *said])
 
 
 def _ms(value_s: float) -> str:
@@ -247,6 +256,7 @@ def _build(engine: EngineBoard, malformed: int, denied: int) -> Report:
         loss=engine.losses.usual,
         ranks=lines,
         stragglers=tuple(item.sentence for item in engine.stragglers),
+        outcomes=tuple({**asdict(one), "sentence": one.sentence} for one in engine.outcomes),
         plans=tuple({"step": step, "mode": plan.label, "reason": plan.reason} for step, plan in engine.plans),
         dropped_messages=malformed,
         denied_connections=denied,

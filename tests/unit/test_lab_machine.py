@@ -23,7 +23,7 @@ from benchmarks.measures import (
     summarize,
 )
 from benchmarks.netns import Network, NetworkError, burst_bytes, hosts_text, stale_names
-from benchmarks.plot import member_strip, plot
+from benchmarks.plot import _modes_phrase, member_strip, plot
 from benchmarks.quota import CpuGroup, CpuQuota, QuotaError, find_cpu_group, own_group
 from benchmarks.spec import RunSpec, write_json
 from tests.unit.lab_runs import some_records, spec_of
@@ -136,6 +136,19 @@ class TestPlot:
         assert strip.members == [[1, 1, 1], [1, 0, 0]]
         assert strip.fold_times_s == pytest.approx([1.5])
         assert strip.modes == ["sync", "partial(1)", "partial(1)"]
+
+    def test_every_change_of_mode_is_named(self) -> None:
+        modes = ["sync"] * 3 + ["partial(3)"] * 4 + ["ps(backup=1)"] * 2 + ["sync"]
+        timeline = [
+            {"step": step, "time_s": 1.0 + step, "members": [0], "mode": mode, "folds": 0.0}
+            for step, mode in enumerate(modes)
+        ]
+        strip = member_strip({"timeline": timeline, "times_s": [2.0], "steps": [2]}, ranks=1)
+        assert strip is not None
+        assert [mode for _, _, mode in strip.changes] == ["partial(3)", "ps(backup=1)", "sync"]
+        assert [(time_s, step) for time_s, step, _ in strip.changes] == [(strip.edges_s[k], k) for k in (3, 7, 9)]
+        names = "partial(3) from step 3, ps(backup=1) from step 7, sync from step 9"
+        assert _modes_phrase(strip) == f"star_hvd: sync, {names}"
 
     def test_no_strip_without_a_timeline(self) -> None:
         assert member_strip(None, ranks=2) is None

@@ -11,7 +11,7 @@ import torch
 from scheduler.closing import ClosingRule
 from scheduler.plans import Plan, PlanError
 from star_hvd.buckets import pack
-from star_hvd.channel.late import LatePushes
+from star_hvd.channel.late import LatePushes, rate_of
 from star_hvd.control.links import LinkSurvey
 from star_hvd.control.resolve import resolve
 from star_hvd.control.switch import Switch
@@ -124,6 +124,51 @@ def test_a_ring_in_which_every_neighbour_is_slow_is_seen_through_by_the_next_one
     assert survey.bytes_per_s == [2.0] * 4
     survey_links(survey, links, 3.0, 7.0)
     assert survey.bytes_per_s == links
+
+
+def test_ranks_of_one_host_have_no_link_between_them() -> None:
+    survey = LinkSurvey(4, ["10.0.0.1"] * 4)
+    assert survey_links(survey, [1.0, 20.0, 20.0, 20.0], 0.0, 20.0) == [], "nothing is sent"
+    assert all(math.isnan(rate) for rate in survey.bytes_per_s)
+    hosts = ["a", "a", "b", "b", "b"]
+    survey = LinkSurvey(5, hosts)
+    asked = survey_links(survey, [20.0, 20.0, 20.0, 20.0, 2.0], 0.0, 30.0)
+    assert {rank for rank, _ in asked} == set(range(5))
+    assert all(hosts[rank] != hosts[target] for rank, target in asked)
+    assert survey.bytes_per_s == [20.0, 20.0, 20.0, 20.0, 2.0]
+
+
+@pytest.mark.parametrize("disturbed", [0, 2])
+def test_a_measurement_beside_other_work_blames_nobody(disturbed: int) -> None:
+    """The first time a rank sends, its interpreter is busy: 2.8 times slower than everybody else, seen once."""
+    survey, sent = LinkSurvey(4), 0
+    for tenth in range(60):
+        due = survey.due(tenth / 10, wanted=lambda: True)
+        if due is not None:
+            sent += due[0] == disturbed
+            survey.note(due[0], 20.0 / 2.8 if due[0] == disturbed and sent == 1 else 20.0)
+        assert all(math.isnan(rate) or rate == 20.0 for rate in survey.bytes_per_s)
+    assert survey.bytes_per_s == [20.0] * 4 and sent > 1
+
+
+def test_a_slow_link_is_measured_twice_before_it_is_blamed() -> None:
+    survey, links, times = LinkSurvey(4), [20.0, 20.0, 20.0, 2.0], 0
+    for tenth in range(60):
+        due = survey.due(tenth / 10, wanted=lambda: True)
+        if due is not None:
+            times += due[0] == 3
+            survey.note(due[0], min(links[due[0]], links[due[1].target]))
+        assert survey.bytes_per_s[3] != 2.0 or times >= 2
+    assert survey.bytes_per_s == links
+
+
+def test_the_rate_is_what_the_link_takes_and_not_what_threads_wait() -> None:
+    megabyte = 1_000_000
+    # 10 ms on the link; 6 ms at least, and often 30, until threads get their turn.
+    empty_s, full_s = [0.030, 0.006, 0.021], [0.040, 0.045, 0.016]
+    assert rate_of(megabyte, empty_s, full_s) == pytest.approx(1e8)
+    assert rate_of(megabyte, [0.02, 0.02], [0.02, 0.02]) == pytest.approx(megabyte / 0.002), "too quick to tell"
+    assert rate_of(megabyte, [0.001, 0.002], [1.0, 1.1]) == pytest.approx(1e6, rel=0.01)
 
 
 def test_a_rank_that_does_not_answer_holds_no_sweep_up() -> None:
