@@ -392,7 +392,9 @@ def build_wheel(cache: Path, job: Job, given: Path | None) -> Path:
 def describe(torch: str, cuda: str | None, gpu: gpu_build.GpuBuild | None) -> str:
     """What is built, in one line."""
     if gpu is None:
-        return f"for torch {torch}, without GPUs" + (f": {gpu_build.CPU_ONLY} is set" if cuda else "")
+        return f"for torch {torch}, without GPUs" + (
+            f": no GPU here, or {gpu_build.CPU_ONLY} is set" if cuda else ""
+        )
     if gpu.nccl is None:
         staged = "GPU tensors are reduced on the host (HOROVOD_GPU_OPERATIONS=NCCL is faster)"
         return f"for torch {torch}, CUDA toolkit {gpu.toolkit}; {staged}"
@@ -406,7 +408,7 @@ def ensure_horovod(cache: Path, force: bool = False, given: Path | None = None) 
     digest = patches_digest(sorted(PATCH_DIR.glob("*.patch")))
     python = str(sysconfig.get_config_var("SOABI") or sys.version)
     torch, cuda = torch_version()
-    gpu = gpu_build.plan(torch, cuda, os.environ)
+    gpu = gpu_build.plan(torch, cuda, os.environ, gpu_here=gpu_build.sees_gpu())
     key = cache_key(torch, python, platform_name(), digest, env, gpu.key() if gpu else None)
     wanted = f"{VERSION}+star.{key}"
     if installed_version() == wanted and not force:

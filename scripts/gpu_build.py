@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CPU_ONLY = "STAR_CPU_ONLY"
+_TOOLKIT_NAMES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
 _GPU_OPERATIONS = "HOROVOD_GPU_"
 _NCCL_GIVEN = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NCCL_LINK")
 # torch's headers ask for it.
@@ -63,8 +64,18 @@ def wants(environ: Mapping[str, str], operations: str) -> bool:
     return any(name.startswith(_GPU_OPERATIONS) and value == operations for name, value in environ.items())
 
 
+def sees_gpu(root: Path = Path("/")) -> bool:
+    """Whether NVIDIA's driver is loaded on this machine."""
+    return (root / "proc/driver/nvidia/version").exists() or any(root.glob("dev/nvidia[0-9]*"))
+
+
 def plan(
-    torch: str, cuda: str | None, environ: Mapping[str, str], which: Callable[[str], str | None] = shutil.which
+    torch: str,
+    cuda: str | None,
+    environ: Mapping[str, str],
+    which: Callable[[str], str | None] = shutil.which,
+    *,
+    gpu_here: bool,
 ) -> GpuBuild | None:
     """What to build for GPUs with; None for a Horovod without GPUs.
 
@@ -73,6 +84,8 @@ def plan(
         cuda: Its CUDA version, None without CUDA.
         environ: The user's environment.
         which: Finds a program on the PATH.
+        gpu_here: Whether this machine has a GPU. Where it has none, nobody asks for one and there is no toolkit, the
+            usual torch of PyPI, which is for CUDA, gets a Horovod without: `make demo` on a laptop has to work.
 
     Raises:
         UnfitError: A part is missing or does not fit the others.
@@ -94,6 +107,9 @@ def plan(
                 f"got {CPU_ONLY}=1 and a CUDA toolkit in {home}, which Horovod's build uses whenever torch is for "
                 f"CUDA; expected none: unset {CPU_ONLY}, or hide the toolkit (CUDA_HOME, PATH, /usr/local/cuda)"
             )
+        return None
+    named = any(environ.get(name) for name in _TOOLKIT_NAMES)
+    if home is None and not (asked or named or gpu_here):
         return None
     if home is None:
         raise UnfitError(_no_toolkit(torch, cuda, environ))
@@ -117,7 +133,7 @@ def plan(
 
 
 def _no_toolkit(torch: str, cuda: str, environ: Mapping[str, str]) -> str:
-    named = next((name for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH") if environ.get(name)), None)
+    named = next((name for name in _TOOLKIT_NAMES if environ.get(name)), None)
     looked = f"{named}={environ[named]}" if named else "HOROVOD_CUDA_HOME, CUDA_HOME, the PATH and /usr/local/cuda"
     package = f"cuda-toolkit-{'-'.join(cuda.split('.')[:2])}"
     return (

@@ -53,8 +53,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def plan(environ: Mapping[str, str], cuda: str | None = "13.0") -> GpuBuild | None:
-    return gpu_build.plan(TORCH if cuda else "2.13.0+cpu", cuda, environ, nothing)
+def plan(environ: Mapping[str, str], cuda: str | None = "13.0", *, gpu_here: bool = True) -> GpuBuild | None:
+    return gpu_build.plan(TORCH if cuda else "2.13.0+cpu", cuda, environ, nothing, gpu_here=gpu_here)
 
 
 # ---- torch --------------------------------------------------------------------------------------------------------
@@ -84,6 +84,22 @@ def test_cuda_torch_without_a_toolkit_is_an_error_that_says_what_to_install(site
     assert "torch 2.13.0+cu130 is built for CUDA 13.0: got no CUDA toolkit" in message
     assert "expected one of CUDA 13: apt-get install cuda-toolkit-13-0" in message
     assert "set HOROVOD_CUDA_HOME" in message and "STAR_CPU_ONLY=1" in message
+
+
+def test_a_machine_without_gpu_and_toolkit_gets_a_horovod_without_gpus(site: Path) -> None:
+    assert plan({}, gpu_here=False) is None
+    for asking in ({"HOROVOD_GPU_OPERATIONS": "NCCL"}, {"CUDA_HOME": "/nowhere"}):
+        with pytest.raises(UnfitError, match="got no CUDA toolkit"):
+            plan(asking, gpu_here=False)
+
+
+def test_a_gpu_is_seen_by_its_driver(tmp_path: Path) -> None:
+    assert not gpu_build.sees_gpu(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia-caps").touch()
+    assert not gpu_build.sees_gpu(tmp_path)
+    (tmp_path / "dev/nvidia0").touch()
+    assert gpu_build.sees_gpu(tmp_path)
 
 
 def test_a_named_folder_that_is_no_toolkit_is_named_in_the_error(site: Path, tmp_path: Path) -> None:
