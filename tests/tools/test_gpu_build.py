@@ -240,6 +240,7 @@ def test_the_command_exits_2_for_a_gpu_torch_without_a_toolkit(
     monkeypatch.setattr(build, "torch_version", lambda: (TORCH, "13.0"))
     monkeypatch.setattr(build, "pip", lambda *_: pytest.fail("pip was called"))
     monkeypatch.setattr(gpu_build.shutil, "which", nothing)
+    monkeypatch.setattr(gpu_build, "sees_gpu", lambda: True)
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "STAR_CPU_ONLY", "HOROVOD_GPU_OPERATIONS"):
         monkeypatch.delenv(name, raising=False)
     assert build.main(["--cache-dir", str(tmp_path / "cache")]) == 2
