@@ -111,7 +111,9 @@ class EngineDriver(StepTeller):
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(deadline_s)
         outside = self.handover.outside
-        if outside is not None:
+        if outside is not None and outside is not self.local:
+            # Connections are closed. `local` has none, and its averaging under way would be waited for: in vain, since
+            # the helper that completes it has ended.
             outside.leave()
         self.engine.drop_pending()
         self.timer.close()

@@ -56,7 +56,7 @@ class EngineState:
         can_replay: bool = True,
         replay_queue: int = 8,
         noise_interval_steps: int = 8,
-        early_after_steps: int = 64,
+        early_after_steps: int = 8,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank

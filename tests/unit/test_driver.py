@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
 from star_hvd.config import Config
@@ -57,3 +58,14 @@ def test_a_rank_stops_fetching_a_state_that_a_change_of_mode_made_superfluous() 
 
     driver(engine, needs_state=lambda: wanted.pop(0), state_for=state_for)._catch_up()
     assert len(asked) == 2 and not wanted
+
+
+def test_the_end_of_a_job_does_not_wait_for_an_averaging_that_its_helper_can_no_longer_complete() -> None:
+    engine = SimpleNamespace(
+        lock=threading.Condition(), helper_wake=threading.Condition(), drop_pending=lambda: None, rank=0,
+        helper_averages=lambda: True, failure=None,
+    )
+    made = driver(engine)
+    made.local = cast(Any, SimpleNamespace(leave=lambda: pytest.fail("it waits for the helper, which has ended")))
+    made.handover.outside = made.local
+    made.stop()
