@@ -61,8 +61,9 @@ def test_a_rank_stops_fetching_a_state_that_a_change_of_mode_made_superfluous() 
 
 
 def test_the_end_of_a_job_does_not_wait_for_an_averaging_that_its_helper_can_no_longer_complete() -> None:
+    mutex = threading.RLock()
     engine = SimpleNamespace(
-        lock=threading.Condition(), helper_wake=threading.Condition(), drop_pending=lambda: None, rank=0,
+        lock=threading.Condition(mutex), helper_wake=threading.Condition(mutex), drop_pending=lambda: None, rank=0,
         helper_averages=lambda: True, failure=None,
     )
     made = driver(engine)
