@@ -73,7 +73,7 @@ def _named(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         run = runtime.current()
-        if run is None or not run.drivers or signature.bind(*args, **kwargs).arguments.get("name") is not None:
+        if run is None or not run.trains or signature.bind(*args, **kwargs).arguments.get("name") is not None:
             return function(*args, **kwargs)
         run.user_calls[function.__name__] += 1
         given = signature.bind(*args, **kwargs)
@@ -100,9 +100,9 @@ def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         run = runtime.current()
-        if run is None or not run.drivers:
+        if run is None or not run.trains:
             return function(*args, **kwargs)
-        if any(driver.engine.agreement.mixed for driver in run.drivers.values()):
+        if run.mixed:
             # A process set of the user's concerns its members only; they do not wait for the others.
             together = meets and _process_set(signature, *args, **kwargs) is global_process_set
             with (run.meeting if together else run.away)(function.__name__, out_of_data=False):
@@ -192,7 +192,7 @@ def join(*args: Any, **kwargs: Any) -> int:
     While it waits, its helper stands in for it with what is left over from before, then with zeros.
     """
     run = runtime.current()
-    if run is not None and run.drivers:
+    if run is not None and run.trains:
         with run.meeting("join", out_of_data=True):
             pass
     return int(mpi_ops.join(*args, **kwargs))

@@ -153,6 +153,7 @@ class Runtime(Requests):
         self.reference_samples = float(config.reference_samples)
         self._away_depth = 0
         self._away_lock = threading.Lock()
+        self._had_dropped = self._had_mixed = False
         self._training_thread = threading.get_ident()
         self._sources: queue.SimpleQueue[messages.SourceReply] = queue.SimpleQueue()
         self._bye = threading.Event()
@@ -260,9 +261,21 @@ class Runtime(Requests):
     def _end(self, driver: EngineDriver) -> None:
         """Let go of an optimizer for which no rank waits any more."""
         self.drivers.pop(driver.number, None)
+        self._had_dropped |= driver.dropped
+        self._had_mixed |= driver.engine.agreement.mixed
         driver.stop()
         self.services.house.forget(driver.number)
         _close_log(driver)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer, or was one that ended by being dropped, of which ranks hear one by one."""
+        return bool(self.drivers) or self._had_dropped
+
+    @property
+    def mixed(self) -> bool:
+        """Whether ranks may be at different steps, as all of them know after the same one of their own."""
+        return self._had_mixed or any(driver.engine.agreement.mixed for driver in list(self.drivers.values()))
 
     # ---- the training thread is elsewhere -----------------------------------------------------------------------
 
@@ -302,7 +315,8 @@ class Runtime(Requests):
         deadline_s = self.config.step_deadline_s
         limit_s, asked = time.monotonic() + deadline_s, False
         while True:
-            own = [driver.position() for driver in self.drivers.values()]
+            # Of one that was dropped nobody has a reference, and its helper may have ended on some ranks already.
+            own = [driver.position() for driver in list(self.drivers.values()) if not driver.dropped]
             found = gather_positions(own, self.raise_failure, deadline_s, reason)
             if settled(found, asked=asked):
                 return
@@ -325,8 +339,8 @@ class Runtime(Requests):
             self.leave_away(reason)
         try:
             for position in own:
-                driver = self.drivers[position.optimizer]
-                if not position.mid_step:
+                driver = self.drivers.get(position.optimizer)
+                if driver is not None and not position.mid_step:
                     behind = not position.outside and position.step < position.next_step
                     driver.bring_up()
                     if behind and driver.outside is None:
@@ -389,7 +403,7 @@ class Runtime(Requests):
         if self._stopped:
             return
         self._stopped = True
-        if drain and self.drivers and not any(d.failure for d in self.drivers.values()):
+        if drain and self.trains and not any(d.failure for d in self.drivers.values()):
             self._drain()
         for driver in self.drivers.values():
             driver.stop()
