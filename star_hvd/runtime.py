@@ -308,11 +308,10 @@ class Runtime(Requests):
         """
         with self.away(reason, out_of_data=out_of_data):
             if self._away_depth == 1 and threading.get_ident() == self._training_thread:
-                self._meet(reason, out_of_data=out_of_data)
+                self._meet(reason, self.config.step_deadline_s, out_of_data=out_of_data)
             yield
 
-    def _meet(self, reason: str, *, out_of_data: bool) -> None:
-        deadline_s = self.config.step_deadline_s
+    def _meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
         limit_s, asked = time.monotonic() + deadline_s, False
         while True:
             # Of one that was dropped nobody has a reference, and its helper may have ended on some ranks already.
@@ -440,7 +439,7 @@ class Runtime(Requests):
             return
         # Whoever looks at its parameters after `shutdown` sees those of the last step, on every rank the same.
         try:
-            self._meet("shutdown", out_of_data=True)
+            self._meet("shutdown", self.config.control_deadline_s, out_of_data=True)
         except (HorovodInternalError, StarError) as error:
             logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
 
