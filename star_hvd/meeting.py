@@ -8,7 +8,6 @@ all are at one step. In the usual case, all there already, that is one small all
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -105,10 +104,6 @@ def gather_positions(
                 f"not all ranks came to {what} within {deadline_s:g} s; Horovod's stall warnings and the log of rank 0 "
                 "name those that are missing"
             )
-        if waited_s > _LONG_AFTER_S:
-            time.sleep(_LONG_POLL_S)
-        else:
-            os.sched_yield()
-            time.sleep(_POLL_S)
+        time.sleep(_LONG_POLL_S if waited_s > _LONG_AFTER_S else _POLL_S)
     found = mpi_ops.synchronize(handle).tolist()
     return [Position(*row[:4], *(bool(value) for value in row[4:7]), *row[7:]) for row in found]
