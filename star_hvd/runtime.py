@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
 
@@ -440,7 +439,7 @@ class Runtime(Requests):
         # Whoever looks at its parameters after `shutdown` sees those of the last step, on every rank the same.
         try:
             self._meet("shutdown", self.config.control_deadline_s, out_of_data=True)
-        except (HorovodInternalError, StarError) as error:
+        except Exception as error:  # Whatever stopped an engine, the threads and sockets still have to end.
             logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
 
     # ---- agent thread ---------------------------------------------------------------------------------------
