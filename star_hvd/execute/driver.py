@@ -256,9 +256,12 @@ class EngineDriver(StepTeller):
             self._clock_stopped = False
             self._look_at_device(wait=True)
             loss = self.engine.loss  # An averaging takes it along.
+            logged = self.steps_logged
             value = outside.step(skip=skip)
-            if outside is self.local:  # Of local steps the coordinator hears at averagings, the log of each.
-                self._log_step(self.engine.version, loss, 0.0, late=False)
+            # Of local steps the coordinator hears at averagings, the log of each; and the log alone of a gradient that
+            # came when its servers' mode had ended, and is folded into a step of the next one.
+            if self.steps_logged == logged:
+                self._log_step(self.engine.version, loss, 0.0, late=outside is not self.local)
             self._settle()
         self._start_step()
         return value

@@ -60,6 +60,7 @@ class StepTeller:
         log: Its run log, None before there is one.
         timeline: One entry per step on the rank that leads it: step, time_s, members, mode, folds, weight.
         mismatches: Steps after which the ranks' parameters differed.
+        steps_logged: Steps of this rank's own that the run log was told of, or would have been if there were one.
         hurry: Somebody waits for steps to end: messages are not held back.
         batch: Samples per batch of the loader that feeds the training, 0 before it has given one.
         reference_samples: Samples that count as weight 1, 0 likewise.
@@ -72,6 +73,7 @@ class StepTeller:
         self.log: StepLog | None = None
         self.timeline: deque[dict[str, Any]] = deque(maxlen=100_000)
         self.mismatches = 0
+        self.steps_logged = 0
         self.hurry = False
         self.batch = 0
         self.reference_samples = 0.0
@@ -142,6 +144,7 @@ class StepTeller:
 
     def _log_step(self, step: int, loss: float, wait_s: float, *, late: bool) -> None:
         samples, self._samples = self._samples, 0
+        self.steps_logged += 1
         if self.log is None:
             return
         t = self._times

@@ -16,7 +16,7 @@ import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
-from tests.multiproc.modes import MODES, deadline, publish
+from tests.multiproc.modes import CONFIG, MODES, deadline, publish, within
 from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, digest, model
 from tests.support.launch import write_result
 
@@ -78,11 +78,11 @@ def train(mode: str, *, sharded: bool) -> Facts:
     net = model()
     inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     first = "sync" if mode == "switching" else mode
-    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=first)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=first, config=CONFIG)
     data = torch.utils.data.TensorDataset(torch.randn(96, 8, generator=torch.Generator().manual_seed(3)))
     shard = hvd.shard(data, batch_size=4) if sharded else None
-    number = 0
-    while first != "sync" and optimizer.mode == "sync" and number < 3000:  # Servers take seconds to start.
+    number, began_s = 0, time.monotonic()
+    while first != "sync" and optimizer.mode == "sync" and within(began_s):  # Servers take seconds to start.
         optimizer.zero_grad()
         compute(net, batch(number), 0.004)
         optimizer.step()
@@ -97,7 +97,8 @@ def after_shutdown() -> Facts:
     """A program that trains its loop to the end, shuts Horovod down and looks at its parameters."""
     net = model()
     inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="partial(2)")
+    named = net.named_parameters()
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, mode="partial(2)", config=CONFIG)
     rank = int(hvd.rank())
     for number in range(20 + rank):
         optimizer.zero_grad()
