@@ -263,7 +263,7 @@ class Runtime(Requests):
         self._had_dropped |= driver.dropped
         self._had_mixed |= driver.engine.agreement.mixed
         driver.stop()
-        self.services.house.forget(driver.number)
+        self.services.forget(driver.number)
         _close_log(driver)
 
     @property

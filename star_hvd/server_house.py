@@ -67,6 +67,7 @@ class ServerHouse:
         self._sessions: dict[int, list[_Session]] = {}
         self._serves: dict[tuple[int, int], int] = {}  # (optimizer, epoch of a plan) -> session
         self._absent: set[int] = set()
+        self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
         self._stopped = False
 
     def stop(self) -> None:
@@ -135,6 +136,12 @@ class ServerHouse:
             session.client.close()
             self._process.close(engine, session.number)
 
+    def give_up(self, engine: int, epoch: int) -> None:
+        """A plan is given up: what prepares it, or an earlier one, stops waiting."""
+        with self._changed:
+            self._given_up[engine] = max(epoch, self._given_up.get(engine, -1))
+            self._changed.notify_all()
+
     def warm(self) -> None:
         """Start this rank's server before any plan wants it."""
         if not self._process.alive and not self._stopped:
@@ -168,8 +175,13 @@ class ServerHouse:
 
     def _await_endpoints(self, engine: int, plan: Plan) -> list[Endpoint]:
         key, limit_s = (engine, plan.epoch), self._config.plan_deadline_s
+
+        def given_up() -> bool:
+            return self._stopped or plan.epoch <= self._given_up.get(engine, -1)
+
         with self._changed:
-            if not self._changed.wait_for(lambda: key in self._found or self._stopped, limit_s) or self._stopped:
+            self._changed.wait_for(lambda: key in self._found or given_up(), limit_s)
+            if key not in self._found or given_up():
                 raise DeadlineError(f"the servers of {plan.label} on ranks {list(plan.servers)} were not up in time")
             return list(self._found.pop(key))
 

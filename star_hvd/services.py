@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -77,6 +79,7 @@ class JobServices:
         self._sets = SetKeeper(len(keyring.peers), self._set_done)
         self._changed = threading.Condition()
         self._set_reasons: dict[Ranks, str | None] = {}
+        self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="star-prepare", daemon=True)
         self.house = ServerHouse(rank, config, key, host, send, drivers)
@@ -132,6 +135,21 @@ class JobServices:
             )
             self._send(LinkRate(rate))
 
+    def give_up(self, engine: int, epoch: int) -> None:
+        """Plans of an optimizer up to `epoch` are not wanted any more.
+
+        What prepares one stops waiting, or it would hold up the preparation of the next plan, of any optimizer.
+        """
+        with self._changed:
+            self._given_up[engine] = max(epoch, self._given_up.get(engine, -1))
+            self._changed.notify_all()
+        self.house.give_up(engine, epoch)
+
+    def forget(self, engine: int) -> None:
+        """An optimizer is closed on all ranks."""
+        self.give_up(engine, sys.maxsize)
+        self.house.forget(engine)
+
     # ---- process sets -----------------------------------------------------------------------------------------
 
     def _set_done(self, ranks: Ranks, reason: str | None) -> None:
@@ -150,14 +168,17 @@ class JobServices:
             raise StarError(f"process set {list(ranks)} does not exist; the plan that needs it was never prepared here")
         return found
 
-    def _await_sets(self, plan: Plan) -> str | None:
+    def _await_sets(self, engine: int, plan: Plan) -> str | None:
         limit_s = time.monotonic() + self._config.plan_deadline_s
+
+        def is_told(ranks: Ranks) -> bool:
+            return ranks in self._set_reasons or plan.epoch <= self._given_up.get(engine, -1)
+
         for ranks in plan.sets:
             with self._changed:
-                self._changed.wait_for(
-                    lambda ranks=ranks: ranks in self._set_reasons,  # type: ignore[misc]
-                    max(0.0, limit_s - time.monotonic()),
-                )
+                self._changed.wait_for(functools.partial(is_told, ranks), max(0.0, limit_s - time.monotonic()))
+                if plan.epoch <= self._given_up.get(engine, -1):
+                    return f"{plan.label} was given up"
                 if ranks not in self._set_reasons:
                     return f"process set {list(ranks)} was not made within {self._config.plan_deadline_s:g} s"
                 reason = self._set_reasons[ranks]
@@ -169,7 +190,7 @@ class JobServices:
 
     def prepare(self, engine: int, plan: Plan) -> str | None:
         """Get process sets, servers and connections of a plan ready. A reason why not, or None; blocks."""
-        reason = self._await_sets(plan)
+        reason = self._await_sets(engine, plan)
         if reason is None and plan.family in ("ps", "grouped"):
             reason = self.house.prepare(engine, plan)
         return reason

@@ -63,6 +63,10 @@ class Services(Protocol):
         """Get process sets, servers and connections ready; blocks. A reason why not, or None."""
         ...
 
+    def give_up(self, engine: int, epoch: int) -> None:
+        """Plans up to this one are not wanted any more: whatever gets one of them ready stops waiting."""
+        ...
+
     def steps(self, engine: int, plan: Plan) -> Steps:
         """The steps of a prepared plan that does not run in rounds."""
         ...
@@ -161,6 +165,7 @@ class Handover:
 
     def abandoned(self, epoch: int) -> None:
         """A plan is given up."""
+        self._services.give_up(self._number, epoch)
         with self._steps_lock:
             if self._postponed is not None and self._postponed.epoch == epoch:
                 self._postponed = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler.plans import Plan
-from star_hvd import process_sets
+from star_hvd import process_sets, server_house
 from star_hvd.config import Config
 from star_hvd.control.switch_messages import DropSet, MakeSet
 from star_hvd.services import JobServices
@@ -36,12 +37,36 @@ def test_a_set_that_was_not_made_once_is_made_when_asked_for_again(monkeypatch: 
     services._sets.start()
     try:
         services.on_message(MakeSet([0, 1, 2]))
-        assert "a rank was frozen" in str(services._await_sets(PLAN))
+        assert "a rank was frozen" in str(services.prepare(0, PLAN))
         trouble[0] = False
         services.on_message(MakeSet([0, 1, 2]))
-        assert services._await_sets(PLAN) is None, "told what had been true before"
+        assert services.prepare(0, PLAN) is None, "told what had been true before"
         services.on_message(DropSet([0, 1, 2]))
         services.on_message(MakeSet([0, 1, 2]))
-        assert services._await_sets(PLAN) is None and services.process_set((0, 1, 2)) is not None
+        assert services.prepare(0, PLAN) is None and services.process_set((0, 1, 2)) is not None
     finally:
         services._sets.stop()
+
+
+@pytest.mark.parametrize("plan", [PLAN, Plan.ps(4, 3, servers=(0,), epoch=1)], ids=["sets", "servers"])
+@pytest.mark.parametrize("how", ["give_up", "forget"])
+def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
+    plan: Plan, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keyring: Any = SimpleNamespace(peers=[None] * 4)
+    key: Any = None
+    applier = SimpleNamespace(buckets=[], optimizer=SimpleNamespace(param_groups=[]), base=None, hyper=None)
+    drivers: Any = {0: SimpleNamespace(engine=SimpleNamespace(plan=Plan.sync(4), applier=applier))}
+    monkeypatch.setattr(server_house, "Client", lambda *unused: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(server_house, "Layout", SimpleNamespace(build=lambda *unused: None))
+    monkeypatch.setattr(server_house, "OptimizerSpec", SimpleNamespace(of=lambda *unused: None))
+    services = JobServices(3, Config(plan_deadline_s=600.0), keyring, key, "h", lambda *unused, **also: None, drivers)
+    found: list[str | None] = []
+    waiting = threading.Thread(target=lambda: found.append(services.prepare(0, plan)), daemon=True)
+    waiting.start()
+    services.give_up(0, plan.epoch - 1)
+    waiting.join(0.2)
+    assert waiting.is_alive(), "an earlier plan was given up, not this one"
+    services.give_up(0, plan.epoch) if how == "give_up" else services.forget(0)
+    waiting.join(60.0)
+    assert found and found[0] is not None, "it still waits for what nobody will make"
