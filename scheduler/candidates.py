@@ -156,7 +156,9 @@ def candidates(
         if trouble:
             offered += _subgroups(conditions, trouble, most)
             offered += _grouped(conditions)
-            if n <= _MANY or trouble.links or trouble.frozen:
+            # Where ranks wait for a processor already, a server takes time of one from them.
+            served = not conditions.crowded or trouble.frozen
+            if served and (n <= _MANY or trouble.links or trouble.frozen):
                 offered += _servers(conditions, trouble, hosts, most)
             offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
             if n <= _MANY:

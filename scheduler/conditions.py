@@ -29,6 +29,10 @@ _EARLY, _EARLY_STEPS = 2.0, 100.0
 momentum and two of four gradients late now and then, 8 fell back to guessing within the first 60 steps, of 24 with one
 late 1 did. Sync-Switch (Li et al. 2021) says the same of the first percents."""
 
+_CROWDED = 0.15
+"""Usual part of their work that ranks wait for a processor, from which on a host has too few: 4 ranks on 2 idle cores
+show 0.01, on 2 busy ones 0.4."""
+
 _FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both was made around a freeze.
 
 
@@ -46,6 +50,8 @@ class Conditions:
             with fewer cores than ranks it is more than both.
         frozen_s: Mean time per step that a rank which freezes keeps every collective waiting, seconds.
         freezing: Those ranks.
+        crowded: Whether most ranks wait for a processor: what takes time of one, a server for example, takes it from
+            them, and times are known less well.
         early: Times the price that staleness costs at the beginning of a training; 1 later.
         price: Price of staleness; with it what else is assumed of the network, rho and the drift it bears.
         usual_s: Mean time of every rank, shape (n_ranks,).
@@ -61,6 +67,7 @@ class Conditions:
     beyond_s: float = 0.0
     frozen_s: float = 0.0
     freezing: tuple[int, ...] = ()
+    crowded: bool = False
     early: float = 1.0
     price: StalenessPrice = field(default_factory=StalenessPrice)
     usual_s: Array = field(init=False)
@@ -108,6 +115,7 @@ class Conditions:
             comm_bytes=float(window.comm_bytes),
             noise=_known(window.noise_scale, NOISE),
             beyond_s=_beyond_s(window, rate),
+            crowded=lower_median(window.table.starved_share.tolist()) > _CROWDED,
             starved=np.where(times.mean(axis=0) > 1.2 * readings.reference_s, starved, 0.0),
             early=1.0 + (_EARLY - 1.0) * max(0.0, 1.0 - window.step / _EARLY_STEPS),
             price=price or StalenessPrice(prior_of(window.comm_bytes)),

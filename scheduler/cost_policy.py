@@ -44,6 +44,9 @@ Ranker = Callable[[Sequence[Plan], Conditions, Window, Plan], list[Prediction]]
 _GAIN = 0.05
 """Least predicted gain. Intervals over 24 rows are known to 2 to 5 % where jitter is 10 %."""
 
+_GAIN_CROWDED = 0.15
+"""The same where most ranks wait for a processor: between two windows of such a job intervals differ by 10 to 20 %."""
+
 _SWITCH_S, _HANDOVER_S = 0.02, 0.2
 """What a change among modes of Horovod's collectives holds training up, and one to servers or away from them
 (`benchmarks.switches`: 10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
@@ -123,7 +126,7 @@ class CostPolicy:
         self.guard = AccuracyGuard()
         self._ranker = ranker
         self._hosts = hosts
-        self._gain = gain
+        self._gain = self._least_gain = gain
         self._least_share = least_share
         self.outcomes: list[SwitchOutcome] = []
         self._outcome: SwitchOutcome | None = None  # Of the plan in force or, in `sync`, of the one before.
@@ -173,6 +176,7 @@ class CostPolicy:
         )
         conditions = dataclasses.replace(conditions, rate=self._links.note(window, active, conditions.rate))
         self._noise = conditions.noise
+        self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
         trouble = find_trouble(conditions, self._least_share)
         self._now = (window, active, trouble)
         self._shape, self._terms = Shape.of(conditions, trouble.links), _terms(active, conditions)
@@ -250,7 +254,8 @@ class CostPolicy:
             return f"{text}: sync, no other mode can run"
         speed = 1.0 / max(other.relative, 1e-9)
         held = self._held_back(window)
-        why = held or ", too little for a switch"
+        short = " where ranks wait for processors" if self._least_gain > self._gain else ""
+        why = held or f", too little for a switch{short}"
         return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}"
 
     # ---- inside -----------------------------------------------------------------------------------------------------
@@ -268,7 +273,7 @@ class CostPolicy:
         if sync is not None and active.mode != "sync" and self._calm(window, active, sync.relative / now.relative):
             self._rest(window)
             return self._safe(active, f"nobody was slow since step {self._calm_since}")
-        if best is now or not best.relative < (1.0 - self._gain) * now.relative:
+        if best is now or not best.relative < (1.0 - self._least_gain) * now.relative:
             self._rest(window)
             return None
         if self._too_early(window, best, now, trouble):
@@ -281,7 +286,7 @@ class CostPolicy:
             self._rental.lost_s += lost_s  # What its like would have spared.
         if self._rental.pays(window.step, self._loss_s(best, now) * _steps_of_a_round(active, conditions), price_s):
             # Not for a few percent more than what there is without a price, there and back.
-            worth = best.relative < (1.0 - self._gain) * free.relative
+            worth = best.relative < (1.0 - self._least_gain) * free.relative
             return self._go(window, best if worth else free, active, now, trouble)
         if self._rental.lost_s >= _SOON * price_s:
             self.coming = best.plan
@@ -303,7 +308,7 @@ class CostPolicy:
 
     def _near(self, window: Window, free: Prediction, now: Prediction, just_lost_s: float) -> Prediction | None:
         """The best plan that costs next to nothing to go to, once that pays."""
-        if free is now or not free.relative < (1.0 - self._gain) * now.relative:
+        if free is now or not free.relative < (1.0 - self._least_gain) * now.relative:
             self._near_rental.rest(window.step)
             return None
         loss_s = max(just_lost_s, self._loss_s(free, now))

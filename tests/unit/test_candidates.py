@@ -96,6 +96,20 @@ def test_a_slow_link_that_carries_nothing_is_no_trouble() -> None:
     assert not find_trouble(conditions(steady(8), [1e9] * 3 + [1e7] + [1e9] * 4, 1e3))
 
 
+def test_where_most_ranks_wait_for_a_processor_no_server_takes_one_from_them() -> None:
+    times = steady(4, slow={2: 3.0})
+    one = Conditions.from_window(window(times, starved={2: 0.6}))
+    assert one is not None and not one.crowded, "one starved rank is a straggler"
+    assert any(plan.mode == "ps" for plan in candidates(one))
+    most = Conditions.from_window(window(times, starved={0: 0.3, 1: 0.3, 2: 0.6}))
+    assert most is not None and most.crowded
+    modes = {plan.mode for plan in candidates(most)}
+    assert "ps" not in modes and {"sync", "partial", "subgroup"} <= modes
+    # But nothing else helps against a rank that stands still.
+    frozen = most.with_freezes(0.05, [2], [2])
+    assert any(plan.mode == "ps" for plan in candidates(frozen))
+
+
 def test_ranks_that_freeze_hold_no_server() -> None:
     frozen = conditions(steady(4)).with_freezes(0.5, [1], [1])
     assert find_trouble(frozen).frozen == (1,)

@@ -182,6 +182,23 @@ def test_hysteresis() -> None:
     assert drive(CostPolicy(8), Plan.sync(8), mild) == []
 
 
+@pytest.mark.parametrize(("waits", "switches"), [(0.0, True), (0.4, False)])
+def test_where_processors_are_short_a_tenth_is_no_gain(waits: float, switches: bool) -> None:
+    def ranker(offered: Sequence[Plan], _: Conditions, __: Window, ___: Plan) -> list[Prediction]:
+        return [
+            Prediction(
+                plan=plan, relative=0.9 if plan.mode == "partial" else 1.0, low=0.8, high=1.0, interval_s=0.1,
+                progress=1.0, drift=0.0, reach=1.0,
+            )
+            for plan in offered
+        ]  # fmt: skip
+
+    starved = dict.fromkeys(range(4), waits)
+    policy = CostPolicy(4, ranker=ranker)
+    windows = [window(steady(4, slow={1: 3.0}), end=e, starved=starved) for e in range(40, 400, 4)]
+    assert bool(drive(policy, Plan.sync(4), windows)) == switches
+
+
 def test_after_a_return_to_sync_a_switch_still_has_its_price() -> None:
     """A plan `sync` of epoch 2 is the plan `sync` among the candidates."""
     rates = [1e9, 1e9, 1e9, 1e7]
