@@ -29,6 +29,7 @@ help:
 	@echo "make test    lint, types, and all tests (TEST_EFFORT=10: ten times as many random cases)"
 	@echo "make test-quick  lint, types, and the unit tests that take no time"
 	@echo "make stress  random switches among all modes, ranks with moods; until one job fails"
+	@echo "make nemesis  jobs whose processes are stopped and killed and whose connections break; as root"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
 	@echo "make clean   remove the environment, caches and build results"
@@ -56,6 +57,9 @@ stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \
 	  PYTHONPATH=. OMP_NUM_THREADS=1 STAR_RUN_LOG=0 $(BIN)/horovodrun -np 4 --gloo \
 	    $(abspath $(BIN))/python -m tests.multiproc.modes switch:$$seed:70:moody || exit 1; done
+
+nemesis: setup
+	@$(BIN)/python -m tests.nemesis --seeds $(SEEDS)
 
 bench: setup
 	@mkdir -p benchmarks/out

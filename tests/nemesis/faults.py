@@ -1,0 +1,132 @@
+"""What happens to a job: processes that are stopped or killed, connections that are reset, cut off or slow.
+
+Every rank has a network namespace of its own, so that a fault of the network is that of one host. Whatever a fault did
+is undone when its block ends, in whatever way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from benchmarks.netns import Network
+
+__all__ = ["FAULTS", "ROLES", "Nemesis", "possible"]
+
+USUAL_BITS_PER_S, SLOW_BITS_PER_S = 400e6, 2e6
+PAUSES_S, PARTITION_S, SLOW_S, RESETS = (0.3, 1.0, 4.0), 3.0, 4.0, 6
+SERVER = "star_hvd.ps.server"
+ROLES = ("worker", "server", "rank 0", "owner")
+FAULTS = ("pause", "kill", "reset", "partition", "rate")
+
+
+def possible(fault: str, role: str, mode: str) -> bool:
+    """Whether a fault can happen to a role in a mode so that the job is to go on.
+
+    A static job has no rank to spare, so only servers are killed; a server has no link but its owner's.
+    """
+    served = mode.startswith(("ps", "grouped", "ssp", "asgd"))
+    if role in ("server", "owner") and not served:
+        return False
+    return role == "server" if fault == "kill" else not (role == "server" and fault in ("partition", "rate", "reset"))
+
+
+@dataclass
+class Nemesis:
+    """Strikes a running job.
+
+    Args:
+        network: Its hosts, one per rank.
+        ready: What every rank wrote when the mode was in force.
+        seed: Of moments and victims.
+    """
+
+    network: Network
+    ready: list[dict[str, Any]]
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.log: list[str] = []
+
+    def strike(self, fault: str, role: str) -> None:
+        """Do one fault to one role, from its beginning to its end."""
+        victim = self._rank(role)
+        self.log.append(f"{fault} of {role} (rank {victim})")
+        acts: dict[str, Callable[[int, str], None]] = {
+            "pause": self._pause, "kill": self._kill, "reset": self._reset,
+            "partition": self._partition, "rate": self._slow,
+        }  # fmt: skip
+        acts[fault](victim, role)
+
+    def _rank(self, role: str) -> int:
+        if role == "rank 0":
+            return 0
+        if role == "worker":
+            return len(self.ready) - 1
+        return self.random.choice([rank for rank in range(len(self.ready)) if self._servers(rank)])
+
+    def _servers(self, rank: int) -> list[psutil.Process]:
+        found = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.ready[rank]["pid"]).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if SERVER in child.cmdline():
+                        found.append(child)
+        return found
+
+    def _process(self, rank: int, role: str) -> psutil.Process:
+        return self._servers(rank)[0] if role == "server" else psutil.Process(self.ready[rank]["pid"])
+
+    def _pause(self, rank: int, role: str) -> None:
+        process = self._process(rank, role)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(self.random.choice(PAUSES_S))
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):  # A server that did not answer may have been killed.
+                process.send_signal(signal.SIGCONT)
+
+    def _kill(self, rank: int, role: str) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._process(rank, role).kill()
+
+    def _reset(self, rank: int, role: str) -> None:
+        """Reset connections to a port of ours, those of this host or, for rank 0, those of any host to it."""
+        ports = [port for each in self.ready for port in each["ports"]]
+        for _ in range(RESETS):
+            time.sleep(self.random.uniform(0.02, 0.3))
+            port = self.random.choice(ports)
+            filters = ["dport", "=", f":{port}", "or", "sport", "=", f":{port}"]
+            space = self.network.hosts[rank].namespace
+            command = ["ip", "netns", "exec", space, "ss", "-K", "-tn", "state", "established", "(", *filters, ")"]
+            subprocess.run(command, check=True, capture_output=True, timeout=20.0)
+
+    def _partition(self, rank: int, role: str) -> None:
+        with self._link(rank, "down"):
+            time.sleep(PARTITION_S)
+
+    @contextlib.contextmanager
+    def _link(self, rank: int, state: str) -> Iterator[None]:
+        outer = self.network.hosts[rank].outer
+        subprocess.run(["ip", "link", "set", outer, state], check=True, timeout=20.0)
+        try:
+            yield
+        finally:
+            subprocess.run(["ip", "link", "set", outer, "up"], check=True, timeout=20.0)
+
+    def _slow(self, rank: int, role: str) -> None:
+        self.network.set_rate(rank, SLOW_BITS_PER_S)
+        try:
+            time.sleep(SLOW_S)
+        finally:
+            self.network.set_rate(rank, USUAL_BITS_PER_S)

@@ -1,0 +1,92 @@
+"""A rank of a job that faults happen to: `python -m tests.nemesis.job FOLDER MODE`.
+
+It trains epoch after epoch of `shard` until rank 0 finds the file `over` in FOLDER at the end of one, and writes which
+samples its gradients were of, what became of their weights, and its parameters at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import star_hvd as hvd
+from star_hvd import runtime
+from tests.multiproc.scenarios import compute, digest, model
+from tests.support.signals import PATIENCE_S
+
+SAMPLES, BATCH, STEP_S = 120, 4, 0.01
+LEAST_EPOCHS = 2
+CONFIG = hvd.Config(plan_deadline_s=200.0)  # Servers import torch when they start; on few cores that takes its time.
+
+
+class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """Samples that tell which they are."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.randn(8, generator=torch.Generator().manual_seed(index)), index
+
+
+def write(path: Path, values: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(values), encoding="utf-8")
+    draft.replace(path)
+
+
+def ports() -> list[int]:
+    """Where this rank listens for the others, Horovod's own connections left out."""
+    run = runtime.current()
+    assert run is not None
+    own = run.keyring.peers[run.rank]
+    endpoint = run.services.house._process.endpoint
+    return [port for port in (own.control_port, own.tensor_port, endpoint.port if endpoint else 0) if port]
+
+
+def step(net: torch.nn.Module, optimizer: Any, inputs: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    compute(net, inputs, STEP_S)
+    optimizer.step()
+
+
+def main(folder: Path, mode: str) -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    rank = int(hvd.rank())
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=0.005, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=mode, config=CONFIG)
+    loader = hvd.shard(Numbered(), batch_size=BATCH)
+    began_s = time.monotonic()
+    while mode != "sync" and optimizer.mode == "sync" and time.monotonic() - began_s < PATIENCE_S:
+        step(net, optimizer, torch.ones(BATCH, 8))
+    hvd.barrier()
+    write(folder / f"ready{rank}.json", {"pid": os.getpid(), "ports": ports(), "mode": optimizer.mode})
+    epochs: list[list[int]] = []
+    longest_s, over = 0.0, False
+    while not over:
+        epochs.append([])
+        for inputs, numbers in loader:
+            before_s = time.monotonic()
+            step(net, optimizer, inputs)
+            epochs[-1] += numbers.tolist()
+            longest_s = max(longest_s, time.monotonic() - before_s)
+        over = len(epochs) >= LEAST_EPOCHS and (folder / "over").exists()
+        over = bool(hvd.broadcast_object(over, 0, name="over"))
+    last_mode = optimizer.mode
+    optimizer.close()
+    facts = {"epochs": epochs, "digest": digest(net), "stats": optimizer.stats(), "mode": last_mode}
+    write(folder / f"rank{rank}.json", {**facts, "longest_s": longest_s})
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
