@@ -21,7 +21,7 @@ STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
 	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py
 
-.PHONY: help setup demo test test-quick stress lint bench clean
+.PHONY: help setup demo test test-quick stress nemesis lint bench clean
 
 help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"

@@ -47,8 +47,8 @@ def test_what_is_lost_twice_or_different_is_seen() -> None:
     twice = [good[0], {**good[1], "epochs": [list(range(half - 1, SAMPLES))]}]
     assert "[59] in several" in judge(twice)[0]
     assert judge([good[0], {**good[1], "digest": "b"}]) == ["replicas differ"]
-    unaccounted = {**stats, "applied_weight": 1.0}
-    assert "rank 1 made gradients of weight 3, 2 is accounted for" in judge([good[0], {**good[1], "stats": unaccounted}])
+    lossy = {**good[1], "stats": {**stats, "applied_weight": 1.0}}
+    assert "rank 1 made gradients of weight 3, 2 is accounted for" in judge([good[0], lossy])
 
 
 def test_seeds_in_a_row_come_to_every_fault_that_can_happen() -> None:
