@@ -74,12 +74,7 @@ class Sender:
         experiment: str | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        about = layout.read_json(directory / layout.RUN)
-        if about.get("schema") != layout.SCHEMA:
-            raise ValueError(
-                f"{directory} holds a run of version {about.get('schema')!r}; expected {layout.SCHEMA}: is it a run "
-                "folder, and this program new enough?"
-            )
+        about = layout.read_about(directory)
         self.directory = directory
         self.uri = uri
         self.state = RunState()
