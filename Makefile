@@ -11,6 +11,9 @@ PYTEST_ARGS ?=
 # Files of tests that run side by side; none of them depends on how fast it gets on.
 TEST_JOBS ?= 2
 SEEDS ?= 20
+# Of `make fuzz`: its seed, and inputs of all targets together.
+SEED ?= 1
+INPUTS ?= 1000000
 
 export PYTHON VENV TORCH_SPEC TORCH_INDEX_URL EXTRAS
 
@@ -21,7 +24,7 @@ STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
 	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py
 
-.PHONY: help setup demo test test-quick stress lint bench clean
+.PHONY: help setup demo test test-quick stress fuzz lint bench clean
 
 help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
@@ -29,6 +32,7 @@ help:
 	@echo "make test    lint, types, and all tests (TEST_EFFORT=10: ten times as many random cases)"
 	@echo "make test-quick  lint, types, and the unit tests that take no time"
 	@echo "make stress  random switches among all modes, ranks with moods; until one job fails"
+	@echo "make fuzz    damaged input for every decoder and state machine (INPUTS=1000000 SEED=1)"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
 	@echo "make clean   remove the environment, caches and build results"
@@ -56,6 +60,9 @@ stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \
 	  PYTHONPATH=. OMP_NUM_THREADS=1 STAR_RUN_LOG=0 $(BIN)/horovodrun -np 4 --gloo \
 	    $(abspath $(BIN))/python -m tests.multiproc.modes switch:$$seed:70:moody || exit 1; done
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
 
 bench: setup
 	@mkdir -p benchmarks/out

@@ -1,8 +1,8 @@
 """Lines of a run's log, read back: each is an event of the form that the log writes, or it is left out.
 
-A log may end in the middle of a line, come from a full disk, or be anything that somebody put there. Whoever reads one
-relies on what is checked here: numbers are finite and fit 64 bits, times and steps are not negative, and the fields that
-the known kinds have are of their types. An event of which one field is not is left out whole, and counted.
+A log may end in the middle of a line, come from a full disk, or be anything that somebody put there. Its readers rely
+on what is checked here: numbers are finite and fit 64 bits, times and steps are not negative, and the fields that known
+kinds have are of their types. An event of which one field is not is left out whole.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ import math
 import random
 from typing import Any
 
-__all__ = ["damaged", "damaged_bytes", "odd", "weird"]
+import msgpack
+
+__all__ = ["damaged", "damaged_bytes", "odd", "packed", "weird"]
 
 _INTS = (0, 1, -1, 2, 7, 255, 1 << 16, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 40, (1 << 52) - 1, 1 << 52,
          -(1 << 52), (1 << 53) - 1, 1 << 53, (1 << 63) - 1, -(1 << 63))  # fmt: skip
@@ -109,3 +111,21 @@ def damaged_bytes(data: bytes, draw: random.Random) -> bytes:
         else:
             found[at:at] = found[at : at + draw.choice((1, 4, 16))]
     return bytes(found)
+
+
+def packed(value: Any) -> bytes:
+    """As msgpack; what it cannot hold, as a number of more than 64 bits, becomes a text."""
+    try:
+        return bytes(msgpack.packb(value))
+    except (OverflowError, ValueError, TypeError):
+        return bytes(msgpack.packb(_held(value)))
+
+
+def _held(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, (list, tuple)) and depth < 400:
+        return [_held(item, depth + 1) for item in value]
+    if isinstance(value, dict) and depth < 400:
+        return {str(key)[:50]: _held(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return str(value)
+    return value if isinstance(value, (int, float, str, bytes)) or value is None else str(value)[:50]

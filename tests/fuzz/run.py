@@ -105,8 +105,8 @@ def fuzz(target: Target, inputs: int, seed: int, keep: Path | None = None) -> Fo
 
 def one(target: Target, data: bytes) -> tuple[int, bool, tuple[str, str] | None]:
     """Inputs taken in, whether a declared exception came, and of any other one its place and text."""
-    signal.signal(signal.SIGALRM, _too_long)
-    signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
+    before = signal.signal(signal.SIGALRM, _too_long)
+    left = signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
     try:
         return target.feed(data) or 1, False, None
     except target.declared:
@@ -119,7 +119,8 @@ def one(target: Target, data: bytes) -> tuple[int, bool, tuple[str, str] | None]
         place = f"{type(error).__name__} at {Path(own[-1].filename).name}:{own[-1].lineno}"
         return 1, False, (place, f"{place}: {str(error)[:200]}")
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *left)  # Of pytest-timeout, for example.
 
 
 def _too_long(number: int, frame: Any) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.fuzz.run import Target
-from tests.fuzz.targets import control, logs, plans
+from tests.fuzz.targets import channel, control, logs, models, plans, servers
 
 __all__ = ["TARGETS"]
 
 TARGETS: dict[str, Target] = {
-    target.name: target for module in (control, logs, plans) for target in module.TARGETS
+    target.name: target for module in (channel, control, logs, models, plans, servers) for target in module.TARGETS
 }

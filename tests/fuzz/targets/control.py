@@ -16,7 +16,7 @@ from star_hvd.control import switch_messages as s
 from star_hvd.control.board import Board
 from star_hvd.control.messages import _FIELDS, _KINDS, decode, encode
 from star_hvd.errors import ChannelError
-from tests.fuzz.mutate import damaged, damaged_bytes, weird
+from tests.fuzz.mutate import damaged, damaged_bytes, packed, weird
 from tests.fuzz.run import Target
 
 _WORLD = 3
@@ -53,23 +53,15 @@ def _fields(kind: str, draw: random.Random) -> list[Any]:
     return [1, kind, *(_value(name, wanted, draw) for name, wanted in _FIELDS[kind])]
 
 
-def _pack(value: Any) -> bytes:
-    """As msgpack; what it cannot hold as its text."""
-    try:
-        return bytes(msgpack.packb(value))
-    except (OverflowError, ValueError, TypeError):
-        return bytes(msgpack.packb(repr(value)[:100]))
-
-
 def _message(draw: random.Random) -> bytes:
     fields = _fields(draw.choice(_KNOWN), draw)
     kind = draw.random()
     if kind < 0.45:
-        return _pack(damaged(fields, draw, draw.choice((1, 1, 2, 4))))
-    data = _pack(fields)
+        return packed(damaged(fields, draw, draw.choice((1, 1, 2, 4))))
+    data = packed(fields)
     if kind < 0.95:
         return damaged_bytes(data, draw)
-    return draw.randbytes(draw.randrange(40)) if kind < 0.99 else _pack(weird(draw))
+    return draw.randbytes(draw.randrange(40)) if kind < 0.99 else packed(weird(draw))
 
 
 def _decode(data: bytes) -> None:
@@ -101,9 +93,9 @@ def _script(draw: random.Random) -> bytes:
             message = encode(m.Arrive(0, step, draw.randrange(4), 0.1 * draw.random(), 0.0, 0.05, 0.0, 0.01))
         else:
             fields = _fields(draw.choice(_SAID).kind, draw)
-            message = _pack(damaged(fields, draw) if draw.random() < wild else fields)
+            message = packed(damaged(fields, draw) if draw.random() < wild else fields)
         said.append([rank if draw.random() < 0.97 else draw.randrange(-1, 9), message, draw.choice((0.0, 0.05, 3.0))])
-    return bytes(msgpack.packb(said))
+    return packed(said)
 
 
 def _play(data: bytes) -> int:

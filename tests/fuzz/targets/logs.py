@@ -20,7 +20,7 @@ from star_hvd.run_log import layout
 from star_hvd.run_log.convert import RunState, flat, point_metric, window_metrics
 from star_hvd.run_log.page import _rank_table, _segment_table, _summary, read_story, sentence
 from star_hvd.run_log.spool import read_events
-from tests.fuzz.mutate import damaged, damaged_bytes
+from tests.fuzz.mutate import damaged, damaged_bytes, packed
 from tests.fuzz.run import Target
 
 _PLAN = Plan.partial(2, 1, reason="rank 1 is slow").to_dict()
@@ -105,7 +105,7 @@ def _folder(draw: random.Random) -> bytes:
         made[chosen] = damaged_bytes(made[chosen], draw)
     if draw.random() < 0.05:
         del made[chosen]
-    return bytes(msgpack.packb(made))
+    return packed(made)
 
 
 _scratch: list[Path] = []
@@ -114,7 +114,8 @@ _scratch: list[Path] = []
 def _place() -> Path:
     """A folder that is used again by every input."""
     if not _scratch:
-        _scratch.append(Path(tempfile.mkdtemp(prefix="star-fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)))
+        memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        _scratch.append(Path(tempfile.mkdtemp(prefix="star-fuzz-", dir=memory)))
         atexit.register(shutil.rmtree, _scratch[0], ignore_errors=True)
     folder = _scratch[0] / "runs" / "one"
     shutil.rmtree(folder, ignore_errors=True)
@@ -160,7 +161,7 @@ def _trace(draw: random.Random) -> bytes:
         text = json.dumps(damaged(content, draw, draw.choice((0, 1, 2))), default=repr).encode()
     else:
         text = content.encode()
-    return bytes(msgpack.packb([suffix, damaged_bytes(text, draw) if draw.random() < 0.5 else text]))
+    return packed([suffix, damaged_bytes(text, draw) if draw.random() < 0.5 else text])
 
 
 def _read_trace(data: bytes) -> None:

@@ -17,7 +17,7 @@ from scheduler.target import Target as Bound
 from scheduler.workqueue import WorkQueue
 from star_hvd import env
 from star_hvd.config import Config
-from tests.fuzz.mutate import damaged, odd, weird
+from tests.fuzz.mutate import damaged, odd, packed, weird
 from tests.fuzz.run import Target
 
 _WORLD = 4
@@ -33,7 +33,7 @@ _NAMES = (
 )  # fmt: skip
 
 
-def _packed(value: Any) -> bytes:
+def _as_json(value: Any) -> bytes:
     return json.dumps(value, default=lambda other: repr(other)).encode("utf-8", errors="surrogatepass")
 
 
@@ -41,7 +41,7 @@ def _plan(draw: random.Random) -> bytes:
     values = draw.choice(_PLANS).to_dict()
     fields = {item: getattr(draw.choice(_PLANS), item) for item in Plan.__dataclass_fields__}
     chosen = draw.choice((values, fields, {**values, draw.choice(list(fields)): weird(draw)}))
-    return _packed(damaged(chosen, draw, draw.choice((0, 1, 1, 2, 3))))
+    return _as_json(damaged(chosen, draw, draw.choice((0, 1, 1, 2, 3))))
 
 
 def _read_plan(data: bytes) -> None:
@@ -55,7 +55,7 @@ def _mode(draw: random.Random) -> bytes:
     letters = list(text)
     for _ in range(draw.choice((0, 1, 1, 2, 4))):
         at = draw.randrange(len(letters) + 1)
-        letters[at:at] = draw.choice(("9" * 30, "9" * 5000, "-", "(", ")", ",", "=", "1e999", "s", "é", "٣", "\x00", "0"))
+        letters[at:at] = draw.choice(("9" * 30, "9" * 5000, "-", "(", ")", ",", "=", "1e999", "s", "é", "\x00", "0"))
         if draw.random() < 0.5 and letters:
             del letters[draw.randrange(len(letters))]
     return "".join(letters).encode()
@@ -70,7 +70,7 @@ def _read_mode(data: bytes) -> None:
 
 def _config(draw: random.Random) -> bytes:
     names = [*Config.__dataclass_fields__, "nothing"]
-    return _packed({draw.choice(names): weird(draw) for _ in range(draw.randrange(1, 4))})
+    return _as_json({draw.choice(names): weird(draw) for _ in range(draw.randrange(1, 4))})
 
 
 def _read_config(data: bytes) -> None:
@@ -86,7 +86,8 @@ _SETTINGS = ("", "0.5", "nan", "1e999", "-1", "eth0,eth1", "a=b,c", "=", ",,", "
 
 
 def _environment(draw: random.Random) -> bytes:
-    return _packed({name: draw.choice(_SETTINGS) + draw.choice(_SETTINGS) for name in _VARIABLES if draw.random() < 0.6})
+    chosen = [name for name in _VARIABLES if draw.random() < 0.6]
+    return _as_json({name: draw.choice(_SETTINGS) + draw.choice(_SETTINGS) for name in chosen})
 
 
 def _read_environment(data: bytes) -> None:
@@ -124,7 +125,7 @@ def _rule_script(draw: random.Random) -> bytes:
             said.append([kind, draw.choice(_PLANS).to_dict()])
         else:
             said.append([kind, rank])
-    return bytes(msgpack.packb(said, default=repr))
+    return packed(said)
 
 
 def _numbers(push: Any) -> Push:
@@ -179,7 +180,7 @@ def _queue_script(draw: random.Random) -> bytes:
          draw.choice((0.0, 0.1, 1.0, 5e-324, 1e300, odd(draw)))]
         for _ in range(draw.randrange(5, 60))
     ]  # fmt: skip
-    return bytes(msgpack.packb([size, draw.random() < 0.3, draw.randrange(3), said]))
+    return packed([size, draw.random() < 0.3, draw.randrange(3), said])
 
 
 def _play_queue(data: bytes) -> int:
@@ -220,7 +221,7 @@ def _closing_script(draw: random.Random) -> bytes:
         kind = draw.choice(("arrive", "arrive", "arrive", "late", "join", "leave", "back", "align", "skip", "plan"))
         said.append([kind, draw.randrange(_WORLD), step + draw.randrange(-2, 3),
                      draw.choice((0.1, 0.1, 0.3, 0.0, 5e-324, 1e8)), draw.choice((0.0, 0.05, 1.0))])  # fmt: skip
-    return bytes(msgpack.packb(said))
+    return packed(said)
 
 
 def _play_closing(data: bytes) -> int:
