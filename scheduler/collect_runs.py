@@ -24,6 +24,7 @@ from scheduler.conditions import Conditions
 from scheduler.features import rows, speed
 from scheduler.plans import Plan, PlanError
 from scheduler.records import RankStats, Window
+from scheduler.redact import redacted
 from scheduler.run_events import read_run_file
 from scheduler.target import Target
 
@@ -281,11 +282,12 @@ def mlflow_rows(
             client = mlflow.MlflowClient(tracking_uri=uri)
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
-                raise ValueError(f"MLflow at {uri} has no experiment {name}; expected the one the run log sends to")
+                shown = redacted(uri, environ)
+                raise ValueError(f"MLflow at {shown} has no experiment {name}; expected the one the run log sends to")
             mlflow.set_tracking_uri(uri)
             _download(client, experiment.experiment_id, Path(scratch))
         except mlflow.exceptions.MlflowException as error:
-            raise ValueError(f"MLflow at {uri} says: {error}") from None
+            raise ValueError(redacted(f"MLflow at {uri} says: {error}", environ)) from None
         return real_rows(Path(scratch), project, told=told)
 
 

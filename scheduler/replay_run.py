@@ -26,6 +26,7 @@ from rich.table import Table
 
 from scheduler.mode_names import parse_mode
 from scheduler.plans import Plan
+from scheduler.redact import redacted
 from scheduler.run_events import read_run_file
 from scheduler.simulator.reports import Reports, read_reports
 from scheduler.simulator.whatif import InForce, WhatIf, what_if
@@ -96,7 +97,7 @@ def _fetch(name: str, uri: str) -> Path:
         target = tempfile.mkdtemp(prefix="star-run-")
         folder = Path(client.download_artifacts(run_id, _ARTIFACTS, target))
     except MlflowException as error:
-        raise ValueError(f"MLflow at {uri} does not give run {name}: {error}") from None
+        raise ValueError(redacted(f"MLflow at {uri} does not give run {name}: {error}")) from None
     if not any(folder.glob("rank*.jsonl")):
         raise ValueError(f"MLflow run {name} has no step reports; expected rank<r>.jsonl among its artifacts")
     return folder

@@ -117,10 +117,9 @@ def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> 
 
 def _register(message: Register, world_size: int) -> None:
     for values in (message.initial, message.plan or message.initial):
-        if values.get("world_size") != world_size:  # Before a plan for 2^52 ranks is made.
-            raise ChannelError(
-                f"a plan is for {str(values.get('world_size'))[:40]} ranks; this job has {world_size}"
-            )
+        ranks = values.get("world_size")
+        if isinstance(ranks, int) and ranks != world_size:  # Before a plan for 2^52 ranks is made.
+            raise ChannelError(f"a plan is for {ranks} ranks; this job has {world_size}")
     if not 0 <= message.gradient_bytes < _MAX_BYTES:
         raise ChannelError(f"an optimizer has {message.gradient_bytes} bytes of gradients; expected 0 or more")
     try:
