@@ -228,5 +228,6 @@ class WorkQueue:
             share = (end_s - free) / batch_s + 1e-9
             if share >= needed:  # Infinite, maybe, where a batch takes next to nothing.
                 return True
-            batches += max(0, math.floor(share))
+            if share >= 1.0:  # Minus infinity, maybe, where it takes for ever.
+                batches += math.floor(share)
         return batches >= needed
