@@ -8,7 +8,13 @@
 # Run a job on one machine:
 #   docker run --rm -it --ipc=host star-hvd:cpu horovodrun -np 4 --gloo python train.py
 #
-# On several, with the folder ./ssh holding one key pair for the job (id_ed25519, .pub):
+# The image's user is star, number 1000, not root; folders that a job writes to must be that user's, or give your own
+# with --user "$(id -u)" -e HOME=/tmp.
+#
+# On several hosts, with the folder ./ssh holding two key pairs for the job, readable for that user: id_ed25519, by
+# which ranks are let in, and host_ed25519, by which all hosts of the job are known (ssh refuses any other):
+#   mkdir -m 700 ssh && ssh-keygen -t ed25519 -N '' -f ssh/id_ed25519 && ssh-keygen -t ed25519 -N '' -f ssh/host_ed25519
+#   sudo chown -R 1000 ssh
 #   on every other host:
 #     docker run -d --network=host --ipc=host -v $PWD/ssh:/run/star-ssh:ro star-hvd:cuda sshd
 #   on the first (STAR_SSHD=1 installs the key here too):
@@ -62,9 +68,12 @@ RUN /opt/star/docker/system.sh run \
     && cp /opt/star/docker/ssh.conf /etc/ssh/ssh_config.d/star.conf \
     && cp /opt/star/docker/sshd.conf /etc/ssh/sshd_config.d/star.conf
 COPY --from=cpu-build /opt/venv /opt/venv
-ENV VIRTUAL_ENV=/opt/venv PATH=/opt/venv/bin:$PATH
+# docker/bin has the ssh that checks hosts, whatever horovodrun asks of it.
+ENV VIRTUAL_ENV=/opt/venv PATH=/opt/star/docker/bin:/opt/venv/bin:$PATH
 RUN /opt/star/docker/check_build.sh PyTorch Gloo && python -c "import scheduler, star_hvd"
 WORKDIR /workspace
+RUN /opt/star/docker/system.sh user
+USER star
 ENTRYPOINT ["/opt/star/docker/entrypoint.sh"]
 CMD ["bash"]
 
@@ -100,6 +109,9 @@ COPY pyproject.toml /opt/star/
 COPY scheduler /opt/star/scheduler
 COPY star_hvd /opt/star/star_hvd
 RUN pip install -q --no-build-isolation "/opt/star[$EXTRAS]" && python -c "import scheduler"
+ENV PATH=/opt/star/docker/bin:$PATH
 WORKDIR /workspace
+RUN /opt/star/docker/system.sh user
+USER star
 ENTRYPOINT ["/opt/star/docker/entrypoint.sh"]
 CMD ["bash"]

@@ -11,6 +11,9 @@ PYTEST_ARGS ?=
 # Files of tests that run side by side; none of them depends on how fast it gets on.
 TEST_JOBS ?= 2
 SEEDS ?= 20
+# Of `make fuzz`: its seed, and inputs of all targets together.
+SEED ?= 1
+INPUTS ?= 1000000
 
 export PYTHON VENV TORCH_SPEC TORCH_INDEX_URL EXTRAS
 
@@ -19,9 +22,9 @@ comma := ,
 # The name holds what the environment was made of: another torch, another stamp.
 STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
-	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py
+	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py scripts/lock.py requirements.lock
 
-.PHONY: help setup demo test test-quick stress nemesis lint bench clean
+.PHONY: help setup lock demo test test-quick stress nemesis fuzz lint bench clean
 
 help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
@@ -30,6 +33,8 @@ help:
 	@echo "make test-quick  lint, types, and the unit tests that take no time"
 	@echo "make stress  random switches among all modes, ranks with moods; until one job fails"
 	@echo "make nemesis  jobs whose processes are stopped and killed and whose connections break; as root"
+	@echo "make fuzz    damaged input for every decoder and state machine (INPUTS=1000000 SEED=1)"
+	@echo "make lock    resolve anew: requirements.lock, every archive with its hash"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
 	@echo "make clean   remove the environment, caches and build results"
@@ -39,6 +44,9 @@ setup: $(STAMP)
 $(STAMP): $(SETUP_INPUTS)
 	@bash scripts/setup.sh
 	@touch $@
+
+lock: setup
+	$(BIN)/python scripts/lock.py write "$(TORCH_SPEC)"
 
 demo: setup
 	@$(BIN)/python -m benchmarks.demo
@@ -60,6 +68,9 @@ stress: setup
 
 nemesis: setup
 	@$(BIN)/python -m tests.nemesis --seeds $(SEEDS)
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS) --seed $(SEED)
 
 bench: setup
 	@mkdir -p benchmarks/out

@@ -2,7 +2,17 @@
 # Install the system packages of one stage of the image, on a Debian or Ubuntu base:
 #   system.sh build   what compiling Horovod needs
 #   system.sh run     what running a job needs
+#   system.sh user    the user that jobs run as, number 1000, with /workspace its own
 set -eu
+
+if [ "${1:-}" = user ]; then
+    # Ubuntu's base has a user of that number already.
+    taken=$(getent passwd 1000 | cut -d: -f1)
+    [ -z "$taken" ] || [ "$taken" = star ] || userdel --remove "$taken"
+    useradd --create-home --uid 1000 --shell /bin/bash star
+    install -d -o star -g star /workspace
+    exit 0
+fi
 
 # The base may bring its own Python (python:3.11-slim) or none (plain Debian).
 packages=""
@@ -21,7 +31,7 @@ run)
     packages="$packages ca-certificates libgomp1 iproute2 openssh-server openssh-client"
     ;;
 *)
-    echo "system.sh: got '$1', expected 'build' or 'run'" >&2
+    echo "system.sh: got '$1', expected 'build', 'run' or 'user'" >&2
     exit 2
     ;;
 esac

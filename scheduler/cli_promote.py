@@ -31,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
     """Judge the challenger; exit status 1 where the gate stays shut."""
     from rich.console import Console
 
+    from scheduler.redact import redacted
     from scheduler.registry import CHALLENGER, CHAMPION, Registry
 
     if options.scenarios < 1:
@@ -38,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
     console, registry = Console(), Registry(os.environ)
     version = registry.alias(CHALLENGER)
     if version is None:
-        raise ModelError(f"{registry.name} has no {CHALLENGER} in {registry.uri}; run `star-scheduler train` first")
+        shown = redacted(registry.uri)
+        raise ModelError(f"{registry.name} has no {CHALLENGER} in {shown}; run `star-scheduler train` first")
     challenger, champion = load(registry.download(CHALLENGER)), defender(registry, CHALLENGER)
     assert champion is not None
     names = {"learned": titled(version, CHALLENGER), "champion": champion[0]}

@@ -104,6 +104,7 @@ def _read(paths: list[Path]) -> tuple[Any, dict[str, Any]]:
 
 def _record(console: Any, folder: Path, about: dict[str, Any], frame: Any, found: Any) -> int:
     from scheduler.plots import draw
+    from scheduler.redact import redacted
     from scheduler.registry import CHALLENGER, Registry
 
     with tempfile.TemporaryDirectory() as scratch, console.status("recording in MLflow"):
@@ -111,7 +112,8 @@ def _record(console: Any, folder: Path, about: dict[str, Any], frame: Any, found
         registry = Registry(os.environ)
         version = registry.record(folder, about, sample=frame.head(5), figures=figures)
     console.print(
-        f"{version.name} version {version.number} is {CHALLENGER} in {registry.uri}; next: star-scheduler evaluate",
+        f"{version.name} version {version.number} is {CHALLENGER} in {redacted(registry.uri)}; "
+        "next: star-scheduler evaluate",
         highlight=False,
     )
     return 0

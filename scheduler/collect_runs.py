@@ -14,7 +14,7 @@ import math
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from scheduler.conditions import Conditions
 from scheduler.features import rows, speed
 from scheduler.plans import Plan, PlanError
 from scheduler.records import RankStats, Window
+from scheduler.redact import redacted
+from scheduler.run_events import read_run_file
 from scheduler.target import Target
 
 __all__ = ["LoggedRun", "mlflow_rows", "read_run", "real_rows", "windows"]
@@ -115,20 +117,20 @@ def _read(folder: Path) -> LoggedRun:
     points: list[tuple[str, float, float]] = []
     noise: list[tuple[int, float]] = []
     begin_s = math.nan
-    for event in _lines(folder / "events.jsonl"):
+    for event in read_run_file(folder / "events.jsonl"):
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
             facts.update(event["values"])
         elif kind == "plan":
             plan = _plan(event)
-            begin_s = float(event.get("time_s", 0.0)) if math.isnan(begin_s) else begin_s
-            if len(plans) == 1 and plans[0].mode == "sync" and int(event.get("step", 0)) <= _TAKEN_UP:
+            begin_s = float(event.get("time_s") or 0.0) if math.isnan(begin_s) else begin_s
+            if len(plans) == 1 and plans[0].mode == "sync" and int(event.get("step") or 0) <= _TAKEN_UP:
                 plans.clear()
             plans += [plan] if not plans or plans[-1] != plan else []
         elif kind == "metric" and isinstance(event.get("value"), (int, float)):
-            points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s", 0.0))))
+            points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s") or 0.0)))
         elif kind == "window" and isinstance(event.get("noise_scale"), (int, float)):
-            noise.append((int(event.get("step", 0)), float(event["noise_scale"])))
+            noise.append((int(event.get("step") or 0), float(event["noise_scale"])))
     target = _target(facts)
     if not plans:
         raise _LeftOut("it has no plan")
@@ -163,23 +165,9 @@ def _all_reports(folder: Path, world_size: int) -> dict[int, list[tuple[int, flo
     return reports
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            item = json.loads(line)
-        except ValueError:  # The last line of a killed run.
-            continue
-        if isinstance(item, dict):
-            yield item
-
-
 def _reports(path: Path) -> list[tuple[int, float, bool]]:
     found = []
-    for item in _lines(path):
+    for item in read_run_file(path):
         step, time_s = item.get("step"), item.get("compute_s")
         if item.get("kind") == "step" and isinstance(step, int) and isinstance(time_s, float) and time_s > 0.0:
             found.append((step, time_s, bool(item.get("late"))))
@@ -294,11 +282,12 @@ def mlflow_rows(
             client = mlflow.MlflowClient(tracking_uri=uri)
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
-                raise ValueError(f"MLflow at {uri} has no experiment {name}; expected the one the run log sends to")
+                shown = redacted(uri, environ)
+                raise ValueError(f"MLflow at {shown} has no experiment {name}; expected the one the run log sends to")
             mlflow.set_tracking_uri(uri)
             _download(client, experiment.experiment_id, Path(scratch))
         except mlflow.exceptions.MlflowException as error:
-            raise ValueError(f"MLflow at {uri} says: {error}") from None
+            raise ValueError(redacted(f"MLflow at {uri} says: {error}", environ)) from None
         return real_rows(Path(scratch), project, told=told)
 
 

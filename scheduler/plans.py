@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LOCAL_COPIES", "MODES", "RULES", "SET_IDLE_S", "Plan", "PlanError"]
+__all__ = ["LOCAL_COPIES", "MAX_RANKS", "MODES", "RULES", "SET_IDLE_S", "Plan", "PlanError"]
 
 MODES = ("sync", "partial", "subgroup", "grouped", "ps", "local")
 RULES = ("x", "groups", "ssp", "backup")
+_INTEGERS = ("world_size", "quorum", "epoch", "max_staleness", "fan_in", "group_count", "slack", "local_steps")
 _DAMPINGS = ("inverse", "relative", "none")
 _LR_RULES = ("linear", "noise", "none")
 _GUARDS = ("none", "damp", "reject")
@@ -21,6 +21,11 @@ SET_IDLE_S = 60.0
 
 LOCAL_COPIES = 2.0
 """Times the parameters' bytes that an averaging of `local` moves: with momentum; Adam has a third."""
+
+MAX_RANKS = 1 << 20
+"""Ranks of a job, at most: a plan for more is damaged, and lists of its ranks would take all memory."""
+
+_MOST = 1 << 53  # Of other numbers, which may travel as floats.
 
 Ranks = tuple[int, ...]
 
@@ -116,13 +121,16 @@ class Plan:
                 raise PlanError(f"plan {name} is {value!r}; expected one of {', '.join(known)}")
 
     def _check_numbers(self) -> None:
-        for name in ("world_size", "quorum", "epoch", "max_staleness", "group_count", "slack", "local_steps"):
+        for name in _INTEGERS:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise PlanError(f"plan field {name} is {value!r}; expected an integer")
             least = 1 if name == "world_size" else 0
             if value < least:
                 raise PlanError(f"plan {name} is {value}; expected at least {least}")
+            most = MAX_RANKS if name in ("world_size", "quorum") else _MOST
+            if value > most:
+                raise PlanError(f"plan {name} is too large; expected at most {most}")
         if not 1 <= self.quorum <= self.world_size:
             raise PlanError(
                 f"plan quorum m is {self.quorum}; expected 1 <= m <= {self.world_size} (the number of ranks)"
@@ -131,8 +139,8 @@ class Plan:
             raise PlanError(f"plan group_count is {self.group_count}; expected at most {self.world_size}, the ranks")
         for name in ("local_s", "noise_scale"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < math.inf:
-                raise PlanError(f"plan {name} is {value!r}; expected a number, 0 or more")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value < _MOST:
+                raise PlanError(f"plan {name} is {str(value)[:40]}; expected a number from 0 to {_MOST}")
 
     def _tuple(self, name: str) -> tuple[Any, ...]:
         value = getattr(self, name)

@@ -33,6 +33,7 @@ from scheduler.cost_policy import Ranker
 from scheduler.features import FEATURES, SCHEMA_VERSION, rows, speed
 from scheduler.plans import Plan
 from scheduler.records import Window
+from scheduler.trial import try_heads
 
 __all__ = ["FORMAT", "HEADS", "SHIPPED", "ModelError", "Predictor", "find_ranker", "learned_policy", "load"]
 
@@ -46,6 +47,9 @@ FORMAT = 1
 HEADS = ("low", "middle", "high", "reach")
 SHIPPED = Path(__file__).with_name("models") / "default"
 """The model that comes with the package."""
+
+_SHIPPED_SHA256 = "38f58c7966b9555457a8ba54f37a590ea5c60945abab1806f81e0f7804fc926e"
+"""Of that model's `model.json`, which has those of its heads: what is it, to the bit, needs no trial."""
 
 _OFF = ("cost_model", "none", "off", "0")
 _FILE = "model.json"
@@ -181,11 +185,21 @@ def _prediction(cost: Prediction, found: _Estimates, index: int) -> Prediction:
 def load(path: Path) -> Predictor:
     """Load a model's folder, checked against its schema and hashes.
 
+    Any but that of the package is first checked and tried in a process of its own (`scheduler.trial`): LightGBM ends
+    the process that gives it a damaged one.
+
     Raises:
         ModelError: Missing, damaged, of another version, or LightGBM is not installed.
     """
-    about = _about(path)
+    about, digest = _about(path)
     texts = {head: _text(path, about, head) for head in HEADS}
+    if digest != _SHIPPED_SHA256:
+        try:
+            try_heads(texts)
+        except LightGBMMissing as error:
+            raise ModelError(str(error)) from None
+        except BoosterError as error:
+            raise ModelError(f"the model in {path}: {error}; copy it again or train anew") from None
     boosters = {}
     for head, text in texts.items():
         try:
@@ -200,10 +214,12 @@ def load(path: Path) -> Predictor:
     return Predictor(about, boosters)
 
 
-def _about(path: Path) -> dict[str, Any]:
+def _about(path: Path) -> tuple[dict[str, Any], str]:
+    """What `model.json` says, and its SHA-256."""
     try:
-        about = json.loads((path / _FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        raw = _bytes(path / _FILE)
+        about = json.loads(raw.decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"no model in {path}: {error}; expected a folder with {_FILE}, as `train` makes it") from None
     if not isinstance(about, dict):
         raise ModelError(f"{path / _FILE} holds {type(about).__name__}; expected a mapping")
@@ -215,7 +231,15 @@ def _about(path: Path) -> dict[str, Any]:
     if about.get("features") != list(FEATURES):
         raise ModelError(f"the model in {path} has other features than this version; train anew")
     _check_numbers(path, about)
-    return about
+    return about, hashlib.sha256(raw).hexdigest()
+
+
+def _bytes(file: Path) -> bytes:
+    with file.open("rb") as stream:
+        raw = stream.read(_MOST_BYTES + 1)
+    if len(raw) > _MOST_BYTES:
+        raise ModelError(f"{file} has more than {_MOST_BYTES} bytes; expected a model's file")
+    return raw
 
 
 def _check_numbers(path: Path, about: Mapping[str, Any]) -> None:
@@ -225,7 +249,7 @@ def _check_numbers(path: Path, about: Mapping[str, Any]) -> None:
         fits = ranges.shape == (len(FEATURES), 2) and bool((ranges[:, 0] <= ranges[:, 1]).all())
         fits = fits and all(map(math.isfinite, calibration)) and bool(np.isfinite(ranges).all())
         fits = fits and all(isinstance(about["heads"][head]["sha256"], str) for head in HEADS)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"the model in {path} is incomplete: {error!r}; train anew") from None
     if not fits:
         raise ModelError(f"the model in {path} has ranges or calibration that are none; train anew")
@@ -234,9 +258,7 @@ def _check_numbers(path: Path, about: Mapping[str, Any]) -> None:
 def _text(path: Path, about: Mapping[str, Any], head: str) -> str:
     file = path / f"{head}.txt"
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise ModelError(f"{file} has {file.stat().st_size} bytes; expected at most {_MOST_BYTES}")
-        raw = file.read_bytes()
+        raw = _bytes(file)
     except OSError as error:
         raise ModelError(f"head {head} is missing: {error}; copy the whole folder, or train anew") from None
     found, expected = hashlib.sha256(raw).hexdigest(), about["heads"][head]["sha256"]
@@ -249,7 +271,7 @@ def find_ranker(environ: Mapping[str, str], warn: Callable[[str], None]) -> Rank
     """The ranker a job decides with.
 
     `STAR_MODEL` is a model's folder, an MLflow URI like `models:/star-tta@champion`, or `cost_model` for none. Without
-    it, the model that comes with the package.
+    it, the model that comes with the package. One from elsewhere is tried in another process first.
 
     Args:
         environ: The environment.

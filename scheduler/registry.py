@@ -21,6 +21,7 @@ from typing import Any
 
 from scheduler.features import FEATURES, SCHEMA_VERSION
 from scheduler.predictor import ModelError
+from scheduler.redact import redacted
 
 __all__ = ["CHALLENGER", "CHAMPION", "FETCH_S", "MODEL_NAME", "Registry", "Version", "fetch", "tracking_uri"]
 
@@ -111,7 +112,7 @@ class Registry:
                 warnings.simplefilter("ignore", UserWarning)
                 return self._record(folder, about, sample, figures, experiment)
         except self._mlflow.exceptions.MlflowException as error:
-            raise ModelError(f"MLflow at {self.uri} says: {error}") from None
+            raise ModelError(redacted(f"MLflow at {self.uri} says: {error}", self._environ)) from None
 
     def _record(
         self, folder: Path, about: Mapping[str, Any], sample: Any, figures: Sequence[Path], experiment: str
@@ -180,7 +181,7 @@ class Registry:
             for key, value in metrics.items():
                 self._client.log_metric(version.run_id, key, float(value))
         except self._mlflow.exceptions.MlflowException as error:
-            raise ModelError(f"MLflow at {self.uri} says: {error}") from None
+            raise ModelError(redacted(f"MLflow at {self.uri} says: {error}", self._environ)) from None
 
     def download(self, alias: str) -> Path:
         """The folder of the version with an alias.
@@ -208,8 +209,10 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = No
     deadline_s = FETCH_S if deadline_s is None else deadline_s
     target = Path(tempfile.mkdtemp(prefix="star-model-"))
     atexit.register(shutil.rmtree, target, ignore_errors=True)
-    command = [sys.executable, "-m", "scheduler.registry", uri, str(target), tracking_uri(environ)]
-    env = {**environ, "MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    command = [sys.executable, "-m", "scheduler.registry", uri, str(target)]
+    # Not among the arguments, which everybody on the machine can read: it may hold a password.
+    env = {**environ, "MLFLOW_TRACKING_URI": tracking_uri(environ)}
+    env |= {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     package = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join(part for part in (package, environ.get("PYTHONPATH", "")) if part)
     try:
@@ -222,7 +225,7 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = No
         raise ModelError(f"cannot start a process to fetch the model: {error}") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        raise ModelError(f"{uri} cannot be fetched from {tracking_uri(environ)}: {lines[-1]}")
+        raise ModelError(redacted(f"{uri} cannot be fetched from {tracking_uri(environ)}: {lines[-1]}", environ))
     return Path(done.stdout.strip().splitlines()[-1])
 
 
@@ -240,16 +243,16 @@ def find_model(folder: Path) -> Path:
 
 def _main(arguments: list[str]) -> int:
     """The child process: download and print the folder."""
-    uri, target, tracking = arguments
+    uri, target = arguments
     try:
         import mlflow
 
-        mlflow.set_tracking_uri(tracking)
+        mlflow.set_tracking_uri(tracking_uri(os.environ))
         path = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=target)
         print(find_model(Path(path)))
     except Exception as error:
         # MLflow raises whatever its stores raise; the parent shows the last line.
-        text = " ".join(str(error).split())[:300]
+        text = redacted(" ".join(str(error).split()))[:300]
         sys.stderr.write(f"{type(error).__name__}: {text}\n")
         return 1
     return 0

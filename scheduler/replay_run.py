@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from rich.table import Table
 
 from scheduler.mode_names import parse_mode
 from scheduler.plans import Plan
+from scheduler.redact import redacted
+from scheduler.run_events import read_run_file
 from scheduler.simulator.reports import Reports, read_reports
 from scheduler.simulator.whatif import InForce, WhatIf, what_if
 
@@ -95,7 +97,7 @@ def _fetch(name: str, uri: str) -> Path:
         target = tempfile.mkdtemp(prefix="star-run-")
         folder = Path(client.download_artifacts(run_id, _ARTIFACTS, target))
     except MlflowException as error:
-        raise ValueError(f"MLflow at {uri} does not give run {name}: {error}") from None
+        raise ValueError(redacted(f"MLflow at {uri} does not give run {name}: {error}")) from None
     if not any(folder.glob("rank*.jsonl")):
         raise ValueError(f"MLflow run {name} has no step reports; expected rank<r>.jsonl among its artifacts")
     return folder
@@ -129,7 +131,7 @@ def read_run(folder: Path) -> LoggedTimes:
     plans: list[tuple[int, Plan]] = []
     noise: list[float] = []
     rates: list[float] = []
-    for event in _events(folder / "events.jsonl"):
+    for event in read_run_file(folder / "events.jsonl"):
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
             facts.update(event["values"])
@@ -176,19 +178,6 @@ def _in_force(reports: Reports, plans: list[tuple[int, Plan]]) -> InForce:
         which=which,
         updates=steps * np.where(local, reports.own_steps, 1.0),
     )
-
-
-def _events(path: Path) -> Iterator[dict[str, Any]]:
-    """Events of a file; a line that is cut off, as the last of a killed run is, is left out."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event
 
 
 def _positive(values: Sequence[Any]) -> list[float]:

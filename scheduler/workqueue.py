@@ -225,5 +225,9 @@ class WorkQueue:
             if now_s - taker.took_s > _OVERDUE * batch_s:
                 continue
             free = max(now_s, taker.took_s + len(taker.held) * batch_s)
-            batches += max(0, math.floor((end_s - free) / batch_s + 1e-9))
+            share = (end_s - free) / batch_s + 1e-9
+            if share >= needed:  # Infinite, maybe, where a batch takes next to nothing.
+                return True
+            if share >= 1.0:  # Minus infinity, maybe, where it takes for ever.
+                batches += math.floor(share)
         return batches >= needed

@@ -274,12 +274,18 @@ def check_digest(path: Path, expected: str) -> None:
 
 
 def fetch_sdist(cache: Path, work: Path, given: Path | None) -> Path:
-    """The checked source distribution: the given file, the cached one, or pip's download."""
+    """The checked source distribution: the given file, the cached one, or pip's download.
+
+    pip runs the `setup.py` of what it downloads, for its metadata. With the hash in the requirement it refuses another
+    file than the released one before that.
+    """
     sdist = given or cache / "sdist" / SDIST
     if given is None and not sdist.is_file():
         say(f"fetching {SDIST}")
-        pip("download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation",
-            "--dest", str(work), f"horovod=={VERSION}")  # fmt: skip
+        wanted = work / "sdist.txt"
+        wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SDIST_SHA256}\n", encoding="utf-8")
+        pip("download", "--quiet", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes",
+            "--dest", str(work), "--requirement", str(wanted))  # fmt: skip
         check_digest(work / SDIST, SDIST_SHA256)
         sdist.parent.mkdir(parents=True, exist_ok=True)
         os.replace(work / SDIST, sdist)

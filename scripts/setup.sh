@@ -22,9 +22,8 @@ fail() {
     exit 2
 }
 
-# step WHAT COMMAND...: run quietly, with a sign of life every ten seconds; on
-# failure show the end of the log.
-step() {
+# attempt WHAT COMMAND...: run quietly, with a sign of life every ten seconds.
+attempt() {
     local what=$1 start=$SECONDS shown=0
     shift
     echo "[setup] $what"
@@ -37,11 +36,18 @@ step() {
             echo "[setup] $what: $shown s"
         fi
     done
-    if ! wait "$child"; then
-        tail -n 30 "$log" >&2
-        echo "[setup] error: '$what' failed; the whole log: $PWD/$log" >&2
-        exit 1
-    fi
+    wait "$child"
+}
+
+failed() {
+    tail -n 30 "$log" >&2
+    echo "[setup] error: '$1' failed; the whole log: $PWD/$log" >&2
+    exit 1
+}
+
+# step WHAT COMMAND...: the same; on failure show the end of the log and end.
+step() {
+    attempt "$@" || failed "$1"
 }
 
 command -v "$PYTHON" >/dev/null || fail "$PYTHON was not found: apt-get install python3 python3-venv (or set PYTHON=)"
@@ -57,10 +63,32 @@ if ! "$python" -m pip --version >/dev/null 2>&1; then
 fi
 
 pip_install=("$python" -m pip --disable-pip-version-check install)
-# torch first and alone: everything after it must find it installed, or pip would
+# Everything but torch with the hashes of requirements.lock, where that is for this
+# Python and machine. An archive with another hash ends the setup; an index that lacks
+# one does not.
+install_locked() {
+    local reason what="installing what requirements.lock has, hashes checked"
+    if [ "$EXTRAS" != dev,train,bench ]; then
+        reason="requirements.lock is for EXTRAS=dev,train,bench"
+    elif reason=$("$python" scripts/lock.py fits); then
+        attempt "$what" "${pip_install[@]}" --no-deps --require-hashes --requirement requirements.lock && return
+        ! grep -q "DO NOT MATCH THE HASHES" "$log" || failed "$what"
+        reason="the package index does not have all of requirements.lock: $(grep -m 1 '^ERROR' "$log" || echo "see $log")"
+    fi
+    echo "[setup] hashes are not checked: $reason"
+    return 1
+}
+
+locked=no
+! install_locked || locked=yes
+# torch before the project: everything after it must find it installed, or pip would
 # choose the newest one.
 step "installing $TORCH_SPEC" "${pip_install[@]}" "$TORCH_SPEC" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
 # Horovod's build and the editable install both use the environment's setuptools.
-step "installing the build tools" "${pip_install[@]}" "setuptools<81" wheel
-step "installing star-hvd[$EXTRAS]" "${pip_install[@]}" --no-build-isolation --editable ".[$EXTRAS]"
+if [ "$locked" = yes ]; then
+    step "installing star-hvd" "${pip_install[@]}" --no-build-isolation --no-deps --editable .
+else
+    step "installing the build tools" "${pip_install[@]}" "setuptools<81" wheel
+    step "installing star-hvd[$EXTRAS]" "${pip_install[@]}" --no-build-isolation --editable ".[$EXTRAS]"
+fi
 "$python" scripts/build_horovod.py

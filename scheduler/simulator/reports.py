@@ -6,7 +6,6 @@ Input are files with one JSON object per line: `rank`, `step`, `compute_s` and, 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from scheduler.run_events import MAX_RANKS, read_run_file
 
 __all__ = ["Reports", "read_reports"]
 
@@ -84,7 +85,8 @@ def _rows(by_step: dict[int, dict[int, list[_Report]]], ranks: set[int], seconds
             wait.append([_wait_s(row.get(r, [])) for r in range(n)])
     if not compute:
         missing = sorted(set(range(n)) - ranks) or [r for r in range(n) if math.isnan(last[r])]
-        raise ValueError(f"ranks {missing} reported no step; expected reports of all ranks 0..{n - 1}")
+        named = f"{missing[:16]}{' and more' if len(missing) > 16 else ''}"
+        raise ValueError(f"ranks {named} reported no step; expected reports of all ranks 0..{n - 1}")
     return Reports(
         steps=np.array(steps), own_steps=np.array(own_steps), compute_s=np.array(compute), wait_s=np.array(wait),
         seconds=seconds,
@@ -101,30 +103,22 @@ def _wait_s(found: list[_Report]) -> float:
 
 def _reports(paths: Iterable[Path]) -> Iterator[_Report]:
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            found = _report(path, number, line)
+        for item in read_run_file(path):
+            found = _report(path, item)
             if found is not None:
                 yield found
 
 
-def _report(path: Path, number: int, line: str) -> _Report | None:
-    if not line.strip():
+def _report(path: Path, item: dict[str, Any]) -> _Report | None:
+    if item.get("kind", "step") != "step" or "compute_s" not in item:
         return None
-    try:
-        item: Any = json.loads(line)
-    except ValueError:
-        # The last line of a killed run is cut off.
-        return None
-    if not isinstance(item, dict) or item.get("kind", "step") != "step" or "compute_s" not in item:
-        return None
-    try:
-        compute_s, rank, step = float(item["compute_s"]), int(item["rank"]), int(item["step"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}, line {number}: {error}; expected rank, step and compute_s") from None
-    if not (math.isfinite(compute_s) and compute_s > 0.0 and rank >= 0):
+    compute_s, rank, step = item["compute_s"], item.get("rank"), item.get("step")
+    if type(rank) is not int or type(step) is not int:
+        raise ValueError(f"{path}: a report has rank {rank!r} and step {step!r}; expected rank, step and compute_s")
+    if type(compute_s) not in (int, float) or not 0.0 < compute_s < math.inf or not 0 <= rank < MAX_RANKS:
         return None
     return _Report(
-        rank=rank, step=step, compute_s=compute_s, wait_s=_number(item.get("wait_s")),
+        rank=rank, step=step, compute_s=float(compute_s), wait_s=_number(item.get("wait_s")),
         late=item.get("late") is True, time_s=_number(item.get("time_s")),
     )
 

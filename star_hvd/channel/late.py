@@ -30,6 +30,7 @@ _HEADER = struct.Struct("<4sBIIQQQQ")  # magic, protocol, engine, rank, push, ve
 _MAGIC, _PROTOCOL = b"STAL", 1
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
+_MAX_VERSION = 1 << 62
 _POLL_S = 0.002
 _MOST_BURSTS, _BURST_PAUSE_S, _BURSTS_S = 6, 0.015, 0.25
 _LINKS_PART = 0.1  # Of a burst's time, at least.
@@ -198,8 +199,10 @@ class LatePushes:
         if len(frames) != 2 or len(frames[0]) != _HEADER.size:
             raise ChannelError("a late gradient has the wrong frames; expected a header and a payload")
         magic, protocol, engine, rank, push, version, offset, size = _HEADER.unpack(frames[0])
-        if magic != _MAGIC or protocol != _PROTOCOL or size > _MAX_PUSH_BYTES:
-            raise ChannelError(f"a late gradient of protocol {protocol} and {size} bytes; expected {_PROTOCOL}")
+        if magic != _MAGIC or protocol != _PROTOCOL or size > _MAX_PUSH_BYTES or version > _MAX_VERSION:
+            raise ChannelError(
+                f"a late gradient of protocol {protocol}, {size} bytes and step {version}; expected {_PROTOCOL}"
+            )
         done = self._done.get(peer)
         if done is not None and done[0] == push:
             return _ACK.pack(_MAGIC, push, done[1])

@@ -62,6 +62,7 @@ ALL = -1  # Destination: every rank.
 _TIDY_S = 5.0  # Between two looks for process sets that nobody needs.
 _UNLIKELY = 3  # Of so many answers to who has the state, one names a rank that is not known to have it.
 _PARENT_AWAY_S = 0.5  # Collectives of the user's are shorter, as a rule.
+_MOST_AT_ONCE = 4096  # Optimizers, and epochs of loaders, that are kept.
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -125,6 +126,7 @@ class Board:
         if not 0 <= rank < self.world_size:
             raise ChannelError(f"a message came from rank {rank}; this job has ranks 0..{self.world_size - 1}")
         check(message, self.world_size, self._round_of)
+        self._check_room(message)
         self._last_seen_s[rank] = now_s
         if getattr(message, "engine", -1) in self._closed:
             return  # What other ranks said of an optimizer while its end was on its way.
@@ -219,6 +221,16 @@ class Board:
     def silent_for_s(self, now_s: float) -> list[float]:
         """Seconds since each rank was last heard."""
         return [now_s - seen for seen in self._last_seen_s]
+
+    def _check_room(self, message: Message) -> None:
+        """Refuse what would be kept without end: the ranks choose the numbers of optimizers and loaders."""
+        engine = getattr(message, "engine", None)
+        if engine is not None and engine not in self.engines and len(self.engines) >= _MOST_AT_ONCE:
+            raise ChannelError(f"a message is of optimizer {engine}; this job has {_MOST_AT_ONCE} of them already")
+        if not isinstance(message, Take) or len(self._epochs) < _MOST_AT_ONCE:
+            return
+        if (message.loader, message.epoch) not in self._epochs:
+            raise ChannelError(f"a batch of loader {message.loader} is wanted; {_MOST_AT_ONCE} epochs are open")
 
     # ---- inside ---------------------------------------------------------------------------------------------
 

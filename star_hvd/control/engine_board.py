@@ -392,7 +392,8 @@ class EngineBoard:
         )
 
     def _acted(self, rank: int, epoch: int, round_: int) -> None:
-        self._sets.acted(self.engine, rank, epoch)
+        if epoch < self._next_epoch:  # A later one was never published: sets would seem to be done with.
+            self._sets.acted(self.engine, rank, epoch)
         self._note_epoch(epoch, round_)
 
     def _note_epoch(self, epoch: int, round_: int) -> None:

@@ -70,6 +70,8 @@ _FROM_RANKS: tuple[type[Message], ...] = (
 )
 _MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
 _MAX_ENGINES = 1 << 20  # Optimizers that a job makes one after another.
+_MAX_BYTES = 1 << 50  # Of an optimizer's gradients.
+_MAX_PARTS, _MAX_PART = 8, 1024  # Of a server's address.
 _TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
 _TIMES_OF = {
     kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS
@@ -114,12 +116,26 @@ def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> 
 
 
 def _register(message: Register, world_size: int) -> None:
+    for values in (message.initial, message.plan or message.initial):
+        ranks = values.get("world_size")
+        if isinstance(ranks, int) and ranks != world_size:  # Before a plan for 2^52 ranks is made.
+            raise ChannelError(f"a plan is for {ranks} ranks; this job has {world_size}")
+    if not 0 <= message.gradient_bytes < _MAX_BYTES:
+        raise ChannelError(f"an optimizer has {message.gradient_bytes} bytes of gradients; expected 0 or more")
     try:
         plans = [Plan.from_dict(values) for values in (message.initial, message.plan or message.initial)]
     except (PlanError, TypeError) as error:
         raise ChannelError(f"a plan was refused: {str(error)[:200]}") from error
-    if any(plan.world_size != world_size for plan in plans):
+    if any(plan.world_size != world_size for plan in plans):  # True is 1, but no number of ranks.
         raise ChannelError(f"a plan is for {plans[-1].world_size} ranks; this job has {world_size}")
+
+
+def _server(message: ServerUp | ServerMoved, world_size: int) -> None:
+    # A rank runs one server and is one parent of a fan-in tree, at most.
+    if not 0 <= message.index < 2 * world_size:
+        raise ChannelError(f"a server has the number {message.index}; expected one of 0..{2 * world_size - 1}")
+    if len(message.address) > _MAX_PARTS or any(len(part) > _MAX_PART for part in message.address):
+        raise ChannelError(f"a server's address has {len(message.address)} parts; expected a few short ones")
 
 
 def _link_rate(message: LinkRate, _: int) -> None:
@@ -146,4 +162,6 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     LinkRate: _link_rate,
     MachineNote: _machine,
     Take: _take,
+    ServerUp: _server,
+    ServerMoved: _server,
 }

@@ -9,9 +9,13 @@ import torch
 
 from star_hvd.errors import ChannelError
 from star_hvd.execute.state import Snapshot
+from star_hvd.ps.checks import check_verdict
 from star_hvd.ps.layout import Layout, State
 from star_hvd.ps.store import read_record
 from star_hvd.ps.wire import PART_BYTES, Assembly, Header, Kind, parts
+
+_STATE_TIMES, _STATE_BYTES = 64, 16 << 20
+"""A chunk's state beside its parameters, at most: Adam's is twice as large, in half precision four times."""
 
 __all__ = ["Exchange", "Reply", "StateExchange"]
 
@@ -87,6 +91,7 @@ class Exchange:
         """
         if not {"kind", "version", "epoch", "applied", "reason", "notes"} <= verdict.keys():
             raise ChannelError(f"a decision on a push has the fields {sorted(verdict)}")
+        check_verdict(verdict)
         self._verdict = verdict
 
     def add(self, header: Header, data: Any) -> None:
@@ -149,10 +154,15 @@ class StateExchange(Exchange):
     def add(self, header: Header, data: Any) -> None:
         if header.chunk >= len(self._layout.chunks):
             raise ChannelError(f"a server sent chunk {header.chunk}; there are {len(self._layout.chunks)}")
-        assembly = self._parts.setdefault(header.chunk, Assembly(header.size))
+        chunk = self._layout.chunks[header.chunk]
+        if header.size > _STATE_TIMES * self._layout.nbytes(chunk) + _STATE_BYTES:
+            raise ChannelError(f"a server sent {header.size} bytes for a chunk of {self._layout.nbytes(chunk)}")
+        assembly = self._parts.get(header.chunk) or Assembly(header.size)
         if header.size != assembly.buffer.numel():
             raise ChannelError(f"chunk {header.chunk} comes as {header.size} and as {assembly.buffer.numel()} bytes")
-        if assembly.add(header.offset, data):
+        whole = assembly.add(header.offset, data)
+        self._parts[header.chunk] = assembly
+        if whole:
             self._whole[header.chunk] = assembly.buffer
 
     def snapshot(self) -> Snapshot:

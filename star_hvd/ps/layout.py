@@ -37,6 +37,8 @@ _ALIGN = 64
 """Cuts inside a parameter are at multiples of this many elements from its begin: the vector loops of a kernel and
 their scalar ends then fall on the same elements as without the cut, and results stay equal bit for bit."""
 
+_MOST_ELEMENTS, _MOST_SERVERS = 1 << 42, 1 << 16
+
 State = dict[str, Any]
 
 
@@ -296,10 +298,25 @@ class Layout:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Layout:
-        """The inverse of `to_dict`."""
+        """The inverse of `to_dict`.
+
+        Raises:
+            LayoutError: The values are no layout.
+        """
+        try:
+            layout = cls._read(values)
+            _check_layout(layout)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            if isinstance(error, LayoutError):
+                raise
+            raise LayoutError(f"a layout cannot be read: {type(error).__name__}: {str(error)[:200]}") from None
+        return layout
+
+    @classmethod
+    def _read(cls, values: Mapping[str, Any]) -> Layout:
         buckets = tuple(
             BucketLayout(
-                getattr(torch, name.removeprefix("torch.")),
+                _dtype(name),
                 tuple(map(tuple, shapes)),
                 tuple(groups),
                 tuple(tuple(range(len(shape))) for shape in shapes),
@@ -312,6 +329,38 @@ class Layout:
             for i, (bucket, start, stop, server, pieces) in enumerate(values["chunks"])
         )
         return cls(buckets, chunks, int(values["n_servers"]), str(values["device_type"]))
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise LayoutError(f"a bucket's type is {str(name)[:40]!r}; expected a float of torch's")
+    return found
+
+
+def _check_layout(layout: Layout) -> None:
+    """Whether all that is read fits together: sizes are allocated, and places written to, by what it says."""
+    numbers = [layout.n_servers, *(n for b in layout.buckets for n in (*b.groups, *(k for s in b.shapes for k in s)))]
+    for chunk in layout.chunks:
+        numbers += [chunk.bucket, chunk.start, chunk.stop, chunk.server]
+        numbers += [n for piece in chunk.pieces for n in (piece.param, piece.start, piece.stop, piece.group)]
+    if not all(type(number) is int and 0 <= number <= _MOST_ELEMENTS for number in numbers):
+        raise LayoutError(f"a layout has a number that is none of 0 to {_MOST_ELEMENTS}")
+    shapes = layout.shapes
+    if sum(map(math.prod, shapes)) > _MOST_ELEMENTS or not 1 <= layout.n_servers <= _MOST_SERVERS:
+        raise LayoutError(f"a layout is for {layout.n_servers} servers; expected 1 to {_MOST_SERVERS}")
+    groups = [group for bucket in layout.buckets for group in bucket.groups]
+    if any(len(bucket.groups) != len(bucket.shapes) for bucket in layout.buckets):
+        raise LayoutError("a bucket of a layout has not one group for every parameter")
+    for chunk in layout.chunks:
+        held = sum(piece.numel for piece in chunk.pieces)
+        fits = chunk.server < layout.n_servers and chunk.stop <= layout.buckets[chunk.bucket].numel
+        if not fits or not 0 < held == chunk.numel:
+            raise LayoutError(f"chunk {chunk.index} of a layout holds {held} elements in the place of {chunk.numel}")
+        for piece in chunk.pieces:
+            whole = math.prod(shapes[piece.param])
+            if not piece.start < piece.stop <= whole or piece.group != groups[piece.param]:
+                raise LayoutError(f"chunk {chunk.index} of a layout has a piece that its parameter has not")
 
 
 def elementwise(base: type[torch.optim.Optimizer]) -> bool:

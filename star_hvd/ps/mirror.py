@@ -86,7 +86,12 @@ class Mirror:
         """The bytes of the last whole record, not copied; None if there is none."""
         which = 0 if self._slot(entry, 0)[3] > self._slot(entry, 1)[3] else 1
         offset, capacity, length, tag = self._slot(entry, which)
-        return self._region(offset, capacity)[:length] if tag else None
+        if not tag:
+            return None
+        pages = not offset % mmap.ALLOCATIONGRANULARITY and offset > 0
+        if not pages or not 0 < length <= capacity <= os.fstat(self._fd).st_size - offset:
+            return None  # Nothing that was written whole; the shard is seeded again.
+        return self._region(offset, capacity)[:length]
 
     def close(self) -> None:
         """Give the memory up on this side."""

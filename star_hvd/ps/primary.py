@@ -50,6 +50,8 @@ class _Memory:
     seq: int = 0
     log: list[Order] = field(default_factory=list)
     fed: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    # Of pushes that the rule has: a rank can have two, where a new process took its place.
+    metas: dict[PushId, dict[str, Any]] = field(default_factory=dict)
     verdicts: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
     absent: set[int] = field(default_factory=set)
@@ -110,8 +112,13 @@ class Primary:
     # ---- what comes in ------------------------------------------------------------------------------------
 
     def push(self, rank: int, step: int, meta: dict[str, Any]) -> None:
-        """A rank announces a push; `again` in it means that it has lost its connection to that shard's predecessor."""
+        """A rank announces a push; `again` in it means that it has lost its connection to that shard's predecessor.
+
+        Raises:
+            ChannelError: There is no such rank.
+        """
         memory = self._memory
+        self._check_rank(rank)
         verdict = memory.verdicts.get(rank)
         if verdict is not None and step <= verdict[0]:
             if step == verdict[0]:
@@ -127,7 +134,13 @@ class Primary:
         self._flush()
 
     def arrived(self, shard: int, rank: int, step: int, products: Sequence[float] | None) -> None:
-        """A shard has all of its chunks of a push."""
+        """A shard has all of its chunks of a push.
+
+        Raises:
+            ChannelError: There is no such rank or shard.
+        """
+        self._check_rank(rank)
+        self._check_shard(shard)
         if step <= self._memory.verdicts.get(rank, (-1, {}))[0]:
             return
         values = (products[0], products[1], products[2]) if products else None
@@ -136,13 +149,25 @@ class Primary:
         self._flush()
 
     def join(self, shard: int, seq: int) -> None:
-        """A shard has come, or come back; it has carried out the orders up to `seq`."""
+        """A shard has come, or come back; it has carried out the orders up to `seq`.
+
+        Raises:
+            ChannelError: There is no such shard.
+        """
+        self._check_shard(shard)
         for order in self._memory.log:
             if order["seq"] > seq:
                 self._links.order(shard, order)
 
     def done(self, shard: int, seq: int) -> None:
-        """A shard has carried out, and written down, all orders up to `seq`."""
+        """A shard has carried out, and written down, all orders up to `seq`.
+
+        Raises:
+            ChannelError: There is no such shard, or no such order: others have yet to get what is in the log.
+        """
+        self._check_shard(shard)
+        if seq > self._memory.seq:
+            raise ChannelError(f"shard {shard} is done with order {seq}; the last one is {self._memory.seq}")
         self._done[shard] = max(self._done.get(shard, 0), seq)
         everywhere = min(self._done.values())
         # No parameters tell of the cut, so a shard that is started again after it has to be told of it.
@@ -152,7 +177,12 @@ class Primary:
             self._links.event({"event": "cut", **self._memory.cut})
 
     def read(self, kind: str, rank: int, request: int) -> None:
-        """A rank asks for the parameters (`pull`) or for everything (`state`) of one version."""
+        """A rank asks for the parameters (`pull`) or for everything (`state`) of one version.
+
+        Raises:
+            ChannelError: There is no such rank.
+        """
+        self._check_rank(rank)
         self._order({"op": kind, "rank": rank, "request": request})
         self._flush()
 
@@ -204,12 +234,22 @@ class Primary:
         waiting = {rank: step for rank, step in self._unfed} | {rank: step for rank, (step, _) in memory.fed.items()}
         self._take(memory.rule.cut(), tell=False)
         memory.cut = {"epoch": epoch, "version": memory.rule.version}
+        memory.metas.clear()
         self._unfed.clear()
         for rank, step in waiting.items():
             self._settle_cut(rank, step)
         self._order({"op": "cut", "version": memory.rule.version})
         memory.cut_seq = memory.seq
         self._flush()
+
+    def _check_rank(self, rank: int) -> None:
+        size = self._memory.rule.plan.world_size
+        if not 0 <= rank < size:
+            raise ChannelError(f"a message is of rank {rank}; this job has ranks 0..{size - 1}")
+
+    def _check_shard(self, shard: int) -> None:
+        if not 0 <= shard < self._n_servers:
+            raise ChannelError(f"a message is of shard {shard}; there are {self._n_servers}")
 
     # ---- decisions ----------------------------------------------------------------------------------------
 
@@ -228,6 +268,7 @@ class Primary:
                 del self._unfed[rank, step]
                 progress = True
                 self._memory.fed[rank] = (step, meta)
+                self._memory.metas[rank, step] = meta
                 try:
                     push = Push(
                         rank=rank,
@@ -264,6 +305,7 @@ class Primary:
             if isinstance(event, Update):
                 self._update(event, tell)
             elif isinstance(event, Drop):
+                self._memory.metas.pop((event.rank, event.step), None)
                 self._order({"op": "drop", "rank": event.rank, "step": event.step})
                 note = {"kind": "drop", "ranks": [event.rank], "reason": event.reason}
                 self._to_note.append(note)
@@ -275,7 +317,7 @@ class Primary:
         memory = self._memory
         # By rank: the sum is then the same whoever came first.
         chosen = sorted(update.parts, key=lambda part: (part.rank, part.step))
-        metas = [memory.fed[part.rank][1] for part in chosen]
+        metas = [memory.metas.pop((part.rank, part.step)) for part in chosen]
         for part, meta in zip(chosen, metas, strict=True):
             memory.applied[part.rank] = part.step
             self._arrived.pop((part.rank, part.step), None)
@@ -295,7 +337,7 @@ class Primary:
         }
         self._notes.append(note)
         self._to_note.append(note)
-        send = [[rank, memory.fed[rank][0]] for rank in update.release] if tell else []
+        send = [[rank, memory.fed[rank][0]] for rank in update.release if rank in memory.fed] if tell else []
         self._order(
             {
                 "op": "update",
@@ -313,7 +355,7 @@ class Primary:
         memory = self._memory
         if not tell:
             return
-        released = [(rank, memory.fed.pop(rank)[0]) for rank in ranks]
+        released = [(rank, memory.fed.pop(rank)[0]) for rank in ranks if rank in memory.fed]
         if released and not sent:
             self._order({"op": "send", "to": [list(each) for each in released]})
         for rank, step in released:
@@ -344,6 +386,7 @@ class Primary:
 
     def _refuse(self, rank: int, step: int, reason: str) -> None:
         self._memory.fed.pop(rank, None)
+        self._memory.metas.pop((rank, step), None)
         self._order({"op": "drop", "rank": rank, "step": step})
         self._tell(rank, step, "error", reason)
 

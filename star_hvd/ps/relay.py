@@ -15,6 +15,7 @@ import zmq
 
 from star_hvd.errors import ChannelError
 from star_hvd.ps.auth import Door, Endpoint, JobKey
+from star_hvd.ps.checks import check_push, check_verdict
 from star_hvd.ps.layout import Layout
 from star_hvd.ps.outbox import worker_identity
 from star_hvd.ps.wire import Assembly, Header, Kind, pack, read_meta, unpack
@@ -101,8 +102,10 @@ class Relay:
         if child is None or frames[0].bytes != expected or (header.engine, header.session) != self._key:
             raise ChannelError(f"rank {header.rank} pushed to a parent of the ranks {sorted(self._children)}")
         if header.kind == Kind.PUSH:
+            meta = read_meta(frames[2])
+            check_push(meta)
             child.begin(header.step)
-            child.meta = read_meta(frames[2])
+            child.meta = meta
         elif header.kind == Kind.CHUNK:
             child.begin(header.step)
             self._chunk(child, header, frames[2].buffer)
@@ -171,6 +174,7 @@ class Relay:
         """Pass on what the servers answered to the push the children are in, without copying it."""
         if header.kind == Kind.VERDICT:
             verdict = read_meta(payload)
+            check_verdict(verdict)
             if verdict["kind"] == "moved":
                 self._moved = {**verdict, "applied": False}
         for rank, step in self._answering.items():

@@ -23,6 +23,7 @@ import zmq
 from scheduler.plans import Plan
 from star_hvd.errors import ChannelError
 from star_hvd.ps.auth import Door, Endpoint, JobKey, connect
+from star_hvd.ps.checks import check_products, check_push, is_whole
 from star_hvd.ps.layout import Layout, LayoutError
 from star_hvd.ps.mirror import Mirror
 from star_hvd.ps.no_compiler import leave_out
@@ -39,6 +40,7 @@ logger = logging.getLogger("star_hvd")
 
 _BATCH = 64  # messages taken from one socket before the others get a turn
 _EARLY_MESSAGES = 4096
+_BETWEEN = frozenset((Kind.JOIN, Kind.ARRIVED, Kind.DONE, Kind.ORDER))  # From shard to shard.
 Key = tuple[int, int]
 
 
@@ -54,6 +56,7 @@ class _Job(Outlet):
         layout = Layout.from_dict(values["layout"])
         spec = OptimizerSpec.from_dict(values["spec"])
         plan = Plan.from_dict(values["plan"])
+        self.world_size = plan.world_size
         if layout.device_type != "cpu":
             spec = spec.on_host()
         faults = server.faults
@@ -142,16 +145,24 @@ class _Job(Outlet):
     def take(self, header: Header, payload: Any) -> None:
         """A message of a worker or of another shard."""
         kind, rank, step = header.kind, header.rank, header.step
+        most = self.world_size if kind not in _BETWEEN else len(self.endpoints) or 1
+        if rank >= most:
+            raise ChannelError(f"a message of kind {Kind(kind).name} is of {rank}; expected 0..{most - 1}")
         if kind == Kind.CHUNK:
             self.shard.part(rank, step, header.chunk, header.offset, header.size, payload.buffer)
         elif kind == Kind.ORDER:
+            if self.primary is not None:
+                raise ChannelError("an order came to the primary, which gives them")
             self.shard.order(read_meta(payload))
         elif kind == Kind.HELLO:
             pass
         elif self.primary is None:
             raise ChannelError(f"shard {self.index} got a message of kind {Kind(kind).name}; expected it at shard 0")
         elif kind == Kind.PUSH:
-            self.primary.push(rank, step, read_meta(payload))
+            meta = read_meta(payload)
+            check_push(meta, self.shard.row_size)
+            self.shard.check_row(meta.get("row"))
+            self.primary.push(rank, step, meta)
         elif kind in (Kind.PULL, Kind.STATE):
             self.primary.read("pull" if kind == Kind.PULL else "state", rank, step)
         elif kind == Kind.PRESENCE:
@@ -160,7 +171,11 @@ class _Job(Outlet):
             self.primary.join(rank, header.version)
         elif kind == Kind.ARRIVED:
             meta = read_meta(payload)
-            self.primary.arrived(rank, int(meta["rank"]), step, meta["products"])
+            products = meta.get("products")
+            check_products(products)
+            if not is_whole(meta.get("rank")):
+                raise ChannelError(f"shard {rank} told of a push of rank {str(meta.get('rank'))[:40]}")
+            self.primary.arrived(rank, meta["rank"], step, products)
         elif kind == Kind.DONE:
             self.primary.done(rank, header.version)
         else:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from star_hvd.errors import ChannelError
+from star_hvd.ps.checks import check_order
 from star_hvd.ps.layout import Layout
 from star_hvd.ps.mirror import Mirror
 from star_hvd.ps.store import ChunkStore, OptimizerSpec, RowReader
@@ -78,6 +79,7 @@ class Shard:
         self.index = index
         self.layout = layout
         reader = RowReader(spec)
+        self._reader, self.row_size = reader, reader.size
         self.stores = {c.index: ChunkStore(layout, c, spec, reader) for c in layout.of_server(index)}
         self.seeded = False
         self.duplicates = 0
@@ -132,6 +134,18 @@ class Shard:
         self._seq = self.finished = self.written
         return True
 
+    def check_row(self, row: Sequence[float] | None) -> None:
+        """Whether hyperparameters can be stepped with: one that is a whole number cannot become infinite.
+
+        Raises:
+            ChannelError: They cannot.
+        """
+        if row is not None:
+            try:
+                self._reader.values(row)
+            except (OverflowError, ValueError, RuntimeError) as error:
+                raise ChannelError(f"a row of hyperparameters cannot be used: {error}") from None
+
     @property
     def seq(self) -> int:
         """Number of the last order that has come."""
@@ -167,8 +181,10 @@ class Shard:
             self._chunk(rank, step, store, _typed(whole, dtype))
             return
         key = (rank, step, chunk)
-        assembly = self._parts.setdefault(key, Assembly(size))
-        if assembly.add(offset, data):
+        assembly = self._parts[key] if key in self._parts else Assembly(size)
+        complete = assembly.add(offset, data)
+        self._parts[key] = assembly  # Not before: nothing is kept for a part that does not fit.
+        if complete:
             del self._parts[key]
             self._chunk(rank, step, store, assembly.buffer.view(dtype))
 
@@ -215,7 +231,13 @@ class Shard:
     # ---- orders -------------------------------------------------------------------------------------------
 
     def order(self, order: dict[str, Any]) -> None:
-        """Carry out an order of the primary; one that came before is ignored."""
+        """Carry out an order of the primary; one that came before is ignored.
+
+        Raises:
+            ChannelError: It is none; nothing of it is carried out.
+        """
+        check_order(order, self.row_size)
+        self.check_row(order.get("row"))
         if order["seq"] <= self._seq:
             return
         self._seq = order["seq"]

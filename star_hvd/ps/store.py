@@ -14,6 +14,7 @@ import torch
 
 from star_hvd.errors import ChannelError
 from star_hvd.execute.hyper import HyperRow
+from star_hvd.ps.checks import is_whole
 from star_hvd.ps.layout import Chunk, Layout, LayoutError, State, class_path, load_class
 from star_hvd.ps.wire import Lent
 
@@ -41,7 +42,11 @@ def _restore(item: Sequence[Any]) -> Any:
     if item[0] == "v":
         return item[1]
     if item[0] == "t":
+        if any(size != 1 for size in item[2]):
+            raise ValueError("a tensor of more than one number")
         return torch.full(tuple(item[2]), item[3], dtype=getattr(torch, item[1]), device="cpu")
+    if item[0] != "s":
+        raise ValueError("a value of an unknown kind")
     parts = [_restore(part) for part in item[1]]
     return tuple(parts) if item[2] else parts
 
@@ -96,8 +101,18 @@ class OptimizerSpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OptimizerSpec:
-        """The inverse of `to_dict`."""
-        return cls(values["path"], tuple({k: _restore(v) for k, v in group.items()} for group in values["groups"]))
+        """The inverse of `to_dict`.
+
+        Raises:
+            LayoutError: The values are no description of an optimizer.
+        """
+        try:
+            path, groups = values["path"], values["groups"]
+            if not isinstance(path, str) or not isinstance(groups, list) or not groups:
+                raise ValueError("expected a class and its groups")
+            return cls(path, tuple({str(k): _restore(v) for k, v in group.items()} for group in groups))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+            raise LayoutError(f"an optimizer cannot be read: {type(error).__name__}: {str(error)[:200]}") from None
 
     def on_host(self) -> OptimizerSpec:
         """The same without the options of a GPU."""
@@ -393,10 +408,13 @@ def read_record(
         (length,) = _SPAN.unpack(bytes(data[: _SPAN.size].numpy()))
         head = bytes(data[_SPAN.size : _SPAN.size + length].numpy())
         version, seq, applied, row, described = msgpack.unpackb(head)
+        _check_manifest(version, seq, applied, row)
         position = _aligned(_SPAN.size + length)
 
         def tensor(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
             nonlocal position
+            if not isinstance(dtype, torch.dtype) or not all(map(is_whole, shape)):
+                raise ValueError("a tensor without a type, or with a shape that is none")
             size = math.prod(shape) * dtype.itemsize
             if position + size > data.numel():
                 raise ValueError(f"{data.numel()} bytes are too few")
@@ -406,9 +424,23 @@ def read_record(
 
         params = tensor(like.dtype, like.shape)
         states = [
-            {key: tensor(getattr(torch, a), b) if kind == "t" else a for key, kind, a, b in entry}
+            {str(key): tensor(getattr(torch, a), b) if kind == "t" else _value(a) for key, kind, a, b in entry}
             for entry in described
         ]
         return version, seq, dict(applied), row, params, states
     except Exception as error:
         raise ChannelError(f"a chunk's record cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _check_manifest(version: Any, seq: Any, applied: Any, row: Any) -> None:
+    pushes = isinstance(applied, list) and all(map(is_whole, (number for pair in applied for number in pair)))
+    if not (is_whole(version) and is_whole(seq) and pushes):
+        raise ValueError(f"version {version!r}, order {seq!r} or the pushes in it are none")
+    if not (row is None or (isinstance(row, list) and all(type(number) in (int, float) for number in row))):
+        raise ValueError("a row of hyperparameters that is none")
+
+
+def _value(value: Any) -> Any:
+    if not (value is None or isinstance(value, (bool, int, float, str))):
+        raise ValueError("a value that is neither a number nor a text")
+    return value

@@ -15,6 +15,8 @@ from typing import Any
 
 import psutil
 
+from scheduler.redact import redacted
+
 __all__ = ["environment", "optimizer_facts"]
 
 _PACKAGES = ("torch", "horovod", "star-hvd", "numpy", "mlflow")
@@ -30,7 +32,7 @@ def environment(hosts: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "hosts": names,
         "ranks_per_host": [list(hosts).count(name) for name in names],
-        "program": " ".join([Path(sys.argv[0]).name if sys.argv else "", *sys.argv[1:]])[:400],
+        "program": redacted(" ".join([Path(sys.argv[0]).name if sys.argv else "", *sys.argv[1:]]))[:400],
         "git_commit": _commit_here(),
         "hardware": _hardware(),
         "versions": {"python": platform.python_version(), **dict(_versions())},

@@ -22,6 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from scheduler.run_events import MAX_RANKS, read_mapping, sound
+
 __all__ = [
     "EVENTS",
     "SCHEMA",
@@ -32,6 +34,7 @@ __all__ = [
     "experiment_name",
     "is_live",
     "new_run_name",
+    "read_about",
     "read_json",
     "run_directory",
     "run_directories",
@@ -43,6 +46,7 @@ SCHEMA = 1
 """Version of the files and of what MLflow gets, tag `star.schema`. A reader refuses versions it does not know."""
 
 EVENTS, RUN, SENT = "events.jsonl", "run.json", "sent.json"
+_MOST_UNIX_S = 1e11
 _LIVE, _SENDING = "live.lock", "sending.lock"
 
 
@@ -105,10 +109,30 @@ def clean(value: Any) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """The mapping in a file; empty where the file is missing or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_mapping(path.read_bytes()) or {}
+    except OSError:
         return {}
-    return found if isinstance(found, dict) else {}
+
+
+def read_about(directory: Path) -> dict[str, Any]:
+    """What `run.json` of a run's folder says.
+
+    Raises:
+        ValueError: The folder holds no run, or one of a newer version.
+    """
+    about = read_json(directory / RUN)
+    if about.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{directory} holds a run of version {about.get('schema')!r}; expected {SCHEMA}: is it a run folder, and "
+            "this program new enough?"
+        )
+    began_s, ranks = about.get("began_unix_s"), about.get("world_size")
+    whole = type(ranks) is int and 0 < ranks <= MAX_RANKS and isinstance(about.get("name"), str)
+    if not sound(about) or not whole or not isinstance(began_s, (int, float)) or not 0.0 <= began_s < _MOST_UNIX_S:
+        raise ValueError(
+            f"{directory / RUN} names no run of 1 to {MAX_RANKS} ranks with its begin; expected what the run log wrote"
+        )
+    return about
 
 
 def write_json(path: Path, values: dict[str, Any], *, replace: bool = True) -> None:

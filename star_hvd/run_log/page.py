@@ -60,10 +60,8 @@ def read_story(directory: Path) -> RunStory:
     Raises:
         ValueError: It holds no run, or one of a newer version.
     """
-    about = layout.read_json(directory / layout.RUN)
-    if about.get("schema") != layout.SCHEMA:
-        raise ValueError(f"{directory} holds a run of version {about.get('schema')!r}; expected {layout.SCHEMA}")
-    story = RunStory(str(about.get("name")), int(about.get("world_size", 0)))
+    about = layout.read_about(directory)
+    story = RunStory(about["name"], about["world_size"])
     for _, event in read_events(directory / layout.EVENTS):
         story.state.take(event)
         if event.get("kind") == "window":
@@ -73,7 +71,8 @@ def read_story(directory: Path) -> RunStory:
                 story.curves.setdefault("loss", []).append((event["time_s"], event["step"], value))
         elif event.get("kind") == "metric" and isinstance(event.get("value"), (int, float)):
             name, value = str(event.get("name")), float(event["value"])
-            story.curves.setdefault(name, []).append((event["time_s"], event["step"], value))
+            at = (event.get("time_s") or 0.0, event.get("step") or 0)
+            story.curves.setdefault(name, []).append((*at, value))
             least, most = story.recorded.get(name, (math.inf, -math.inf))
             story.recorded[name] = (min(least, value), max(most, value))
     story.windows = _thinned(story.windows)
@@ -89,7 +88,7 @@ def read_story(directory: Path) -> RunStory:
 
 def sentence(plan: Mapping[str, Any]) -> str:
     """What a plan event says in one sentence."""
-    told = f"step {plan.get('step')} ({plan.get('time_s', 0.0):.1f} s): {plan.get('label')}"
+    told = f"step {plan.get('step')} ({plan.get('time_s') or 0.0:.1f} s): {plan.get('label')}"
     reason = str(plan.get("reason") or "")
     return told + (f", because {reason}" if reason else "")
 
@@ -195,7 +194,7 @@ def _rank_table(story: RunStory) -> str:
     for window in story.windows:
         for item in window.get("stragglers") or []:
             per_rank = causes.setdefault(int(item["rank"]), {})
-            per_rank[str(item["cause"])] = per_rank.get(str(item["cause"]), 0) + 1
+            per_rank[str(item.get("cause"))] = per_rank.get(str(item.get("cause")), 0) + 1
     rows = []
     for rank in range(story.world_size):
         count, compute_s, wait_s, late = story.steps.get(rank, (0, 0.0, 0.0, 0.0))

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from scheduler.redact import redacted
 from star_hvd.run_log import layout
 from star_hvd.run_log.sync_logs import add_places
 
@@ -41,8 +42,8 @@ def _from_mlflow(run_id: str, uri: str, root: Path, out: Path) -> int:
             page = write_page(Path(connect(uri).download_artifacts(run_id, "star", folder)), out)
     except Exception as error:
         sys.stderr.write(
-            f"error: {run_id} is no run folder, none of {root / 'runs'}, and MLflow at {uri} has no run with its "
-            f"files: {str(error)[:200]}\n"
+            f"error: {run_id} is no run folder, none of {root / 'runs'}, and MLflow at {redacted(uri)} has no run with "
+            f"its files: {redacted(str(error))[:200]}\n"
         )
         return 2
     sys.stdout.write(f"{page}\n")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from scheduler.redact import redacted
 from star_hvd.run_log import layout
 from star_hvd.run_log.convert import MetricRow, RunState, flat, point_metric, window_metrics
 from star_hvd.run_log.spool import read_events
@@ -74,12 +75,7 @@ class Sender:
         experiment: str | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        about = layout.read_json(directory / layout.RUN)
-        if about.get("schema") != layout.SCHEMA:
-            raise ValueError(
-                f"{directory} holds a run of version {about.get('schema')!r}; expected {layout.SCHEMA}: is it a run "
-                "folder, and this program new enough?"
-            )
+        about = layout.read_about(directory)
         self.directory = directory
         self.uri = uri
         self.state = RunState()
@@ -92,7 +88,9 @@ class Sender:
         self._offset = 0
         self._params: dict[str, str] = {}
         sent = layout.read_json(directory / layout.SENT)
-        self._sent: dict[str, Any] = sent if sent.get("uri") == uri else {"uri": uri}
+        self._shown_uri = redacted(uri)  # What is written down, in `sent.json` too.
+        known = sent.get("uri") == self._shown_uri and _is_note(sent)
+        self._sent: dict[str, Any] = sent if known else {"uri": self._shown_uri}
         self._sent.setdefault("segments", {})
 
     @property
@@ -173,7 +171,7 @@ class Sender:
         self._on_progress()
         run_id = self._sent.get("run_id")
         if run_id is not None and not _exists(client, run_id):
-            self._sent = {"uri": self.uri, "segments": {}}  # Deleted there: it is sent anew.
+            self._sent = {"uri": self._shown_uri, "segments": {}}  # Deleted there: it is sent anew.
         self._client = client
         if "run_id" not in self._sent:
             tags = {"star.schema": str(layout.SCHEMA), "star.kind": "job"}
@@ -265,6 +263,12 @@ class Sender:
         self._sent["offset"] = max(offset, self._sent.get("offset", 0))
         with contextlib.suppress(OSError):
             layout.write_json(self.directory / layout.SENT, self._sent)
+
+
+def _is_note(sent: dict[str, Any]) -> bool:
+    """Whether `sent.json` is of the form that `Sender` writes."""
+    segments, offset, run_id = sent.get("segments", {}), sent.get("offset", 0), sent.get("run_id", "")
+    return isinstance(segments, dict) and type(offset) is int and offset >= 0 and isinstance(run_id, str)
 
 
 def _exists(client: Any, run_id: str) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from scheduler.redact import redacted
 from star_hvd.run_log import layout
 from star_hvd.run_log.sender import Sender
 
@@ -138,7 +139,7 @@ class Shipping:
                 try:
                     self._runs.append(_Run(directory, about["uri"], about.get("experiment"), self._note_progress))
                 except ValueError as error:  # It was removed, for example.
-                    logger.error("%s", error)
+                    logger.error("%s", redacted(str(error)))
                 self._note_progress()
 
     def _round(self, over: bool) -> bool:
@@ -148,13 +149,13 @@ class Shipping:
             try:
                 complete = one.send(over=over)
             except Exception as error:
-                one.note(f"not sent for now: {type(error).__name__}: {str(error)[:300]}")
+                one.note(f"not sent for now: {type(error).__name__}: {redacted(str(error))[:300]}")
                 self._runs.append(one)
                 return False
             if complete:
                 self._note_progress()
                 most_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0
-                one.note(f"complete: {one.sender.uri}; the sender took {most_mb:.0f} MiB of memory at most")
+                one.note(f"complete: {redacted(one.sender.uri)}; the sender took {most_mb:.0f} MiB of memory at most")
                 one.close()
             else:
                 self._runs.append(one)
@@ -200,7 +201,7 @@ def main(job: int) -> int:
     try:
         shipping.run()
     except Exception as error:
-        shipping.give_up(f"{type(error).__name__}: {str(error)[:300]}")
+        shipping.give_up(f"{type(error).__name__}: {redacted(str(error))[:300]}")
         return 1
     return 0
 

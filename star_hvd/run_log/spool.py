@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from scheduler.run_events import read_line
 from star_hvd.run_log.layout import clean
 
 __all__ = ["SpoolWriter", "line_of", "read_events"]
@@ -111,7 +112,8 @@ class SpoolWriter:
 def read_events(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """The events of a file from a byte on, each with the byte behind it.
 
-    A last line without its end is left for later: its writer may be at work, or was killed. A damaged line is skipped.
+    A last line without its end is left for later: its writer may be at work, or was killed. A damaged line, or one that
+    is no event (`scheduler.run_events`), is skipped.
     """
     try:
         file = path.open("rb")
@@ -123,9 +125,6 @@ def read_events(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, An
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
+            event = read_line(line)
+            if event is not None:
                 yield offset, event

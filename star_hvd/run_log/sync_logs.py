@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from scheduler.redact import redacted
 from star_hvd.run_log import layout
 
 __all__ = ["add_arguments", "add_places", "run"]
@@ -57,9 +58,9 @@ def _send(directory: Path, uri: str, again: bool) -> str:
             return "skipped"
         sender.finish("KILLED")
     except Exception as error:
-        sys.stderr.write(f"{name}: not sent: {type(error).__name__}: {str(error)[:300]}\n")
+        sys.stderr.write(f"{name}: not sent: {type(error).__name__}: {redacted(str(error))[:300]}\n")
         return "failed"
     finally:
         lock.free()
-    sys.stdout.write(f"{name}: sent to {uri}\n")
+    sys.stdout.write(f"{name}: sent to {redacted(uri)}\n")
     return "sent"

@@ -6,8 +6,10 @@ import configparser
 import difflib
 import hashlib
 import json
+import os
 import stat
 import sys
+import tarfile
 import threading
 from pathlib import Path
 
@@ -374,3 +376,27 @@ def test_the_wheel_carries_a_list_of_its_patches(tmp_path: Path) -> None:
 def test_every_patch_has_a_number_of_its_own() -> None:
     names = [patch.name for patch in sorted(build.PATCH_DIR.glob("*.patch"))]
     assert [name[:5] for name in names] == [f"{number:04}-" for number in range(1, len(names) + 1)]
+
+
+def test_none_of_a_foreign_sdist_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index that serves another file under the same name: pip would run its setup.py to read its metadata."""
+    ran, source = tmp_path / "ran", tmp_path / f"horovod-{build.VERSION}"
+    source.mkdir()
+    (source / "setup.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        f"from setuptools import setup\nsetup(name='horovod', version={build.VERSION!r})\n"
+    )
+    (source / "PKG-INFO").write_text(f"Metadata-Version: 1.0\nName: horovod\nVersion: {build.VERSION}\n")
+    index = tmp_path / "index"
+    index.mkdir()
+    with tarfile.open(index / build.SDIST, "w:gz") as archive:
+        archive.add(source, source.name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    work = tmp_path / "work"
+    work.mkdir()
+    with pytest.raises(build.BuildError, match=r"(?i)hash"):
+        build.fetch_sdist(tmp_path / "cache", work, None)
+    assert not ran.exists(), "code of a file with another hash has run"
+    assert not (tmp_path / "cache" / "sdist" / build.SDIST).exists()

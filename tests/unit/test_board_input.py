@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.records import Plan
 from star_hvd.control import messages as m
+from star_hvd.control import switch_messages as s
 from star_hvd.errors import ChannelError
 from tests.unit.boards import PLAN, Job, relaxed_job
 
@@ -141,3 +142,54 @@ def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]
             assert job.board.tick(job.now_s) > job.now_s
         for sent in job.sent():
             assert m.decode(m.encode(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Register(0, {"mode": "subgroup", "world_size": 1 << 52, "quorum": 1, "members": [0]}, {}),
+        m.Register(0, PLAN, {}, -1),
+        m.Register(0, PLAN, {**PLAN, "slack": (1 << 63) - 1}),
+        s.ServerUp(0, 1, -1, ["h", "1", "k"]),
+        s.ServerUp(0, 1, 1 << 52, ["h", "1", "k"]),
+        s.ServerMoved(0, 1, 0, ["h" * 5000, "1", "k"]),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_job_has_change_nothing(message: m.Message) -> None:
+    job = relaxed_job()
+    before = state_of(job.board)
+    with pytest.raises(ChannelError):
+        job.say(1, message)
+    assert state_of(job.board) == before
+
+
+def test_a_rank_that_opens_loaders_and_optimizers_without_end_is_refused() -> None:
+    job = relaxed_job()
+    for number in range(5000):
+        try:
+            job.say(1, m.Take(number, 0, 10, 4, False))
+        except ChannelError as error:
+            assert number >= 4000 and "are open" in str(error)
+            break
+    else:
+        raise AssertionError("5,000 loaders were opened")
+    job.say(1, m.Take(0, 0, 10, 4, False))  # Those that are there go on.
+
+
+def test_a_plan_that_was_never_published_does_not_free_process_sets() -> None:
+    job = relaxed_job()
+    job.say(1, m.Arrive(0, 6, 1 << 40, 0.1, 0.0, 0.0, 0.0, 0.0))
+    assert max(job.board._sets._acts_on[0]) < 10
+
+
+def test_a_batch_of_no_time_ends_no_coordinator() -> None:
+    """Its pace is believed, and the others' shares are divided by it."""
+    job = relaxed_job()
+    for step in range(6, 20):
+        for rank in (0, 1):
+            job.arrive(rank, step, epoch=1, compute_s=5e-324)
+    for _ in range(4):
+        for rank in range(3):
+            job.say(rank, m.Take(0, 0, 1000, 4, False))
+            job.now_s += 0.5

@@ -49,7 +49,7 @@ def test_a_cut_is_told_again_to_a_shard_that_was_started_anew_after_it() -> None
     assert first.verdicts and first.journal is not None
     again = Process(first.journal)
     again.primary.join(0, 0)
-    again.primary.done(1, 100)  # The other shard has carried out everything.
+    again.primary.done(1, again.primary._memory.seq)  # The other shard has carried out everything.
     assert [(shard, order["op"]) for shard, order in again.orders] == [(0, "cut")]
     assert not again.cuts()
     again.carry_out()

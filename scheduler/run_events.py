@@ -1,0 +1,177 @@
+"""Lines of a run's log, read back: each is an event of the form that the log writes, or it is left out.
+
+A log may end in the middle of a line, come from a full disk, or be anything that somebody put there. Its readers rely
+on what is checked here: numbers are finite and fit 64 bits, times and steps are not negative, and the fields that known
+kinds have are of their types. An event of which one field is not is left out whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MAX_RANKS", "read_line", "read_mapping", "read_run_file", "sound"]
+
+MAX_RANKS = 1 << 16
+"""Of a logged run: what names more is damaged."""
+
+_MOST = 1 << 63  # Of whole numbers: MLflow and numpy keep 64 bits.
+_MOST_STEPS = 1 << 53  # That floats tell apart.
+_MOST_S = 1e10  # Of times, three centuries.
+_DEEPEST = 12
+_LONGEST = 64 << 20  # Bytes of a line; a window of 65,536 ranks has 20 MB.
+
+
+def read_line(line: str | bytes) -> dict[str, Any] | None:
+    """The event of a line; None where it is none."""
+    event = read_mapping(line)
+    if event is None or not sound(event):
+        return None
+    check = _KINDS.get(str(event.get("kind")))
+    fits = _is_time(event.get("time_s")) and _is_step(event.get("step")) and (check is None or check(event))
+    return event if fits else None
+
+
+def read_mapping(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON mapping in a text; None where there is none. NaN and infinity, which JSON has not, are damage."""
+    if len(text) > _LONGEST:
+        return None
+    try:
+        found = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON's")
+
+
+def read_run_file(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of a file; a line that is none, as the last one of a killed run, is left out."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.split("\n"):
+        event = read_line(line) if line else None
+        if event is not None:
+            yield event
+
+
+def sound(value: Any, depth: int = 0) -> bool:
+    """Whether a value of JSON can be computed with and written again: no number too large, no half character."""
+    if isinstance(value, bool) or value is None:
+        return True
+    if isinstance(value, int):
+        return -_MOST <= value < _MOST
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, str):
+        return value.isascii() or _is_text(value)
+    if depth >= _DEEPEST:
+        return False
+    if isinstance(value, list):
+        return all([sound(item, depth + 1) for item in value])
+    return all([sound(name) and sound(item, depth + 1) for name, item in value.items()])
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:  # Half of a pair of surrogates.
+        return False
+    return True
+
+
+# ---- fields ---------------------------------------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    """Or null, as which the log writes what is no number."""
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _is_time(value: Any) -> bool:
+    return value is None or (_is_number(value) and 0.0 <= value < _MOST_S)
+
+
+def _is_step(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 <= value < _MOST_STEPS)
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MAX_RANKS
+
+
+def _is_mapping(value: Any) -> bool:
+    return value is None or isinstance(value, dict)
+
+
+def _numbers_at(values: Mapping[str, Any], *names: str) -> bool:
+    return all(_is_number(values.get(name)) for name in names)
+
+
+def _facts(event: Mapping[str, Any]) -> bool:
+    values = event.get("values")
+    if not isinstance(values, dict):
+        return False
+    optimizer = values.get("optimizer")
+    if not _is_mapping(optimizer) or not _is_mapping(values.get("hardware")):
+        return False
+    if optimizer and not (_is_mapping(optimizer.get("hyper")) and _numbers_at(optimizer, "parameter_bytes")):
+        return False
+    return all(values.get(name) is None or isinstance(values[name], str) for name in ("target", "mode", "program"))
+
+
+def _plan(event: Mapping[str, Any]) -> bool:
+    prediction = event.get("prediction")
+    if not _is_mapping(event.get("plan")) or not _is_mapping(prediction):
+        return False
+    return _is_number((event.get("plan") or {}).get("epoch"))
+
+
+def _window(event: Mapping[str, Any]) -> bool:
+    ranks, slow = event.get("ranks"), event.get("stragglers")
+    if not _is_mapping(ranks) or not (slow is None or isinstance(slow, list)):
+        return False
+    for values in (ranks or {}).values():
+        if not isinstance(values, list) or len(values) > MAX_RANKS or not all([_is_number(value) for value in values]):
+            return False
+    if not all(isinstance(item, dict) and _is_rank(item.get("rank")) for item in slow or []):
+        return False
+    told = event.get("time_s") is not None and event.get("step") is not None
+    return told and _numbers_at(event, "loss", "noise_scale")
+
+
+def _outcome(event: Mapping[str, Any]) -> bool:
+    return _numbers_at(event, "epoch", "predicted", "measured", "steps")
+
+
+def _metric(event: Mapping[str, Any]) -> bool:
+    return _numbers_at(event, "value")
+
+
+def _end(event: Mapping[str, Any]) -> bool:
+    status = event.get("status")
+    return _numbers_at(event, "dropped", "thinned") and (status is None or isinstance(status, str))
+
+
+def _step(event: Mapping[str, Any]) -> bool:
+    # A time that is null is unknown; a rank is not in every line of old logs.
+    times = ("compute_s", "wait_s", "input_s", "cpu_s", "runqueue_s")
+    known = all(_is_number(event.get(name)) and not _is_absurd(event.get(name)) for name in times)
+    return known and (event.get("rank") is None or _is_rank(event["rank"]))
+
+
+def _is_absurd(time_s: Any) -> bool:
+    return time_s is not None and not abs(time_s) < _MOST_S
+
+
+_KINDS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "facts": _facts, "plan": _plan, "window": _window, "outcome": _outcome, "metric": _metric, "end": _end,
+    "step": _step,
+}  # fmt: skip

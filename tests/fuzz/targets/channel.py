@@ -1,0 +1,106 @@
+"""Parameters that are fetched, and late gradients, as their messages come from a socket."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import msgpack
+import torch
+
+from star_hvd.channel.late import _HEADER as LATE_HEADER
+from star_hvd.channel.late import LatePushes
+from star_hvd.channel.tensors import _HEADER, _REQUEST, TensorServer, pack_snapshot, receive_snapshot, unpack_snapshot
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.execute.state import Snapshot
+from tests.fuzz.mutate import damaged, damaged_bytes, packed
+from tests.fuzz.run import Target
+
+_SNAPSHOT = Snapshot(3, [torch.ones(4, 3), torch.zeros(2)], [{"m": torch.ones(4, 3), "step": 3}, {}])
+_MANIFEST, _BODY = pack_snapshot(_SNAPSHOT)
+
+
+class _Socket:
+    """Gives the frames of a script, and takes what is sent."""
+
+    def __init__(self, messages: list[list[bytes]]) -> None:
+        self._messages = list(messages)
+
+    def poll(self, wait_ms: int) -> int:
+        return len(self._messages)
+
+    def recv_multipart(self) -> list[bytes]:
+        return self._messages.pop(0)
+
+    def send_multipart(self, frames: list[bytes]) -> None:
+        assert all(isinstance(frame, bytes) for frame in frames)
+
+
+def _manifest(draw: random.Random) -> bytes:
+    if draw.random() < 0.5:
+        values = damaged(msgpack.unpackb(_MANIFEST), draw, draw.choice((1, 2)))
+        manifest = packed(values)
+    else:
+        manifest = damaged_bytes(_MANIFEST, draw)
+    return packed([manifest, _BODY if draw.random() < 0.7 else damaged_bytes(_BODY, draw)])
+
+
+def _read_manifest(data: bytes) -> None:
+    manifest, body = msgpack.unpackb(data)
+    snapshot = unpack_snapshot(manifest, body)
+    assert len(snapshot.params) == len(snapshot.state)
+
+
+def _frames(draw: random.Random) -> bytes:
+    step, total = 40, 1 + -(-len(_BODY) // 40)
+    found = [[_HEADER.pack(b"STAR", 1, 0, total, 0, len(_BODY)), _MANIFEST]]
+    for number in range(1, total):
+        at = (number - 1) * step
+        found.append([_HEADER.pack(b"STAR", 1, number, total, at, len(_BODY)), _BODY[at : at + step]])
+    return packed(damaged(found, draw, draw.choice((0, 1, 1, 2))))
+
+
+def _list(value: Any) -> list[Any]:
+    """The lists in a list: a damaged script may hold, or be, anything."""
+    return [each for each in value if isinstance(each, list)] if isinstance(value, list) else []
+
+
+def _receive(data: bytes) -> None:
+    messages = [[part for part in each if isinstance(part, bytes)] for each in _list(msgpack.unpackb(data))]
+    receive_snapshot(_Socket(messages), 1, time.monotonic() + 5.0, 1.0)  # type: ignore[arg-type]
+
+
+def _requests(draw: random.Random) -> bytes:
+    found: list[Any] = []
+    for _ in range(draw.randrange(1, 8)):
+        request = [b"peer", _REQUEST.pack(draw.randrange(3), 1, draw.choice((0, 1 << 40, (1 << 64) - 1)))]
+        push = [b"peer", *_push(draw, draw.randrange(3))]
+        message = draw.choice((request, push))
+        found.append(damaged(message, draw) if draw.random() < 0.5 else message)
+    return packed(found)
+
+
+def _answer(data: bytes) -> int:
+    pushes = LatePushes(lambda engine, rank, version, body: version + 1)
+    server = TensorServer(
+        _Socket([]), lambda engine, state, least: _SNAPSHOT if engine else None, 40, pushes.take  # type: ignore[arg-type]
+    )
+    said = _list(msgpack.unpackb(data))
+    for frames in said:
+        server._answer([frame if isinstance(frame, bytes) else b"" for frame in frames])
+    return max(1, len(said))
+
+
+def _push(draw: random.Random, number: int) -> list[bytes]:
+    numbers = [draw.choice((0, 1, 2, 1 << 31)) for _ in range(2)]
+    size = draw.choice((0, 16, 16, 32, 1 << 39, (1 << 64) - 1))
+    version = draw.choice((0, 3, (1 << 64) - 1))
+    return [LATE_HEADER.pack(b"STAL", 1, *numbers, number, version, draw.choice((0, 0, 16)), size), bytes(16)]
+
+
+TARGETS = (
+    Target("manifest", _manifest, _read_manifest, (ChannelError,), 6.0),
+    Target("fetch", _frames, _receive, (ChannelError, DeadlineError), 4.0),
+    Target("tensor-server", _requests, _answer, (), 4.0),
+)

@@ -1,0 +1,135 @@
+"""Control messages, and the coordinator's board that acts on them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from typing import Any
+
+import msgpack
+
+from scheduler.plans import Plan
+from star_hvd.config import Config
+from star_hvd.control import messages as m
+from star_hvd.control import switch_messages as s
+from star_hvd.control.board import Board
+from star_hvd.control.messages import _FIELDS, _KINDS, decode, encode
+from star_hvd.errors import ChannelError
+from tests.fuzz.mutate import damaged, damaged_bytes, packed, weird
+from tests.fuzz.run import Target
+
+_WORLD = 3
+_KNOWN = tuple(sorted(_KINDS))
+_CONFIG = Config(lost_after_s=10.0, plan_deadline_s=60.0)
+_PLANS: tuple[dict[str, Any], ...] = tuple(
+    plan.to_dict()
+    for plan in (
+        Plan.sync(_WORLD), Plan.partial(_WORLD, 2), Plan.subgroup(_WORLD, (0, 1)), Plan.ps(_WORLD, 2),
+        Plan.ps(_WORLD, 1, servers=(0, 1)), Plan.grouped(_WORLD, 2), Plan.local(_WORLD, steps=4),
+        Plan.ps(_WORLD, 1, rule="ssp", slack=2), Plan.ps(_WORLD, _WORLD, fan_in=2),
+    )
+)  # fmt: skip
+
+
+def _value(name: str, wanted: str, draw: random.Random) -> Any:
+    """A field's value as a rank might say it."""
+    if wanted == "int":
+        return draw.choice((0, 0, 1, 2, draw.randrange(12), draw.randrange(-2, 200)))
+    if wanted == "float":
+        return draw.choice((0.0, 0.01, 0.1, 0.1, draw.random(), 2.0 * draw.random()))
+    if wanted == "bool":
+        return draw.random() < 0.5
+    if wanted == "str":
+        return draw.choice(("", "x", m.CLOSE))
+    if wanted == "list[int]":
+        return [draw.randrange(_WORLD) for _ in range(draw.randrange(3))]
+    if wanted == "list[str]":
+        return ["127.0.0.1", "4000", "key"][: draw.choice((3, 3, 3, 0, 1))]
+    return dict(draw.choice((*_PLANS, {})))
+
+
+def _fields(kind: str, draw: random.Random) -> list[Any]:
+    return [1, kind, *(_value(name, wanted, draw) for name, wanted in _FIELDS[kind])]
+
+
+def _message(draw: random.Random) -> bytes:
+    fields = _fields(draw.choice(_KNOWN), draw)
+    kind = draw.random()
+    if kind < 0.45:
+        return packed(damaged(fields, draw, draw.choice((1, 1, 2, 4))))
+    data = packed(fields)
+    if kind < 0.95:
+        return damaged_bytes(data, draw)
+    return draw.randbytes(draw.randrange(40)) if kind < 0.99 else packed(weird(draw))
+
+
+def _decode(data: bytes) -> None:
+    message = decode(data)
+    again = decode(encode(message))
+    # NaN is not equal to itself.
+    assert again == message or "nan" in repr(message), f"{message} came back as {again}"
+
+
+# ---- the board ------------------------------------------------------------------------------------------------------
+
+_SAID = (
+    m.Arrive, m.Arrive, m.Arrive, m.Late, m.Join, m.RoundNote, m.Refuse, m.Take, m.Take, m.Away, m.Source, m.Finished,
+    m.OptimizerDropped, m.Unregister, m.Heartbeat, m.Register, s.Ready, s.Ready, s.Cannot, s.ServerUp, s.ServerMoved,
+    s.CutDone, s.Switched, s.StepNote, s.StepNote, s.LinkRate, s.MachineNote, s.Restart,
+)  # fmt: skip
+
+
+def _script(draw: random.Random) -> bytes:
+    """A job's beginning, and then what ranks may say, in any order, a part of it damaged."""
+    auto = draw.random() < 0.5
+    first, wanted = _PLANS[0], {} if auto else dict(draw.choice(_PLANS))
+    said: list[Any] = [[rank, encode(m.Register(0, first, wanted, 1000)), 0.0] for rank in range(_WORLD)]
+    wild = draw.choice((0.0, 0.1, 0.3))
+    step = 0
+    for _ in range(draw.randrange(5, 60)):
+        rank, step = draw.randrange(_WORLD), step + (draw.random() < 0.3)
+        if draw.random() < 0.4:  # A job that goes on.
+            message = encode(m.Arrive(0, step, draw.randrange(4), 0.1 * draw.random(), 0.0, 0.05, 0.0, 0.01))
+        else:
+            fields = _fields(draw.choice(_SAID).kind, draw)
+            message = packed(damaged(fields, draw) if draw.random() < wild else fields)
+        said.append([rank if draw.random() < 0.97 else draw.randrange(-1, 9), message, draw.choice((0.0, 0.05, 3.0))])
+    return packed(said)
+
+
+def _play(data: bytes) -> int:
+    said = msgpack.unpackb(data)
+    now_s = 100.0
+    board = Board(_WORLD, _CONFIG, now_s)
+    for rank, message, pause_s in said:
+        now_s += pause_s
+        refused = False
+        try:
+            found = decode(message)
+            before = _sizes(board)
+            board.handle(rank, found, now_s)
+        except ChannelError:
+            refused = True
+        assert not refused or board.outbox == [] or _sizes(board) == before, "a refused message changed something"
+        assert board.tick(now_s) > now_s or math.isnan(now_s)
+        for _, sent in board.outbox:
+            assert decode(encode(sent)) == sent
+        board.outbox.clear()
+    return len(said)
+
+
+def _sizes(board: Board) -> tuple[int, ...]:
+    """What of a board would grow if a refused message were half applied."""
+    engines = board.engines.values()
+    return (
+        len(board.outbox), len(board.engines), len(board._epochs), len(board.finished),
+        sum(engine.rule.round for engine in engines), sum(len(engine.plans) for engine in engines),
+        sum(int(engine.history._counts.sum()) for engine in engines),
+    )  # fmt: skip
+
+
+TARGETS = (
+    Target("control", _message, _decode, (ChannelError,), 10.0),
+    Target("board", _script, functools.partial(_play), (), 6.0),
+)

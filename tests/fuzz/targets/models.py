@@ -1,0 +1,62 @@
+"""The predictor's files: the text of a head, which LightGBM would believe, and what `model.json` says."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from scheduler.booster_text import check_text
+from scheduler.boosters import BoosterError
+from scheduler.features import FEATURES
+from scheduler.predictor import SHIPPED, ModelError, _about
+from tests.fuzz.mutate import damaged, damaged_bytes
+from tests.fuzz.run import Target
+from tests.fuzz.targets.logs import _place
+from tests.support.model_edits import _number
+
+_TREES = 2
+
+
+@functools.lru_cache(maxsize=1)
+def _text() -> str:
+    """The shipped head with its first trees alone."""
+    head, _, rest = (SHIPPED / "reach.txt").read_text().partition("\n\n")
+    lines = head.split("\n")
+    sizes = [int(size) for size in lines[-1].partition("=")[2].split()[:_TREES]]
+    lines[-1] = f"tree_sizes={' '.join(map(str, sizes))}"
+    return "\n".join(lines) + f"\n\n{rest[: sum(sizes)]}end of trees\n\n"
+
+
+def _head(draw: random.Random) -> bytes:
+    if draw.random() < 0.5:
+        return _number(_text(), draw).encode("latin-1", errors="replace")
+    return damaged_bytes(_text().encode(), draw)
+
+
+def _read_head(data: bytes) -> None:
+    check_text(data.decode("utf-8", errors="replace"), FEATURES)
+
+
+@functools.lru_cache(maxsize=1)
+def _said() -> dict[str, Any]:
+    return dict(json.loads((SHIPPED / "model.json").read_text()))
+
+
+def _json(draw: random.Random) -> bytes:
+    text = json.dumps(damaged(_said(), draw, draw.choice((1, 2))), default=repr).encode()
+    return damaged_bytes(text, draw) if draw.random() < 0.4 else text
+
+
+def _read_json(data: bytes) -> None:
+    folder: Path = _place()
+    (folder / "model.json").write_bytes(data)
+    _about(folder)
+
+
+TARGETS = (
+    Target("model-text", _head, _read_head, (BoosterError,), 1.0),
+    Target("model-json", _json, _read_json, (ModelError,), 1.0),
+)

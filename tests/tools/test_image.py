@@ -1,0 +1,65 @@
+"""The image: no root, and no host that is not the job's. It cannot be built here; its files are looked at, and run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "docker"
+
+
+def test_both_images_end_as_a_user() -> None:
+    stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    for name in ("cpu", "cuda"):
+        stage = next(stage for stage in stages if re.match(rf"\S+ AS {name}\n", stage))
+        assert re.findall(r"^USER (\S+)", stage, flags=re.MULTILINE) == ["star"]
+        assert stage.index("system.sh user") < stage.index("USER star") < stage.index("ENTRYPOINT")
+        assert "/opt/star/docker/bin:" in stage, "the ssh that checks hosts comes first"
+
+
+def test_nothing_switches_host_checking_off() -> None:
+    for path in (ROOT / "Dockerfile", *DOCKER.rglob("*"), *(ROOT / "scripts").glob("*.sh")):
+        if path.is_file():
+            said = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+            assert not re.search(r"StrictHostKeyChecking[ =]no|UserKnownHostsFile[ =]/dev/null", "\n".join(said)), path
+
+
+@pytest.mark.skipif(not Path("/usr/bin/ssh").exists(), reason="needs ssh")
+@pytest.mark.parametrize("asked", ["no", "accept-new", "off"])
+def test_the_ssh_of_the_image_checks_hosts_whatever_horovodrun_asks(asked: str) -> None:
+    command = [DOCKER / "bin/ssh", "-G", "-F", DOCKER / "ssh.conf", "-o", f"StrictHostKeyChecking={asked}", "host1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "stricthostkeychecking true" in done.stdout.lower().splitlines()
+
+
+@pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
+def test_the_entry_point_asks_for_both_key_pairs_and_knows_one_host_key(tmp_path: Path) -> None:
+    keys, home, sshd = tmp_path / "keys", tmp_path / "home", tmp_path / "sshd"
+    keys.mkdir()
+    home.mkdir()
+    sshd.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/sshd.said\n")
+    sshd.chmod(0o755)
+    script = tmp_path / "entrypoint.sh"
+    script.write_text((DOCKER / "entrypoint.sh").read_text().replace("/usr/sbin/sshd", str(sshd)))
+    environ = {**os.environ, "HOME": str(home), "STAR_SSH_KEYS": str(keys), "STAR_SSHD": "1"}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = ["sh", str(script), "echo", "started"]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+    for name in ("id_ed25519", "host_ed25519"):
+        refused = run()
+        assert refused.returncode == 2 and f"got no {keys}/{name}.pub" in refused.stderr
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(keys / name)], check=True, timeout=60)
+    done = run()
+    assert done.returncode == 0 and done.stdout == "started\n"
+    public = " ".join((keys / "host_ed25519.pub").read_text().split()[:2])
+    assert (home / ".ssh/known_hosts").read_text() == f"* {public}\n"
+    assert (home / ".ssh/id_ed25519").stat().st_mode & 0o077 == 0
+    assert f"-h {home}/.ssh/host_ed25519" in (tmp_path / "sshd.said").read_text()
