@@ -13,10 +13,13 @@ from torch.utils.data.dataloader import default_collate
 
 from star_hvd import runtime
 from star_hvd.config import Config
+from star_hvd.leases import LeaseStock
 
 __all__ = ["ShardLoader", "shard"]
 
 logger = logging.getLogger("star_hvd")
+
+_SOON_S = 2.0  # An answer of the coordinator takes milliseconds; whoever waits longer delivers no gradient meanwhile.
 
 
 def shard(
@@ -89,6 +92,7 @@ class ShardLoader:
         self._drop_last = drop_last
         self._collate = collate_fn or default_collate
         self._config = config
+        self._began_s = 0.0
         self._run = runtime.ensure(config)
         self._number = self._run.loader_number()
         if self._run.reference_samples == 0:
@@ -110,22 +114,33 @@ class ShardLoader:
         order = self._order(epoch)
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
         self._run.catch_up()
-        while True:
-            began_s = time.monotonic()
-            taken = self._run.take(self._number, epoch, self._n, self.batch_size, self._drop_last)
-            if taken is None:
-                break
-            start, stop = taken
-            batch = self._collate([self.dataset[int(i)] for i in order[start:stop]])
-            self.samples_taken += stop - start
-            self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - began_s)
-            for driver in self._run.drivers.values():
-                driver.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
-            yield batch
+        stock = self._run.open_stock(self._number, epoch, self._n, self.batch_size, self._drop_last)
+        try:
+            while (taken := self._begin_batch(stock)) is not None:
+                yield self._load(order, *taken)
+        finally:
+            stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
         with self._run.away("end of epoch"):
             self._run.await_epoch_end(self._number, epoch)
         with self._run.meeting("the end of an epoch"):
             pass
+
+    def _begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
+        """The next batch's positions; None when the epoch is over for this rank."""
+        self._began_s = time.monotonic()
+        if not stock.ready(_SOON_S):
+            # Others still work on what was leased to them, and some of it may come back.
+            with self._run.away("waiting for samples"):
+                return self._run.begin_batch(stock)
+        return self._run.begin_batch(stock)
+
+    def _load(self, order: torch.Tensor, start: int, stop: int) -> Any:
+        batch = self._collate([self.dataset[int(i)] for i in order[start:stop]])
+        self.samples_taken += stop - start
+        self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - self._began_s)
+        for driver in self._run.drivers.values():
+            driver.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
+        return batch
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self._shuffle:

@@ -29,6 +29,7 @@ from star_hvd.config import Config
 from star_hvd.control import messages
 from star_hvd.control.agent import Agent
 from star_hvd.control.coordinator import Coordinator
+from star_hvd.control.lease_messages import Lease, LeaseRecall
 from star_hvd.control.switch_messages import (
     Commit,
     DropSet,
@@ -449,6 +450,8 @@ class Runtime(Requests):
             driver = self.drivers.get(message.engine)
             if driver is not None:
                 driver.on_message(message)
+        elif isinstance(message, (Lease, LeaseRecall)):
+            self.on_lease(message)
         elif isinstance(message, (messages.Grant, messages.EpochEnd)):
             self._grants.put(message)
         elif isinstance(message, messages.Hurry):

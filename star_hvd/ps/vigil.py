@@ -17,17 +17,17 @@ from pathlib import Path
 
 __all__ = ["PING_S", "Verdict", "Vigil", "thread_state"]
 
-PING_S = 0.5
+PING_S = 0.25
 """Silence after which the server is asked; it answers between two messages, in milliseconds."""
 
-_SUSPECT_S = 0.75
-_STOPPED_S = 1.0
+_SUSPECT_S = 0.5
+_STOPPED_S = 0.75
 _HUNG_S = 3.0
 _BUSY_S = 120.0
 """An update of the largest shard takes seconds; a loop without end has to be found some time."""
 
 _COUNTED_S = 0.5
-"""Most that one look adds: between two looks lies half of that, unless the owner itself stood still."""
+"""Most that one look adds: between two looks lies a quarter of a second, unless the owner itself stood still."""
 
 
 class Verdict(enum.Enum):
@@ -82,7 +82,7 @@ class Vigil:
 
     def ping_due(self, now_s: float) -> bool:
         """Whether to ask for a sign of life now."""
-        if now_s - self._pinged_s < PING_S:
+        if now_s - self._pinged_s < PING_S:  # Events are signs of life too, but need not be there when one is wanted.
             return False
         self._pinged_s = now_s
         return True
@@ -91,7 +91,7 @@ class Vigil:
         """What to think of it; called a few times per second."""
         passed_s, self._looked_s = min(now_s - self._looked_s, _COUNTED_S), now_s
         self._silent_s += passed_s
-        if self._silent_s < _SUSPECT_S + PING_S:
+        if self._silent_s < _SUSPECT_S:
             return Verdict.FINE
         found = self._read(self._pid)
         if found is None:
