@@ -55,6 +55,9 @@ class LeaseStock:
         self._begun = 0
         self._level = 0  # Samples in stock behind the last answer.
         self._asked = self._over = self._closed = False
+
+    def open(self) -> None:
+        """Ask for the first samples; the answer may come at once, so whoever passes it on has to know this stock."""
         with self._changed:
             self._ask()
 

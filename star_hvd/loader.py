@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
@@ -59,13 +60,34 @@ def shard(
         drop_last = drop_last or data.drop_last
         collate_fn = collate_fn or data.collate_fn
         data = data.dataset
-    if batch_size is None or isinstance(batch_size, bool) or batch_size < 1:
+    batch_size = _whole(batch_size, "batch_size")
+    if batch_size < 1:
         raise ValueError(f"shard batch_size is {batch_size!r}; expected a positive number")
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ValueError(f"shard needs a map-style dataset with a length; got {type(data).__name__}")
     return ShardLoader(
-        data, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, collate_fn=collate_fn, config=config
+        data,
+        batch_size,
+        shuffle=shuffle,
+        seed=_whole(seed, "seed"),
+        drop_last=bool(drop_last),
+        collate_fn=collate_fn,
+        config=config,
     )
+
+
+def _whole(value: Any, name: str) -> int:
+    """A whole number of any type as Python's own: it travels to other processes.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"shard {name} is {value!r}; expected a whole number")
 
 
 class ShardLoader:
@@ -104,7 +126,9 @@ class ShardLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of the next iteration, after a restart for example. On all ranks alike."""
-        self.epoch = epoch
+        self.epoch = _whole(epoch, "epoch")
+        if self.epoch < 0:
+            raise ValueError(f"epoch of a shard loader is {epoch}; expected a number from 0")
 
     def __iter__(self) -> Iterator[Any]:
         if runtime.current() is not self._run:  # Horovod was initialized anew (elastic).

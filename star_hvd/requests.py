@@ -9,7 +9,7 @@ from star_hvd.config import Config
 from star_hvd.control import messages
 from star_hvd.control.agent import Agent
 from star_hvd.control.lease_messages import Lease, LeaseRecall
-from star_hvd.errors import DeadlineError
+from star_hvd.errors import DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
 from star_hvd.leases import LeaseStock
 
@@ -34,6 +34,7 @@ class Requests:
         self.drivers: dict[int, EngineDriver] = {}
         self.batch_weights: list[float] = []
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
+        self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self._stocks: dict[int, LeaseStock] = {}  # Of the present epoch of every loader.
         self._next_loader = 0
         self._meetings = 0
@@ -50,6 +51,7 @@ class Requests:
             self.rank, loader, epoch, samples=samples, batch=batch, drop_last=drop_last, send=lambda m: send(m)
         )
         self._stocks[loader] = stock
+        stock.open()
         return stock
 
     def begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
@@ -124,7 +126,9 @@ class Requests:
         return sum(recent) / len(recent) if recent else 1.0
 
     def raise_failure(self) -> None:
-        """Raise what stopped one of this process's engines, if anything did."""
+        """Raise what stopped one of this process's engines or threads, if anything did."""
+        if self.thread_failure is not None:
+            raise self.thread_failure
         for driver in self.drivers.values():
             if driver.failure is not None:
                 raise driver.failure

@@ -21,6 +21,7 @@ from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarErro
 from star_hvd.execute.driver import EngineDriver, Send
 from star_hvd.execute.state import Snapshot
 from star_hvd.ps import Client, Endpoint, JobKey, Layout, LayoutError, OptimizerSpec, ServerProcess
+from star_hvd.threads import supervised
 
 __all__ = ["ServerHouse"]
 
@@ -290,7 +291,7 @@ class ServerHouse:
                 self._rank,
                 event["returncode"],
             )
-            threading.Thread(target=self._recover, name="star-ps-recover", daemon=True).start()
+            supervised(self._recover, "star-ps-recover").start()
 
     def _recover(self) -> None:
         began_s = time.monotonic()

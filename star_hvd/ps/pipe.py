@@ -21,6 +21,7 @@ from typing import Any
 import msgpack
 
 from star_hvd.errors import DeadlineError
+from star_hvd.threads import supervised
 
 __all__ = ["Message", "Pipe", "PipeFull"]
 
@@ -122,7 +123,7 @@ class Pipe:
                 raise PipeFull(f"{len(self._queue)} messages are unread on the other side of a server's pipe")
             self._queue.append(_Item(message, None if descriptor is None else os.dup(descriptor)))
             if self._writer is None and not self._write():
-                self._writer = threading.Thread(target=self._write_later, name="star-ps-pipe", daemon=True)
+                self._writer = supervised(self._write_later, "star-ps-pipe")
                 self._writer.start()
             if self._broken is not None:
                 raise self._broken

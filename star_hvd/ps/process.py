@@ -26,6 +26,7 @@ from star_hvd.ps.mirror import new_memory
 from star_hvd.ps.pipe import Pipe, PipeFull
 from star_hvd.ps.store import OptimizerSpec, Record, make_record
 from star_hvd.ps.vigil import Verdict, Vigil
+from star_hvd.threads import supervised
 
 __all__ = ["ServerProcess"]
 
@@ -96,6 +97,7 @@ class ServerProcess:
         self._stopping = False
         self._spare: tuple[subprocess.Popen[bytes], Pipe] | None = None  # The thread's own, as is what follows.
         self._patience = 1.0
+        self._owner = os.getpid()
         self.endpoint: Endpoint | None = None
 
     @property
@@ -147,7 +149,7 @@ class ServerProcess:
             if self._wanted_s is None and not self.alive:
                 self._stopping, self._failure, self._wanted_s = False, None, deadline_s
                 if self._thread is None or not self._thread.is_alive():
-                    self._thread = threading.Thread(target=self._own, name="star-ps-owner", daemon=True)
+                    self._thread = supervised(self._own, "star-ps-owner")
                     self._thread.start()
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._wanted_s is None, max(0.0, limit_s - time.monotonic()))
@@ -158,7 +160,9 @@ class ServerProcess:
             return self.endpoint
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """End the process: ask, then kill."""
+        """End the process: ask, then kill. Without effect in a child made by fork: the server is its parent's."""
+        if os.getpid() != self._owner:
+            return
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -221,7 +225,7 @@ class ServerProcess:
         self._spare = None
         config = {
             "rank": self._rank,
-            "owner": os.getpid(),
+            "owner": self._owner,
             "key": self._key.to_dict(),
             "host": self._host,
             "port": self.endpoint.port if self.endpoint is not None else 0,

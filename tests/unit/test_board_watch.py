@@ -9,8 +9,8 @@ import pytest
 from scheduler.records import Plan
 from star_hvd.config import Config
 from star_hvd.control import messages as m
-from star_hvd.control.lease_messages import LeaseAsk
 from star_hvd.control.again import SlowAgain
+from star_hvd.control.lease_messages import LeaseAsk
 from star_hvd.control.switch_messages import LinkRate, MachineNote, Probe
 from star_hvd.errors import ChannelError
 from tests.unit.boards import Job, only, relaxed_job

@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.leasing import Answer, LeaseQueue
+from star_hvd.config import Config
 from star_hvd.control.lease_desk import LeaseDesk
 from star_hvd.control.lease_messages import Lease, LeaseAsk, LeaseRecall, LeaseReturn
 from star_hvd.control.messages import Message
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.leases import LeaseStock
+from star_hvd.requests import Requests
 
 LATENCY_S = 0.001
 
@@ -53,15 +56,19 @@ class Job:
         self.messages = 0
         self.desk = LeaseDesk(ranks, self.to_rank, lambda key, rank, now_s: self.over.add(rank))
         self.waiting: dict[int, float] = {}
-        self.stocks = [
-            LeaseStock(r, 0, 0, samples=samples, batch=batch, drop_last=False, send=lambda m, r=r: self.to_desk(r, m))
-            for r in range(ranks)
-        ]
+        self.stocks = [self.stock(rank, samples, batch) for rank in range(ranks)]
         for rank in range(ranks):
             self.waiting[rank] = 0.0
+            self.stocks[rank].open()
         while self.events:
             self.now_s, _, work = heapq.heappop(self.events)
             work()
+
+    def stock(self, rank: int, samples: int, batch: int) -> LeaseStock:
+        def send(message: Message) -> None:
+            self.to_desk(rank, message)
+
+        return LeaseStock(rank, 0, 0, samples=samples, batch=batch, drop_last=False, send=send)
 
     def at(self, time_s: float, work: Callable[[], None]) -> None:
         heapq.heappush(self.events, (time_s, next(self.order), work))
@@ -233,6 +240,7 @@ def test_the_desk_forgets_old_epochs_and_turns_nonsense_away() -> None:
 def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_recall() -> None:
     sent: list[Message] = []
     stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=sent.append)
+    stock.open()
     with pytest.raises(DeadlineError, match=r"rank 2 waited 0 s .* coordinator on rank 0 was last heard 7.0 s ago"):
         stock.next(0.0, lambda: None, lambda: 7.0)
     stock.on_message(Lease(0, 1, 0, 40, False))
@@ -244,3 +252,14 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
     assert sent[-1] == LeaseReturn(0, 1, 8, True)
     stock.on_message(Lease(0, 1, 40, 44, False))  # It was on its way; the coordinator has it back already.
     assert len(sent) == 4
+
+
+def test_an_answer_that_comes_at_once_finds_its_stock() -> None:
+    requests = Requests(Config(), 0)
+
+    def answer(message: Message, *, urgent: bool = True) -> None:
+        assert isinstance(message, LeaseAsk)
+        requests.on_lease(Lease(message.loader, message.epoch, 0, 4, False))
+
+    requests.agent = SimpleNamespace(send=answer, last_heard_s=0.0)  # type: ignore[assignment]
+    assert requests.begin_batch(requests.open_stock(3, 0, 4, 4, False)) == (0, 4)
