@@ -12,6 +12,7 @@ from horovod.torch import elastic as _elastic
 from horovod.torch.elastic import ElasticSampler
 
 from star_hvd import runtime
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
@@ -47,13 +48,18 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator for the training function of an elastic job; see `horovod.torch.elastic.run`.
 
     If a rank is lost: the survivors' steps fail with `HorovodInternalError`, Horovod forms a new world, the state is
-    restored to its last commit, and every optimizer found in the state goes on in `sync` in the new world.
+    restored to its last commit, and every optimizer found in the state goes on in `sync` in the new world. A failure of
+    the channel (`ChannelError`, `DeadlineError`) is treated the same.
     """
 
     @functools.wraps(function)
     def inside(state: Any, *args: Any, **kwargs: Any) -> Any:
-        _restart(state)
-        return function(state, *args, **kwargs)
+        try:
+            _restart(state)
+            return function(state, *args, **kwargs)
+        except (ChannelError, DeadlineError) as error:
+            # The channel, a server or a rank is gone: for Horovod, which knows its own errors only, the same as a rank.
+            raise RankLostError(f"{type(error).__name__}: {error}") from error
 
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         state.register_reset_callbacks([runtime.on_reset])

@@ -22,6 +22,7 @@ from star_hvd.control.engine_board import EngineBoard
 from star_hvd.run_log import RunLog, enabled, run_directory, window_values
 from star_hvd.run_log.facts import environment, optimizer_facts
 from star_hvd.telemetry.resources import Resources
+from star_hvd.threads import supervised
 
 if TYPE_CHECKING:
     from star_hvd.execute.driver import EngineDriver
@@ -78,7 +79,7 @@ class JobLog:
         self._log = RunLog(
             run_directory(name), rank=driver.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
         )
-        self._thread = threading.Thread(target=self._run, name="star-job-log", daemon=True)
+        self._thread = supervised(self._run, "star-job-log", critical=False)
 
     def start(self) -> None:
         """Start the threads; without effect where the log is switched off or cannot be written."""

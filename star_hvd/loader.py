@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, cast
@@ -13,10 +14,13 @@ from torch.utils.data.dataloader import default_collate
 
 from star_hvd import runtime
 from star_hvd.config import Config
+from star_hvd.leases import LeaseStock
 
 __all__ = ["ShardLoader", "shard"]
 
 logger = logging.getLogger("star_hvd")
+
+_SOON_S = 2.0  # An answer of the coordinator takes milliseconds; whoever waits longer delivers no gradient meanwhile.
 
 
 def shard(
@@ -56,13 +60,34 @@ def shard(
         drop_last = drop_last or data.drop_last
         collate_fn = collate_fn or data.collate_fn
         data = data.dataset
-    if batch_size is None or isinstance(batch_size, bool) or batch_size < 1:
+    batch_size = _whole(batch_size, "batch_size")
+    if batch_size < 1:
         raise ValueError(f"shard batch_size is {batch_size!r}; expected a positive number")
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ValueError(f"shard needs a map-style dataset with a length; got {type(data).__name__}")
     return ShardLoader(
-        data, batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last, collate_fn=collate_fn, config=config
+        data,
+        batch_size,
+        shuffle=shuffle,
+        seed=_whole(seed, "seed"),
+        drop_last=bool(drop_last),
+        collate_fn=collate_fn,
+        config=config,
     )
+
+
+def _whole(value: Any, name: str) -> int:
+    """A whole number of any type as Python's own: it travels to other processes.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"shard {name} is {value!r}; expected a whole number")
 
 
 class ShardLoader:
@@ -89,6 +114,7 @@ class ShardLoader:
         self._drop_last = drop_last
         self._collate = collate_fn or default_collate
         self._config = config
+        self._began_s = 0.0
         self._run = runtime.ensure(config)
         self._number = self._run.loader_number()
         if self._run.reference_samples == 0:
@@ -100,7 +126,9 @@ class ShardLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of the next iteration, after a restart for example. On all ranks alike."""
-        self.epoch = epoch
+        self.epoch = _whole(epoch, "epoch")
+        if self.epoch < 0:
+            raise ValueError(f"epoch of a shard loader is {epoch}; expected a number from 0")
 
     def __iter__(self) -> Iterator[Any]:
         if runtime.current() is not self._run:  # Horovod was initialized anew (elastic).
@@ -110,22 +138,33 @@ class ShardLoader:
         order = self._order(epoch)
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
         self._run.catch_up()
-        while True:
-            began_s = time.monotonic()
-            taken = self._run.take(self._number, epoch, self._n, self.batch_size, self._drop_last)
-            if taken is None:
-                break
-            start, stop = taken
-            batch = self._collate([self.dataset[int(i)] for i in order[start:stop]])
-            self.samples_taken += stop - start
-            self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - began_s)
-            for driver in self._run.drivers.values():
-                driver.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
-            yield batch
+        stock = self._run.open_stock(self._number, epoch, self._n, self.batch_size, self._drop_last)
+        try:
+            while (taken := self._begin_batch(stock)) is not None:
+                yield self._load(order, *taken)
+        finally:
+            stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
         with self._run.away("end of epoch"):
             self._run.await_epoch_end(self._number, epoch)
         with self._run.meeting("the end of an epoch"):
             pass
+
+    def _begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
+        """The next batch's positions; None when the epoch is over for this rank."""
+        self._began_s = time.monotonic()
+        if not stock.ready(_SOON_S):
+            # Others still work on what was leased to them, and some of it may come back.
+            with self._run.away("waiting for samples"):
+                return self._run.begin_batch(stock)
+        return self._run.begin_batch(stock)
+
+    def _load(self, order: torch.Tensor, start: int, stop: int) -> Any:
+        batch = self._collate([self.dataset[int(i)] for i in order[start:stop]])
+        self.samples_taken += stop - start
+        self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - self._began_s)
+        for driver in self._run.drivers.values():
+            driver.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
+        return batch
 
     def _order(self, epoch: int) -> torch.Tensor:
         if not self._shuffle:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from scheduler.cost_model import Prediction, rank
 from scheduler.cost_policy import Ranker
 from scheduler.plans import Plan
 from scheduler.records import Window
+from star_hvd.threads import supervised
 
 __all__ = ["LazyRanker", "digest"]
 
@@ -44,7 +44,7 @@ class LazyRanker:
         self.facts: dict[str, str] | None = None
         self._loaded: Ranker | None = None
         self._begun: Callable[[], bool] = lambda: True
-        self._thread = threading.Thread(target=self._run, name="star-model", daemon=True)
+        self._thread = supervised(self._run, "star-model", critical=False)
 
     def load(self, deadline_s: float) -> None:
         """Load it, unless that was done; what takes longer than `deadline_s` goes on beside the job."""

@@ -20,6 +20,7 @@ from horovod.common.process_sets import ProcessSet, add_process_set, global_proc
 from horovod.torch import mpi_ops
 
 from star_hvd import doctor
+from star_hvd.threads import supervised
 
 __all__ = ["MAX_SETS", "SetKeeper", "prepare_init", "static_catalogue", "unavailable_reason"]
 
@@ -133,7 +134,7 @@ class SetKeeper:
         self._foreign: set[Ranks] = set()
         self._began_s: float | None = None
         self._keeps_all = bool(mpi_ops.nccl_built()) and doctor.NCCL_REMOVAL not in doctor.horovod_patches()
-        self._thread = threading.Thread(target=self._run, name="star-sets", daemon=True)
+        self._thread = supervised(self._run, "star-sets")
 
     def start(self) -> None:
         """Start the thread."""

@@ -8,8 +8,10 @@ import time
 from star_hvd.config import Config
 from star_hvd.control import messages
 from star_hvd.control.agent import Agent
-from star_hvd.errors import DeadlineError
+from star_hvd.control.lease_messages import Lease, LeaseRecall
+from star_hvd.errors import DeadlineError, StarError
 from star_hvd.execute.driver import EngineDriver
+from star_hvd.leases import LeaseStock
 
 __all__ = ["Requests"]
 
@@ -32,6 +34,8 @@ class Requests:
         self.drivers: dict[int, EngineDriver] = {}
         self.batch_weights: list[float] = []
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
+        self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
+        self._stocks: dict[int, LeaseStock] = {}  # Of the present epoch of every loader.
         self._next_loader = 0
         self._meetings = 0
 
@@ -40,14 +44,31 @@ class Requests:
         self._next_loader += 1
         return self._next_loader - 1
 
-    def take(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> tuple[int, int] | None:
+    def open_stock(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> LeaseStock:
+        """This rank's stock of samples of an epoch; in place of the one of the loader's epoch before."""
+        send = self.agent.send
+        stock = LeaseStock(
+            self.rank, loader, epoch, samples=samples, batch=batch, drop_last=drop_last, send=lambda m: send(m)
+        )
+        self._stocks[loader] = stock
+        stock.open()
+        return stock
+
+    def begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
         """The next range of an epoch's permutation, None when the epoch is over for this rank.
 
         Raises:
             DeadlineError: The coordinator did not answer.
         """
-        self.request(loader, epoch, samples, batch, drop_last)
-        return self.granted(loader, epoch)
+        return stock.next(
+            self.config.control_deadline_s, self.raise_failure, lambda: time.monotonic() - self.agent.last_heard_s
+        )
+
+    def on_lease(self, message: Lease | LeaseRecall) -> None:
+        """In the agent's thread."""
+        stock = self._stocks.get(message.loader)
+        if stock is not None and stock.epoch == message.epoch:
+            stock.on_message(message)
 
     def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
         """Ask for the next range; `granted` collects it."""
@@ -105,7 +126,9 @@ class Requests:
         return sum(recent) / len(recent) if recent else 1.0
 
     def raise_failure(self) -> None:
-        """Raise what stopped one of this process's engines, if anything did."""
+        """Raise what stopped one of this process's engines or threads, if anything did."""
+        if self.thread_failure is not None:
+            raise self.thread_failure
         for driver in self.drivers.values():
             if driver.failure is not None:
                 raise driver.failure

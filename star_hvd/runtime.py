@@ -9,18 +9,19 @@ import dataclasses
 import gc
 import logging
 import math
+import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
+import zmq
 from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
 
 from scheduler.records import Plan
-from star_hvd import env
+from star_hvd import env, program_end, threads
 from star_hvd.build_check import own_build, require_equal
 from star_hvd.channel.keys import Keyring, Peer, own_address
 from star_hvd.channel.late import PROBE, LatePushes
@@ -29,6 +30,7 @@ from star_hvd.config import Config
 from star_hvd.control import messages
 from star_hvd.control.agent import Agent
 from star_hvd.control.coordinator import Coordinator
+from star_hvd.control.lease_messages import Lease, LeaseRecall
 from star_hvd.control.switch_messages import (
     Commit,
     DropSet,
@@ -66,7 +68,6 @@ _FOR_A_DRIVER = (
 )
 
 _current: Runtime | None = None
-_crashed = False
 
 
 def current() -> Runtime | None:
@@ -101,29 +102,8 @@ def shutdown() -> None:
     """Wait until all ranks have finished, helping those that have not, then stop."""
     global _current
     if _current is not None:
-        _current.stop(drain=not _crashed)
+        _current.stop(drain=not program_end.failed())
         _current = None
-
-
-def _note_crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """A crashing rank must not wait for the others: it ends the job as under plain Horovod."""
-    global _crashed
-    _crashed = True
-    _previous_hook(kind, error, trace)
-
-
-_previous_hook = sys.excepthook
-
-
-def _note_exit(status: Any = None) -> NoReturn:
-    """`sys.exit` with an error counts as a crash too; nothing else tells it from a program that has finished."""
-    global _crashed
-    if status not in (None, 0) and threading.current_thread() is threading.main_thread():
-        _crashed = True
-    _previous_exit(status)
-
-
-_previous_exit = sys.exit
 
 
 class Runtime(Requests):
@@ -159,6 +139,8 @@ class Runtime(Requests):
         self._lost: list[int] = []
         self._next_engine = 0
         self._stopped = False
+        self._pid = os.getpid()
+        self._unwatch_threads = threads.on_death(self._thread_died)
 
     def start(self) -> None:
         """Exchange addresses and keys over Horovod and start the threads. Collective."""
@@ -374,6 +356,17 @@ class Runtime(Requests):
         for driver in self.drivers.values():
             driver.bring_up()
 
+    def _thread_died(self, name: str, error: Exception) -> None:
+        """A thread of this process ended that training cannot go on without: the training thread raises it."""
+        kind = ChannelError if isinstance(error, (ChannelError, OSError, zmq.ZMQError)) else StarError
+        self.thread_failure = kind(
+            f"rank {self.rank} cannot go on: its thread {name} ended by {type(error).__name__}: {error}"
+        )
+        for driver in list(self.drivers.values()):
+            driver.engine.fail(self.thread_failure)
+            if driver.outside is not None:
+                driver.outside.wake()
+
     def diagnose(self) -> str:
         """Which rank is gone, as far as signs of life tell. Waits a moment for the silence to show."""
         time.sleep(2.5 * self.config.heartbeat_s)
@@ -398,9 +391,10 @@ class Runtime(Requests):
         Args:
             drain: First wait until all ranks have finished; until then the helpers stand in for this rank.
         """
-        if self._stopped:
+        if self._stopped or os.getpid() != self._pid:
             return
         self._stopped = True
+        self._unwatch_threads()
         if drain and self.trains and not any(d.failure for d in self.drivers.values()):
             self._drain()
         for driver in self.drivers.values():
@@ -449,6 +443,8 @@ class Runtime(Requests):
             driver = self.drivers.get(message.engine)
             if driver is not None:
                 driver.on_message(message)
+        elif isinstance(message, (Lease, LeaseRecall)):
+            self.on_lease(message)
         elif isinstance(message, (messages.Grant, messages.EpochEnd)):
             self._grants.put(message)
         elif isinstance(message, messages.Hurry):
@@ -504,7 +500,7 @@ class Runtime(Requests):
 
 def _close_log(driver: EngineDriver) -> None:
     if driver.log is not None:
-        driver.log.close("FAILED" if _crashed or driver.engine.failure is not None else "FINISHED")
+        driver.log.close("FAILED" if program_end.failed() or driver.engine.failure is not None else "FINISHED")
 
 
 _hooks_installed = False
@@ -512,12 +508,16 @@ _hooks_installed = False
 
 def _install_exit_hooks() -> None:
     """Finish before Horovod's own exit handler does, which would end the other ranks' steps."""
-    global _hooks_installed, _previous_hook, _previous_exit
-    if _hooks_installed:
-        return
-    _hooks_installed = True
-    _previous_hook = sys.excepthook
-    sys.excepthook = _note_crash
-    _previous_exit = sys.exit
-    sys.exit = _note_exit
-    atexit.register(shutdown)
+    global _hooks_installed
+    program_end.watch()
+    if not _hooks_installed:
+        _hooks_installed = True
+        atexit.register(shutdown)
+        os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _forget_parent() -> None:
+    """In a child made by fork: the runtime is the parent's, whose threads, sockets and servers go on there."""
+    global _current
+    _current = None
+    program_end.forget()

@@ -21,6 +21,7 @@ from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarErro
 from star_hvd.execute.driver import EngineDriver, Send
 from star_hvd.execute.state import Snapshot
 from star_hvd.ps import Client, Endpoint, JobKey, Layout, LayoutError, OptimizerSpec, ServerProcess
+from star_hvd.threads import supervised
 
 __all__ = ["ServerHouse"]
 
@@ -144,9 +145,9 @@ class ServerHouse:
 
     def warm(self) -> None:
         """Start this rank's server before any plan wants it."""
-        if not self._process.alive and not self._stopped:
-            with contextlib.suppress(ChannelError, DeadlineError):  # A plan that wants it tries again, and tells.
-                self._process.start(self._config.plan_deadline_s)
+        if not self._stopped:
+            with contextlib.suppress(DeadlineError):  # A plan that wants it tries again, and tells.
+                self._process.ensure(self._config.plan_deadline_s)
 
     def _connect(self, client: Client, engine: int, plan: Plan) -> list[Endpoint]:
         """Tell where this rank's children find it, learn where all are, start; the servers' endpoints."""
@@ -167,10 +168,7 @@ class ServerHouse:
         return endpoints[:count]
 
     def _announce(self, engine: int, plan: Plan) -> None:
-        if not self._process.alive:
-            self._process.start(self._config.plan_deadline_s)
-        assert self._process.endpoint is not None
-        address = _to_parts(self._process.endpoint)
+        address = _to_parts(self._process.ensure(self._config.plan_deadline_s))
         self._send(ServerUp(engine, plan.epoch, plan.servers.index(self._rank), address))
 
     def _await_endpoints(self, engine: int, plan: Plan) -> list[Endpoint]:
@@ -305,7 +303,7 @@ class ServerHouse:
                 self._rank,
                 event["returncode"],
             )
-            threading.Thread(target=self._recover, name="star-ps-recover", daemon=True).start()
+            supervised(self._recover, "star-ps-recover").start()
 
     def _recover(self) -> None:
         began_s = time.monotonic()

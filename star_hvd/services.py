@@ -40,6 +40,7 @@ from star_hvd.execute.state import Snapshot
 from star_hvd.process_sets import SetKeeper
 from star_hvd.ps import JobKey
 from star_hvd.server_house import ServerHouse
+from star_hvd.threads import supervised
 
 __all__ = ["JobServices"]
 
@@ -81,7 +82,7 @@ class JobServices:
         self._set_reasons: dict[Ranks, str | None] = {}
         self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="star-prepare", daemon=True)
+        self._thread = supervised(self._run, "star-prepare")
         self.house = ServerHouse(rank, config, key, host, send, drivers)
 
     def start(self) -> None:
@@ -118,7 +119,7 @@ class JobServices:
             if self._rank in message.ranks:
                 self.later(self.house.warm)
         elif isinstance(message, Probe):
-            threading.Thread(target=self._probe, args=(message,), name="star-probe", daemon=True).start()
+            supervised(self._probe, "star-probe", args=(message,), critical=False).start()
         elif isinstance(message, (Servers, ServerMoved, Presence)):
             self.house.on_message(message)
 

@@ -20,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from star_hvd import env
 from star_hvd.errors import ChannelError
+from star_hvd.threads import supervised
 
 __all__ = ["DoorWatch", "Keyring", "Peer", "own_address"]
 
@@ -90,7 +91,7 @@ class DoorWatch:
     def watch(self, router: zmq.Socket[Any]) -> None:
         """Count what happens at a server from now on, before it is bound."""
         monitor = router.get_monitor_socket(self._EVENTS)
-        thread = threading.Thread(target=self._run, args=(monitor,), name="star-door", daemon=True)
+        thread = supervised(self._run, "star-door", args=(monitor,), critical=False)
         self._threads.append(thread)
         thread.start()
 

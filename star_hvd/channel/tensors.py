@@ -22,6 +22,7 @@ import zmq
 from star_hvd.channel.keys import Keyring
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
+from star_hvd.threads import supervised
 
 __all__ = ["TensorServer", "fetch", "pack_snapshot", "receive_snapshot", "request", "unpack_snapshot"]
 
@@ -136,7 +137,7 @@ class TensorServer:
         self._push = push
         self._chunk_bytes = chunk_bytes
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="star-tensors", daemon=True)
+        self._thread = supervised(self._run, "star-tensors")
 
     def start(self) -> None:
         """Start the thread."""

@@ -15,6 +15,7 @@ import zmq
 
 from star_hvd.control.messages import Finished, Heartbeat, Hello, Message, decode, encode
 from star_hvd.errors import ChannelError
+from star_hvd.threads import supervised
 
 __all__ = ["Agent"]
 
@@ -52,7 +53,7 @@ class Agent:
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="star-agent", daemon=True)
+        self._thread = supervised(self._run, "star-agent")
 
     def start(self) -> None:
         """Start the thread."""

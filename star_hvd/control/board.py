@@ -12,6 +12,8 @@ from scheduler.records import Plan
 from scheduler.workqueue import WorkQueue
 from star_hvd.config import Config
 from star_hvd.control.engine_board import EngineBoard
+from star_hvd.control.lease_desk import LeaseDesk
+from star_hvd.control.lease_messages import LeaseAsk, LeaseReturn
 from star_hvd.control.links import LinkSurvey
 from star_hvd.control.messages import (
     CLOSE,
@@ -68,7 +70,7 @@ _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come 
 
 @dataclass(slots=True)
 class _Epoch:
-    queue: WorkQueue
+    queue: WorkQueue | None = None  # None where samples are leased.
     ended: set[int] = field(default_factory=set)
     announced: bool = False
 
@@ -101,7 +103,7 @@ class Board:
         self._hosts = tuple(hosts)
         self._ranker = ranker
         self._epochs: dict[tuple[int, int], _Epoch] = {}
-        self._pace_s: dict[tuple[int, int], float] = {}
+        self._leases = LeaseDesk(world_size, lambda to, message: self.outbox.append((to, message)), self._over)
         self._last_seen_s = [now_s] * world_size
         self._said_bye = False
         self._asked = [0] * world_size
@@ -183,11 +185,16 @@ class Board:
                 self._set_away(rank, message.away, now_s, out_of_data=message.out_of_data)
             case Take():
                 self._take(rank, message, now_s)
+            case LeaseAsk():
+                self._lease(rank, message, now_s)
+            case LeaseReturn():
+                self._leases.give_back(rank, message, now_s)
             case Source():
                 self._source(rank, message)
             case Finished():
                 self.finished.add(rank)
                 self._set_away(rank, True, now_s)
+                self._leases.leave(rank, now_s)
                 for key, epoch in self._epochs.items():  # It may have left its loop in the middle of one.
                     self._maybe_end(key, epoch, now_s)
                 self._maybe_bye()
@@ -302,22 +309,30 @@ class Board:
             )
             for old in [k for k in self._epochs if k[0] == message.loader and k[1] < message.epoch - 1]:
                 del self._epochs[old]
-            for (loader, other), pace_s in self._pace_s.items():
-                if loader == message.loader:
-                    self._epochs[key].queue.forecast(other, pace_s)
         epoch = self._epochs[key]
-        for engine in self.engines.values():
-            engine.has_queue = engine.has_queue or message.samples > 0
-        own_s = self._own_pace_s(rank)
-        if own_s is not None:
-            self._pace_s[(message.loader, rank)] = own_s
-            epoch.queue.forecast(rank, own_s)
+        if epoch.queue is None:
+            raise ChannelError(f"a rank takes single batches of loader {message.loader}, whose samples are leased")
         granted = epoch.queue.take(rank, now_s) if rank not in epoch.ended else None
         start, stop = granted if granted is not None else (0, 0)
         self.outbox.append((rank, Grant(message.loader, message.epoch, start, stop)))
         if granted is None:
             epoch.ended.add(rank)
             self._maybe_end(key, epoch, now_s)
+
+    def _lease(self, rank: int, message: LeaseAsk, now_s: float) -> None:
+        key = (message.loader, message.epoch)
+        self._epochs.setdefault(key, _Epoch())
+        for old in [k for k in self._epochs if k[0] == message.loader and k[1] < message.epoch - 1]:
+            del self._epochs[old]
+        for engine in self.engines.values():
+            engine.has_queue = engine.has_queue or message.samples > 0
+        self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
+
+    def _over(self, key: tuple[int, int], rank: int, now_s: float) -> None:
+        """An epoch is over for a rank."""
+        epoch = self._epochs.setdefault(key, _Epoch())
+        epoch.ended.add(rank)
+        self._maybe_end(key, epoch, now_s)
 
     def _own_pace_s(self, rank: int) -> float | None:
         """Recent time per batch of a rank, from the first optimizer it feeds."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from scheduler.machine import MachineStats
 from scheduler.records import Plan, PlanError
+from star_hvd.control.lease_messages import LeaseAsk, LeaseReturn
 from star_hvd.control.messages import (
     Arrive,
     Away,
@@ -52,6 +53,8 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     Hello,
     Join,
     Late,
+    LeaseAsk,
+    LeaseReturn,
     LinkRate,
     MachineNote,
     OptimizerDropped,
@@ -157,6 +160,16 @@ def _take(message: Take, _: int) -> None:
         raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
 
 
+def _lease_ask(message: LeaseAsk, _: int) -> None:
+    if min(message.loader, message.epoch, message.samples, message.batch - 1, message.begun) < 0:
+        raise ChannelError(f"leases of {message.samples} samples in batches of {message.batch}")
+
+
+def _lease_return(message: LeaseReturn, _: int) -> None:
+    if min(message.loader, message.epoch, message.begun) < 0:
+        raise ChannelError(f"a rank that has begun {message.begun} samples gives leases back")
+
+
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Register: _register,
     LinkRate: _link_rate,
@@ -164,4 +177,6 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Take: _take,
     ServerUp: _server,
     ServerMoved: _server,
+    LeaseAsk: _lease_ask,
+    LeaseReturn: _lease_return,
 }

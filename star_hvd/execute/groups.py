@@ -17,6 +17,7 @@ from star_hvd.errors import DeadlineError
 from star_hvd.execute.collective import Collective, wait_all
 from star_hvd.execute.rounds import RoundEngine
 from star_hvd.execute.servers import Client, Outcome, ServerSteps
+from star_hvd.threads import supervised
 
 __all__ = ["GroupSteps"]
 
@@ -125,7 +126,7 @@ class GroupSteps(ServerSteps):
             if self._away.is_set():
                 return
             self._away.set()
-            self._stand_in = threading.Thread(target=self._take_part, name="star-group", daemon=True)
+            self._stand_in = supervised(self._take_part, "star-group")
             self._stand_in.start()
         else:
             self._away.clear()

@@ -6,9 +6,12 @@ nothing shows in the process list or the environment. When the owner dies the so
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import logging
 import os
+import signal
 import socket
 import stat
 import struct
@@ -21,7 +24,7 @@ import torch
 import zmq
 
 from scheduler.plans import Plan
-from star_hvd.errors import ChannelError
+from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.ps.auth import Door, Endpoint, JobKey, connect
 from star_hvd.ps.checks import check_products, check_push, is_whole
 from star_hvd.ps.layout import Layout, LayoutError
@@ -41,6 +44,9 @@ logger = logging.getLogger("star_hvd")
 _BATCH = 64  # messages taken from one socket before the others get a turn
 _EARLY_MESSAGES = 4096
 _BETWEEN = frozenset((Kind.JOIN, Kind.ARRIVED, Kind.DONE, Kind.ORDER))  # From shard to shard.
+_CONFIG_S = 600.0  # Within this the owner says what to serve, or is gone.
+_FLUSH_S = 2.0  # For the last events to be read.
+_PR_SET_PDEATHSIG = 1
 Key = tuple[int, int]
 
 
@@ -215,7 +221,7 @@ class Server:
 
     def event(self, event: dict[str, Any]) -> None:
         """Tell the owner."""
-        self._pipe.send(event)
+        self._pipe.send(event, advisory=event["event"] in ("update", "pong"))
 
     def add_link(self, link: zmq.Socket[Any], job: _Job) -> None:
         """Listen to the primary of a job."""
@@ -302,6 +308,9 @@ class Server:
         for message in self._pipe.receive():
             if message is None or message["do"] == "stop":
                 return False
+            if message["do"] == "ping":
+                self.event({"event": "pong"})
+                continue
             try:
                 self._do(message)
             except (LayoutError, ChannelError, ValueError) as error:
@@ -372,12 +381,34 @@ def main() -> int:
         sys.stderr.write("this is a parameter server; star_hvd starts it, and it cannot be started by hand\n")
         return 2
     pipe = Pipe(socket.socket(fileno=0))
-    config = pipe.wait(60.0)
+    try:
+        config = pipe.wait(_CONFIG_S)
+    except DeadlineError:
+        return 0  # The owner is gone, or has not needed this process after all.
     logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
+    if not _end_with(int(config["owner"])):
+        return 0
     sys.path.extend(path for path in config["path"] if path not in sys.path)
     torch.set_num_threads(int(config["threads"]))
     leave_out()
-    return serve(Server(pipe, config), pipe)
+    try:
+        server = Server(pipe, config)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # The owner may be gone: then nobody is to be told.
+            pipe.send({"event": "failed", "reason": f"{type(error).__name__}: {error}", "while": "starting"})
+            pipe.close(_FLUSH_S)
+        return 1
+    return serve(server, pipe)
+
+
+def _end_with(owner: int) -> bool:
+    """Have the system end this process when the owner's thread that started it ends; False if it has ended already.
+
+    The pipe tells that too, but only a server that reads it: not one that is stopped, or busy.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == owner
 
 
 def serve(server: Server, pipe: Pipe) -> int:
@@ -388,11 +419,12 @@ def serve(server: Server, pipe: Pipe) -> int:
         pass  # The owner is gone.
     except Exception as error:
         logger.exception("a parameter server failed")
-        pipe.send({"event": "failed", "reason": f"{type(error).__name__}: {error}", "while": "serving"})
+        with contextlib.suppress(OSError):
+            pipe.send({"event": "failed", "reason": f"{type(error).__name__}: {error}", "while": "serving"})
         return 1
     finally:
         server.close()
-        pipe.close()
+        pipe.close(_FLUSH_S)
     return 0
 
 

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from star_hvd.run_log import layout
+from star_hvd.threads import supervised
 
 __all__ = ["Dispatch", "close", "send"]
 
@@ -82,7 +83,7 @@ class Dispatch:
             self._new.append(text)
             if self._thread is None:
                 self._begun_s = time.monotonic()
-                self._thread = threading.Thread(target=self._run, name="star-run-sender", daemon=True)
+                self._thread = supervised(self._run, "star-run-sender", critical=False)
                 self._thread.start()
             self._changed.notify()
 

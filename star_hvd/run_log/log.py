@@ -21,6 +21,7 @@ from scheduler.plans import Plan
 from scheduler.records import StepReport
 from star_hvd.run_log import dispatch, layout
 from star_hvd.run_log.spool import SpoolWriter, line_of
+from star_hvd.threads import supervised
 
 if TYPE_CHECKING:
     from scheduler.outcome import SwitchOutcome
@@ -203,7 +204,7 @@ class RunLog:
         if self._rank == 0:
             self._files[True] = SpoolWriter(self.directory / layout.EVENTS, _MAX_BYTES)
         self._job_event("facts", {"values": {"world_size": world_size, **job}})
-        self._thread = threading.Thread(target=self._run, name="star-run-log", daemon=True)
+        self._thread = supervised(self._run, "star-run-log", critical=False)
         self._thread.start()
         if self._ship:
             dispatch.send(self.directory)

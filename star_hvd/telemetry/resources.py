@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from star_hvd import env
+from star_hvd.threads import supervised
 
 __all__ = ["Gpu", "ResourceSampler", "Resources", "cgroup_directory", "gpu_identity", "open_gpu"]
 
@@ -123,7 +124,7 @@ class ResourceSampler:
         self._counters: dict[str, float] = {}
         self._at_s = _NAN
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="star-resources", daemon=True)
+        self._thread = supervised(self._run, "star-resources", critical=False)
 
     def start(self) -> None:
         """Start the thread; returns at once."""

@@ -1,6 +1,7 @@
-"""An elastic training in which one rank is killed: `python -m tests.fault.elastic_job LIBRARY MODE`.
+"""An elastic training in which one rank fails: `python -m tests.fault.elastic_job LIBRARY MODE [kill|channel]`.
 
-LIBRARY is `star_hvd`, or `horovod.torch` for a comparison by hand.
+It is killed, or one of its waits fails as after a deadline. LIBRARY is `star_hvd`, or `horovod.torch` for a comparison
+by hand.
 """
 
 from __future__ import annotations
@@ -15,12 +16,22 @@ from typing import Any
 
 import torch
 
+from star_hvd import runtime
+from star_hvd.errors import DeadlineError
 from tests.support.launch import write_result
 
 STEPS, COMMIT_EVERY, STRIKES_AT, VICTIM = 40, 5, 13, 3
 
 
-def main(library: str, mode: str) -> None:
+def lose_channel() -> None:
+    """What a wait past its deadline does, in whatever thread."""
+    run = runtime.current()
+    assert run is not None
+    for driver in run.drivers.values():
+        driver.engine.fail(DeadlineError("an injected failure of the channel"))
+
+
+def main(library: str, mode: str, fault: str = "kill") -> None:
     hvd: Any = importlib.import_module(library)
     torch.set_num_threads(1)
     hvd.init()
@@ -31,13 +42,16 @@ def main(library: str, mode: str) -> None:
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), **options)
     state = importlib.import_module(f"{library}.elastic").TorchState(net, optimizer, step=0, worlds=[])
     resumed: list[int] = []
+    struck = False
 
     @hvd.elastic.run  # type: ignore[untyped-decorator]
     def train(state: Any) -> None:
+        nonlocal struck
         resumed.append(state.step)
         while state.step < STEPS:
-            if int(hvd.size()) == 4 and state.step == STRIKES_AT and int(hvd.rank()) == VICTIM:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if int(hvd.size()) == 4 and state.step == STRIKES_AT and int(hvd.rank()) == VICTIM and not struck:
+                struck = True
+                os.kill(os.getpid(), signal.SIGKILL) if fault == "kill" else lose_channel()
             time.sleep(0.05 if int(hvd.rank()) == 1 else 0.01)
             optimizer.zero_grad()
             net(torch.randn(4, 8)).square().mean().backward()
@@ -64,4 +78,4 @@ def main(library: str, mode: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import os
 import signal
@@ -47,6 +48,29 @@ def leave() -> None:
     sys.exit(3)
 
 
+def quit() -> None:
+    builtins.quit(3)
+
+
+def raise_exit() -> None:
+    raise SystemExit(3)
+
+
+def break_agent() -> None:
+    """What the agent cannot pack ends its thread."""
+    run = runtime.current()
+    assert run is not None
+    run.agent.send(object())  # type: ignore[arg-type]
+
+
+def fork_child() -> None:
+    """A child that ends as a program does, atexit handlers and all."""
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def freeze() -> None:
     """Stop for three seconds; a process of its own ends it."""
     subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
@@ -85,13 +109,16 @@ def break_coordinator() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {
-    f.__name__: f for f in (kill, fail, leave, freeze, throw_garbage, break_coordinator)
+    f.__name__: f
+    for f in (
+        kill, fail, leave, quit, raise_exit, freeze, throw_garbage, break_agent, break_coordinator, fork_child
+    )
 }
 
 
 def steps(fault: str) -> Iterator[int]:
     """Numbers of the steps to make."""
-    if fault in ("kill", "fail", "leave"):
+    if fault in ("kill", "fail", "leave", "quit", "raise_exit", "break_agent"):
         yield from range(FATAL_STEPS)
         return
     yield from range(STEPS)

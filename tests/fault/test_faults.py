@@ -83,3 +83,44 @@ def test_survivors_of_an_elastic_job_go_on_from_their_last_commit(tmp_path: Path
     assert len({facts["digest"] for facts in survivors}) == 1
     (told,) = [facts for facts in survivors if facts["mode"]]
     assert (told["mode"], told["reason"]) == ("partial(1)", "asked for by the user"), "the user's mode, not auto's"
+
+
+@pytest.mark.timeout(ELASTIC_LIMIT_S)
+@pytest.mark.parametrize("mode", ["sync", "partial"])
+def test_an_elastic_job_recovers_from_a_failure_of_the_channel(tmp_path: Path, mode: str) -> None:
+    result = run_elastic(
+        "tests.fault.elastic_job",
+        "star_hvd",
+        mode,
+        "channel",
+        folder=tmp_path,
+        recovered=lambda job: sum(map(bool, job.results)) == RANKS + 1,
+    )
+    assert result.returncode == 0, result.tail
+    assert [facts["size"] for facts in result.results] == [4] * 4, "nobody died"
+    for facts in result.results:
+        assert facts["step"] == 40
+        assert facts["resumed"][0] == 0 and facts["resumed"][-1] in (5, 10), "it goes on from a commit"
+    assert len({facts["digest"] for facts in result.results}) == 1
+
+
+@pytest.mark.parametrize("how", ["quit", "raise_exit"])
+def test_a_rank_that_leaves_by_any_exit_with_an_error_ends_the_job(how: str) -> None:
+    result = job("partial", how, 1)
+    assert result.returncode != 0
+    assert "Process name: 1" in result.output and "Exit code: 3" in result.output, result.tail
+    assert all(r["steps"] < FATAL_STEPS for r in result.results), "the others must not train on as if it had finished"
+
+
+def test_a_thread_that_ends_fails_its_rank_with_the_reason() -> None:
+    result = job("partial", "break_agent", 1)
+    assert result.returncode != 0
+    assert "rank 1 cannot go on: its thread star-agent ended by" in result.output, result.tail
+    assert all(r["steps"] < FATAL_STEPS for r in result.results)
+
+
+@pytest.mark.parametrize("mode", ["partial", "ps(1)"])
+def test_a_child_made_by_fork_stops_nothing_of_its_parent(mode: str) -> None:
+    result = job(mode, "fork_child", 0).check()
+    assert len({r["digest"] for r in result.results}) == 1
+    assert "its parameter server died" not in result.output

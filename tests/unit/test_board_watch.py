@@ -10,6 +10,7 @@ from scheduler.records import Plan
 from star_hvd.config import Config
 from star_hvd.control import messages as m
 from star_hvd.control.again import SlowAgain
+from star_hvd.control.lease_messages import LeaseAsk
 from star_hvd.control.switch_messages import LinkRate, MachineNote, Probe
 from star_hvd.errors import ChannelError
 from tests.unit.boards import Job, only, relaxed_job
@@ -85,7 +86,7 @@ def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptu
     assert caplog.text.count("ranks [2] are outside their training loop") == 1
     fed = Job()
     fed.register(Plan.sync(3))
-    fed.say(0, m.Take(0, 0, 10, 4, False))
+    fed.say(0, LeaseAsk(0, 0, 10, 4, False, 0))
     fed.say(2, m.Finished(2))
     caplog.clear()
     fed.arrive(0, 0), fed.arrive(1, 0)

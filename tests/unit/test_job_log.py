@@ -107,7 +107,8 @@ def test_shard_tells_what_it_hands_out(teller: StepTeller, monkeypatch: pytest.M
     taken = iter([(0, 4), (4, 7), None])
     run = SimpleNamespace(
         world_size=1, reference_samples=0.0, drivers={0: teller}, loader_number=lambda: 5, catch_up=lambda: None,
-        take=lambda *_: next(taken), note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
+        open_stock=lambda *_: SimpleNamespace(ready=lambda limit_s: True, close=lambda: None),
+        begin_batch=lambda stock: next(taken), note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
         await_epoch_end=lambda *_: None, meeting=lambda _: contextlib.nullcontext(),
     )  # fmt: skip
     monkeypatch.setattr("star_hvd.runtime.ensure", lambda config: run)

@@ -1,0 +1,61 @@
+"""How this package starts its threads: one that ends by an exception is never simply gone.
+
+- star-agent, star-tensors, star-prepare, star-sets, star-group, star-ps-owner, star-ps-recover, star-ps-pipe: training
+  cannot go on without them, so the optimizers fail and the training thread raises the reason.
+- star-helper-N and star-ps-client: the same, by handlers of their own.
+- star-coordinator: an entry in the log; steps are made in lockstep from then on.
+- star-model, star-door, star-resources, star-probe, star-job-log, star-run-log, star-run-sender: a warning; what they
+  report is missing from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["on_death", "supervised"]
+
+logger = logging.getLogger("star_hvd")
+
+Handler = Callable[[str, Exception], None]
+
+_handlers: list[Handler] = []
+
+
+def on_death(handler: Handler) -> Callable[[], None]:
+    """Have `handler` called with name and exception when a critical thread ends; the result takes that back."""
+    _handlers.append(handler)
+
+    def undo() -> None:
+        if handler in _handlers:
+            _handlers.remove(handler)
+
+    return undo
+
+
+def supervised(
+    target: Callable[..., None], name: str, *, args: tuple[Any, ...] = (), critical: bool = True
+) -> threading.Thread:
+    """A daemon thread, not started yet.
+
+    Args:
+        target: What it runs.
+        name: Its name.
+        args: Arguments of `target`.
+        critical: Whether training cannot go on without it; else a warning is all that comes of its end.
+    """
+
+    def run() -> None:
+        try:
+            target(*args)
+        except Exception as error:
+            if not critical:
+                logger.warning("the thread %s ended by an exception; training goes on", name, exc_info=True)
+                return
+            logger.exception("the thread %s ended by an exception", name)
+            for handler in list(_handlers):
+                handler(name, error)
+
+    return threading.Thread(target=run, name=name, daemon=True)

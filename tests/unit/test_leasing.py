@@ -1,0 +1,265 @@
+"""Leases: every sample once, whoever is slow, stops or leaves; nobody waits for a rank that holds too much."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.leasing import Answer, LeaseQueue
+from star_hvd.config import Config
+from star_hvd.control.lease_desk import LeaseDesk
+from star_hvd.control.lease_messages import Lease, LeaseAsk, LeaseRecall, LeaseReturn
+from star_hvd.control.messages import Message
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.leases import LeaseStock
+from star_hvd.requests import Requests
+
+LATENCY_S = 0.001
+
+
+class Job:
+    """Ranks with stocks and a desk, on a clock of its own; messages take `LATENCY_S` and arrive in order.
+
+    Args:
+        samples: Of the epoch.
+        batch: Of a batch.
+        pace: Seconds of a batch, by rank and time.
+        frozen: Times from when to when the coordinator hears and says nothing.
+        leaves: By rank the time at which it leaves its loop.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        batch: int,
+        ranks: int,
+        pace: Callable[[int, float], float],
+        *,
+        frozen: tuple[float, float] = (math.inf, math.inf),
+        leaves: dict[int, float] | None = None,
+    ) -> None:
+        self.now_s, self.frozen, self.pace, self.leaves = 0.0, frozen, pace, leaves or {}
+        self.events: list[Any] = []
+        self.order = itertools.count()
+        self.begun: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+        self.ends_s = [0.0] * ranks
+        self.idle_s = [0.0] * ranks
+        self.over: set[int] = set()
+        self.messages = 0
+        self.desk = LeaseDesk(ranks, self.to_rank, lambda key, rank, now_s: self.over.add(rank))
+        self.waiting: dict[int, float] = {}
+        self.stocks = [self.stock(rank, samples, batch) for rank in range(ranks)]
+        for rank in range(ranks):
+            self.waiting[rank] = 0.0
+            self.stocks[rank].open()
+        while self.events:
+            self.now_s, _, work = heapq.heappop(self.events)
+            work()
+
+    def stock(self, rank: int, samples: int, batch: int) -> LeaseStock:
+        def send(message: Message) -> None:
+            self.to_desk(rank, message)
+
+        return LeaseStock(rank, 0, 0, samples=samples, batch=batch, drop_last=False, send=send)
+
+    def at(self, time_s: float, work: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (time_s, next(self.order), work))
+
+    def at_desk_s(self) -> float:
+        begin_s, end_s = self.frozen
+        arrives_s = self.now_s + LATENCY_S
+        return end_s if begin_s <= arrives_s < end_s else arrives_s
+
+    def to_desk(self, rank: int, message: Message) -> None:
+        self.messages += 1
+
+        def handle() -> None:
+            if isinstance(message, LeaseAsk):
+                self.desk.ask(rank, message, None, self.now_s)
+            else:
+                assert isinstance(message, LeaseReturn)
+                self.desk.give_back(rank, message, self.now_s)
+
+        self.at(self.at_desk_s(), handle)
+
+    def to_rank(self, rank: int, message: Message) -> None:
+        def handle() -> None:
+            self.stocks[rank].on_message(message)
+            if rank in self.waiting:
+                self.work(rank)
+
+        self.at(self.now_s + LATENCY_S, handle)
+
+    def work(self, rank: int) -> None:
+        """The training thread of a rank is free."""
+        stock = self.stocks[rank]
+        if self.now_s >= self.leaves.get(rank, math.inf):
+            stock.close()
+            self.waiting.pop(rank, None)
+            return
+        if not stock.ready(0.0):
+            self.waiting.setdefault(rank, self.now_s)
+            return
+        self.idle_s[rank] = max(self.idle_s[rank], self.now_s - self.waiting.pop(rank, self.now_s))
+        taken = stock.next(0.0, lambda: None, lambda: 0.0)
+        if taken is None:
+            return
+        self.begun[rank].append(taken)
+        self.ends_s[rank] = self.now_s + self.pace(rank, self.now_s)
+        self.at(self.ends_s[rank], lambda: self.work(rank))
+
+    def positions(self) -> list[int]:
+        return sorted(p for spans in self.begun for start, stop in spans for p in range(start, stop))
+
+
+def steady(*paces_s: float) -> Callable[[int, float], float]:
+    return lambda rank, now_s: paces_s[rank]
+
+
+def test_equal_ranks_take_equal_parts_and_hardly_ever_ask() -> None:
+    job = Job(40_000, 4, 4, steady(0.1, 0.1, 0.1, 0.1))
+    assert job.positions() == list(range(40_000)) and job.over == {0, 1, 2, 3}
+    counts = [len(spans) for spans in job.begun]
+    assert max(counts) - min(counts) <= 3
+    assert job.messages < 400, "one in 25 batches"
+    assert max(job.ends_s) - min(job.ends_s) < 0.3
+
+
+@pytest.mark.parametrize("batches", [88, 93, 200, 4000])
+def test_a_slow_rank_takes_fewer_and_nobody_waits_for_it(batches: int) -> None:
+    job = Job(batches * 8, 8, 4, steady(1.0, 1.0, 1.0, 4.0))
+    assert job.positions() == list(range(batches * 8))
+    assert max(job.ends_s) <= batches / 3.25 + 4.0
+    assert job.ends_s[3] <= min(job.ends_s[:3]) + 4.0
+    assert max(job.ends_s[:3]) - min(job.ends_s[:3]) <= 2.1
+
+
+def test_what_a_rank_that_becomes_slow_holds_is_called_back() -> None:
+    job = Job(4000, 1, 4, lambda rank, now_s: 2.0 if rank == 3 and now_s > 20.0 else 0.1)
+    assert job.positions() == list(range(4000))
+    others = (4000 - len(job.begun[3])) * 0.1 / 3
+    assert max(job.ends_s) <= others + 4.1, "it held a minute's work by its old pace, twenty by its new one"
+
+
+@pytest.mark.parametrize("begin_s", [5.0, 40.0, 100.0])
+def test_ranks_go_on_for_half_a_minute_without_the_coordinator(begin_s: float) -> None:
+    job = Job(100_000, 4, 4, steady(0.1, 0.1, 0.1, 0.4), frozen=(begin_s, begin_s + 31.0))
+    assert job.positions() == list(range(100_000))
+    assert max(job.idle_s) <= 0.01
+
+
+def test_what_a_rank_that_leaves_its_loop_has_not_begun_is_for_the_others() -> None:
+    job = Job(2000, 1, 3, steady(0.1, 0.1, 0.1), leaves={1: 10.0})
+    assert job.positions() == list(range(2000)) and job.over == {0, 2}
+    assert len(job.begun[1]) == 100
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    samples=st.integers(0, 600),
+    batch=st.integers(1, 9),
+    paces=st.lists(st.floats(0.01, 50.0), min_size=1, max_size=5),
+    changes_s=st.floats(0.0, 60.0),
+    factor=st.floats(0.1, 30.0),
+    frozen=st.tuples(st.floats(0.0, 60.0), st.floats(0.0, 90.0)),
+    left=st.integers(1, 5),
+    leaves_s=st.floats(0.0, 100.0),
+)
+def test_every_sample_once_and_nobody_left_waiting(
+    samples: int,
+    batch: int,
+    paces: list[float],
+    changes_s: float,
+    factor: float,
+    frozen: tuple[float, float],
+    left: int,
+    leaves_s: float,
+) -> None:
+    leaves = {left: leaves_s} if left < len(paces) else {}
+    job = Job(
+        samples,
+        batch,
+        len(paces),
+        lambda rank, now_s: paces[rank] * (factor if rank == 0 and now_s > changes_s else 1.0),
+        frozen=(frozen[0], frozen[0] + frozen[1]),
+        leaves=leaves,
+    )
+    positions = job.positions()
+    assert len(positions) == len(set(positions)), "handed out twice"
+    if not leaves:  # Whoever leaves last may leave the rest to those for whom the epoch was over.
+        assert positions == list(range(samples))
+        assert job.over == set(range(len(paces))) and not job.waiting
+
+
+def test_claims_that_cannot_be_are_refused_and_change_nothing() -> None:
+    queue = LeaseQueue(100, 4, 2)
+    start, stop = queue.ask(0, 0, 0.0)  # type: ignore[misc]
+    for begun in (-1, stop - start + 1):
+        with pytest.raises(ValueError, match="says it has begun"):
+            queue.ask(0, begun, 1.0)
+        with pytest.raises(ValueError, match="says it has begun"):
+            queue.give_back(0, begun, 1.0)
+    assert queue.held(0) == stop - start and queue.free == 100 - stop
+    with pytest.raises(ValueError, match="expected 0 <= rank < 2"):
+        queue.ask(2, 0, 0.0)
+    for wrong in ((-1, 4, 2), (10, 0, 2), (10, 4, 0)):
+        with pytest.raises(ValueError, match="expected at least"):
+            LeaseQueue(*wrong)
+    with pytest.raises(ValueError, match="positive"):
+        queue.forecast(0, 0.0)
+
+
+def test_drop_last_and_an_empty_epoch() -> None:
+    assert LeaseQueue(10, 4, 1, drop_last=True).free == 8
+    assert LeaseQueue(3, 4, 1, drop_last=True).ask(0, 0, 0.0) is Answer.END
+    assert LeaseQueue(0, 4, 2).ask(1, 0, 0.0) is Answer.END
+
+
+def test_the_desk_forgets_old_epochs_and_turns_nonsense_away() -> None:
+    said: list[tuple[int, Message]] = []
+    desk = LeaseDesk(1, lambda to, message: said.append((to, message)), lambda key, rank, now_s: None)
+    for epoch in range(5):
+        desk.ask(0, LeaseAsk(0, epoch, 8, 4, False, 0), 0.5, float(epoch))
+    assert sorted(desk._queues) == [(0, 3), (0, 4)]
+    desk.give_back(0, LeaseReturn(0, 0, 4, False), 9.0)
+    with pytest.raises(ChannelError):
+        desk.ask(0, LeaseAsk(0, 4, 8, 4, False, 7000), None, 9.0)
+    with pytest.raises(ChannelError):
+        desk.give_back(0, LeaseReturn(0, 4, 7000, False), 9.0)
+    assert len(said) == 5
+
+
+def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_recall() -> None:
+    sent: list[Message] = []
+    stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=sent.append)
+    stock.open()
+    with pytest.raises(DeadlineError, match=r"rank 2 waited 0 s .* coordinator on rank 0 was last heard 7.0 s ago"):
+        stock.next(0.0, lambda: None, lambda: 7.0)
+    stock.on_message(Lease(0, 1, 0, 40, False))
+    assert [stock.next(1.0, lambda: None, lambda: 0.0) for _ in range(2)] == [(0, 4), (4, 8)]
+    stock.on_message(LeaseRecall(0, 1))
+    assert sent[1:] == [LeaseReturn(0, 1, 8, False), LeaseAsk(0, 1, 100, 4, False, 8)]
+    stock.on_message(Lease(0, 1, 96, 100, False))
+    stock.close()
+    assert sent[-1] == LeaseReturn(0, 1, 8, True)
+    stock.on_message(Lease(0, 1, 40, 44, False))  # It was on its way; the coordinator has it back already.
+    assert len(sent) == 4
+
+
+def test_an_answer_that_comes_at_once_finds_its_stock() -> None:
+    requests = Requests(Config(), 0)
+
+    def answer(message: Message, *, urgent: bool = True) -> None:
+        assert isinstance(message, LeaseAsk)
+        requests.on_lease(Lease(message.loader, message.epoch, 0, 4, False))
+
+    requests.agent = SimpleNamespace(send=answer, last_heard_s=0.0)  # type: ignore[assignment]
+    assert requests.begin_batch(requests.open_stock(3, 0, 4, 4, False)) == (0, 4)
