@@ -249,6 +249,8 @@ class Stream:
         kind, source, target, number, ack, extra, body = _open(frames)
         if source == self.own or target not in (0, self.own) or source in self._retired:
             self.foreign += 1
+            if not self.peer and kind in (Kind.PROBE, Kind.RESUME):
+                self._emit(Kind.ECHO, 0, 0, ())  # The one it asks for is no more; by this it knows.
             return None
         if source != self.peer and not self._meet(source):
             return None
