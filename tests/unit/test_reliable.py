@@ -1,4 +1,4 @@
-"""Every message exactly once and in order, whatever a network does: the machine behind the channels, without sockets."""
+"""The machine behind the channels: every message exactly once and in order, whatever a network does."""
 
 from __future__ import annotations
 
