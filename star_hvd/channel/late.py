@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from star_hvd.channel.keys import Keyring
-from star_hvd.channel.tensors import Caller, ask
+from star_hvd.channel.tensors import PUSH_MAGIC, Caller, ask
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 
@@ -29,7 +29,7 @@ __all__ = ["PROBE", "LatePushes", "ParentLink", "probe", "rate_of"]
 PROBE = 0xFFFFFFFF  # Number of an optimizer that is none: what comes for it measures the link.
 
 _HEADER = struct.Struct("<4sBIIQQIQQQ")  # magic, protocol, engine, rank, link, push, attempt, version, offset, size
-_MAGIC, _PROTOCOL = b"STAL", 2
+_MAGIC, _PROTOCOL = PUSH_MAGIC, 2
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
 _POLL_S = 0.002

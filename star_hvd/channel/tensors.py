@@ -28,13 +28,14 @@ from star_hvd.channel.keys import Keyring
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 
-__all__ = ["Caller", "TensorServer", "ask", "fetch", "pack_snapshot", "unpack_snapshot"]
+__all__ = ["PUSH_MAGIC", "Caller", "TensorServer", "ask", "fetch", "pack_snapshot", "unpack_snapshot"]
 
 logger = logging.getLogger("star_hvd")
 
 _HEADER = struct.Struct("<4sBQIIQQ")  # magic, protocol, request, number of the chunk, chunks, offset, size of the body
 _REQUEST = struct.Struct("<QIBQ")  # request, engine, whether the optimizer's state is wanted, least version
 _MAGIC, _PROTOCOL = b"STAR", 2
+PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late`.
 _MAX_BODY_BYTES = 1 << 42
 _DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
 
@@ -322,6 +323,8 @@ class _Reply:
         Raises:
             ChannelError: It does not follow the ones before.
         """
+        if len(frames) == 1 and frames[0][:4] == PUSH_MAGIC:
+            return  # A late gradient was sent twice, and this is the second answer.
         if len(frames) != 2 or len(frames[0]) != _HEADER.size:
             raise ChannelError("a tensor message has the wrong frames; expected a header and a payload")
         magic, protocol, request, number, total, offset, size = _HEADER.unpack(frames[0])
