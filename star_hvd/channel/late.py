@@ -236,6 +236,9 @@ class LatePushes:
             return None  # Of a broken connection; everything comes again.
         if partial is None or partial.attempt != attempt:
             partial = self._partial[child] = _Partial(attempt, bytearray())
+        if offset > len(partial.body):
+            del self._partial[child]  # A part was lost with its connection: everything comes again.
+            return None
         if offset != len(partial.body) or offset + len(part) > size:
             del self._partial[child]
             raise ChannelError(f"chunk at {offset} of a late gradient does not follow the bytes before")
