@@ -314,7 +314,7 @@ def test_a_fetch_is_made_again(parent: Parent, way: int) -> None:
         snapshot = fetch(parent.client_ring, 0, 0, DEADLINE_S)
         assert snapshot is not None and torch.equal(snapshot.params[0], parent.snapshot.params[0])
         parent.proxy.disarm()
-    assert parent.proxy.cuts > 5 and parent.server.malformed == 0
+    assert parent.proxy.cuts >= 2 and parent.server.malformed == 0
 
 
 def test_a_parent_that_cannot_be_reached_for_a_while_gets_the_gradient(parent: Parent) -> None:
