@@ -62,6 +62,7 @@ ALL = -1  # Destination: every rank.
 _TIDY_S = 5.0  # Between two looks for process sets that nobody needs.
 _UNLIKELY = 3  # Of so many answers to who has the state, one names a rank that is not known to have it.
 _PARENT_AWAY_S = 0.5  # Collectives of the user's are shorter, as a rule.
+_GRANTS_KEPT = 64  # Per rank: more than it has requests under way.
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -100,6 +101,7 @@ class Board:
         self._hosts = tuple(hosts)
         self._ranker = ranker
         self._epochs: dict[tuple[int, int], _Epoch] = {}
+        self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._pace_s: dict[tuple[int, int], float] = {}
         self._last_seen_s = [now_s] * world_size
         self._said_bye = False
@@ -283,6 +285,11 @@ class Board:
                 self._broadcast(Presence(rank, True))
 
     def _take(self, rank: int, message: Take, now_s: float) -> None:
+        given = self._granted[rank]
+        if 0 < message.number <= max(given, default=0):
+            if message.number in given:  # Asked again: what was handed out is neither lost nor handed out twice.
+                self.outbox.append((rank, given[message.number]))
+            return
         key = (message.loader, message.epoch)
         if key not in self._epochs:
             self._epochs[key] = _Epoch(
@@ -302,7 +309,11 @@ class Board:
             epoch.queue.forecast(rank, own_s)
         granted = epoch.queue.take(rank, now_s) if rank not in epoch.ended else None
         start, stop = granted if granted is not None else (0, 0)
-        self.outbox.append((rank, Grant(message.loader, message.epoch, start, stop)))
+        grant = Grant(message.loader, message.epoch, start, stop, message.number)
+        self.outbox.append((rank, grant))
+        if message.number:
+            given[message.number] = grant
+            given.pop(message.number - _GRANTS_KEPT, None)
         if granted is None:
             epoch.ended.add(rank)
             self._maybe_end(key, epoch, now_s)
