@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import queue
 import time
 
@@ -15,6 +16,7 @@ from star_hvd.leases import LeaseStock
 
 __all__ = ["Requests"]
 
+_ASK_AGAIN_S = 5.0  # Nothing is lost on the way as a rule; a request may be repeated as often as one likes.
 _MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
 
 
@@ -36,6 +38,8 @@ class Requests:
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self._stocks: dict[int, LeaseStock] = {}  # Of the present epoch of every loader.
+        self._asked: collections.deque[messages.Take] = collections.deque()
+        self._requests = 0
         self._next_loader = 0
         self._meetings = 0
 
@@ -72,11 +76,15 @@ class Requests:
 
     def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
         """Ask for the next range; `granted` collects it."""
-        self.agent.send(messages.Take(loader, epoch, samples, batch, drop_last))
+        self._requests += 1
+        self._asked.append(messages.Take(loader, epoch, samples, batch, drop_last, self._requests))
+        self.agent.send(self._asked[-1])
 
     def granted(self, loader: int, epoch: int) -> tuple[int, int] | None:
-        """The answer to the oldest `request`."""
-        grant = self._await_loader(messages.Grant, loader, epoch, self.config.control_deadline_s, "a batch")
+        """The answer to the oldest `request` of that epoch."""
+        asked = next(each for each in self._asked if (each.loader, each.epoch) == (loader, epoch))
+        self._asked.remove(asked)
+        grant = self._await_loader(messages.Grant, loader, epoch, self.config.control_deadline_s, "a batch", asked)
         assert isinstance(grant, messages.Grant)
         return None if grant.stop <= grant.start else (grant.start, grant.stop)
 
@@ -86,9 +94,16 @@ class Requests:
         self._await_loader(messages.EpochEnd, loader, epoch, deadline_s, "the end of the epoch on all ranks")
 
     def _await_loader(
-        self, kind: type[messages.Message], loader: int, epoch: int, deadline_s: float, what: str
+        self,
+        kind: type[messages.Message],
+        loader: int,
+        epoch: int,
+        deadline_s: float,
+        what: str,
+        asked: messages.Take | None = None,
     ) -> messages.Message:
         limit_s = time.monotonic() + deadline_s
+        again_s = time.monotonic() + _ASK_AGAIN_S
         while True:
             try:
                 message = self._grants.get(timeout=0.5)
@@ -99,9 +114,13 @@ class Requests:
                         f"rank {self.rank} waited {deadline_s:g} s for {what}; the coordinator on rank 0 "
                         f"was last heard {time.monotonic() - self.agent.last_heard_s:.1f} s ago"
                     ) from None
+                if asked is not None and time.monotonic() > again_s:
+                    self.agent.send(asked)
+                    again_s += _ASK_AGAIN_S
                 continue
             same = getattr(message, "loader", -1) == loader and getattr(message, "epoch", -1) == epoch
-            if isinstance(message, kind) and same:
+            answers = asked is None or getattr(message, "number", 0) == asked.number
+            if isinstance(message, kind) and same and answers:
                 return message
 
     def await_all(self, what: str, deadline_s: float) -> None:

@@ -19,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from star_hvd import env
+from star_hvd.channel.options import keep_alive
 from star_hvd.errors import ChannelError
 from star_hvd.threads import supervised
 
@@ -143,6 +144,7 @@ class Keyring:
         router.curve_publickey, router.curve_secretkey = self.public_key, self._secret_key
         # A rank whose connection broke comes back under its name while the old one may still seem open here.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        keep_alive(router)
         router.setsockopt(zmq.MAXMSGSIZE, 64 * 1024 * 1024)
         router.setsockopt(zmq.SNDHWM, 0)
         router.setsockopt(zmq.RCVHWM, 0)
@@ -157,6 +159,7 @@ class Keyring:
         dealer.linger = 1000
         if identity:
             dealer.setsockopt(zmq.IDENTITY, identity)
+        keep_alive(dealer)
         dealer.setsockopt(zmq.MAXMSGSIZE, 64 * 1024 * 1024)
         dealer.setsockopt(zmq.SNDHWM, 0)
         dealer.setsockopt(zmq.RCVHWM, 0)

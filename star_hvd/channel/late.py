@@ -3,22 +3,24 @@
 A push is a sequence of two-frame messages, a fixed binary header and raw bytes of at most a chunk each, paced where a
 rate is set so that it does not crowd the links of the ranks that all-reduce. The parent answers the last one with
 the step whose parameters will contain the gradient.
+
+After a broken connection the whole push is sent again, as its next attempt. The parent remembers the last push of every
+child and answers it again without taking it twice. (Not a `Stream`: nobody would acknowledge for a training thread that
+computes, and one request at a time needs no more than this.)
 """
 
 from __future__ import annotations
 
-import contextlib
+import secrets
 import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import zmq
 
 from star_hvd.channel.keys import Keyring
-from star_hvd.channel.tensors import receive_snapshot, request
+from star_hvd.channel.tensors import PUSH_MAGIC, Caller, ask
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 
@@ -26,8 +28,8 @@ __all__ = ["PROBE", "LatePushes", "ParentLink", "probe", "rate_of"]
 
 PROBE = 0xFFFFFFFF  # Number of an optimizer that is none: what comes for it measures the link.
 
-_HEADER = struct.Struct("<4sBIIQQQQ")  # magic, protocol, engine, rank, push, version, offset, size
-_MAGIC, _PROTOCOL = b"STAL", 1
+_HEADER = struct.Struct("<4sBIIQQIQQQ")  # magic, protocol, engine, rank, link, push, attempt, version, offset, size
+_MAGIC, _PROTOCOL = PUSH_MAGIC, 2
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
 _MAX_VERSION = 1 << 62
@@ -65,7 +67,8 @@ class ParentLink:
         self._chunk_bytes = chunk_bytes
         self._pace_bytes_per_s = pace_bytes_per_s
         self._deadline_s = deadline_s
-        self._socket = keyring.client(parent, b"", port=keyring.peers[parent].tensor_port)
+        self._caller = Caller(keyring.client(parent, b"", port=keyring.peers[parent].tensor_port))
+        self._link = secrets.randbits(64)
         self._pushes = 0
 
     def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
@@ -77,20 +80,33 @@ class ParentLink:
         limit_s = time.monotonic() + self._deadline_s
         self._pushes += 1
         body = b"".join(flat.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for flat in flats)
+        self._caller.begin()
+        attempt = 0
+        while True:
+            self._send(body, version, attempt)
+            contained = self._answer(limit_s)
+            if contained is not None:
+                return contained
+            attempt += 1
+
+    def _send(self, body: bytes, version: int, attempt: int) -> None:
         for offset in range(0, max(1, len(body)), self._chunk_bytes):
             part = body[offset : offset + self._chunk_bytes]
-            header = _HEADER.pack(
-                _MAGIC, _PROTOCOL, self._engine, self._rank, self._pushes, version, offset, len(body)
-            )
-            self._socket.send_multipart([header, part])
+            names = (self._engine, self._rank, self._link, self._pushes, attempt)
+            header = _HEADER.pack(_MAGIC, _PROTOCOL, *names, version, offset, len(body))
+            self._caller.socket.send_multipart([header, part])
             if self._pace_bytes_per_s:
                 time.sleep(len(part) / self._pace_bytes_per_s)
+
+    def _answer(self, limit_s: float) -> int | None:
+        """The answer to the last push; None if its connection broke."""
         while True:
-            left_ms = 1e3 * (limit_s - time.monotonic())
-            if left_ms <= 0 or not self._socket.poll(max(1, round(left_ms))):
+            if time.monotonic() >= limit_s:
                 raise DeadlineError(f"rank {self.parent} did not take a late gradient within {self._deadline_s:g} s")
-            frames = self._socket.recv_multipart()
-            if len(frames) == 1 and len(frames[0]) == _ACK.size:
+            frames = self._caller.wait(limit_s)
+            if frames is None and self._caller.reopened():
+                return None
+            if frames is not None and len(frames) == 1 and len(frames[0]) == _ACK.size:
                 magic, push, contained = _ACK.unpack(frames[0])
                 if magic == _MAGIC and push == self._pushes:
                     return int(contained)
@@ -105,9 +121,9 @@ class ParentLink:
         """
         limit_s = time.monotonic() + patience_s
         while not given_up():
-            request(self._socket, self._engine, state_too=state_too, least=least)
             # An answer that has begun is waited for: a slow link takes its time.
-            snapshot = receive_snapshot(self._socket, self.parent, time.monotonic() + self._deadline_s)
+            end_s = time.monotonic() + self._deadline_s
+            snapshot = ask(self._caller, self.parent, self._engine, end_s, state_too=state_too, least=least)
             if snapshot is not None:
                 return snapshot
             if time.monotonic() > limit_s:
@@ -117,8 +133,7 @@ class ParentLink:
 
     def close(self) -> None:
         """Close the socket."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._socket.close(linger=0)
+        self._caller.close()
 
 
 def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_bytes: int, deadline_s: float) -> float:
@@ -174,7 +189,7 @@ def rate_of(size_bytes: int, empty_s: Sequence[float], full_s: Sequence[float]) 
 
 @dataclass(slots=True)
 class _Partial:
-    push: int
+    attempt: tuple[int, int, int]  # Link, push and attempt.
     body: bytearray
 
 
@@ -187,40 +202,51 @@ class LatePushes:
 
     def __init__(self, accept: Callable[[int, int, int, bytearray], int]) -> None:
         self._accept = accept
-        self._partial: dict[bytes, _Partial] = {}
-        self._done: dict[bytes, tuple[int, int]] = {}
+        self._partial: dict[tuple[int, int], _Partial] = {}  # By optimizer and rank.
+        self._done: dict[tuple[int, int], tuple[int, int, int]] = {}  # Link, push and the answer.
 
-    def take(self, peer: bytes, frames: Sequence[bytes]) -> bytes | None:
-        """One message of a peer; the answer to send, None before the last chunk.
+    def take(self, frames: Sequence[bytes]) -> bytes | None:
+        """One message of a child; the answer to send, None before the last chunk.
 
         Raises:
             ChannelError: The message does not follow the ones before; nothing of it is kept.
         """
         if len(frames) != 2 or len(frames[0]) != _HEADER.size:
             raise ChannelError("a late gradient has the wrong frames; expected a header and a payload")
-        magic, protocol, engine, rank, push, version, offset, size = _HEADER.unpack(frames[0])
+        magic, protocol, engine, rank, link, push, attempt, version, offset, size = _HEADER.unpack(frames[0])
         if magic != _MAGIC or protocol != _PROTOCOL or size > _MAX_PUSH_BYTES or version > _MAX_VERSION:
             raise ChannelError(
                 f"a late gradient of protocol {protocol}, {size} bytes and step {version}; expected {_PROTOCOL}"
             )
-        done = self._done.get(peer)
-        if done is not None and done[0] == push:
-            return _ACK.pack(_MAGIC, push, done[1])
-        partial = self._partial.get(peer)
-        if partial is None or partial.push != push:
-            partial = self._partial[peer] = _Partial(push, bytearray())
-        if offset != len(partial.body) or offset + len(frames[1]) > size:
-            del self._partial[peer]
-            raise ChannelError(f"chunk at {offset} of a late gradient does not follow the bytes before")
-        partial.body += frames[1]
-        if len(partial.body) < size:
+        child = (engine, rank)
+        done = self._done.get(child)
+        if done is not None and done[0] == link and push <= done[1]:
+            whole = push == done[1] and offset + len(frames[1]) >= size
+            return _ACK.pack(_MAGIC, push, done[2]) if whole else None
+        body = self._collect(child, (link, push, attempt), offset, size, frames[1])
+        if body is None:
             return None
-        del self._partial[peer]
-        contained = self._accept(engine, rank, version, partial.body)
-        self._done[peer] = (push, contained)
+        contained = self._accept(engine, rank, version, body)
+        self._done[child] = (link, push, contained)
         return _ACK.pack(_MAGIC, push, contained)
 
-
-def is_push(frames: Sequence[Any]) -> bool:
-    """Whether the frames of a peer are part of a late gradient."""
-    return len(frames) == 2 and bytes(frames[0][:4]) == _MAGIC
+    def _collect(
+        self, child: tuple[int, int], attempt: tuple[int, int, int], offset: int, size: int, part: bytes
+    ) -> bytearray | None:
+        """The whole gradient if this was its last chunk."""
+        partial = self._partial.get(child)
+        if partial is not None and partial.attempt[:2] == attempt[:2] and attempt < partial.attempt:
+            return None  # Of a broken connection; everything comes again.
+        if partial is None or partial.attempt != attempt:
+            partial = self._partial[child] = _Partial(attempt, bytearray())
+        if offset > len(partial.body):
+            del self._partial[child]  # A part was lost with its connection: everything comes again.
+            return None
+        if offset != len(partial.body) or offset + len(part) > size:
+            del self._partial[child]
+            raise ChannelError(f"chunk at {offset} of a late gradient does not follow the bytes before")
+        partial.body += part
+        if len(partial.body) < size:
+            return None
+        del self._partial[child]
+        return partial.body

@@ -2,6 +2,9 @@
 
 A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 carries a manifest (msgpack:
 shapes, types, scalar state), the others the tensors' bytes one after another. Nothing is pickled.
+
+A request changes nothing at the server, so after a broken connection it is simply made again. Every attempt has a
+number of its own, which the reply carries: what is left of the reply to an earlier one is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import secrets
 import struct
 import threading
 import time
@@ -18,19 +22,21 @@ from typing import Any
 import msgpack
 import torch
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from star_hvd.channel.keys import Keyring
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 from star_hvd.threads import supervised
 
-__all__ = ["TensorServer", "fetch", "pack_snapshot", "receive_snapshot", "request", "unpack_snapshot"]
+__all__ = ["PUSH_MAGIC", "Caller", "TensorServer", "ask", "fetch", "pack_snapshot", "unpack_snapshot"]
 
 logger = logging.getLogger("star_hvd")
 
-_HEADER = struct.Struct("<4sBIIQQ")  # magic, protocol, sequence number, chunks in all, offset and size of the body
-_REQUEST = struct.Struct("<IBQ")  # engine, whether the optimizer's state is wanted, least version
-_MAGIC, _PROTOCOL = b"STAR", 1
+_HEADER = struct.Struct("<4sBQIIQQ")  # magic, protocol, request, number of the chunk, chunks, offset, size of the body
+_REQUEST = struct.Struct("<QIBQ")  # request, engine, whether the optimizer's state is wanted, least version
+_MAGIC, _PROTOCOL = b"STAR", 2
+PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late`.
 _MAX_BODY_BYTES = 1 << 42
 _DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
 
@@ -128,7 +134,7 @@ class TensorServer:
         router: zmq.Socket[Any],
         snapshot: Callable[[int, bool, int], Snapshot | None],
         chunk_bytes: int,
-        push: Callable[[bytes, list[bytes]], bytes | None] | None = None,
+        push: Callable[[list[bytes]], bytes | None] | None = None,
     ) -> None:
         self.served = 0
         self.malformed = 0
@@ -168,25 +174,29 @@ class TensorServer:
             self.malformed += 1
             logger.warning("dropped a malformed fetch")
             return
-        peer, (engine, state_too, least) = frames[0], _REQUEST.unpack(frames[1])
+        peer, (number, engine, state_too, least) = frames[0], _REQUEST.unpack(frames[1])
         try:
             snapshot = self._snapshot(engine, bool(state_too), least)
             manifest, body = pack_snapshot(snapshot) if snapshot is not None else (b"", b"")
         except Exception as error:
             logger.warning("cannot serve a fetch: %s", error)
             manifest, body = b"", b""
+        self._reply(peer, number, manifest, body)
+        self.served += 1
+
+    def _reply(self, peer: bytes, request: int, manifest: bytes, body: bytes) -> None:
         size = self._chunk_bytes
         total = 1 + -(-len(body) // size)
-        self._send(peer, 0, total, 0, len(body), manifest)
-        for number in range(1, total):
-            offset = (number - 1) * size
-            self._send(peer, number, total, offset, len(body), body[offset : offset + size])
-        self.served += 1
+        for number in range(total):
+            offset = max(0, number - 1) * size
+            payload = body[offset : offset + size] if number else manifest
+            header = _HEADER.pack(_MAGIC, _PROTOCOL, request, number, total, offset, len(body))
+            self._router.send_multipart([peer, header, payload])
 
     def _take_push(self, peer: bytes, frames: list[bytes]) -> None:
         assert self._push is not None
         try:
-            answer = self._push(peer, frames)
+            answer = self._push(frames)
         except ChannelError as error:
             self.malformed += 1
             logger.warning("dropped a late gradient: %s", error)
@@ -194,9 +204,53 @@ class TensorServer:
         if answer is not None:
             self._router.send_multipart([peer, answer])
 
-    def _send(self, peer: bytes, number: int, total: int, offset: int, size: int, payload: bytes) -> None:
-        header = _HEADER.pack(_MAGIC, _PROTOCOL, number, total, offset, size)
-        self._router.send_multipart([peer, header, payload])
+
+class Caller:
+    """A connection for requests, each of which is made again when the connection broke before its answer was there.
+
+    Args:
+        socket: A DEALER; used by one thread.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self.socket = socket
+        self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._broke = False
+        self._requests = secrets.randbits(32) << 31
+
+    def begin(self) -> int:
+        """A new request begins: its number. What befell the connection before does not matter to it."""
+        self.reopened()
+        self._requests += 1
+        return self._requests
+
+    def reopened(self) -> bool:
+        """Whether the connection broke, and there is one again, since the last time this was asked."""
+        found = False
+        while self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                self._broke = True
+            elif self._broke:
+                self._broke, found = False, True
+        return found
+
+    def wait(self, limit_s: float) -> list[bytes] | None:
+        """The next message; None when something happened to the connection, or at `limit_s` on the monotonic clock."""
+        left_s = limit_s - time.monotonic()
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        ready = dict(poller.poll(max(1, round(1e3 * left_s)))) if left_s > 0 else {}
+        return self.socket.recv_multipart() if self.socket in ready else None
+
+    def close(self) -> None:
+        """Close the socket."""
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self.socket.close(linger=0)
 
 
 def fetch(
@@ -209,55 +263,85 @@ def fetch(
         ChannelError: The reply cannot be read.
     """
     # Without an identity of its own: the server would ignore a second connection under the same one.
-    socket = keyring.client(source, b"", port=keyring.peers[source].tensor_port)
+    caller = Caller(keyring.client(source, b"", port=keyring.peers[source].tensor_port))
     try:
-        request(socket, engine, state_too=True)
-        return receive_snapshot(socket, source, time.monotonic() + deadline_s, patience_s)
+        return ask(caller, source, engine, time.monotonic() + deadline_s, state_too=True, patience_s=patience_s)
     finally:
-        with contextlib.suppress(zmq.ZMQError):
-            socket.close(linger=0)
+        caller.close()
 
 
-def request(socket: zmq.Socket[Any], engine: int, *, state_too: bool, least: int = 0) -> None:
-    """Ask for parameters of step `least` or later, with the optimizer's state or without."""
-    socket.send(_REQUEST.pack(engine, state_too, least))
-
-
-def receive_snapshot(
-    socket: zmq.Socket[Any], source: int, limit_s: float, patience_s: float = math.inf
+def ask(
+    caller: Caller,
+    source: int,
+    engine: int,
+    limit_s: float,
+    *,
+    state_too: bool,
+    least: int = 0,
+    patience_s: float = math.inf,
 ) -> Snapshot | None:
-    """Collect the answer to a `request`; None when there is nothing to be had there now.
+    """Get parameters of step `least` or later from rank `source`; None when there is nothing to be had there now.
 
     Raises:
         DeadlineError: The reply was not complete by `limit_s` on the monotonic clock, or nothing came for `patience_s`.
         ChannelError: The reply cannot be read.
     """
-    began_s = time.monotonic()
-    manifest, body, received, total, size = b"", bytearray(), 0, 1, 0
-    while received < total:
-        left_s = min(patience_s, limit_s - time.monotonic())
-        if left_s <= 0 or not socket.poll(max(1, round(1e3 * left_s))):
+    began_s = heard_s = time.monotonic()
+    reply = _Reply(source, caller.begin())
+    caller.socket.send(_REQUEST.pack(reply.request, engine, state_too, least))
+    while not reply.complete:
+        until_s = min(limit_s, heard_s + patience_s)
+        if time.monotonic() >= until_s:
             waited_s = time.monotonic() - began_s
             raise DeadlineError(f"parameters of rank {source} were not complete after {waited_s:.3g} s")
-        frames = socket.recv_multipart()
-        *announced, offset, payload = _parse(frames, received)
-        if received == 0:
-            manifest, (total, size) = payload, announced
-        elif announced != [total, size] or offset != len(body) or offset + len(payload) > size:
-            raise ChannelError(f"chunk {received} from rank {source} does not follow the {len(body)} bytes before")
+        frames = caller.wait(until_s)
+        if frames is not None:
+            heard_s = time.monotonic()
+            reply.add(frames)
+        elif caller.reopened():
+            reply = _Reply(source, caller.begin())
+            caller.socket.send(_REQUEST.pack(reply.request, engine, state_too, least))
+    return unpack_snapshot(reply.manifest, bytes(reply.body)) if reply.manifest else None
+
+
+class _Reply:
+    """What has come of the reply to one attempt of a request."""
+
+    def __init__(self, source: int, request: int) -> None:
+        self.request = request
+        self.manifest = b""
+        self.body = bytearray()
+        self._source = source
+        self._received, self._total, self._size = 0, 1, 0
+
+    @property
+    def complete(self) -> bool:
+        return self._received >= self._total
+
+    def add(self, frames: list[bytes]) -> None:
+        """A message of the server.
+
+        Raises:
+            ChannelError: It does not follow the ones before.
+        """
+        if len(frames) == 1 and frames[0][:4] == PUSH_MAGIC:
+            return  # A late gradient was sent twice, and this is the second answer.
+        if len(frames) != 2 or len(frames[0]) != _HEADER.size:
+            raise ChannelError("a tensor message has the wrong frames; expected a header and a payload")
+        magic, protocol, request, number, total, offset, size = _HEADER.unpack(frames[0])
+        if magic != _MAGIC or protocol != _PROTOCOL:
+            raise ChannelError(f"a tensor message is of protocol {magic!r} {protocol}; expected {_PROTOCOL}")
+        if request != self.request:
+            return  # To an earlier attempt, or to a request that was given up.
+        if number != self._received or number >= total or size > _MAX_BODY_BYTES:
+            raise ChannelError(f"a tensor message is number {number} of {total}; expected {self._received}")
+        payload = frames[1]
+        if number == 0:
+            self.manifest, self._total, self._size = payload, total, size
+        elif (total, size) != (self._total, self._size) or offset != len(self.body) or offset + len(payload) > size:
+            raise ChannelError(f"chunk {number} from rank {self._source} does not follow {len(self.body)} bytes")
         else:
-            body += payload
-        received += 1
-    if len(body) != size:
-        raise ChannelError(f"rank {source} sent {len(body)} bytes; it had announced {size}")
-    return unpack_snapshot(manifest, bytes(body)) if manifest else None
-
-
-def _parse(frames: list[bytes], expected: int) -> tuple[int, int, int, bytes]:
-    """Chunks in all, size of the body, offset of this chunk in it, and the chunk."""
-    if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-        raise ChannelError("a tensor message has the wrong frames; expected a header and a payload")
-    magic, protocol, number, total, offset, size = _HEADER.unpack(frames[0])
-    if magic != _MAGIC or protocol != _PROTOCOL or number != expected or number >= total or size > _MAX_BODY_BYTES:
-        raise ChannelError(f"a tensor message is number {number} of {total}, protocol {protocol}; expected {expected}")
-    return total, size, offset, frames[1]
+            self.body += payload
+        self._received += 1
+        if self.complete and len(self.body) != self._size:
+            raise ChannelError(f"rank {self._source} sent {len(self.body)} bytes; it had announced {self._size}")

@@ -1,4 +1,8 @@
-"""The thread on every rank that talks to the coordinator; nobody else touches its socket."""
+"""The thread on every rank that talks to the coordinator; nobody else touches its socket.
+
+Messages survive broken connections (`channel.link`), signs of life do not: those that were lost said nothing that the
+next one does not say.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from typing import Any
 
 import zmq
 
+from star_hvd.channel.link import Dealer
+from star_hvd.channel.reliable import CONTROL
 from star_hvd.control.messages import Finished, Heartbeat, Hello, Message, decode, encode
 from star_hvd.errors import ChannelError
 from star_hvd.threads import supervised
@@ -20,6 +26,8 @@ from star_hvd.threads import supervised
 __all__ = ["Agent"]
 
 logger = logging.getLogger("star_hvd")
+
+_DRAIN_S = 2.0  # At the end the last messages are sent again until the coordinator has them, or for so long.
 
 
 class Agent:
@@ -84,59 +92,66 @@ class Agent:
         self._wake_write.close()
 
     def _run(self) -> None:
-        dealer = self._connect()
+        dealer = Dealer(self._connect(), CONTROL)
         poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
+        dealer.register(poller)
         poller.register(self._wake_read, zmq.POLLIN)
-        dealer.send(encode(Hello(self.rank)))
+        dealer.send([encode(Hello(self.rank))])
         next_beat_s = time.monotonic() + self._heartbeat_s
         try:
             while True:
                 stopping = self._stop.is_set()
                 self._flush(dealer)
                 if stopping:
+                    dealer.drain(_DRAIN_S)
                     return
                 now_s = time.monotonic()
                 if now_s >= next_beat_s:
-                    dealer.send(encode(Heartbeat(self.rank)))
+                    dealer.note([encode(Heartbeat(self.rank))])
                     next_beat_s = now_s + self._heartbeat_s
-                wait_s = min(next_beat_s - now_s, self._batch_s)
+                if now_s >= dealer.next_s:
+                    dealer.tick()
+                wait_s = min(next_beat_s - now_s, self._batch_s, dealer.next_s - now_s)
                 events = dict(poller.poll(max(1, round(1e3 * wait_s))))
                 if self._wake_read.fileno() in events:
                     with contextlib.suppress(OSError):
                         self._wake_read.recv(4096)
-                while dealer in events and self._receive(dealer):
-                    pass
-        except zmq.ZMQError as error:
+                if not events.keys().isdisjoint(dealer.sockets):
+                    self._receive(dealer)
+        except (zmq.ZMQError, ChannelError) as error:
             if not self._stop.is_set():
                 logger.error("rank %d: the control channel failed: %s", self.rank, error)
         finally:
-            dealer.close(linger=1000)
+            dealer.close(linger_ms=1000)
 
-    def _flush(self, dealer: zmq.Socket[Any]) -> None:
+    def _flush(self, dealer: Dealer) -> None:
         while True:
             try:
                 message = self._outbox.get_nowait()
             except queue.Empty:
                 return
-            dealer.send(encode(message))
+            if dealer.stream.ended:
+                continue  # There is no coordinator any more: training goes on without.
+            dealer.send([encode(message)])
             if isinstance(message, Finished):
                 logger.debug("rank %d: finished", self.rank)
 
-    def _receive(self, dealer: zmq.Socket[Any]) -> bool:
-        try:
-            data = dealer.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        self.last_heard_s = time.monotonic()
-        try:
-            message = decode(data)
-        except ChannelError as error:
-            self.malformed += 1
-            logger.warning("rank %d: dropped a message of the coordinator: %s", self.rank, error)
-            return True
-        try:
-            self._handler(message)
-        except Exception:
-            logger.exception("rank %d: could not act on a %s message", self.rank, message.kind)
-        return True
+    def _receive(self, dealer: Dealer) -> None:
+        for frames in dealer.receive():
+            self.last_heard_s = time.monotonic()
+            try:
+                if isinstance(frames, ChannelError):
+                    raise frames
+                if len(frames) != 1:
+                    raise ChannelError(f"a control message has {len(frames)} frames; expected one")
+                message = decode(frames[0])
+            except ChannelError as error:
+                self.malformed += 1
+                logger.warning("rank %d: dropped a message of the coordinator: %s", self.rank, error)
+                continue
+            try:
+                self._handler(message)
+            except Exception:
+                logger.exception("rank %d: could not act on a %s message", self.rank, message.kind)
+        if dealer.stream.broken is not None and not dealer.stream.ended:
+            raise ChannelError(dealer.stream.broken)

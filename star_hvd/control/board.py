@@ -65,6 +65,7 @@ _TIDY_S = 5.0  # Between two looks for process sets that nobody needs.
 _UNLIKELY = 3  # Of so many answers to who has the state, one names a rank that is not known to have it.
 _PARENT_AWAY_S = 0.5  # Collectives of the user's are shorter, as a rule.
 _MOST_AT_ONCE = 4096  # Optimizers, and epochs of loaders, that are kept.
+_GRANTS_KEPT = 64  # Per rank: more than it has requests under way.
 _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
 
 
@@ -104,6 +105,7 @@ class Board:
         self._ranker = ranker
         self._epochs: dict[tuple[int, int], _Epoch] = {}
         self._leases = LeaseDesk(world_size, lambda to, message: self.outbox.append((to, message)), self._over)
+        self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size
         self._said_bye = False
         self._asked = [0] * world_size
@@ -302,6 +304,11 @@ class Board:
                 self._broadcast(Presence(rank, True))
 
     def _take(self, rank: int, message: Take, now_s: float) -> None:
+        given = self._granted[rank]
+        if 0 < message.number <= max(given, default=0):
+            if message.number in given:  # Asked again: what was handed out is neither lost nor handed out twice.
+                self.outbox.append((rank, given[message.number]))
+            return
         key = (message.loader, message.epoch)
         if key not in self._epochs:
             self._epochs[key] = _Epoch(
@@ -314,7 +321,11 @@ class Board:
             raise ChannelError(f"a rank takes single batches of loader {message.loader}, whose samples are leased")
         granted = epoch.queue.take(rank, now_s) if rank not in epoch.ended else None
         start, stop = granted if granted is not None else (0, 0)
-        self.outbox.append((rank, Grant(message.loader, message.epoch, start, stop)))
+        grant = Grant(message.loader, message.epoch, start, stop, message.number)
+        self.outbox.append((rank, grant))
+        if message.number:
+            given[message.number] = grant
+            given.pop(message.number - _GRANTS_KEPT, None)
         if granted is None:
             epoch.ended.add(rank)
             self._maybe_end(key, epoch, now_s)

@@ -1,4 +1,7 @@
-"""The thread on rank 0 that runs the board: receives the ranks' messages, sends its answers, wakes in time."""
+"""The thread on rank 0 that runs the board: receives the ranks' messages, sends its answers, wakes in time.
+
+Messages survive broken connections (`channel.link`); signs of life need not.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from typing import Any
 import zmq
 
 from scheduler.cost_policy import Ranker
+from star_hvd.channel.link import Router
+from star_hvd.channel.reliable import CONTROL
 from star_hvd.config import Config
 from star_hvd.control.board import ALL, Board
 from star_hvd.control.messages import Heartbeat, decode, encode
@@ -45,7 +50,8 @@ class Coordinator:
         ranker: Ranker | None = None,
     ) -> None:
         self.malformed = 0
-        self._router = router
+        self._router = Router(router, CONTROL, lambda name: name.isdigit() and int(name[:10]) < world_size)
+        self._names = [str(rank).encode() for rank in range(world_size)]
         self._config = config
         self._board = Board(world_size, config, time.monotonic(), hosts, ranker)
         self._lock = threading.Lock()
@@ -70,7 +76,7 @@ class Coordinator:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._router.socket, zmq.POLLIN)
         next_beat_s = 0.0
         last_s = time.monotonic()
         try:
@@ -78,7 +84,7 @@ class Coordinator:
                 # What came while this process stood still is heard before anybody is called silent.
                 with self._lock:
                     while self._receive():
-                        pass
+                        pass  # A part of it at a time.
                 now_s = time.monotonic()
                 stood_s, last_s = now_s - last_s, now_s
                 with self._lock:
@@ -89,36 +95,40 @@ class Coordinator:
                 if now_s >= next_beat_s:
                     next_beat_s = now_s + self._config.heartbeat_s
                     self._beat()
+                self._router.tick()
+                wake_s = min(wake_s, self._router.next_s)
                 poller.poll(max(0, math.ceil(1e3 * (wake_s - time.monotonic()))))
         except Exception:
             # Without a coordinator no step closes early any more: training goes on in lockstep.
             logger.exception("the coordinator stopped; slow ranks hold everybody up from now on")
         finally:
-            self._router.close(linger=1000)
+            self._router.bye()
+            self._router.socket.close(linger=1000)
 
     def _receive(self) -> bool:
-        try:
-            frames = self._router.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        try:
-            if len(frames) != 2 or not frames[0].isdigit():
-                raise ChannelError(f"a control message has {len(frames)} frames or no rank in front")
-            self._board.handle(int(frames[0]), decode(frames[1]), time.monotonic())
-        except (ChannelError, ValueError) as error:
-            self.malformed += 1
-            logger.warning("dropped a control message: %s", error)
-        return True
+        some = False
+        for frames in self._router.receive():
+            some = True
+            try:
+                if isinstance(frames, ChannelError):
+                    raise frames
+                if len(frames) != 2:
+                    raise ChannelError(f"a control message has {len(frames)} frames; expected a rank and a message")
+                self._board.handle(int(frames[0].bytes), decode(frames[1]), time.monotonic())
+            except (ChannelError, ValueError) as error:
+                self.malformed += 1
+                logger.warning("dropped a control message: %s", error)
+        return some
 
     def _send_all(self) -> None:
         outbox, self._board.outbox = self._board.outbox, []
         for destination, message in outbox:
-            data = encode(message)
+            data = [encode(message)]
             ranks = range(self._board.world_size) if destination == ALL else (destination,)
             for rank in ranks:
-                self._router.send_multipart([str(rank).encode(), data])
+                self._router.send(self._names[rank], data)
 
     def _beat(self) -> None:
-        data = encode(Heartbeat(0))
-        for rank in range(self._board.world_size):
-            self._router.send_multipart([str(rank).encode(), data])
+        data = [encode(Heartbeat(0))]
+        for name in self._names:
+            self._router.note(name, data)

@@ -244,7 +244,10 @@ class RoundNote(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Take(Message):
-    """A rank asks the work queue of a loader for its next batch."""
+    """A rank asks the work queue of a loader for its next batch.
+
+    `number` is the rank's own count of its requests, from 1: a repeated one gets the same answer. 0 is always new.
+    """
 
     kind: ClassVar[str] = "take"
     loader: int
@@ -252,18 +255,23 @@ class Take(Message):
     samples: int
     batch: int
     drop_last: bool
+    number: int = 0
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Grant(Message):
-    """Answer to `Take`: positions start to stop of the epoch's permutation; stop = start ends the epoch."""
+    """Answer to `Take`: positions start to stop of the epoch's permutation; stop = start ends the epoch.
+
+    `number` is that of the request.
+    """
 
     kind: ClassVar[str] = "grant"
     loader: int
     epoch: int
     start: int
     stop: int
+    number: int = 0
 
 
 @message_kind

@@ -156,7 +156,7 @@ def _machine(message: MachineNote, _: int) -> None:
 
 
 def _take(message: Take, _: int) -> None:
-    if min(message.loader, message.epoch, message.samples, message.batch - 1) < 0:
+    if min(message.loader, message.epoch, message.samples, message.batch - 1, message.number) < 0:
         raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
 
 

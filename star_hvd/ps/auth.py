@@ -17,6 +17,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from star_hvd.channel.keys import DoorWatch
+from star_hvd.channel.options import keep_alive
 from star_hvd.ps.wire import MAX_MESSAGE_BYTES
 
 __all__ = ["Door", "Endpoint", "JobKey", "connect"]
@@ -145,7 +146,6 @@ def connect(context: zmq.Context[Any], key: JobKey, endpoint: Endpoint, identity
     _unlimited(dealer)
     dealer.linger = 500
     dealer.setsockopt(zmq.IDENTITY, identity)
-    dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     if key.curve:
         dealer.curve_publickey, dealer.curve_secretkey = key.public_key, key.secret_key
         dealer.curve_serverkey = endpoint.public_key
@@ -157,6 +157,7 @@ def connect(context: zmq.Context[Any], key: JobKey, endpoint: Endpoint, identity
 
 def _unlimited(socket: zmq.Socket[Any]) -> None:
     """No message is lost to a full queue; a worker has one push in flight, which bounds the queues."""
+    keep_alive(socket)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -160,7 +160,7 @@ class Client:
                 raise ChannelError(f"rank {self.rank} waits for an answer without having pushed")
             while True:
                 line.check()
-                if line.push.exchange.complete:
+                if line.push.answered:
                     reply, line.push = line.push.exchange.reply(), None
                     if reply.kind == "error":
                         raise ChannelError(f"the servers refused the push of rank {self.rank}: {reply.reason}")

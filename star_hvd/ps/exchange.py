@@ -77,6 +77,12 @@ class Exchange:
             return False
         return not self._missing or self._verdict["kind"] in ("moved", "error")
 
+    @property
+    def counts_at_the_end(self) -> bool:
+        """Whether the mode ended with this push in its last update."""
+        verdict = self._verdict
+        return verdict is not None and verdict["kind"] == "moved" and bool(verdict["applied"])
+
     def describe(self) -> str:
         """What is missing, for an error."""
         judged = "" if self._kind != Kind.PARAMS or self._verdict is not None else " and no decision"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +16,8 @@ import msgpack
 import torch
 import zmq
 
+from star_hvd.channel.link import Dealer, Router
+from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError
 from star_hvd.ps.auth import Endpoint, JobKey, connect
 from star_hvd.ps.exchange import Exchange, StateExchange
@@ -27,15 +31,37 @@ __all__ = ["Line", "Push"]
 logger = logging.getLogger("star_hvd")
 
 _POLL_MS = 500
+_BATCH = 1024  # Messages taken from one socket before the others get a turn.
 
 
 class Push:
-    """A push without a complete reply: what has to be sent again to a server that died."""
+    """A push without a complete reply: what has to be sent again to a server that died.
 
-    __slots__ = ("exchange", "flats", "meta", "step")
+    Attributes:
+        carriers: Where its parts were sent, and the number of the last of them there.
+    """
+
+    __slots__ = ("carriers", "exchange", "flats", "meta", "step")
 
     def __init__(self, step: int, meta: dict[str, Any], flats: list[torch.Tensor], exchange: Exchange) -> None:
         self.step, self.meta, self.flats, self.exchange = step, meta, flats, exchange
+        self.carriers: dict[Dealer, int] = {}
+
+    @property
+    def answered(self) -> bool:
+        """Whether the answer is complete and nobody will read the buffers any more.
+
+        The connections keep the buffers, not copies, and send them again if they must. As a rule that does not matter
+        any more once there is an answer: the parameters in it were made with this gradient, or it was dropped. Only
+        the end of a mode may be told of a gradient that counts and is still on its way.
+        """
+        if not self.exchange.complete:
+            return False
+        if not self.exchange.counts_at_the_end:
+            return True
+        return all(
+            dealer.stream.acknowledged >= number or dealer.stream.ended for dealer, number in self.carriers.items()
+        )
 
 
 class Line:
@@ -73,8 +99,8 @@ class Line:
         self.malformed = 0
         self._layout, self._key = layout, key
         self._context = zmq.Context()
-        self._sockets: list[zmq.Socket[Any]] = []
-        self._gate: zmq.Socket[Any] = None  # type: ignore[assignment]  # Made by the thread: where pushes go.
+        self._sockets: list[Dealer] = []
+        self._gate: Dealer = None  # type: ignore[assignment]  # Made by the thread: where pushes go.
         self._poller = zmq.Poller()
         self._todo: deque[tuple[str, Any]] = deque()
         self._bell = os.pipe()
@@ -134,17 +160,18 @@ class Line:
                 self._sockets.append(self._connect(self.endpoints[index]))
             self._gate = self._sockets[0] if self.parent is None else self._connect(self.parent)
             if self.relay is not None:
-                self._poller.register(self.relay.socket, zmq.POLLIN)
+                self._poller.register(self.relay.router.socket, zmq.POLLIN)
             while not self.closed:
-                for source, _ in self._poller.poll(_POLL_MS):
-                    if source == self._bell[0]:
-                        with contextlib.suppress(BlockingIOError):
-                            os.read(self._bell[0], 4096)
-                    elif self.relay is not None and source is self.relay.socket:
-                        self._drain(source, self.relay)
-                        self._send_held()
-                    else:
-                        self._drain(source)
+                ready = dict(self._poller.poll(self._tick()))
+                if self._bell[0] in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._bell[0], 4096)
+                if self.relay is not None and self.relay.router.socket in ready:
+                    self._drain(self.relay.router, self.relay)
+                    self._send_held()
+                for dealer in self._dealers():
+                    if not ready.keys().isdisjoint(dealer.sockets):
+                        self._drain(dealer)
                 while self._todo:
                     self._carry_out(*self._todo.popleft())
         except Exception as error:
@@ -153,19 +180,42 @@ class Line:
                 self.error = f"the connection to the parameter servers failed: {type(error).__name__}: {error}"
                 self.changed.notify_all()
         finally:
-            for each in self._sockets:
-                each.close()
-            if self.parent is not None and self._gate is not None:
-                self._gate.close()
+            for each in self._dealers():
+                each.close(linger_ms=500)
             if self.relay is not None:
                 self.relay.close()
 
-    def _connect(self, endpoint: Endpoint) -> zmq.Socket[Any]:
+    def _dealers(self) -> list[Dealer]:
+        parent = [] if self.parent is None or self._gate is None else [self._gate]
+        return [*self._sockets, *parent]
+
+    def _tick(self) -> int:
+        """Let acknowledgements and the like go out; milliseconds to the next time."""
+        ends: list[Dealer | Router] = [*self._dealers(), *([self.relay.router] if self.relay is not None else [])]
+        now_s = time.monotonic()
+        for end in ends:
+            if end.next_s <= now_s:
+                end.tick()
+        left_s = min((end.next_s for end in ends), default=math.inf) - now_s
+        return _POLL_MS if left_s > 1e-3 * _POLL_MS else max(0, math.ceil(1e3 * left_s))
+
+    def _connect(self, endpoint: Endpoint) -> Dealer:
         identity = worker_identity(self.engine, self.session, self.rank)
-        socket = connect(self._context, self._key, endpoint, identity)
-        self._poller.register(socket, zmq.POLLIN)
-        socket.send_multipart([pack(self._header(Kind.HELLO)), b""])
-        return socket
+        dealer = Dealer(connect(self._context, self._key, endpoint, identity), TENSORS)
+        dealer.register(self._poller)
+        self._send(dealer, [pack(self._header(Kind.HELLO)), b""])
+        return dealer
+
+    def _send(self, dealer: Dealer, frames: list[Any]) -> None:
+        """Send a message, or leave it: a server that was started again gets what counts when it is known (`replace`),
+        and one that has closed its end wants nothing more.
+
+        Raises:
+            ChannelError: The connection was given up.
+        """
+        stream = dealer.stream
+        if not stream.replaced and not stream.ended:
+            dealer.send(frames)
 
     def _header(self, kind: Kind, step: int = 0) -> Header:
         return Header(kind, self.engine, self.session, self.rank, step)
@@ -202,15 +252,16 @@ class Line:
 
     def _meta(self, kind: Kind, step: int, meta: dict[str, Any]) -> None:
         through = self._gate if kind in (Kind.PUSH, Kind.PRESENCE) else self._sockets[0]
-        through.send_multipart([pack(self._header(kind, step)), msgpack.packb(meta)])
+        self._send(through, [pack(self._header(kind, step)), msgpack.packb(meta)])
 
-    def _send_chunks(self, push: Push, index: int, socket: zmq.Socket[Any]) -> None:
+    def _send_chunks(self, push: Push, index: int, dealer: Dealer) -> None:
         header = self._header(Kind.CHUNK, push.step)
         for chunk in self._layout.of_server(index):
             data = raw(push.flats[chunk.bucket][chunk.start : chunk.stop])
             for begin, end in parts(len(data)):
                 head = pack(header._replace(chunk=chunk.index, offset=begin, size=len(data)))
-                socket.send_multipart([head, data[begin:end]], copy=False)
+                self._send(dealer, [head, data[begin:end]])
+        push.carriers[dealer] = dealer.stream.sent
 
     def _ask(self, exchange: Exchange) -> None:
         self._requests += 1
@@ -220,15 +271,17 @@ class Line:
         self._meta(kind, self._requests, {})
 
     def _reconnect(self, index: int, endpoint: Endpoint) -> None:
-        self._poller.unregister(self._sockets[index])
-        self._sockets[index].close(linger=0)
+        if self.push is not None:
+            self.push.carriers.pop(self._sockets[index], None)
+        self._sockets[index].unregister(self._poller)
+        self._sockets[index].close()
         self.endpoints[index] = endpoint
         self._sockets[index] = self._connect(endpoint)
         if self.parent is None:
             self._gate = self._sockets[0]
         push = self.push
         # What goes through a parent is sent again by the parent.
-        if push is not None and not push.exchange.complete and push is not self._held and self.parent is None:
+        if push is not None and not push.answered and push is not self._held and self.parent is None:
             self._announce(push, again=index)
             self._send_chunks(push, index, self._sockets[index])
         with self.changed:
@@ -237,13 +290,11 @@ class Line:
         for exchange in unanswered:
             self._ask(exchange)
 
-    def _drain(self, socket: zmq.Socket[Any], relay: Relay | None = None) -> None:
-        while True:
+    def _drain(self, source: Dealer | Router, relay: Relay | None = None) -> None:
+        for frames in source.receive(_BATCH):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
+                if isinstance(frames, ChannelError):
+                    raise frames
                 if relay is not None:
                     relay.take(frames)
                     continue
@@ -254,6 +305,10 @@ class Line:
                 self.malformed += 1
                 if self.malformed <= 10:
                     logger.warning("rank %d dropped a message of a parameter server: %s", self.rank, error)
+        push = self.push
+        if push is not None and push.exchange.complete and push.answered:
+            with self.changed:  # What it still waited for may have been an acknowledgement.
+                self.changed.notify_all()
 
     def _take(self, header: Header, payload: Any) -> None:
         push = self.push

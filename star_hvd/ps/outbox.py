@@ -1,4 +1,8 @@
-"""What a server sends: chunks in buffers that are used again once ZeroMQ is done with them, and short messages."""
+"""What a server sends: chunks in buffers that are used again once they have arrived, and short messages.
+
+A stream keeps what it sends, not copied, until the receiver has acknowledged it. Here that is safe because the memory
+is taken again only when nobody refers to it: `Lent` tracks the last reference to every part, the stream's among them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ from typing import Any
 
 import msgpack
 import torch
-import zmq
 
+from star_hvd.channel.link import Router
 from star_hvd.ps.store import ChunkStore
 from star_hvd.ps.wire import Header, Kind, Lent, pack, parts
 
-__all__ = ["Outbox", "shard_identity", "worker_identity"]
+__all__ = ["Outbox", "is_identity", "session_prefix", "shard_identity", "worker_identity"]
 
 _IDENTITY = struct.Struct("<cIII")
+_SESSION = struct.Struct("<cII")
+_UNIQUE_BYTES = 8
 _POOLED = 256
 
 
@@ -28,6 +34,16 @@ def shard_identity(engine: int, session: int, index: int) -> bytes:
     return _IDENTITY.pack(b"S", engine, session, index)
 
 
+def session_prefix(kind: bytes, engine: int, session: int) -> bytes:
+    """How the identities of a session's workers (`W`) or shards (`S`) begin."""
+    return _SESSION.pack(kind, engine, session)
+
+
+def is_identity(name: bytes) -> bool:
+    """Whether a peer of a server can have such an identity."""
+    return len(name) == _IDENTITY.size + (_UNIQUE_BYTES if name[:1] == b"S" else 0) and name[:1] in (b"W", b"S")
+
+
 class Outbox:
     """Sends on the server's ROUTER.
 
@@ -36,10 +52,10 @@ class Outbox:
     What is meant for somebody who has not said hello here yet waits for that.
 
     Args:
-        router: The socket; used by the thread that calls.
+        router: Used by the thread that calls.
     """
 
-    def __init__(self, router: zmq.Socket[Any]) -> None:
+    def __init__(self, router: Router) -> None:
         self._router = router
         self._known: set[bytes] = set()
         self._parked: dict[bytes, dict[tuple[int, ...], Any]] = {}
@@ -55,10 +71,16 @@ class Outbox:
             else:
                 self.meta(identity, header, item)
 
+    def forget(self, prefix: bytes) -> None:
+        """A session has ended: keep nothing of the peers whose identity begins so but what is on its way to them."""
+        self._router.forget(prefix)
+        self._known = {identity for identity in self._known if not identity.startswith(prefix)}
+        self._parked = {identity: kept for identity, kept in self._parked.items() if not identity.startswith(prefix)}
+
     def meta(self, identity: bytes, header: Header, values: dict[str, Any]) -> None:
         """Send a short message."""
         if identity in self._known:
-            self._router.send_multipart([identity, pack(header), msgpack.packb(values)])
+            self._router.send(identity, [pack(header), msgpack.packb(values)])
         else:
             self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, values)
 
@@ -71,7 +93,7 @@ class Outbox:
         size = buffer.data.numel()
         for begin, end in parts(size):
             head = pack(header._replace(offset=begin, size=size))
-            self._router.send_multipart([identity, head, buffer.frame(begin, end)], copy=False)
+            self._router.send(identity, [head, buffer.frame(begin, end)])
 
     def _filled(self, header: Header, store: ChunkStore) -> Lent:
         whole = header.kind == Kind.STATED

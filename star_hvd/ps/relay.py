@@ -13,6 +13,8 @@ import msgpack
 import torch
 import zmq
 
+from star_hvd.channel.link import Router
+from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError
 from star_hvd.ps.auth import Door, Endpoint, JobKey
 from star_hvd.ps.checks import check_push, check_verdict
@@ -55,6 +57,9 @@ class Relay:
         engine, session: Of the client.
         layout: The layout.
         children: Ranks that push through this one.
+
+    Attributes:
+        router: Where the children's messages come from.
     """
 
     def __init__(
@@ -67,8 +72,11 @@ class Relay:
         layout: Layout,
         children: Iterable[int],
     ) -> None:
+        children = tuple(children)
         self._door = Door(context, key, host)
         self._engine, self._session, self._layout = engine, session, layout
+        names = {worker_identity(engine, session, rank) for rank in children}
+        self.router = Router(self._door.router, TENSORS, names.__contains__)
         self._children = {rank: _Child() for rank in children}
         self._absent: set[int] = set()
         self._answering: dict[int, int] = {}
@@ -79,13 +87,9 @@ class Relay:
         """Where the children connect."""
         return self._door.endpoint
 
-    @property
-    def socket(self) -> zmq.Socket[Any]:
-        """For polling."""
-        return self._door.router
-
     def close(self) -> None:
         """Stop listening."""
+        self.router.bye()
         self._door.close()
 
     def take(self, frames: list[Any]) -> None:
@@ -186,4 +190,4 @@ class Relay:
 
     def _send(self, rank: int, step: int, header: Header, payload: Any) -> None:
         head = pack(header._replace(rank=rank, step=step))
-        self._door.router.send_multipart([worker_identity(*self._key, rank), head, payload], copy=False)
+        self.router.send(worker_identity(*self._key, rank), [head, payload])

@@ -10,12 +10,14 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import os
 import signal
 import socket
 import stat
 import struct
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,13 +26,15 @@ import torch
 import zmq
 
 from scheduler.plans import Plan
+from star_hvd.channel.link import Dealer, Router
+from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.ps.auth import Door, Endpoint, JobKey, connect
 from star_hvd.ps.checks import check_products, check_push, is_whole
 from star_hvd.ps.layout import Layout, LayoutError
 from star_hvd.ps.mirror import Mirror
 from star_hvd.ps.no_compiler import leave_out
-from star_hvd.ps.outbox import Outbox, shard_identity, worker_identity
+from star_hvd.ps.outbox import Outbox, is_identity, session_prefix, shard_identity, worker_identity
 from star_hvd.ps.pipe import Pipe
 from star_hvd.ps.primary import Links, Primary
 from star_hvd.ps.shard import Outlet, Shard
@@ -68,7 +72,7 @@ class _Job(Outlet):
         faults = server.faults
         self.shard = Shard(self.index, layout, spec, mirror, self, guard=plan.guard != "none", faults=faults)
         recovered = recover and self.shard.recover()
-        self.link: zmq.Socket[Any] | None = None
+        self.link: Dealer | None = None
         self.primary: Primary | None = None
         if self.index == 0:
             links = Links(self._order, self._verdict, self._event, self._journal)
@@ -89,7 +93,7 @@ class _Job(Outlet):
             self.server.drop_link(self.link)
         # A name of its own: a new process must not get orders meant for the old one before those it has missed.
         identity = shard_identity(self.engine, self.session, self.index) + os.urandom(8)
-        self.link = connect(self.server.context, self.server.key, self.endpoints[0], identity)
+        self.link = Dealer(connect(self.server.context, self.server.key, self.endpoints[0], identity), TENSORS)
         self.server.add_link(self.link, self)
         self._report(Kind.JOIN, version=self.shard.seq)
         self._report(Kind.DONE, version=self.shard.finished)
@@ -99,7 +103,8 @@ class _Job(Outlet):
     def _report(self, kind: Kind, *, step: int = 0, version: int = 0, meta: Any = None) -> None:
         assert self.link is not None
         header = Header(kind, self.engine, self.session, self.index, step, version=version)
-        self.link.send_multipart([pack(header), msgpack.packb(meta or {})])
+        if self.link.stream.broken is None:  # Else the primary's successor is told everything when it is known.
+            self.link.send([pack(header), msgpack.packb(meta or {})])
 
     def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
         if self.primary is not None:
@@ -208,11 +213,12 @@ class Server:
         self.faults: dict[str, Any] = config.get("faults") or {}
         self.context = zmq.Context(io_threads=int(config["io_threads"]))
         self.door = Door(self.context, self.key, config["host"], config["port"])
-        self.outbox = Outbox(self.door.router)
+        self.peers = Router(self.door.router, TENSORS, is_identity)
+        self.outbox = Outbox(self.peers)
         self.malformed = 0
         self._pipe = pipe
         self._jobs: dict[Key, _Job] = {}
-        self._links: dict[zmq.Socket[Any], _Job] = {}
+        self._links: dict[Dealer, _Job] = {}
         self._early: dict[Key, list[list[Any]]] = {}
         self._poller = zmq.Poller()
         self._poller.register(self.door.router, zmq.POLLIN)
@@ -223,45 +229,56 @@ class Server:
         """Tell the owner."""
         self._pipe.send(event, advisory=event["event"] in ("update", "pong"))
 
-    def add_link(self, link: zmq.Socket[Any], job: _Job) -> None:
+    def add_link(self, link: Dealer, job: _Job) -> None:
         """Listen to the primary of a job."""
         self._links[link] = job
-        self._poller.register(link, zmq.POLLIN)
+        link.register(self._poller)
 
-    def drop_link(self, link: zmq.Socket[Any]) -> None:
+    def drop_link(self, link: Dealer) -> None:
         """Listen there no longer."""
-        self._poller.unregister(link)
+        link.unregister(self._poller)
         del self._links[link]
-        link.close(linger=0)
+        link.close()
 
     def run(self) -> None:
         """Serve until the owner says stop or is gone."""
         while True:
-            for source, _ in self._poller.poll():
-                if source == self._pipe.fileno():
-                    if not self._control():
-                        return
-                elif source is self.door.router:
-                    self._drain(self.door.router, None)
-                elif source in self._links:
-                    self._drain(source, self._links[source])
+            ready = dict(self._poller.poll(self._tick()))
+            if self._pipe.fileno() in ready and not self._control():
+                return
+            if self.door.router in ready:
+                self._drain(self.peers, None)
+            for link, job in list(self._links.items()):
+                if not ready.keys().isdisjoint(link.sockets):
+                    self._drain(link, job)
+
+    def _tick(self) -> int | None:
+        """Let acknowledgements and the like go out; milliseconds to the next time, None for never."""
+        ends: list[Dealer | Router] = [self.peers, *self._links]
+        for end in ends:
+            if end.next_s <= time.monotonic():
+                end.tick()
+        for link in self._links:  # The owner starts another process, which is told what this one would have missed.
+            if link.stream.broken is not None and not link.stream.replaced and not link.stream.ended:
+                raise ChannelError(link.stream.broken)
+        next_s = min(end.next_s for end in ends)
+        return None if math.isinf(next_s) else max(0, math.ceil(1e3 * (next_s - time.monotonic())))
 
     def close(self) -> None:
         """Close all sockets."""
         for job in self._jobs.values():
             job.close()
+        self.peers.bye()
         self.door.close()
         self.context.destroy(linger=500)
 
     # ---- messages of workers and shards -------------------------------------------------------------------
 
-    def _drain(self, source: zmq.Socket[Any], job: _Job | None) -> None:
-        for _ in range(_BATCH):
+    def _drain(self, source: Router | Dealer, job: _Job | None) -> None:
+        for frames in source.receive(_BATCH):
             try:
-                frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            try:
+                if isinstance(frames, ChannelError):
+                    raise frames
                 if job is not None:
                     header, payload = _two(frames)
                     job.take(header, payload)
@@ -290,7 +307,10 @@ class Server:
         if header.kind in (Kind.HELLO, Kind.JOIN):
             self.outbox.welcome(frames[0].bytes)
         if header.kind == Kind.JOIN:
+            before = job.peers.get(header.rank, frames[0].bytes)
             job.peers[header.rank] = frames[0].bytes
+            if before != frames[0].bytes:
+                self.outbox.forget(before)
         job.take(header, frames[2])
 
     def _keep(self, key: Key, frames: list[Any]) -> None:
@@ -352,6 +372,8 @@ class Server:
 
     def _end(self, key: Key) -> None:
         self._jobs.pop(key).close()
+        self.outbox.forget(session_prefix(b"W", *key))
+        self.outbox.forget(session_prefix(b"S", *key))
         gc.collect()  # Its parts refer to each other, and hold descriptors and memory that Python does not count.
 
     def _open(self, message: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from scheduler.records import Plan
+from star_hvd import requests
+from star_hvd.config import Config
 from star_hvd.control import messages as m
 from star_hvd.control.board import ALL
 from star_hvd.control.switch_messages import Commit, CutDone, Presence, Ready, Restart
@@ -109,6 +111,42 @@ def test_an_epoch_ends_when_all_ranks_have_asked_in_vain() -> None:
     heard = job.say(2, take)
     assert heard == [m.Grant(0, 0, 0, 0), m.EpochEnd(0, 0)]
     assert job.say(2, take) == [m.Grant(0, 0, 0, 0)], "announced once"
+
+
+def test_a_request_that_is_repeated_gets_the_same_batch_and_no_other_rank_gets_it() -> None:
+    job = Job()
+    first = job.say(1, m.Take(0, 0, 10, 4, False, 1))
+    assert first == [m.Grant(0, 0, 0, 4, 1)]
+    assert job.say(1, m.Take(0, 0, 10, 4, False, 1)) == first == job.say(1, m.Take(0, 0, 10, 4, False, 1))
+    assert job.say(2, m.Take(0, 0, 10, 4, False, 1)) == [m.Grant(0, 0, 4, 8, 1)], "every rank counts for itself"
+    assert job.say(1, m.Take(0, 0, 10, 4, False, 2)) == [m.Grant(0, 0, 8, 10, 2)]
+    assert job.say(1, m.Take(0, 0, 10, 4, False, 1)) == first, "even later"
+    for number in range(3, 200):
+        job.say(1, m.Take(0, 3, 10_000, 4, False, number))
+    assert job.say(1, m.Take(0, 0, 10, 4, False, 1)) == [], "an epoch that is long over does not begin again"
+    assert len(job.board._granted[1]) <= 64
+
+
+def test_a_rank_asks_again_and_takes_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_ASK_AGAIN_S", 0.1)
+    sent: list[m.Message] = []
+
+    class Silent:
+        last_heard_s = 0.0
+
+        def send(self, message: m.Message) -> None:
+            """The first answer is lost; those to the repetitions come twice."""
+            sent.append(message)
+            assert isinstance(message, m.Take)
+            if sent.count(message) > 1:
+                for _ in range(2):
+                    process._grants.put(m.Grant(message.loader, message.epoch, 4 * message.number, 99, message.number))
+
+    process = requests.Requests(Config(), 0)
+    process.agent = Silent()  # type: ignore[assignment]
+    for number in (1, 2, 3):
+        assert process.take(0, 0, 100, 4, False) == (4 * number, 99)
+    assert set(sent) == {m.Take(0, 0, 100, 4, False, number) for number in (1, 2, 3)}
 
 
 def test_an_epoch_ends_for_the_others_when_a_rank_finishes_in_the_middle_of_it() -> None:

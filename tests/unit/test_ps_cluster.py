@@ -13,6 +13,8 @@ import torch
 import zmq
 
 from scheduler.plans import Plan
+from star_hvd.channel.link import Dealer
+from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.ps import Reply
 from star_hvd.ps.auth import connect
@@ -421,19 +423,20 @@ def test_a_new_process_of_a_shard_gets_no_order_before_those_it_missed() -> None
         worker(made, 0, 1)
         context = zmq.Context()
         identity = shard_identity(0, 0, 1) + b"newcomer"
-        newcomer = connect(context, made.key, made.endpoints[0], identity)
-        newcomer.send_multipart([pack(Header(Kind.DONE, 0, 0, 1)), msgpack.packb({})])
+        newcomer = Dealer(connect(context, made.key, made.endpoints[0], identity), TENSORS)
+        newcomer.send([pack(Header(Kind.DONE, 0, 0, 1)), msgpack.packb({})])
         made.clients[0].push(step=1, version=1, flats=made.gradients(0, 1), weight=1.0)
         made.clients[0].wait(DEADLINE_S)
-        assert not newcomer.poll(200), "it has not said what it knows"
-        newcomer.send_multipart([pack(Header(Kind.JOIN, 0, 0, 1)), msgpack.packb({})])
+        time.sleep(0.2)
+        assert not list(newcomer.receive()), "it has not said what it knows"
+        newcomer.send([pack(Header(Kind.JOIN, 0, 0, 1)), msgpack.packb({})])
         time.sleep(0.2)
         made.clients[0].push(step=2, version=2, flats=made.gradients(0, 2), weight=1.0)
         orders = []
         while not orders or orders[-1]["op"] != "update" or orders[-1]["version"] < 2:
-            assert newcomer.poll(1000 * DEADLINE_S)
-            orders.append(read_meta(newcomer.recv_multipart()[1]))
+            assert newcomer.socket.poll(1000 * DEADLINE_S)
+            orders += [read_meta(frames[1]) for frames in newcomer.receive()]  # type: ignore[index]
         numbers = [order["seq"] for order in orders]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        newcomer.close(linger=0)
+        newcomer.close()
         context.term()

@@ -200,11 +200,11 @@ def test_a_subgroup_closes_without_its_members_that_are_away_and_never_waits_for
     assert order is not None and order.missing == (2,) and order.reason == "away"
 
 
-def push_frames(body: bytes, chunk: int, *, number: int = 1) -> list[list[bytes]]:
+def push_frames(body: bytes, chunk: int, *, number: int = 1, attempt: int = 0) -> list[list[bytes]]:
     from star_hvd.channel.late import _HEADER
 
     return [
-        [_HEADER.pack(b"STAL", 1, 0, 3, number, 5, offset, len(body)), body[offset : offset + chunk]]
+        [_HEADER.pack(b"STAL", 2, 0, 3, 77, number, attempt, 5, offset, len(body)), body[offset : offset + chunk]]
         for offset in range(0, len(body), chunk)
     ]
 
@@ -218,16 +218,19 @@ def test_late_gradients_are_put_together_once_and_damaged_ones_leave_nothing() -
 
     pushes = LatePushes(accept)
     frames = push_frames(b"abcdefgh", 3)
-    assert pushes.take(b"p", frames[0]) is None and pushes.take(b"p", frames[1]) is None
-    answer = pushes.take(b"p", frames[2])
+    assert pushes.take(frames[0]) is None and pushes.take(frames[1]) is None
+    answer = pushes.take(frames[2])
     assert answer is not None and taken == [(0, 3, 5, b"abcdefgh")]
-    assert pushes.take(b"p", frames[2]) == answer and len(taken) == 1, "sent again, taken once"
+    assert pushes.take(frames[2]) == answer and len(taken) == 1, "sent again, taken once"
+    assert pushes.take(push_frames(b"abcdefgh", 3, attempt=1)[2]) == answer and len(taken) == 1, "a second attempt"
     second = push_frames(b"ijklmnop", 3, number=2)
-    pushes.take(b"p", second[0])
+    pushes.take(second[0])
+    assert pushes.take(second[2]) is pushes.take(second[1]) is None, "a part was lost: the next attempt brings all"
+    pushes.take(second[0])
     with pytest.raises(ChannelError, match="does not follow"):
-        pushes.take(b"p", second[2])
+        pushes.take(second[0])
     with pytest.raises(ChannelError, match="expected a header"):
-        pushes.take(b"p", [b"x", b"y"])
+        pushes.take([b"x", b"y"])
     assert len(taken) == 1
 
 

@@ -206,8 +206,8 @@ def test_a_silent_server_costs_no_more_than_the_deadline() -> None:
         router.close(linger=0)
 
 
-def header(number: int, total: int, offset: int, size: int, magic: bytes = b"STAR", protocol: int = 1) -> bytes:
-    return _HEADER.pack(magic, protocol, number, total, offset, size)
+def header(number: int, total: int, offset: int, size: int, magic: bytes = b"STAR", protocol: int = 2) -> bytes:
+    return _HEADER.pack(magic, protocol, 0, number, total, offset, size)
 
 
 MANIFEST, BODY = pack_snapshot(Snapshot(1, [torch.ones(4)], [{}]))
@@ -236,9 +236,14 @@ def test_damaged_replies(replies: list[list[bytes]]) -> None:
         def answer() -> None:
             if router.poll(60_000):
                 peer, request = router.recv_multipart()
-                assert _REQUEST.unpack(request) == (0, 1, 0)
-                for frames in replies:
-                    router.send_multipart([peer, *frames])
+                number, *wanted = _REQUEST.unpack(request)
+                assert wanted == [0, 1, 0]
+                for head, *payload in replies:
+                    if len(head) == _HEADER.size:
+                        fields = list(_HEADER.unpack(head))
+                        fields[2] = number
+                        head = _HEADER.pack(*fields)
+                    router.send_multipart([peer, head, *payload])
 
         thread = threading.Thread(target=answer)
         thread.start()

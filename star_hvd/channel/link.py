@@ -1,0 +1,251 @@
+"""Sockets whose messages survive a broken connection: a DEALER and a ROUTER with a `Stream` per peer.
+
+Whoever owns one polls `sockets` (and calls `receive` when one of them is ready) and calls `tick` at `next_s`. Both
+belong to one thread, as their sockets do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from star_hvd.channel.reliable import Frames, Limits, Stream
+from star_hvd.errors import ChannelError
+
+__all__ = ["Dealer", "Router"]
+
+logger = logging.getLogger("star_hvd")
+
+_MOST_PEERS = 1 << 14
+_FORGET_S = 30.0  # For as long a peer that is not needed any more may take the rest.
+
+
+class Dealer:
+    """The side that connects.
+
+    Args:
+        socket: A DEALER. It belongs to this object and its thread from now on.
+        limits: Of the stream.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any], limits: Limits) -> None:
+        self.socket = socket
+        self.stream = Stream(limits, accepts=False)
+        self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        # The first connection may be there already. What the peer has for us from before it knew us is asked for.
+        self.stream.connected(time.monotonic())
+        self._flush()
+
+    @property
+    def sockets(self) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
+        """What is to be polled for input."""
+        return self.socket, self._monitor
+
+    @property
+    def next_s(self) -> float:
+        """When `tick` is due, on the monotonic clock."""
+        return self.stream.next_s
+
+    def register(self, poller: zmq.Poller) -> None:
+        """Poll it."""
+        for each in self.sockets:
+            poller.register(each, zmq.POLLIN)
+
+    def unregister(self, poller: zmq.Poller) -> None:
+        """Poll it no longer."""
+        for each in self.sockets:
+            poller.unregister(each)
+
+    def send(self, frames: Sequence[Any]) -> None:
+        """Send a message; it will arrive as long as both sides live.
+
+        Raises:
+            ChannelError: The stream is over.
+        """
+        self.stream.send(frames, time.monotonic())
+        self._flush()
+
+    def note(self, frames: Sequence[Any]) -> None:
+        """Send a message that may be lost with its connection."""
+        self.stream.note(frames)
+        self._flush()
+
+    def tick(self) -> None:
+        """Do what is due."""
+        self.stream.tick(time.monotonic())
+        self._flush()
+
+    def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
+        """Messages that are there, at most so many; an error in the place of one that no stream sends."""
+        self._look_at_monitor()
+        for _ in range(most):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            try:
+                message = self.stream.receive(frames, time.monotonic())
+            except ChannelError as error:
+                yield error
+                continue
+            if message is not None:
+                yield message
+        self.tick()
+
+    def _look_at_monitor(self) -> None:
+        while True:
+            try:
+                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.stream.connected(time.monotonic())
+            self._flush()
+
+    def drain(self, deadline_s: float) -> bool:
+        """Wait until the peer has acknowledged everything, at most so long; whether it has."""
+        limit_s = time.monotonic() + deadline_s
+        poller = zmq.Poller()
+        self.register(poller)
+        while self.stream.unacknowledged:
+            left_s = min(limit_s, self.next_s) - time.monotonic()
+            if time.monotonic() >= limit_s:
+                return False
+            poller.poll(max(0, math.ceil(1e3 * left_s)))
+            for _ in self.receive():
+                pass  # Nothing is expected any more.
+        return self.stream.broken is None
+
+    def close(self, linger_ms: int = 0, *, bye: bool = True) -> None:
+        """Close the socket, after saying so to the peer."""
+        with contextlib.suppress(zmq.ZMQError):
+            if bye:
+                self.stream.acknowledge()
+                self.stream.bye()
+                self._flush()
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self.socket.close(linger=linger_ms)
+
+    def _flush(self) -> None:
+        for frames in self.stream.emitted():
+            self.socket.send_multipart(frames, copy=False)
+
+
+class Router:
+    """The side that is connected to.
+
+    Args:
+        socket: A bound ROUTER. It belongs to this object and its thread from now on.
+        limits: Of every stream.
+        known: Whether a peer may have such an identity.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any], limits: Limits, known: Callable[[bytes], bool]) -> None:
+        self.socket = socket
+        self.lost = 0
+        self._limits, self._known = limits, known
+        self._streams: dict[bytes, Stream] = {}
+        self._leaving: dict[bytes, float] = {}
+
+    @property
+    def next_s(self) -> float:
+        """When `tick` is due, on the monotonic clock."""
+        soonest_s = min((stream.next_s for stream in self._streams.values()), default=math.inf)
+        return min(soonest_s, *self._leaving.values()) if self._leaving else soonest_s
+
+    def stream(self, identity: bytes) -> Stream:
+        """The stream of a peer; a new one if it was not heard of yet."""
+        found = self._streams.get(identity)
+        if found is None:
+            found = self._streams[identity] = Stream(self._limits, accepts=True)
+        return found
+
+    def send(self, identity: bytes, frames: Sequence[Any]) -> None:
+        """Send a message; it will arrive as long as the peer lives, whether it is connected now or not.
+
+        What is for a peer that has left, or that was given up, is counted in `lost`.
+        """
+        stream = self.stream(identity)
+        if stream.broken is not None:
+            self.lost += 1
+            return
+        try:
+            stream.send(frames, time.monotonic())
+        except ChannelError as error:
+            self.lost += 1
+            logger.error("messages for %r are given up: %s", identity, error)
+        self._flush(identity, stream)
+
+    def note(self, identity: bytes, frames: Sequence[Any]) -> None:
+        """Send a message that may be lost with its connection."""
+        stream = self.stream(identity)
+        stream.note(frames)
+        self._flush(identity, stream)
+
+    def tick(self) -> None:
+        """Do what is due."""
+        now_s = time.monotonic()
+        for identity, stream in self._streams.items():
+            if now_s >= stream.next_s:
+                stream.tick(now_s)
+                self._flush(identity, stream)
+        for identity, limit_s in list(self._leaving.items()):
+            if now_s >= limit_s or not self._streams[identity].unacknowledged:
+                del self._leaving[identity], self._streams[identity]
+
+    def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
+        """Messages that are there, at most so many, identity in front; an error in the place of what is none."""
+        for _ in range(most):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            try:
+                message = self._take(frames)
+            except ChannelError as error:
+                yield error
+                continue
+            if message is not None:
+                yield message
+        self.tick()
+
+    def _take(self, frames: Frames) -> Frames | None:
+        identity = frames[0].bytes
+        if identity[:1] == b"\0" and len(identity) == 5:
+            return None  # ZeroMQ's name for a connection whose peer is back on another one: this will come again.
+        if not self._known(identity):
+            raise ChannelError(f"a message came from {identity!r}")
+        if identity not in self._streams and len(self._streams) >= _MOST_PEERS:
+            raise ChannelError(f"a message came from {identity!r}, beyond {_MOST_PEERS} peers")
+        fresh = Stream(self._limits, accepts=True) if identity not in self._streams else None
+        stream = fresh or self._streams[identity]
+        message = stream.receive(frames[1:], time.monotonic())
+        self._streams[identity] = stream  # Not before: what is no stream's makes none.
+        self._flush(identity, stream)
+        return None if message is None else [frames[0], *message]
+
+    def forget(self, prefix: bytes) -> None:
+        """Peers whose identity begins so are not needed any more; what they have not acknowledged still goes out."""
+        limit_s = time.monotonic() + _FORGET_S
+        for identity in self._streams:
+            if identity.startswith(prefix):
+                self._leaving.setdefault(identity, limit_s)
+
+    def bye(self) -> None:
+        """Before the socket is closed: acknowledge what came and say that no more is taken."""
+        with contextlib.suppress(zmq.ZMQError):
+            for identity, stream in self._streams.items():
+                stream.acknowledge()
+                stream.bye()
+                self._flush(identity, stream)
+
+    def _flush(self, identity: bytes, stream: Stream) -> None:
+        for frames in stream.emitted():
+            self.socket.send_multipart([identity, *frames], copy=False)
