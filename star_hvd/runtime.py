@@ -22,7 +22,8 @@ from horovod.torch.functions import allgather_object
 from scheduler.records import Plan
 from star_hvd import env
 from star_hvd.build_check import own_build, require_equal
-from star_hvd.channel.keys import Keyring, Peer, own_address
+from star_hvd.channel.door import CONTROL_BYTES
+from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.channel.late import PROBE, LatePushes
 from star_hvd.channel.tensors import TensorServer, fetch
 from star_hvd.config import Config
@@ -48,7 +49,6 @@ from star_hvd.execute.state import Snapshot
 from star_hvd.job_log import JobLog, check_curves
 from star_hvd.meeting import Position, gather_positions, settled, unsettled_text
 from star_hvd.model import LazyRanker
-from star_hvd.ps import JobKey
 from star_hvd.requests import Requests
 from star_hvd.run_log import new_run_name
 from star_hvd.services import JobServices
@@ -135,7 +135,7 @@ class Runtime(Requests):
 
     def __init__(self, config: Config) -> None:
         # Here, on every rank: a name that is none must end the job, not only what rank 0's coordinator does.
-        told = {"policy": env.policy(), "least_quorum": env.least_quorum()}
+        told = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
         changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
         super().__init__(dataclasses.replace(config, **changes), int(mpi_ops.rank()))
         self.world_size = int(mpi_ops.size())
@@ -145,6 +145,7 @@ class Runtime(Requests):
         self.tensors: TensorServer
         self.services: JobServices
         self._job = ""
+        self._folder: PrivateFolder | None = None
         self._ranker: LazyRanker | None = None
         self._sampler: ResourceSampler | None = None
         self._curves: set[str] = set()
@@ -164,14 +165,15 @@ class Runtime(Requests):
         """Exchange addresses and keys over Horovod and start the threads. Collective."""
         if self.rank == 0 and self.config.policy == "learned":
             self._ranker = LazyRanker()
-        host = own_address(single_host=int(mpi_ops.local_size()) == self.world_size)
-        control, control_port = self.keyring.server(host) if self.rank == 0 else (None, 0)
-        router, tensor_port = self.keyring.server(host)
-        own = (self.keyring.public_key, host, control_port, tensor_port)
-        told = (JobKey.new(), new_run_name()) if self.rank == 0 else None
-        gathered = allgather_object((own, told, own_build()), name="star.peers")
+        single_host = int(mpi_ops.local_size()) == self.world_size
+        host = own_address(single_host=single_host)
+        control, control_port = self.keyring.server(host, CONTROL_BYTES) if self.rank == 0 else (None, 0)
+        router, data_host, port, path = self._data_server(host, single_host=single_host)
+        own = (self.keyring.public_key, host, control_port, port, self.keyring.server_pair.public, path)
+        job = new_run_name() if self.rank == 0 else None
+        gathered = allgather_object((own, job, own_build()), name="star.peers")
         require_equal(build for _, _, build in gathered)
-        peers, (key, self._job) = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
+        peers, self._job = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()
@@ -190,11 +192,21 @@ class Runtime(Requests):
             self.config.heartbeat_s,
         )
         self.services = JobServices(
-            self.rank, self.config, self.keyring, key, host, self.agent.send, self.drivers
+            self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers
         )
         self.services.start()
         self.agent.start()
         _install_exit_hooks()
+
+    def _data_server(self, host: str, *, single_host: bool) -> tuple[Any, str, int, str]:
+        """The socket for tensors, where parameter servers of this rank listen, and the socket's port or path."""
+        # With addresses of the user's own, network namespaces for example, ranks of a host may share no folder.
+        if self.config.encryption == "network" and single_host and host == "127.0.0.1":
+            self._folder = PrivateFolder()
+            router, path = self.keyring.local_server(self._folder.path)
+            return router, str(self._folder.path), 0, path
+        router, port = self.keyring.server(host)
+        return router, host, port, ""
 
     def new_driver(self) -> EngineDriver:
         """A driver for the next optimizer; optimizers must be made in the same order on all ranks."""
@@ -416,6 +428,8 @@ class Runtime(Requests):
         if self.coordinator is not None:
             self.coordinator.stop()
         self.keyring.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def _drain(self) -> None:
         self.enter_away("finished")

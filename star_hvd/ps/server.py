@@ -183,7 +183,7 @@ class Server:
     """
 
     def __init__(self, pipe: Pipe, config: dict[str, Any]) -> None:
-        self.key = JobKey.from_dict(config["key"])
+        self.key = JobKey.of_server(config["key"])
         self.faults: dict[str, Any] = config.get("faults") or {}
         self.context = zmq.Context(io_threads=int(config["io_threads"]))
         self.door = Door(self.context, self.key, config["host"], config["port"])
