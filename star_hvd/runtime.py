@@ -22,7 +22,7 @@ from horovod.torch.functions import allgather_object
 from scheduler.records import Plan
 from star_hvd import env
 from star_hvd.build_check import own_build, require_equal
-from star_hvd.channel.door import CONTROL_BYTES
+from star_hvd.channel.door import CONTROL_BYTES, SLACK_BYTES
 from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.channel.late import PROBE, LatePushes
 from star_hvd.channel.tensors import TensorServer, fetch
@@ -205,7 +205,7 @@ class Runtime(Requests):
             self._folder = PrivateFolder()
             router, path = self.keyring.local_server(self._folder.path)
             return router, str(self._folder.path), 0, path
-        router, port = self.keyring.server(host)
+        router, port = self.keyring.server(host, self.config.chunk_bytes + SLACK_BYTES)
         return router, host, port, ""
 
     def new_driver(self) -> EngineDriver:

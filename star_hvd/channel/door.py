@@ -21,7 +21,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-__all__ = ["CONTROL_BYTES", "HANDSHAKE_S", "MAX_PENDING", "DoorWatch", "set_limits"]
+__all__ = ["CONTROL_BYTES", "DATA_BYTES", "HANDSHAKE_S", "MAX_PENDING", "SLACK_BYTES", "DoorWatch", "set_limits"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -33,6 +33,7 @@ MAX_PENDING = 16
 
 SLACK_BYTES = 64 * 1024  # Of a message beside its payload: header, encryption.
 CONTROL_BYTES = (1 << 20) + SLACK_BYTES
+DATA_BYTES = (1 << 22) + SLACK_BYTES  # The largest `Config.chunk_bytes`; a rank's own socket takes no more than its own.
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 500
 _POLL_MS = 250
 _WARN_AT = 20  # Connections turned away; a few are a scan of ports, or a rank that was slow once.
@@ -224,8 +225,8 @@ def _borrow(descriptor: int, peer: Any = None) -> socket.socket | None:
         os.close(copy)
         return None
     with contextlib.suppress(OSError):
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
-            if peer is None or connection.getpeername() == peer:
-                return connection
+        stream = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+        if stream and (peer is None or connection.getpeername() == peer):
+            return connection
     connection.close()
     return None

@@ -23,12 +23,11 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from star_hvd import env
-from star_hvd.channel.door import SLACK_BYTES, DoorWatch, set_limits
+from star_hvd.channel.door import DATA_BYTES, DoorWatch, set_limits
 from star_hvd.errors import ChannelError
 
 __all__ = ["JobKey", "KeyPair", "Keyring", "Peer", "PrivateFolder", "own_address"]
 
-_DATA_BYTES = 4 * 1024 * 1024 + SLACK_BYTES  # The largest `Config.chunk_bytes`, and what is around it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +147,17 @@ class JobKey:
         return key in self.admitted
 
 
+_MAX_FOLDER = 90  # The system takes 107 characters for the path of a Unix socket.
+
+
 class PrivateFolder:
     """A folder for Unix sockets that only this user can enter: the system lets nobody else connect."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="star-"))  # Mode 0700.
+        if len(str(self.path)) > _MAX_FOLDER:
+            self.path.rmdir()
+            self.path = Path(tempfile.mkdtemp(prefix="star-", dir="/tmp"))
 
     def close(self) -> None:
         """Remove it."""
@@ -202,7 +207,7 @@ class Keyring:
         servers = {peer.server_key for peer in self.peers if peer.server_key}
         return JobKey(self.pair, self.server_pair, self._known.keys | servers)
 
-    def server(self, host: str, max_bytes: int = _DATA_BYTES) -> tuple[zmq.Socket[Any], int]:
+    def server(self, host: str, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[Any], int]:
         """A bound ROUTER that only ranks of this job can talk to, and its port.
 
         Args:
@@ -217,7 +222,7 @@ class Keyring:
 
     def local_server(self, folder: Path) -> tuple[zmq.Socket[Any], str]:
         """A bound ROUTER on a Unix socket in a folder of this user's alone, and its path; nothing is encrypted."""
-        router = self._router(_DATA_BYTES)
+        router = self._router(DATA_BYTES)
         path = str(folder / secrets.token_hex(4))
         router.bind(f"ipc://{path}")
         return router, path
@@ -237,7 +242,7 @@ class Keyring:
         dealer.linger = 1000
         if identity:
             dealer.setsockopt(zmq.IDENTITY, identity)
-        set_limits(dealer, _DATA_BYTES)
+        set_limits(dealer, DATA_BYTES)
         if peer.tensor_path and port == peer.tensor_port:
             dealer.connect(f"ipc://{peer.tensor_path}")
             return dealer

@@ -1,7 +1,8 @@
 """Parameters from a rank that has them to one that is behind, in chunks, on sockets of their own.
 
-A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 carries a manifest (msgpack:
-shapes, types, scalar state), the others the tensors' bytes one after another. Nothing is pickled.
+A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 says how long the manifest
+(msgpack: shapes, types, scalar state) is, the others carry it and then the tensors' bytes, one after another, so that
+no message is larger than a chunk however many parameters there are. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = ["TensorServer", "fetch", "pack_snapshot", "receive_snapshot", "reques
 logger = logging.getLogger("star_hvd")
 
 _HEADER = struct.Struct("<4sBIIQQ")  # magic, protocol, sequence number, chunks in all, offset and size of the body
+_MANIFEST = struct.Struct("<Q")  # size of the manifest
 _REQUEST = struct.Struct("<IBQ")  # engine, whether the optimizer's state is wanted, least version
 _MAGIC, _PROTOCOL = b"STAR", 1
 _MAX_BODY_BYTES = 1 << 42
@@ -174,12 +176,14 @@ class TensorServer:
         except Exception as error:
             logger.warning("cannot serve a fetch: %s", error)
             manifest, body = b"", b""
-        size = self._chunk_bytes
-        total = 1 + -(-len(body) // size)
-        self._send(peer, 0, total, 0, len(body), manifest)
-        for number in range(1, total):
-            offset = (number - 1) * size
-            self._send(peer, number, total, offset, len(body), body[offset : offset + size])
+        step, size = self._chunk_bytes, len(manifest) + len(body)
+        chunks = [(part, begin) for part in (manifest, body) for begin in range(0, len(part), step)]
+        total, offset = 1 + len(chunks), 0
+        self._send(peer, 0, total, 0, size, _MANIFEST.pack(len(manifest)) if manifest else b"")
+        for number, (part, begin) in enumerate(chunks, 1):
+            payload = part[begin : begin + step]
+            self._send(peer, number, total, offset, size, payload)
+            offset += len(payload)
         self.served += 1
 
     def _take_push(self, peer: bytes, frames: list[bytes]) -> None:
@@ -232,7 +236,7 @@ def receive_snapshot(
         ChannelError: The reply cannot be read.
     """
     began_s = time.monotonic()
-    manifest, body, received, total, size = b"", bytearray(), 0, 1, 0
+    manifest, body, described, received, total, size = bytearray(), bytearray(), 0, 0, 1, 0
     while received < total:
         left_s = min(patience_s, limit_s - time.monotonic())
         if left_s <= 0 or not socket.poll(max(1, round(1e3 * left_s))):
@@ -241,15 +245,25 @@ def receive_snapshot(
         frames = socket.recv_multipart()
         *announced, offset, payload = _parse(frames, received)
         if received == 0:
-            manifest, (total, size) = payload, announced
-        elif announced != [total, size] or offset != len(body) or offset + len(payload) > size:
-            raise ChannelError(f"chunk {received} from rank {source} does not follow the {len(body)} bytes before")
+            described, (total, size) = _manifest_size(payload), announced
         else:
-            body += payload
+            came = len(manifest) + len(body)
+            if announced != [total, size] or offset != came or came + len(payload) > size:
+                raise ChannelError(f"chunk {received} from rank {source} does not follow the {came} bytes before")
+            (manifest if len(manifest) < described else body).extend(payload)
         received += 1
-    if len(body) != size:
-        raise ChannelError(f"rank {source} sent {len(body)} bytes; it had announced {size}")
-    return unpack_snapshot(manifest, bytes(body)) if manifest else None
+    if len(manifest) != described or described + len(body) != size:
+        raise ChannelError(
+            f"rank {source} sent a manifest of {len(manifest)} bytes and {len(body)} bytes of tensors; it had announced "
+            f"{described} and {size - described}"
+        )
+    return unpack_snapshot(bytes(manifest), bytes(body)) if manifest else None
+
+
+def _manifest_size(payload: bytes) -> int:
+    if payload and len(payload) != _MANIFEST.size:
+        raise ChannelError(f"a reply begins with {len(payload)} bytes; expected the size of its manifest")
+    return int(_MANIFEST.unpack(payload)[0]) if payload else 0
 
 
 def _parse(frames: list[bytes], expected: int) -> tuple[int, int, int, bytes]:

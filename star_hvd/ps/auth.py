@@ -1,9 +1,9 @@
 """Who may talk to the parameter servers, and the sockets they do it on.
 
 The keys are the job's own (`star_hvd.channel.keys`): a server admits the public keys of all ranks and of their servers,
-and each side knows the other's before it connects, so nothing secret travels. Everything is encrypted (CURVE), except on
-Unix sockets, which serve a job that is on one host and asked not to encrypt there (`Config.encryption`): only processes
-of the same user can open those.
+and each side knows the other's before it connects, so nothing secret travels. Everything is encrypted (CURVE), except
+on Unix sockets, which serve a job that is on one host and asked not to encrypt there (`Config.encryption`): only
+processes of the same user can open those.
 """
 
 from __future__ import annotations

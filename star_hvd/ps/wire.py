@@ -15,6 +15,7 @@ import msgpack
 import torch
 import zmq
 
+from star_hvd.channel.door import SLACK_BYTES
 from star_hvd.errors import ChannelError
 
 __all__ = [
@@ -35,8 +36,9 @@ __all__ = [
 _LAYOUT = struct.Struct("<4sBBIIIqIqQQ")
 _MAGIC, _PROTOCOL = b"STPS", 1
 HEADER_BYTES = _LAYOUT.size
-PART_BYTES = 4 * 1024 * 1024  # 40 MB messages were 4 times slower than 4 MB ones.
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+# 40 MB messages were 4 times slower than 4 MB ones. Of 1 MiB: a stranger's connection can make a server hold one.
+PART_BYTES = 1024 * 1024
+MAX_MESSAGE_BYTES = PART_BYTES + SLACK_BYTES
 _MAX_CHUNK_BYTES = 1 << 42
 
 
