@@ -9,17 +9,16 @@ takes too long. A rank of the job that is shut by mistake connects again by itse
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
-import os
 import socket
 import struct
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 __all__ = ["CONTROL_BYTES", "DATA_BYTES", "HANDSHAKE_S", "MAX_PENDING", "SLACK_BYTES", "DoorWatch", "set_limits"]
 
@@ -33,9 +32,14 @@ MAX_PENDING = 16
 
 SLACK_BYTES = 64 * 1024  # Of a message beside its payload: header, encryption.
 CONTROL_BYTES = (1 << 20) + SLACK_BYTES
-DATA_BYTES = (1 << 22) + SLACK_BYTES  # The largest `Config.chunk_bytes`; a rank's own socket takes no more than its own.
+DATA_BYTES = (1 << 22) + SLACK_BYTES
+"""The largest `Config.chunk_bytes`, and what is around it. Where a rank listens it takes no more than its own."""
+
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 500
 _POLL_MS = 250
+_BATCH = 256
+_TRIM_S = 1.0
+_EVENT = struct.Struct("=Hi")  # As the monitor sends it: event, and descriptor where there is one.
 _WARN_AT = 20  # Connections turned away; a few are a scan of ports, or a rank that was slow once.
 
 # In `struct tcp_info` of Linux: bytes the other side has acknowledged.
@@ -61,12 +65,6 @@ def set_limits(sock: zmq.Socket[Any], max_bytes: int) -> None:
     sock.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
 
 
-@dataclass(slots=True)
-class _Pending:
-    peer: Any  # Its address, to tell it from a later owner of the same descriptor.
-    since_s: float
-
-
 class DoorWatch:
     """Watches the doors of some sockets, with a thread for each, and counts who came and who was let in.
 
@@ -77,7 +75,13 @@ class DoorWatch:
         handshake_s: Longest time they may take for it.
     """
 
-    _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+    _EVENTS = (
+        zmq.EVENT_LISTENING
+        | zmq.EVENT_ACCEPTED
+        | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        | zmq.EVENT_DISCONNECTED
+        | zmq.EVENT_MONITOR_STOPPED
+    )
 
     def __init__(self, max_pending: int = MAX_PENDING, handshake_s: float = HANDSHAKE_S) -> None:
         self._max_pending, self._handshake_s = max_pending, handshake_s
@@ -110,9 +114,11 @@ class DoorWatch:
                 door.thread.join(deadline_s)
 
     def _run(self, door: _Door) -> None:
+        # ZeroMQ's thread waits where its events are not read: this one ends with the socket it watches, not before.
         with contextlib.suppress(zmq.ZMQError):  # The context ends before this thread notices.
-            while not self._stop.is_set() and door.take_events():
+            while door.take_events() and not (self._stop.is_set() and not door.monitor.poll(0)):
                 door.sweep(time.monotonic())
+                door.trim(time.monotonic())
                 self._warn()
             door.monitor.close(linger=0)
 
@@ -141,7 +147,8 @@ class _Door:
         self.evicted = 0
         self._accepted = self._succeeded = self._disconnected = 0
         self._max_pending, self._handshake_s = max_pending, handshake_s
-        self._pending: dict[int, _Pending] = {}
+        self._port, self._trimmed, self._trim_at_s = -1, 0, 0.0
+        self._pending: dict[int, float] = {}  # Descriptor, and since when.
 
     @property
     def denied(self) -> int:
@@ -151,82 +158,76 @@ class _Door:
         """Wait for something to happen, and note all of it; False when the socket is closed."""
         if not self.monitor.poll(_POLL_MS):
             return True
-        # A bounded number, so that in a flood the list is looked through before it is over.
-        for _ in range(4 * self._max_pending):
-            told = recv_monitor_message(self.monitor)
-            event, descriptor = told["event"], told["value"]
-            if event == zmq.EVENT_MONITOR_STOPPED:
-                return False
-            if event == zmq.EVENT_ACCEPTED:
-                self._accepted += 1
-                self._note(descriptor)
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._disconnected += 1
-                self._pending.pop(descriptor, None)
-            else:
-                self._succeeded += 1
-            if not self.monitor.poll(0):
-                break
+        now_s = time.monotonic()
+        with contextlib.suppress(zmq.Again):
+            for _ in range(_BATCH):  # In a flood there is always more, and the list has to be looked through.
+                head, endpoint = self.monitor.recv_multipart(zmq.NOBLOCK)
+                event, value = _EVENT.unpack(head)
+                if event == zmq.EVENT_ACCEPTED:
+                    self._accepted += 1
+                    self._pending[value] = now_s
+                elif event == zmq.EVENT_DISCONNECTED:
+                    self._disconnected += 1
+                    self._pending.pop(value, None)
+                elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._succeeded += 1
+                elif event == zmq.EVENT_LISTENING:
+                    self._port = int(endpoint.rsplit(b":", 1)[1])
+                else:
+                    return False
         return True
-
-    def _note(self, descriptor: int) -> None:
-        connection = _borrow(descriptor)
-        if connection is not None:
-            with connection, contextlib.suppress(OSError):  # Gone already.
-                self._pending[descriptor] = _Pending(connection.getpeername(), time.monotonic())
 
     def sweep(self, now_s: float) -> None:
         """Shut what waits for too long, and the least likely ones where too many wait."""
-        overdue = [d for d, each in self._pending.items() if now_s - each.since_s > self._handshake_s]
+        overdue = {d for d, since_s in self._pending.items() if now_s - since_s > self._handshake_s}
         if not overdue and len(self._pending) <= self._max_pending:
             return
-        progress = {descriptor: self._progress(descriptor) for descriptor in list(self._pending)}
+        progress = {descriptor: self._progress(descriptor) for descriptor in self._pending}
         waiting = [d for d, done in progress.items() if done < _ADMITTED_BYTES]
+        # Whoever has got further in the handshake is likelier to be of the job; of equals the oldest goes.
+        waiting.sort(key=lambda d: (progress[d], self._pending[d]))
+        surplus = waiting[: max(0, len(waiting) - self._max_pending)]
+        for descriptor in overdue.intersection(waiting).union(surplus):
+            self._shut(descriptor)
+            del self._pending[descriptor]
         for descriptor in progress.keys() - waiting:
             del self._pending[descriptor]
-        # Whoever has got further in the handshake is likelier to be of the job; of equals the oldest goes.
-        waiting.sort(key=lambda d: (progress[d], self._pending[d].since_s))
-        surplus = waiting[: max(0, len(waiting) - self._max_pending)]
-        for descriptor in {*surplus, *(d for d in overdue if d in self._pending)}:
-            self._shut(descriptor)
+
+    def trim(self, now_s: float) -> None:
+        """Give the memory of messages that strangers had begun back to the system: the C library would keep it."""
+        if self.evicted > self._trimmed and now_s >= self._trim_at_s:
+            self._trimmed, self._trim_at_s = self.evicted, now_s + _TRIM_S
+            with contextlib.suppress(AttributeError):  # Not of every C library.
+                ctypes.CDLL(None).malloc_trim(0)
 
     def _progress(self, descriptor: int) -> int:
-        """Bytes of the handshake that the peer has acknowledged; more than any handshake has where it is gone."""
-        connection = _borrow(descriptor, self._pending[descriptor].peer)
-        if connection is None:
+        """Bytes of the handshake that the peer has acknowledged; as if it were let in where the connection is gone."""
+        try:
+            with _lent(descriptor) as connection:
+                if connection.getsockname()[1:] != (self._port,):  # The number is that of another file by now.
+                    return _ADMITTED_BYTES
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                return int(struct.unpack_from("<Q", info, _BYTES_ACKED)[0])
+        except OSError:
             return _ADMITTED_BYTES
-        with connection:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        return int(struct.unpack_from("<Q", info, _BYTES_ACKED)[0])
 
     def _shut(self, descriptor: int) -> None:
-        connection = _borrow(descriptor, self._pending.pop(descriptor).peer)
-        if connection is not None:
-            self.evicted += 1
-            with connection, contextlib.suppress(OSError):  # Gone in this very moment.
-                # ZeroMQ's thread reads the end and closes the descriptor, which is its own.
+        with contextlib.suppress(OSError), _lent(descriptor) as connection:  # Gone in this very moment.
+            if connection.getsockname()[1:] == (self._port,):
+                # ZeroMQ's thread then reads the end of it, and closes it.
                 connection.shutdown(socket.SHUT_RDWR)
+                self.evicted += 1
 
 
-def _borrow(descriptor: int, peer: Any = None) -> socket.socket | None:
-    """A connection of ZeroMQ's by its descriptor; None where that is closed, or belongs to something else by now.
+@contextlib.contextmanager
+def _lent(descriptor: int) -> Iterator[socket.socket]:
+    """A connection of ZeroMQ's by its descriptor, which is not closed here.
 
-    Args:
-        descriptor: The number.
-        peer: The address that the connection must have, where known.
+    Raises:
+        OSError: It is closed, or no socket.
     """
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
     try:
-        copy = os.dup(descriptor)
-    except OSError:
-        return None
-    try:
-        connection = socket.socket(fileno=copy)
-    except OSError:  # Not a socket.
-        os.close(copy)
-        return None
-    with contextlib.suppress(OSError):
-        stream = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
-        if stream and (peer is None or connection.getpeername() == peer):
-            return connection
-    connection.close()
-    return None
+        yield connection
+    finally:
+        connection.detach()

@@ -254,8 +254,8 @@ def receive_snapshot(
         received += 1
     if len(manifest) != described or described + len(body) != size:
         raise ChannelError(
-            f"rank {source} sent a manifest of {len(manifest)} bytes and {len(body)} bytes of tensors; it had announced "
-            f"{described} and {size - described}"
+            f"rank {source} sent a manifest of {len(manifest)} bytes and {len(body)} bytes of tensors; it had "
+            f"announced {described} and {size - described}"
         )
     return unpack_snapshot(bytes(manifest), bytes(body)) if manifest else None
 

@@ -106,8 +106,8 @@ class Door:
 
     def close(self) -> None:
         """Stop listening; called by the thread that uses the socket."""
-        self._watch.stop()
         self.router.close()
+        self._watch.stop()
         self._authenticator.stop()
 
 
