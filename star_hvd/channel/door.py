@@ -38,7 +38,7 @@ DATA_BYTES = (1 << 22) + SLACK_BYTES
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 500
 _POLL_MS = 250
 _BATCH = 256
-_TRIM_S = 1.0
+_TRIM_S = 0.3
 _EVENT = struct.Struct("=Hi")  # As the monitor sends it: event, and descriptor where there is one.
 _WARN_AT = 20  # Connections turned away; a few are a scan of ports, or a rank that was slow once.
 
