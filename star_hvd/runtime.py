@@ -24,7 +24,7 @@ from star_hvd import env
 from star_hvd.build_check import own_build, require_equal
 from star_hvd.channel.door import CONTROL_BYTES, SLACK_BYTES
 from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
-from star_hvd.channel.late import PROBE, LatePushes
+from star_hvd.channel.late import MAX_PROBE_BYTES, PROBE, LatePushes
 from star_hvd.channel.tensors import TensorServer, fetch
 from star_hvd.config import Config
 from star_hvd.control import messages
@@ -181,7 +181,7 @@ class Runtime(Requests):
             hosts = [peer.host for peer in peers]
             self.coordinator = Coordinator(control, self.world_size, self.config, hosts, self._ranker)
             self.coordinator.start()
-        self._late_pushes = LatePushes(self._accept_late)
+        self._late_pushes = LatePushes(self._accept_late, self._most_late_bytes)
         self.tensors = TensorServer(router, self._snapshot, self.config.chunk_bytes, self._late_pushes.take)
         self.tensors.start()
         identity = str(self.rank).encode()
@@ -492,6 +492,13 @@ class Runtime(Requests):
         if driver is None:
             raise ChannelError(f"a late gradient of rank {rank} is for optimizer {engine}, which is not here")
         return driver.accept_late(rank, version, body)
+
+    def _most_late_bytes(self, engine: int) -> int:
+        if engine == PROBE:
+            return MAX_PROBE_BYTES
+        driver = self.drivers.get(engine)
+        buckets = driver.engine.applier.buckets if driver is not None else []
+        return sum((bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets)
 
     def _fetch(self, engine: int, wanted: Callable[[], bool]) -> Snapshot | None:
         deadline_s = self.config.control_deadline_s

@@ -22,14 +22,16 @@ from star_hvd.channel.tensors import receive_snapshot, request
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 
-__all__ = ["PROBE", "LatePushes", "ParentLink", "probe", "rate_of"]
+__all__ = ["MAX_PROBE_BYTES", "PROBE", "LatePushes", "ParentLink", "probe", "rate_of"]
 
+MAX_PROBE_BYTES = 64 * 1024 * 1024
 PROBE = 0xFFFFFFFF  # Number of an optimizer that is none: what comes for it measures the link.
 
 _HEADER = struct.Struct("<4sBIIQQQQ")  # magic, protocol, engine, rank, push, version, offset, size
 _MAGIC, _PROTOCOL = b"STAL", 1
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
+_MOST_PEERS = 4096
 _POLL_S = 0.002
 _MOST_BURSTS, _BURST_PAUSE_S, _BURSTS_S = 6, 0.015, 0.25
 _LINKS_PART = 0.1  # Of a burst's time, at least.
@@ -182,10 +184,16 @@ class LatePushes:
 
     Args:
         accept: Takes (engine, rank, version, bytes) and returns the first version that will contain the gradient.
+        most_bytes: Size of the largest gradient of an optimizer, by its number; larger ones are refused at their first
+            chunk, before they take any memory.
     """
 
-    def __init__(self, accept: Callable[[int, int, int, bytearray], int]) -> None:
-        self._accept = accept
+    def __init__(
+        self,
+        accept: Callable[[int, int, int, bytearray], int],
+        most_bytes: Callable[[int], int] = lambda engine: _MAX_PUSH_BYTES,
+    ) -> None:
+        self._accept, self._most_bytes = accept, most_bytes
         self._partial: dict[bytes, _Partial] = {}
         self._done: dict[bytes, tuple[int, int]] = {}
 
@@ -200,12 +208,16 @@ class LatePushes:
         magic, protocol, engine, rank, push, version, offset, size = _HEADER.unpack(frames[0])
         if magic != _MAGIC or protocol != _PROTOCOL or size > _MAX_PUSH_BYTES:
             raise ChannelError(f"a late gradient of protocol {protocol} and {size} bytes; expected {_PROTOCOL}")
+        if size > self._most_bytes(engine):
+            raise ChannelError(f"a late gradient of {size} bytes; expected at most {self._most_bytes(engine)}")
         done = self._done.get(peer)
         if done is not None and done[0] == push:
             return _ACK.pack(_MAGIC, push, done[1])
         partial = self._partial.get(peer)
         if partial is None or partial.push != push:
             partial = self._partial[peer] = _Partial(push, bytearray())
+            if len(self._partial) > _MOST_PEERS:
+                del self._partial[next(iter(self._partial))]
         if offset != len(partial.body) or offset + len(frames[1]) > size:
             del self._partial[peer]
             raise ChannelError(f"chunk at {offset} of a late gradient does not follow the bytes before")
@@ -215,6 +227,8 @@ class LatePushes:
         del self._partial[peer]
         contained = self._accept(engine, rank, version, partial.body)
         self._done[peer] = (push, contained)
+        if len(self._done) > _MOST_PEERS:  # Every connection has a name of its own: the oldest is gone for long.
+            del self._done[next(iter(self._done))]
         return _ACK.pack(_MAGIC, push, contained)
 
 

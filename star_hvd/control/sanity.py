@@ -79,6 +79,7 @@ _STEP_OF: dict[type[Message], str] = {
     **dict.fromkeys((Late, Join, StepNote), "version"),
     OptimizerDropped: "step",
 }
+_ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # Of a server: host, port and public key.
 _NO_STEP = -1  # Of an optimizer that is dropped while servers make its steps.
 
 
@@ -114,12 +115,17 @@ def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> 
 
 
 def _register(message: Register, world_size: int) -> None:
+    for values in (message.initial, message.plan or message.initial):
+        # Before a plan is made of it, which counts its ranks.
+        if values.get("world_size") != world_size:
+            raise ChannelError(f"a plan is for {_short(values.get('world_size'))} ranks; this job has {world_size}")
+    if message.gradient_bytes < 0:
+        raise ChannelError(f"gradient_bytes of a register message is {message.gradient_bytes}; expected 0 or more")
     try:
-        plans = [Plan.from_dict(values) for values in (message.initial, message.plan or message.initial)]
+        for values in (message.initial, message.plan or message.initial):
+            Plan.from_dict(values)
     except (PlanError, TypeError) as error:
         raise ChannelError(f"a plan was refused: {str(error)[:200]}") from error
-    if any(plan.world_size != world_size for plan in plans):
-        raise ChannelError(f"a plan is for {plans[-1].world_size} ranks; this job has {world_size}")
 
 
 def _link_rate(message: LinkRate, _: int) -> None:
@@ -136,6 +142,18 @@ def _machine(message: MachineNote, _: int) -> None:
             raise ChannelError(f"{name} of a machine message is {value!r}; expected a number from 0, or NaN")
 
 
+def _short(value: Any) -> str:
+    return repr(value)[:20]
+
+
+def _address(message: ServerUp | ServerMoved, world_size: int) -> None:
+    # A plan has at most a server per rank, and a parent per rank in its tree.
+    if not 0 <= message.index < 2 * world_size:
+        raise ChannelError(f"a {message.kind} message is of server {message.index}; this job has {world_size} ranks")
+    if len(message.address) != _ADDRESS_PARTS or sum(map(len, message.address)) > _MAX_ADDRESS:
+        raise ChannelError(f"a {message.kind} message has an address of {len(message.address)} parts")
+
+
 def _take(message: Take, _: int) -> None:
     if min(message.loader, message.epoch, message.samples, message.batch - 1) < 0:
         raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
@@ -143,6 +161,8 @@ def _take(message: Take, _: int) -> None:
 
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Register: _register,
+    ServerUp: _address,
+    ServerMoved: _address,
     LinkRate: _link_rate,
     MachineNote: _machine,
     Take: _take,

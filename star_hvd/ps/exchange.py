@@ -11,7 +11,7 @@ from star_hvd.errors import ChannelError
 from star_hvd.execute.state import Snapshot
 from star_hvd.ps.layout import Layout, State
 from star_hvd.ps.store import read_record
-from star_hvd.ps.wire import PART_BYTES, Assembly, Header, Kind, parts
+from star_hvd.ps.wire import PART_BYTES, Gathering, Header, Kind, parts
 
 __all__ = ["Exchange", "Reply", "StateExchange"]
 
@@ -130,7 +130,7 @@ class StateExchange(Exchange):
     """Parameters and optimizer state: a record per chunk."""
 
     def __init__(self, layout: Layout) -> None:
-        self._parts: dict[int, Assembly] = {}
+        self._parts: dict[int, Gathering] = {}
         self._whole: dict[int, torch.Tensor] = {}
         super().__init__(layout, [], kind=Kind.STATED)
 
@@ -149,11 +149,12 @@ class StateExchange(Exchange):
     def add(self, header: Header, data: Any) -> None:
         if header.chunk >= len(self._layout.chunks):
             raise ChannelError(f"a server sent chunk {header.chunk}; there are {len(self._layout.chunks)}")
-        assembly = self._parts.setdefault(header.chunk, Assembly(header.size))
-        if header.size != assembly.buffer.numel():
-            raise ChannelError(f"chunk {header.chunk} comes as {header.size} and as {assembly.buffer.numel()} bytes")
-        if assembly.add(header.offset, data):
-            self._whole[header.chunk] = assembly.buffer
+        gathering = self._parts.setdefault(header.chunk, Gathering(header.size))
+        if header.size != gathering.size:
+            raise ChannelError(f"chunk {header.chunk} comes as {header.size} and as {gathering.size} bytes")
+        whole = gathering.add(header.offset, data)
+        if whole is not None:
+            self._whole[header.chunk] = whole
 
     def snapshot(self) -> Snapshot:
         """What came, in the parameters' shapes.

@@ -13,7 +13,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -29,8 +29,9 @@ from star_hvd.ps.no_compiler import leave_out
 from star_hvd.ps.outbox import Outbox, shard_identity, worker_identity
 from star_hvd.ps.pipe import Pipe
 from star_hvd.ps.primary import Links, Primary
-from star_hvd.ps.shard import Outlet, Shard
-from star_hvd.ps.store import ChunkStore, OptimizerSpec, Record
+from star_hvd.ps.sanity import check_arrival, check_push
+from star_hvd.ps.shard import Outlet, Shard, ShardError
+from star_hvd.ps.store import ChunkStore, OptimizerSpec, Record, RowReader
 from star_hvd.ps.wire import Header, Kind, pack, read_meta, unpack
 
 __all__ = ["Server", "main", "serve"]
@@ -38,7 +39,8 @@ __all__ = ["Server", "main", "serve"]
 logger = logging.getLogger("star_hvd")
 
 _BATCH = 64  # messages taken from one socket before the others get a turn
-_EARLY_MESSAGES = 4096
+_LOGGED = 10  # Dropped messages; the others are counted.
+_EARLY_MESSAGES, _EARLY_KEYS = 4096, 64  # Of sessions that are not open yet, all together.
 Key = tuple[int, int]
 
 
@@ -54,6 +56,8 @@ class _Job(Outlet):
         layout = Layout.from_dict(values["layout"])
         spec = OptimizerSpec.from_dict(values["spec"])
         plan = Plan.from_dict(values["plan"])
+        self.world_size, self.n_servers = plan.world_size, layout.n_servers
+        self.row_size = RowReader(spec).size
         if layout.device_type != "cpu":
             spec = spec.on_host()
         faults = server.faults
@@ -142,6 +146,9 @@ class _Job(Outlet):
     def take(self, header: Header, payload: Any) -> None:
         """A message of a worker or of another shard."""
         kind, rank, step = header.kind, header.rank, header.step
+        between = kind in (Kind.JOIN, Kind.ARRIVED, Kind.DONE, Kind.ORDER)
+        if rank >= (self.n_servers if between else self.world_size):
+            raise ChannelError(f"a message is of {rank}; there are {self.world_size} ranks, {self.n_servers} servers")
         if kind == Kind.CHUNK:
             self.shard.part(rank, step, header.chunk, header.offset, header.size, payload.buffer)
         elif kind == Kind.ORDER:
@@ -151,7 +158,7 @@ class _Job(Outlet):
         elif self.primary is None:
             raise ChannelError(f"shard {self.index} got a message of kind {Kind(kind).name}; expected it at shard 0")
         elif kind == Kind.PUSH:
-            self.primary.push(rank, step, read_meta(payload))
+            self.primary.push(rank, step, check_push(read_meta(payload), self.row_size, self.n_servers))
         elif kind in (Kind.PULL, Kind.STATE):
             self.primary.read("pull" if kind == Kind.PULL else "state", rank, step)
         elif kind == Kind.PRESENCE:
@@ -159,8 +166,8 @@ class _Job(Outlet):
         elif kind == Kind.JOIN:
             self.primary.join(rank, header.version)
         elif kind == Kind.ARRIVED:
-            meta = read_meta(payload)
-            self.primary.arrived(rank, int(meta["rank"]), step, meta["products"])
+            pusher, products = check_arrival(read_meta(payload), self.world_size)
+            self.primary.arrived(rank, pusher, step, products)
         elif kind == Kind.DONE:
             self.primary.done(rank, header.version)
         else:
@@ -240,16 +247,25 @@ class Server:
                 frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            try:
-                if job is not None:
-                    header, payload = _two(frames)
-                    job.take(header, payload)
-                else:
-                    self._message(frames)
-            except (ChannelError, KeyError, TypeError, ValueError) as error:
-                self.malformed += 1
-                if self.malformed <= 10:
-                    logger.warning("a parameter server dropped a message: %s", error)
+            self._guarded(lambda frames=frames: self._received(job, frames))  # type: ignore[misc]
+
+    def _received(self, job: _Job | None, frames: list[Any]) -> None:
+        if job is not None:
+            job.take(*_two(frames))
+        else:
+            self._message(frames)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Act on a message; one that cannot be acted on is counted, and the server goes on."""
+        try:
+            act()
+        except ShardError:
+            raise  # No peer's fault: an update was not made.
+        except Exception as error:  # Whatever a peer's message leads to, it is that message which is dropped.
+            self.malformed += 1
+            if self.malformed <= _LOGGED:
+                declared = isinstance(error, ChannelError)
+                logger.warning("a parameter server dropped a message: %s", error, exc_info=not declared)
 
     def _message(self, frames: list[Any]) -> None:
         header, _ = _two(frames[1:])
@@ -275,10 +291,11 @@ class Server:
     def _keep(self, key: Key, frames: list[Any]) -> None:
         """Messages may come before their optimizer is opened here; those of one that is closed are dropped."""
         newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)
-        kept = self._early.setdefault(key, [])
-        if key[1] <= newest or len(kept) >= _EARLY_MESSAGES:
+        held = sum(map(len, self._early.values()))
+        full = held >= _EARLY_MESSAGES or (key not in self._early and len(self._early) >= _EARLY_KEYS)
+        if key[1] <= newest or full:
             raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is not open here")
-        kept.append(frames)
+        self._early.setdefault(key, []).append(frames)
 
     # ---- orders of the owner ------------------------------------------------------------------------------
 
@@ -341,8 +358,11 @@ class Server:
         if key in self._jobs:
             raise ChannelError(f"optimizer {key[0]} is open here already in session {key[1]}")
         self._jobs[key] = _Job(self, message, mirror, bool(message["recover"]))
-        for frames in self._early.pop(key, []):
-            self._message(frames)
+        early = self._early.pop(key, [])
+        for old in [each for each in self._early if each[0] == key[0] and each[1] < key[1]]:
+            del self._early[old]
+        for frames in early:
+            self._guarded(lambda frames=frames: self._message(frames))  # type: ignore[misc]
 
 
 def _two(frames: list[Any]) -> tuple[Header, Any]:
