@@ -39,12 +39,13 @@ _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 500
 _POLL_MS = 250
 _BATCH = 256
 _TRIM_S = 0.3
+_NEW_S = 0.1
 _EVENT = struct.Struct("=Hi")  # As the monitor sends it: event, and descriptor where there is one.
 _WARN_AT = 20  # Connections turned away; a few are a scan of ports, or a rank that was slow once.
 
 # In `struct tcp_info` of Linux: bytes the other side has acknowledged.
 _TCP_INFO_BYTES, _BYTES_ACKED = 128, 120
-_ADMITTED_BYTES = 240
+_WELCOMED_BYTES, _ADMITTED_BYTES = 234, 240
 """Acknowledged by a peer that was let in. The server's greeting has 64 bytes, its WELCOME, for which the peer has to
 know the server's public key, 170, and the READY behind an accepted key at least 54."""
 
@@ -184,14 +185,31 @@ class _Door:
             return
         progress = {descriptor: self._progress(descriptor) for descriptor in self._pending}
         waiting = [d for d, done in progress.items() if done < _ADMITTED_BYTES]
-        # Whoever has got further in the handshake is likelier to be of the job; of equals the oldest goes.
-        waiting.sort(key=lambda d: (progress[d], self._pending[d]))
-        surplus = waiting[: max(0, len(waiting) - self._max_pending)]
+        surplus = self._unlikely(waiting, progress, now_s)[: max(0, len(waiting) - self._max_pending)]
         for descriptor in overdue.intersection(waiting).union(surplus):
             self._shut(descriptor)
             del self._pending[descriptor]
         for descriptor in progress.keys() - waiting:
             del self._pending[descriptor]
+
+    def _unlikely(self, waiting: list[int], progress: dict[int, int], now_s: float) -> list[int]:
+        """Who waits, in the order in which they are to go.
+
+        Those go first that had time and have said little. A rank is past the WELCOME within milliseconds; so that
+        nobody new can be kept out by those who go no further from there, half of the places are theirs at most.
+        """
+        known = sorted((d for d in waiting if progress[d] >= _WELCOMED_BYTES), key=self._pending.__getitem__)
+        stay = set(known[max(0, len(known) - self._max_pending // 2) :])
+
+        def order(descriptor: int) -> tuple[int, int, float]:
+            since_s = self._pending[descriptor]
+            if descriptor in stay:
+                return 2, 0, since_s
+            if now_s - since_s < _NEW_S:
+                return 1, 0, since_s
+            return 0, progress[descriptor], since_s
+
+        return sorted(waiting, key=order)
 
     def trim(self, now_s: float) -> None:
         """Give the memory of messages that strangers had begun back to the system: the C library would keep it."""
@@ -214,9 +232,9 @@ class _Door:
     def _shut(self, descriptor: int) -> None:
         with contextlib.suppress(OSError), _lent(descriptor) as connection:  # Gone in this very moment.
             if connection.getsockname()[1:] == (self._port,):
+                self.evicted += 1
                 # ZeroMQ's thread then reads the end of it, and closes it.
                 connection.shutdown(socket.SHUT_RDWR)
-                self.evicted += 1
 
 
 @contextlib.contextmanager
