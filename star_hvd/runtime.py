@@ -200,9 +200,9 @@ class Runtime(Requests):
 
     def _data_server(self, host: str, *, single_host: bool) -> tuple[Any, str, int, str]:
         """The socket for tensors, where parameter servers of this rank listen, and the socket's port or path."""
-        # With addresses of the user's own, network namespaces for example, ranks of a host may share no folder.
-        if self.config.encryption == "network" and single_host and host == "127.0.0.1":
-            self._folder = PrivateFolder()
+        if self.config.encryption == "network" and single_host:
+            self._folder = _shared_folder(wanted=host == "127.0.0.1")
+        if self._folder is not None:
             router, path = self.keyring.local_server(self._folder.path)
             return router, str(self._folder.path), 0, path
         router, port = self.keyring.server(host, self.config.chunk_bytes + SLACK_BYTES)
@@ -521,6 +521,23 @@ class Runtime(Requests):
             f"rank {self.rank} is behind and found no rank to fetch parameters from within "
             f"{self.config.control_deadline_s:g} s"
         )
+
+
+def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
+    """A folder for this rank's Unix sockets; None, on all ranks, where not all of them reach each other's. Collective.
+
+    Args:
+        wanted: Whether this rank is to use one. With addresses of the user's own, of network namespaces for example,
+            ranks of one host are to use those.
+    """
+    folder = PrivateFolder()
+    told = allgather_object((wanted, str(folder.path)), name="star.folders")
+    # In containers ranks may share a host's name and address, and no files.
+    reached = all(each and PrivateFolder.is_own(path) for each, path in told)
+    if all(allgather_object(reached, name="star.reached")):
+        return folder
+    folder.close()
+    return None
 
 
 def _close_log(driver: EngineDriver) -> None:

@@ -8,9 +8,11 @@ without any, or not speaking ZeroMQ's protocol at all.
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -158,6 +160,15 @@ class PrivateFolder:
         if len(str(self.path)) > _MAX_FOLDER:
             self.path.rmdir()
             self.path = Path(tempfile.mkdtemp(prefix="star-", dir="/tmp"))
+
+    @staticmethod
+    def is_own(path: str) -> bool:
+        """Whether a folder is there, this user's, and nobody else's to enter."""
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
     def close(self) -> None:
         """Remove it."""
