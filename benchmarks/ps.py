@@ -30,6 +30,7 @@ from benchmarks.spec import write_json
 from benchmarks.tta import versions
 from scheduler.plans import Plan
 from star_hvd.buckets import pack
+from star_hvd.channel.keys import PrivateFolder
 from star_hvd.execute.hyper import HyperRow
 from star_hvd.execute.state import Snapshot
 from star_hvd.ps import Client, Endpoint, JobKey, Layout, OptimizerSpec, ServerProcess
@@ -102,12 +103,15 @@ def copy_once(end: socket.socket, sent: Sequence[memoryview], taken: Sequence[me
 # ---- a worker -----------------------------------------------------------------------------------------------
 
 
-def worker(rank: int, pipe: Any, settings: dict[str, Any]) -> None:
-    """Process: run blocks of exchanges of either kind, as told, and report their times in seconds."""
+def worker(rank: int, pipe: Any) -> None:
+    """Process: tell its public key, then run blocks of exchanges of either kind, as told, and report their seconds."""
     torch.set_num_threads(1)
+    key = JobKey.new()
+    pipe.send(key.own.public)
+    settings = pipe.recv()
     buckets, optimizer, layout = make_model(settings["mbytes"], settings["chunk_kib"], len(settings["endpoints"]))
     endpoints = [Endpoint.from_list(each) for each in settings["endpoints"]]
-    client = Client(rank, 0, 0, endpoints, layout, JobKey.from_dict(settings["key"]))
+    client = Client(rank, 0, 0, endpoints, layout, key)
     client.start()
     ends = [socket.create_connection((HOST, port)) for port in settings["ports"]]
     end = ends[0]
@@ -143,7 +147,9 @@ def worker(rank: int, pipe: Any, settings: dict[str, Any]) -> None:
 def servers_running(args: argparse.Namespace, key: JobKey) -> Iterator[tuple[list[ServerProcess], Layout]]:
     """Seeded servers."""
     buckets, optimizer, layout = make_model(args.mbytes, args.chunk_kib, args.servers)
-    started = [ServerProcess(i, key, HOST, mirror=not args.no_mirror) for i in range(args.servers)]
+    folder = PrivateFolder() if args.no_encryption else None
+    host = HOST if folder is None else str(folder.path)
+    started = [ServerProcess(i, key, host, mirror=not args.no_mirror) for i in range(args.servers)]
     try:
         endpoints = [server.start(DEADLINE_S) for server in started]
         spec = OptimizerSpec.of(torch.optim.SGD, optimizer.param_groups, HyperRow(optimizer.param_groups))
@@ -156,35 +162,40 @@ def servers_running(args: argparse.Namespace, key: JobKey) -> Iterator[tuple[lis
     finally:
         for server in started:
             server.stop()
+        if folder is not None:
+            folder.close()
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run both sides in turns and work out the figures."""
     context = multiprocessing.get_context("spawn")
-    key = JobKey.new(curve=args.curve)
     listener = _listen()
     processes: list[Any] = []
+    pipes = []
     try:
+        for rank in range(args.workers):
+            mine, theirs = context.Pipe()
+            processes.append(context.Process(target=worker, args=(rank, theirs), daemon=True))
+            processes[-1].start()
+            pipes.append(mine)
+        key = JobKey.new(_answer(pipe) for pipe in pipes)
         with servers_running(args, key) as (started, layout):
             sizes = [layout.nbytes(chunk) for chunk in layout.chunks]
             settings = {
                 "mbytes": args.mbytes,
                 "chunk_kib": args.chunk_kib,
-                "key": key.to_dict(),
                 "endpoints": [server.endpoint.to_list() for server in started if server.endpoint is not None],
                 "ports": [listener.getsockname()[1]],
             }
-            processes.append(context.Process(target=copy_server, args=(listener, args.workers, sizes), daemon=True))
-            pipes = []
-            for rank in range(args.workers):
-                mine, theirs = context.Pipe()
-                processes.append(context.Process(target=worker, args=(rank, theirs, settings), daemon=True))
-                pipes.append(mine)
-            for process in processes:
-                process.start()
+            copier = context.Process(target=copy_server, args=(listener, args.workers, sizes), daemon=True)
+            processes.append(copier)
+            copier.start()
+            for pipe in pipes:
+                pipe.send(settings)
             for pipe in pipes:
                 _answer(pipe)
-            cpu = {"tcp": [processes[0].pid], "ps": [server.pid for server in started if server.pid is not None]}
+            assert copier.pid is not None
+            cpu = {"tcp": [copier.pid], "ps": [server.pid for server in started if server.pid is not None]}
             blocks_s, cpu_s = _turns(args, pipes, cpu, console)
             for pipe in pipes:
                 pipe.send(None)
@@ -196,7 +207,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         listener.close()
     summary = summarize(blocks_s, sum(sizes))
     summary |= {f"{kind}_server_cpu_s": used / args.blocks / args.exchanges for kind, used in cpu_s.items()}
-    names = ("workers", "servers", "mbytes", "chunk_kib", "curve", "no_mirror")
+    names = ("workers", "servers", "mbytes", "chunk_kib", "no_encryption", "no_mirror")
     return {**{name: getattr(args, name) for name in names}, **summary, "versions": versions()}
 
 
@@ -284,7 +295,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk-kib", type=int, default=1024, help="size of a chunk")
     parser.add_argument("--blocks", type=int, default=10, help="pairs of blocks")
     parser.add_argument("--exchanges", type=int, default=5, help="exchanges per block")
-    parser.add_argument("--curve", action="store_true", help="encrypt the data channel")
+    parser.add_argument(
+        "--no-encryption", action="store_true", help="Unix sockets, as with STAR_ENCRYPTION=network on one host"
+    )
     parser.add_argument("--no-mirror", action="store_true", help="servers keep nothing for after a death")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)

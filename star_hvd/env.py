@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["host", "interface", "least_quorum", "mode", "policy", "relaxed_cuda", "tags", "target"]
+__all__ = ["encryption", "host", "interface", "least_quorum", "mode", "policy", "relaxed_cuda", "tags", "target"]
 
 
 def mode() -> str | None:
@@ -29,6 +29,13 @@ def interface() -> str | None:
 def policy() -> str | None:
     """`STAR_POLICY`: who decides in mode `auto`, instead of `Config.policy`. Default: unset."""
     return os.environ.get("STAR_POLICY") or None
+
+
+def encryption() -> str | None:
+    """`STAR_ENCRYPTION`: which connections are encrypted, instead of `Config.encryption`: `all` or `network`. Default:
+    unset.
+    """
+    return os.environ.get("STAR_ENCRYPTION") or None
 
 
 def relaxed_cuda() -> bool:

@@ -23,8 +23,9 @@ from horovod.torch.functions import allgather_object
 from scheduler.records import Plan
 from star_hvd import env, program_end, threads
 from star_hvd.build_check import own_build, require_equal
-from star_hvd.channel.keys import Keyring, Peer, own_address
-from star_hvd.channel.late import PROBE, LatePushes
+from star_hvd.channel.door import CONTROL_BYTES, SLACK_BYTES
+from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
+from star_hvd.channel.late import MAX_PROBE_BYTES, PROBE, LatePushes
 from star_hvd.channel.tensors import TensorServer, fetch
 from star_hvd.config import Config
 from star_hvd.control import messages
@@ -50,7 +51,6 @@ from star_hvd.execute.state import Snapshot
 from star_hvd.job_log import JobLog, check_curves
 from star_hvd.meeting import Position, gather_positions, settled, unsettled_text
 from star_hvd.model import LazyRanker
-from star_hvd.ps import JobKey
 from star_hvd.requests import Requests
 from star_hvd.run_log import new_run_name
 from star_hvd.services import JobServices
@@ -115,7 +115,7 @@ class Runtime(Requests):
 
     def __init__(self, config: Config) -> None:
         # Here, on every rank: a name that is none must end the job, not only what rank 0's coordinator does.
-        told = {"policy": env.policy(), "least_quorum": env.least_quorum()}
+        told = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
         changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
         super().__init__(dataclasses.replace(config, **changes), int(mpi_ops.rank()))
         self.world_size = int(mpi_ops.size())
@@ -125,6 +125,7 @@ class Runtime(Requests):
         self.tensors: TensorServer
         self.services: JobServices
         self._job = ""
+        self._folder: PrivateFolder | None = None
         self._ranker: LazyRanker | None = None
         self._sampler: ResourceSampler | None = None
         self._curves: set[str] = set()
@@ -146,14 +147,15 @@ class Runtime(Requests):
         """Exchange addresses and keys over Horovod and start the threads. Collective."""
         if self.rank == 0 and self.config.policy == "learned":
             self._ranker = LazyRanker()
-        host = own_address(single_host=int(mpi_ops.local_size()) == self.world_size)
-        control, control_port = self.keyring.server(host) if self.rank == 0 else (None, 0)
-        router, tensor_port = self.keyring.server(host)
-        own = (self.keyring.public_key, host, control_port, tensor_port)
-        told = (JobKey.new(), new_run_name()) if self.rank == 0 else None
-        gathered = allgather_object((own, told, own_build()), name="star.peers")
+        single_host = int(mpi_ops.local_size()) == self.world_size
+        host = own_address(single_host=single_host)
+        control, control_port = self.keyring.server(host, CONTROL_BYTES) if self.rank == 0 else (None, 0)
+        router, data_host, port, path = self._data_server(host, single_host=single_host)
+        own = (self.keyring.public_key, host, control_port, port, self.keyring.server_pair.public, path)
+        job = new_run_name() if self.rank == 0 else None
+        gathered = allgather_object((own, job, own_build()), name="star.peers")
         require_equal(build for _, _, build in gathered)
-        peers, (key, self._job) = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
+        peers, self._job = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()
@@ -161,7 +163,7 @@ class Runtime(Requests):
             hosts = [peer.host for peer in peers]
             self.coordinator = Coordinator(control, self.world_size, self.config, hosts, self._ranker)
             self.coordinator.start()
-        self._late_pushes = LatePushes(self._accept_late)
+        self._late_pushes = LatePushes(self._accept_late, self._most_late_bytes)
         self.tensors = TensorServer(router, self._snapshot, self.config.chunk_bytes, self._late_pushes.take)
         self.tensors.start()
         identity = str(self.rank).encode()
@@ -172,11 +174,21 @@ class Runtime(Requests):
             self.config.heartbeat_s,
         )
         self.services = JobServices(
-            self.rank, self.config, self.keyring, key, host, self.agent.send, self.drivers
+            self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers
         )
         self.services.start()
         self.agent.start()
         _install_exit_hooks()
+
+    def _data_server(self, host: str, *, single_host: bool) -> tuple[Any, str, int, str]:
+        """The socket for tensors, where parameter servers of this rank listen, and the socket's port or path."""
+        if self.config.encryption == "network" and single_host:
+            self._folder = _shared_folder(wanted=host == "127.0.0.1")
+        if self._folder is not None:
+            router, path = self.keyring.local_server(self._folder.path)
+            return router, str(self._folder.path), 0, path
+        router, port = self.keyring.server(host, self.config.chunk_bytes + SLACK_BYTES)
+        return router, host, port, ""
 
     def new_driver(self) -> EngineDriver:
         """A driver for the next optimizer; optimizers must be made in the same order on all ranks."""
@@ -410,6 +422,8 @@ class Runtime(Requests):
         if self.coordinator is not None:
             self.coordinator.stop()
         self.keyring.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def _drain(self) -> None:
         self.enter_away("finished")
@@ -475,6 +489,13 @@ class Runtime(Requests):
             raise ChannelError(f"a late gradient of rank {rank} is for optimizer {engine}, which is not here")
         return driver.accept_late(rank, version, body)
 
+    def _most_late_bytes(self, engine: int) -> int:
+        if engine == PROBE:
+            return MAX_PROBE_BYTES
+        driver = self.drivers.get(engine)
+        buckets = driver.engine.applier.buckets if driver is not None else []
+        return sum((bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets)
+
     def _fetch(self, engine: int, wanted: Callable[[], bool]) -> Snapshot | None:
         deadline_s = self.config.control_deadline_s
         limit_s = time.monotonic() + deadline_s
@@ -496,6 +517,23 @@ class Runtime(Requests):
             f"rank {self.rank} is behind and found no rank to fetch parameters from within "
             f"{self.config.control_deadline_s:g} s"
         )
+
+
+def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
+    """A folder for this rank's Unix sockets; None, on all ranks, where not all of them reach each other's. Collective.
+
+    Args:
+        wanted: Whether this rank is to use one. With addresses of the user's own, of network namespaces for example,
+            ranks of one host are to use those.
+    """
+    folder = PrivateFolder()
+    told = allgather_object((wanted, str(folder.path)), name="star.folders")
+    # In containers ranks may share a host's name and address, and no files.
+    reached = all(each and PrivateFolder.is_own(path) for each, path in told)
+    if all(allgather_object(reached, name="star.reached")):
+        return folder
+    folder.close()
+    return None
 
 
 def _close_log(driver: EngineDriver) -> None:

@@ -1,39 +1,56 @@
-"""Addresses and CURVE keys of all ranks, made at start and exchanged over Horovod.
+"""Addresses and CURVE keys of all ranks, made at start; the public keys are exchanged over Horovod.
 
+All connections of a job use these keys: control, tensors, parameter servers. A secret key stays in the process that
+made it; the one of a rank's parameter server is made by the rank and goes to the server over the socket it inherits.
 Whoever knows no key of this job gets no further than ZeroMQ's handshake; such attempts are counted, with the wrong key,
 without any, or not speaking ZeroMQ's protocol at all.
 """
 
 from __future__ import annotations
 
-import contextlib
+import os
+import secrets
+import shutil
 import socket
-import threading
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import recv_monitor_message
 
 from star_hvd import env
-from star_hvd.channel.options import keep_alive
+from star_hvd.channel.door import DATA_BYTES, DoorWatch, set_limits
 from star_hvd.errors import ChannelError
-from star_hvd.threads import supervised
 
-__all__ = ["DoorWatch", "Keyring", "Peer", "own_address"]
+__all__ = ["JobKey", "KeyPair", "Keyring", "Peer", "PrivateFolder", "own_address"]
+
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How to reach a rank: its public key, host address, and ports (control only on rank 0)."""
+    """How to reach a rank: its public key, host address, and ports (control only on rank 0).
+
+    Attributes:
+        public_key: Of the rank.
+        host: Its address.
+        control_port: Of the coordinator, 0 on all ranks but 0.
+        tensor_port: Of its tensor server.
+        server_key: Public key of the parameter server it may start.
+        tensor_path: Unix socket of its tensor server, in place of the port, where nothing leaves the host.
+    """
 
     public_key: bytes
     host: str
     control_port: int
     tensor_port: int
+    server_key: bytes = b""
+    tensor_path: str = ""
 
 
 def own_address(*, single_host: bool) -> str:
@@ -60,71 +77,131 @@ def own_address(*, single_host: bool) -> str:
     return socket.gethostbyname(socket.gethostname())
 
 
+class KeyPair:
+    """A CURVE key pair. It cannot be pickled, and does not show its secret half."""
+
+    __slots__ = ("_secret", "public")
+
+    def __init__(self) -> None:
+        self.public, self._secret = zmq.curve_keypair()
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public.decode()})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a key pair must not leave its process")
+
+    def serve(self, sock: zmq.Socket[Any]) -> None:
+        """Make a socket, before it is bound, the server's end of encrypted connections."""
+        sock.curve_server = True
+        sock.curve_publickey, sock.curve_secretkey = self.public, self._secret
+
+    def join(self, sock: zmq.Socket[Any], server_key: bytes) -> None:
+        """Make a socket, before it connects, the client's end of connections to the owner of `server_key`."""
+        sock.curve_publickey, sock.curve_secretkey = self.public, self._secret
+        sock.curve_serverkey = server_key
+
+    def hand_over(self) -> list[bytes]:
+        """Both halves, for a process that this one starts, over the socket it inherits and nothing else."""
+        return [self.public, self._secret]
+
+    @classmethod
+    def taken_over(cls, halves: Iterable[bytes]) -> KeyPair:
+        """The inverse of `hand_over`."""
+        pair = cls.__new__(cls)
+        pair.public, pair._secret = (bytes(half) for half in halves)
+        return pair
+
+
+class JobKey:
+    """The keys that one process uses with the parameter servers of its job.
+
+    Args:
+        own: The pair of this process.
+        server: The pair of the server that this rank may start.
+        admitted: Public keys that servers, and parents in a fan-in tree, talk to: those of all ranks and their servers.
+    """
+
+    def __init__(self, own: KeyPair, server: KeyPair, admitted: Iterable[bytes]) -> None:
+        self.own, self.server, self.admitted = own, server, frozenset(admitted)
+
+    @classmethod
+    def new(cls, admitted: Iterable[bytes] = ()) -> JobKey:
+        """Fresh pairs, which also admit each other."""
+        own, server = KeyPair(), KeyPair()
+        return cls(own, server, {own.public, server.public, *admitted})
+
+    def __repr__(self) -> str:
+        return f"JobKey({self.own!r}, {len(self.admitted)} admitted)"
+
+    def for_server(self) -> dict[str, Any]:
+        """What a server of this rank needs, for the socket it inherits and nothing else: it holds a secret."""
+        return {"pair": self.server.hand_over(), "admitted": sorted(self.admitted)}
+
+    @classmethod
+    def of_server(cls, values: Mapping[str, Any]) -> JobKey:
+        """The inverse of `for_server`, in the server."""
+        pair = KeyPair.taken_over(values["pair"])
+        return cls(pair, pair, (bytes(key) for key in values["admitted"]))
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """The authenticator's question whether a public key belongs to this job."""
+        return key in self.admitted
+
+
+_MAX_FOLDER = 90  # The system takes 107 characters for the path of a Unix socket.
+
+
+class PrivateFolder:
+    """A folder for Unix sockets that only this user can enter: the system lets nobody else connect."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="star-"))  # Mode 0700.
+        if len(str(self.path)) > _MAX_FOLDER:
+            self.path.rmdir()
+            self.path = Path(tempfile.mkdtemp(prefix="star-", dir="/tmp"))
+
+    @staticmethod
+    def is_own(path: str) -> bool:
+        """Whether a folder is there, this user's, and nobody else's to enter."""
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except OSError:
+            return False
+        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+    def close(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
 class _Known:
     """Decides for the authenticator whether a public key belongs to this job."""
 
     def __init__(self) -> None:
-        self.keys: set[bytes] = set()
+        self.keys: frozenset[bytes] = frozenset()
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key in self.keys
 
 
-class DoorWatch:
-    """Thread that counts who came to the servers of a ring and who was let in.
-
-    The authenticator alone would not do: it never hears of a connection without a key.
-    """
-
-    _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
-
-    def __init__(self) -> None:
-        self._count = dict.fromkeys((zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED), 0)
-        self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
-
-    @property
-    def denied(self) -> int:
-        """Connections that ended without having been let in; one in the middle of its handshake may count early."""
-        accepted, succeeded, disconnected = self._count.values()
-        return max(0, min(accepted - succeeded, disconnected))
-
-    def watch(self, router: zmq.Socket[Any]) -> None:
-        """Count what happens at a server from now on, before it is bound."""
-        monitor = router.get_monitor_socket(self._EVENTS)
-        thread = supervised(self._run, "star-door", args=(monitor,), critical=False)
-        self._threads.append(thread)
-        thread.start()
-
-    def stop(self, deadline_s: float = 2.0) -> None:
-        """End the threads and wait for them."""
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(deadline_s)
-
-    def _run(self, monitor: zmq.Socket[Any]) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # The context ends before this thread notices.
-            while not self._stop.is_set():
-                if monitor.poll(250):
-                    event = zmq.Event(recv_monitor_message(monitor)["event"])
-                    if event == zmq.EVENT_MONITOR_STOPPED:
-                        break
-                    self._count[event] += 1
-            monitor.close(linger=0)
-
-
 class Keyring:
-    """This rank's key pair, its ZeroMQ context, and the public keys of the others."""
+    """This rank's key pairs, its ZeroMQ context, and the public keys of the others."""
 
     def __init__(self) -> None:
         self.context = zmq.Context()
-        self.public_key, self._secret_key = zmq.curve_keypair()
+        self.pair, self.server_pair = KeyPair(), KeyPair()
         self.peers: list[Peer] = []
         self._known = _Known()
         self._door = DoorWatch()
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._known)
+
+    @property
+    def public_key(self) -> bytes:
+        """This rank's."""
+        return self.pair.public
 
     @property
     def denied(self) -> int:
@@ -134,23 +211,40 @@ class Keyring:
     def admit(self, peers: list[Peer]) -> None:
         """Accept these ranks, in order of rank, from now on."""
         self.peers = peers
-        self._known.keys = {peer.public_key for peer in peers}
+        self._known.keys = frozenset(peer.public_key for peer in peers)
 
-    def server(self, host: str) -> tuple[zmq.Socket[Any], int]:
-        """A bound ROUTER that only ranks of this job can talk to, and its port."""
-        router: zmq.Socket[Any] = self.context.socket(zmq.ROUTER)
-        router.linger = 0
-        router.curve_server = True
-        router.curve_publickey, router.curve_secretkey = self.public_key, self._secret_key
-        # A rank whose connection broke comes back under its name while the old one may still seem open here.
-        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        keep_alive(router)
-        router.setsockopt(zmq.MAXMSGSIZE, 64 * 1024 * 1024)
-        router.setsockopt(zmq.SNDHWM, 0)
-        router.setsockopt(zmq.RCVHWM, 0)
+    def job_key(self) -> JobKey:
+        """The keys for parameter servers; after `admit`."""
+        servers = {peer.server_key for peer in self.peers if peer.server_key}
+        return JobKey(self.pair, self.server_pair, self._known.keys | servers)
+
+    def server(self, host: str, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[Any], int]:
+        """A bound ROUTER that only ranks of this job can talk to, and its port.
+
+        Args:
+            host: Address to listen on.
+            max_bytes: Largest message; whoever announces more is disconnected.
+        """
+        router = self._router(max_bytes)
+        self.pair.serve(router)
         self._door.watch(router)
         port = router.bind_to_random_port(f"tcp://{host}")
         return router, int(port)
+
+    def local_server(self, folder: Path) -> tuple[zmq.Socket[Any], str]:
+        """A bound ROUTER on a Unix socket in a folder of this user's alone, and its path; nothing is encrypted."""
+        router = self._router(DATA_BYTES)
+        path = str(folder / secrets.token_hex(4))
+        router.bind(f"ipc://{path}")
+        return router, path
+
+    def _router(self, max_bytes: int) -> zmq.Socket[Any]:
+        router: zmq.Socket[Any] = self.context.socket(zmq.ROUTER)
+        router.linger = 0
+        set_limits(router, max_bytes)
+        # A rank whose connection broke comes back under its name while the old one may still seem open here.
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        return router
 
     def client(self, rank: int, identity: bytes, *, port: int) -> zmq.Socket[Any]:
         """A DEALER connected to a server of `rank`; with an empty `identity` the server gives it one."""
@@ -159,12 +253,11 @@ class Keyring:
         dealer.linger = 1000
         if identity:
             dealer.setsockopt(zmq.IDENTITY, identity)
-        keep_alive(dealer)
-        dealer.setsockopt(zmq.MAXMSGSIZE, 64 * 1024 * 1024)
-        dealer.setsockopt(zmq.SNDHWM, 0)
-        dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.curve_publickey, dealer.curve_secretkey = self.public_key, self._secret_key
-        dealer.curve_serverkey = peer.public_key
+        set_limits(dealer, DATA_BYTES)
+        if peer.tensor_path and port == peer.tensor_port:
+            dealer.connect(f"ipc://{peer.tensor_path}")
+            return dealer
+        self.pair.join(dealer, peer.public_key)
         dealer.connect(f"tcp://{peer.host}:{port}")
         return dealer
 

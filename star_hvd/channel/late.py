@@ -24,8 +24,9 @@ from star_hvd.channel.tensors import PUSH_MAGIC, Caller, ask
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 
-__all__ = ["PROBE", "LatePushes", "ParentLink", "probe", "rate_of"]
+__all__ = ["MAX_PROBE_BYTES", "PROBE", "LatePushes", "ParentLink", "probe", "rate_of"]
 
+MAX_PROBE_BYTES = 64 * 1024 * 1024
 PROBE = 0xFFFFFFFF  # Number of an optimizer that is none: what comes for it measures the link.
 
 _HEADER = struct.Struct("<4sBIIQQIQQQ")  # magic, protocol, engine, rank, link, push, attempt, version, offset, size
@@ -33,6 +34,7 @@ _MAGIC, _PROTOCOL = PUSH_MAGIC, 2
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
 _MAX_VERSION = 1 << 62
+_MOST_CHILDREN = 4096  # That are remembered.
 _POLL_S = 0.002
 _MOST_BURSTS, _BURST_PAUSE_S, _BURSTS_S = 6, 0.015, 0.25
 _LINKS_PART = 0.1  # Of a burst's time, at least.
@@ -198,10 +200,16 @@ class LatePushes:
 
     Args:
         accept: Takes (engine, rank, version, bytes) and returns the first version that will contain the gradient.
+        most_bytes: Size of the largest gradient of an optimizer, by its number; larger ones are refused at their first
+            chunk, before they take any memory.
     """
 
-    def __init__(self, accept: Callable[[int, int, int, bytearray], int]) -> None:
-        self._accept = accept
+    def __init__(
+        self,
+        accept: Callable[[int, int, int, bytearray], int],
+        most_bytes: Callable[[int], int] = lambda engine: _MAX_PUSH_BYTES,
+    ) -> None:
+        self._accept, self._most_bytes = accept, most_bytes
         self._partial: dict[tuple[int, int], _Partial] = {}  # By optimizer and rank.
         self._done: dict[tuple[int, int], tuple[int, int, int]] = {}  # Link, push and the answer.
 
@@ -218,6 +226,8 @@ class LatePushes:
             raise ChannelError(
                 f"a late gradient of protocol {protocol}, {size} bytes and step {version}; expected {_PROTOCOL}"
             )
+        if size > self._most_bytes(engine):
+            raise ChannelError(f"a late gradient of {size} bytes; expected at most {self._most_bytes(engine)}")
         child = (engine, rank)
         done = self._done.get(child)
         if done is not None and done[0] == link and push <= done[1]:
@@ -228,6 +238,9 @@ class LatePushes:
             return None
         contained = self._accept(engine, rank, version, body)
         self._done[child] = (link, push, contained)
+        for kept in (self._done, self._partial):
+            while len(kept) > _MOST_CHILDREN:
+                del kept[next(iter(kept))]
         return _ACK.pack(_MAGIC, push, contained)
 
     def _collect(

@@ -1,7 +1,8 @@
 """Parameters from a rank that has them to one that is behind, in chunks, on sockets of their own.
 
-A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 carries a manifest (msgpack:
-shapes, types, scalar state), the others the tensors' bytes one after another. Nothing is pickled.
+A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 says how long the manifest
+(msgpack: shapes, types, scalar state) is, the others carry it and then the tensors' bytes, one after another, so that
+no message is larger than a chunk however many parameters there are. Nothing is pickled.
 
 A request changes nothing at the server, so after a broken connection it is simply made again. Every attempt has a
 number of its own, which the reply carries: what is left of the reply to an earlier one is not mistaken for it.
@@ -34,6 +35,7 @@ __all__ = ["PUSH_MAGIC", "Caller", "TensorServer", "ask", "fetch", "pack_snapsho
 logger = logging.getLogger("star_hvd")
 
 _HEADER = struct.Struct("<4sBQIIQQ")  # magic, protocol, request, number of the chunk, chunks, offset, size of the body
+_MANIFEST = struct.Struct("<Q")  # size of the manifest
 _REQUEST = struct.Struct("<QIBQ")  # request, engine, whether the optimizer's state is wanted, least version
 _MAGIC, _PROTOCOL = b"STAR", 2
 PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late`.
@@ -185,13 +187,19 @@ class TensorServer:
         self.served += 1
 
     def _reply(self, peer: bytes, request: int, manifest: bytes, body: bytes) -> None:
-        size = self._chunk_bytes
-        total = 1 + -(-len(body) // size)
-        for number in range(total):
-            offset = max(0, number - 1) * size
-            payload = body[offset : offset + size] if number else manifest
-            header = _HEADER.pack(_MAGIC, _PROTOCOL, request, number, total, offset, len(body))
-            self._router.send_multipart([peer, header, payload])
+        step, size = self._chunk_bytes, len(manifest) + len(body)
+        chunks = [(part, begin) for part in (manifest, body) for begin in range(0, len(part), step)]
+        first = _MANIFEST.pack(len(manifest)) if manifest else b""
+        self._send(peer, request, 0, 1 + len(chunks), 0, size, first)
+        offset = 0
+        for number, (part, begin) in enumerate(chunks, 1):
+            payload = part[begin : begin + step]
+            self._send(peer, request, number, 1 + len(chunks), offset, size, payload)
+            offset += len(payload)
+
+    def _send(self, peer: bytes, request: int, number: int, total: int, offset: int, size: int, payload: bytes) -> None:
+        header = _HEADER.pack(_MAGIC, _PROTOCOL, request, number, total, offset, size)
+        self._router.send_multipart([peer, header, payload])
 
     def _take_push(self, peer: bytes, frames: list[bytes]) -> None:
         assert self._push is not None
@@ -301,7 +309,7 @@ def ask(
         elif caller.reopened():
             reply = _Reply(source, caller.begin())
             caller.socket.send(_REQUEST.pack(reply.request, engine, state_too, least))
-    return unpack_snapshot(reply.manifest, bytes(reply.body)) if reply.manifest else None
+    return unpack_snapshot(bytes(reply.manifest), bytes(reply.body)) if reply.manifest else None
 
 
 class _Reply:
@@ -309,8 +317,9 @@ class _Reply:
 
     def __init__(self, source: int, request: int) -> None:
         self.request = request
-        self.manifest = b""
+        self.manifest = bytearray()
         self.body = bytearray()
+        self._described = 0  # Bytes of the manifest.
         self._source = source
         self._received, self._total, self._size = 0, 1, 0
 
@@ -336,12 +345,26 @@ class _Reply:
         if number != self._received or number >= total or size > _MAX_BODY_BYTES:
             raise ChannelError(f"a tensor message is number {number} of {total}; expected {self._received}")
         payload = frames[1]
+        came = len(self.manifest) + len(self.body)
         if number == 0:
-            self.manifest, self._total, self._size = payload, total, size
-        elif (total, size) != (self._total, self._size) or offset != len(self.body) or offset + len(payload) > size:
-            raise ChannelError(f"chunk {number} from rank {self._source} does not follow {len(self.body)} bytes")
+            self._described, self._total, self._size = _manifest_size(payload), total, size
+        elif (total, size) != (self._total, self._size) or offset != came or came + len(payload) > size:
+            raise ChannelError(f"chunk {number} from rank {self._source} does not follow the {came} bytes before")
         else:
-            self.body += payload
+            (self.manifest if len(self.manifest) < self._described else self.body).extend(payload)
         self._received += 1
-        if self.complete and len(self.body) != self._size:
-            raise ChannelError(f"rank {self._source} sent {len(self.body)} bytes; it had announced {self._size}")
+        if self.complete:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        if len(self.manifest) != self._described or self._described + len(self.body) != self._size:
+            raise ChannelError(
+                f"rank {self._source} sent a manifest of {len(self.manifest)} bytes and {len(self.body)} bytes of "
+                f"tensors; it had announced {self._described} and {self._size - self._described}"
+            )
+
+
+def _manifest_size(payload: bytes) -> int:
+    if payload and len(payload) != _MANIFEST.size:
+        raise ChannelError(f"a reply begins with {len(payload)} bytes; expected the size of its manifest")
+    return int(_MANIFEST.unpack(payload)[0]) if payload else 0

@@ -84,6 +84,7 @@ _STEP_OF: dict[type[Message], str] = {
     **dict.fromkeys((Late, Join, StepNote), "version"),
     OptimizerDropped: "step",
 }
+_ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # Of a server: host, port and public key.
 _NO_STEP = -1  # Of an optimizer that is dropped while servers make its steps.
 
 
@@ -120,25 +121,16 @@ def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> 
 
 def _register(message: Register, world_size: int) -> None:
     for values in (message.initial, message.plan or message.initial):
-        ranks = values.get("world_size")
-        if isinstance(ranks, int) and ranks != world_size:  # Before a plan for 2^52 ranks is made.
-            raise ChannelError(f"a plan is for {ranks} ranks; this job has {world_size}")
-    if not 0 <= message.gradient_bytes < _MAX_BYTES:
-        raise ChannelError(f"an optimizer has {message.gradient_bytes} bytes of gradients; expected 0 or more")
+        # Before a plan is made of it, which counts its ranks.
+        if values.get("world_size") != world_size:
+            raise ChannelError(f"a plan is for {_short(values.get('world_size'))} ranks; this job has {world_size}")
+    if message.gradient_bytes < 0:
+        raise ChannelError(f"gradient_bytes of a register message is {message.gradient_bytes}; expected 0 or more")
     try:
-        plans = [Plan.from_dict(values) for values in (message.initial, message.plan or message.initial)]
+        for values in (message.initial, message.plan or message.initial):
+            Plan.from_dict(values)
     except (PlanError, TypeError) as error:
         raise ChannelError(f"a plan was refused: {str(error)[:200]}") from error
-    if any(plan.world_size != world_size for plan in plans):  # True is 1, but no number of ranks.
-        raise ChannelError(f"a plan is for {plans[-1].world_size} ranks; this job has {world_size}")
-
-
-def _server(message: ServerUp | ServerMoved, world_size: int) -> None:
-    # A rank runs one server and is one parent of a fan-in tree, at most.
-    if not 0 <= message.index < 2 * world_size:
-        raise ChannelError(f"a server has the number {message.index}; expected one of 0..{2 * world_size - 1}")
-    if len(message.address) > _MAX_PARTS or any(len(part) > _MAX_PART for part in message.address):
-        raise ChannelError(f"a server's address has {len(message.address)} parts; expected a few short ones")
 
 
 def _link_rate(message: LinkRate, _: int) -> None:
@@ -153,6 +145,18 @@ def _machine(message: MachineNote, _: int) -> None:
         value = getattr(message, name)
         if not (math.isnan(value) or 0.0 <= value < 1e9):
             raise ChannelError(f"{name} of a machine message is {value!r}; expected a number from 0, or NaN")
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:20]
+
+
+def _address(message: ServerUp | ServerMoved, world_size: int) -> None:
+    # A plan has at most a server per rank, and a parent per rank in its tree.
+    if not 0 <= message.index < 2 * world_size:
+        raise ChannelError(f"a {message.kind} message is of server {message.index}; this job has {world_size} ranks")
+    if len(message.address) != _ADDRESS_PARTS or sum(map(len, message.address)) > _MAX_ADDRESS:
+        raise ChannelError(f"a {message.kind} message has an address of {len(message.address)} parts")
 
 
 def _take(message: Take, _: int) -> None:
@@ -172,11 +176,11 @@ def _lease_return(message: LeaseReturn, _: int) -> None:
 
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Register: _register,
+    ServerUp: _address,
+    ServerMoved: _address,
     LinkRate: _link_rate,
     MachineNote: _machine,
     Take: _take,
-    ServerUp: _server,
-    ServerMoved: _server,
     LeaseAsk: _lease_ask,
     LeaseReturn: _lease_return,
 }

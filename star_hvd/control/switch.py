@@ -45,8 +45,10 @@ class Switch:
 
     def server_up(self, index: int, address: list[str]) -> list[Message]:
         """A server runs, or a parent of the fan-in tree listens; once all do, everybody is told where."""
-        self._addresses[index] = address
         wanted = len(self.plan.servers) + (len(self.plan.relays) if self.plan.mode == "ps" else 0)
+        if not 0 <= index < wanted:
+            return []  # Of no server of this plan.
+        self._addresses[index] = address
         if len(self._addresses) < wanted:
             return []
         flat = [part for i in range(wanted) for part in self._addresses.get(i, [])]

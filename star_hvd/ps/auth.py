@@ -1,72 +1,48 @@
 """Who may talk to the parameter servers, and the sockets they do it on.
 
-By default data sockets authenticate and do not encrypt: ZeroMQ PLAIN with a random secret of the job. Whoever can read
-the network between the hosts can read the gradients, and the secret; against that there is CURVE (`curve=True`), which
-encrypts, tells the client that the server is the real one, and costs throughput (`python -m benchmarks.ps --curve`).
-The control channel and its keys are others and always encrypted.
+The keys are the job's own (`star_hvd.channel.keys`): a server admits the public keys of all ranks and of their servers,
+and each side knows the other's before it connects, so nothing secret travels. Everything is encrypted (CURVE), except
+on Unix sockets, which serve a job that is on one host and asked not to encrypt there (`Config.encryption`): only
+processes of the same user can open those.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from star_hvd.channel.keys import DoorWatch
-from star_hvd.channel.options import keep_alive
+from star_hvd.channel.door import DoorWatch, set_limits
+from star_hvd.channel.keys import JobKey
+from star_hvd.errors import ChannelError
 from star_hvd.ps.wire import MAX_MESSAGE_BYTES
 
 __all__ = ["Door", "Endpoint", "JobKey", "connect"]
 
-_USER = "star"
-
-
-@dataclass(frozen=True, slots=True)
-class JobKey:
-    """The secret of a job's data channel; made once and handed to all ranks by the control plane.
-
-    Attributes:
-        secret: What PLAIN asks for.
-        curve: Whether CURVE is used instead.
-        public_key: CURVE key of every client of the job.
-        secret_key: Its secret half.
-    """
-
-    secret: str
-    curve: bool
-    public_key: bytes
-    secret_key: bytes
-
-    @classmethod
-    def new(cls, *, curve: bool = False) -> JobKey:
-        """A fresh random key."""
-        public_key, secret_key = zmq.curve_keypair()
-        return cls(secrets.token_hex(32), curve, public_key, secret_key)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the wire; they are secret."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> JobKey:
-        """The inverse of `to_dict`."""
-        return cls(str(values["secret"]), bool(values["curve"]), values["public_key"], values["secret_key"])
-
-    def __repr__(self) -> str:
-        return f"JobKey(curve={self.curve})"  # Never the secret: records end up in logs.
+_KEY_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens: host, port, and its CURVE key (empty without CURVE)."""
+    """Where a server listens: host, port, and its public key; on a Unix socket its path, 0 and no key."""
 
     host: str
     port: int
     public_key: bytes = b""
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a Unix socket."""
+        return self.host.startswith("/")
+
+    @property
+    def address(self) -> str:
+        """As ZeroMQ writes it."""
+        return f"ipc://{self.host}" if self.local else f"tcp://{self.host}:{self.port}"
 
     def to_list(self) -> list[Any]:
         """Plain values, for the wire."""
@@ -74,9 +50,19 @@ class Endpoint:
 
     @classmethod
     def from_list(cls, values: Any) -> Endpoint:
-        """The inverse of `to_list`."""
-        host, port, public_key = values
-        return cls(str(host), int(port), bytes(public_key))
+        """The inverse of `to_list`.
+
+        Raises:
+            ChannelError: It is none.
+        """
+        try:
+            host, port, public_key = values
+            found = cls(str(host), int(port), bytes(public_key))
+        except (TypeError, ValueError) as error:
+            raise ChannelError(f"an endpoint cannot be read: {error}") from error
+        if not 0 <= found.port < 65536 or len(found.public_key) != (0 if found.local else _KEY_BYTES):
+            raise ChannelError(f"an endpoint has port {found.port} and a key of {len(found.public_key)} characters")
+        return found
 
 
 class Door:
@@ -84,8 +70,8 @@ class Door:
 
     Args:
         context: The process's ZeroMQ context.
-        key: The job's key.
-        host: Address to listen on.
+        key: The job's keys, of which the own pair is used.
+        host: Address to listen on, or a folder of this user's alone for a Unix socket.
         port: Port to listen on if it is free, 0 for any.
     """
 
@@ -93,29 +79,24 @@ class Door:
         self._watch = DoorWatch()
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", credentials_provider=key)
         self.router: zmq.Socket[Any] = context.socket(zmq.ROUTER)
-        _unlimited(self.router)
+        set_limits(self.router, MAX_MESSAGE_BYTES)
         self.router.linger = 1000
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # A client that comes back takes its place again.
-        public_key = b""
-        if key.curve:
-            public_key, secret_key = zmq.curve_keypair()
-            self._authenticator.configure_curve_callback("*", credentials_provider=_OneKey(key.public_key))
-            self.router.curve_server = True
-            self.router.curve_publickey, self.router.curve_secretkey = public_key, secret_key
-        else:
-            self._authenticator.configure_plain("*", passwords={_USER: key.secret})
-            self.router.plain_server = True
+        if host.startswith("/"):
+            self.endpoint = Endpoint(f"{host}/{secrets.token_hex(4)}", 0)
+            self.router.bind(self.endpoint.address)
+            return
+        key.own.serve(self.router)
         self._watch.watch(self.router)
-        self.endpoint = Endpoint(host, self._bind(host, port), public_key)
+        self.endpoint = Endpoint(host, self._bind(host, port), key.own.public)
 
     def _bind(self, host: str, port: int) -> int:
         if port:
-            try:
+            with contextlib.suppress(zmq.ZMQError):  # Somebody else has it by now: any other will do.
                 self.router.bind(f"tcp://{host}:{port}")
                 return port
-            except zmq.ZMQError:
-                pass  # Somebody else has it by now: any other will do.
         return int(self.router.bind_to_random_port(f"tcp://{host}"))
 
     @property
@@ -125,39 +106,18 @@ class Door:
 
     def close(self) -> None:
         """Stop listening; called by the thread that uses the socket."""
-        self._watch.stop()
         self.router.close()
+        self._watch.stop()
         self._authenticator.stop()
-
-
-class _OneKey:
-    """The authenticator's question whether a CURVE key is the job's."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._key
 
 
 def connect(context: zmq.Context[Any], key: JobKey, endpoint: Endpoint, identity: bytes) -> zmq.Socket[Any]:
     """A DEALER to a server, known there as `identity`; it reconnects by itself."""
     dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
-    _unlimited(dealer)
+    set_limits(dealer, MAX_MESSAGE_BYTES)
     dealer.linger = 500
     dealer.setsockopt(zmq.IDENTITY, identity)
-    if key.curve:
-        dealer.curve_publickey, dealer.curve_secretkey = key.public_key, key.secret_key
-        dealer.curve_serverkey = endpoint.public_key
-    else:
-        dealer.plain_username, dealer.plain_password = _USER.encode(), key.secret.encode()
-    dealer.connect(f"tcp://{endpoint.host}:{endpoint.port}")
+    if not endpoint.local:
+        key.own.join(dealer, endpoint.public_key)
+    dealer.connect(endpoint.address)
     return dealer
-
-
-def _unlimited(socket: zmq.Socket[Any]) -> None:
-    """No message is lost to a full queue; a worker has one push in flight, which bounds the queues."""
-    keep_alive(socket)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

@@ -12,7 +12,7 @@ from star_hvd.execute.state import Snapshot
 from star_hvd.ps.checks import check_verdict
 from star_hvd.ps.layout import Layout, State
 from star_hvd.ps.store import read_record
-from star_hvd.ps.wire import PART_BYTES, Assembly, Header, Kind, parts
+from star_hvd.ps.wire import PART_BYTES, Gathering, Header, Kind, parts
 
 _STATE_TIMES, _STATE_BYTES = 64, 16 << 20
 """A chunk's state beside its parameters, at most: Adam's is twice as large, in half precision four times."""
@@ -141,7 +141,7 @@ class StateExchange(Exchange):
     """Parameters and optimizer state: a record per chunk."""
 
     def __init__(self, layout: Layout) -> None:
-        self._parts: dict[int, Assembly] = {}
+        self._parts: dict[int, Gathering] = {}
         self._whole: dict[int, torch.Tensor] = {}
         super().__init__(layout, [], kind=Kind.STATED)
 
@@ -163,13 +163,12 @@ class StateExchange(Exchange):
         chunk = self._layout.chunks[header.chunk]
         if header.size > _STATE_TIMES * self._layout.nbytes(chunk) + _STATE_BYTES:
             raise ChannelError(f"a server sent {header.size} bytes for a chunk of {self._layout.nbytes(chunk)}")
-        assembly = self._parts.get(header.chunk) or Assembly(header.size)
-        if header.size != assembly.buffer.numel():
-            raise ChannelError(f"chunk {header.chunk} comes as {header.size} and as {assembly.buffer.numel()} bytes")
-        whole = assembly.add(header.offset, data)
-        self._parts[header.chunk] = assembly
-        if whole:
-            self._whole[header.chunk] = assembly.buffer
+        gathering = self._parts.setdefault(header.chunk, Gathering(header.size))
+        if header.size != gathering.size:
+            raise ChannelError(f"chunk {header.chunk} comes as {header.size} and as {gathering.size} bytes")
+        whole = gathering.add(header.offset, data)
+        if whole is not None:
+            self._whole[header.chunk] = whole
 
     def snapshot(self) -> Snapshot:
         """What came, in the parameters' shapes.

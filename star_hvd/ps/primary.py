@@ -20,6 +20,7 @@ from star_hvd.errors import ChannelError
 __all__ = ["Links", "Primary"]
 
 _NOTES_KEPT = 512
+_MOST_MENTIONS = 16_384  # Of ranks in the notes of one message: some 20 bytes each, 1 MiB is the limit.
 Order = dict[str, Any]
 PushId = tuple[int, int]
 
@@ -371,7 +372,7 @@ class Primary:
             "epoch": memory.epoch,
             "applied": memory.applied.get(rank, -1) >= step,
             "reason": reason,
-            "notes": [note for note in self._notes if note["version"] > since],
+            "notes": _newest([note for note in self._notes if note["version"] > since]),
             **more,
         }
         self._told[rank] = memory.rule.version
@@ -439,3 +440,12 @@ class Primary:
             self._links.verdict(rank, step, verdict)
         for note in notes:
             self._links.event({"event": note["kind"], **{k: v for k, v in note.items() if k != "kind"}})
+
+
+def _newest(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As many of the newest notes as a message holds, with a mention of every rank in the largest jobs."""
+    mentions, first = 0, len(notes)
+    while first > 0 and mentions + len(notes[first - 1]["ranks"]) <= _MOST_MENTIONS:
+        first -= 1
+        mentions += len(notes[first]["ranks"])
+    return notes[first:]

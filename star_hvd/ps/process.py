@@ -61,8 +61,8 @@ class ServerProcess:
 
     Args:
         rank: The owner, for messages.
-        key: The job's key.
-        host: Address under which the others reach this host.
+        key: The job's keys.
+        host: Address under which the others reach this host, or a folder for a Unix socket.
         on_event: Called on the supervising thread with a mapping: `event` is `ready`, `seeded`, `update` (`version`,
             `ranks`, `staleness`, `gradients`, `damped`, `loss`; left out while the owner does not keep up), `drop`
             (`ranks`, `reason`), `refused` (a plan; `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed`
@@ -226,7 +226,7 @@ class ServerProcess:
         config = {
             "rank": self._rank,
             "owner": self._owner,
-            "key": self._key.to_dict(),
+            "key": self._key.for_server(),
             "host": self._host,
             "port": self.endpoint.port if self.endpoint is not None else 0,
             "threads": self._threads,

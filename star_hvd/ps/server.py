@@ -18,7 +18,7 @@ import stat
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -37,7 +37,7 @@ from star_hvd.ps.no_compiler import leave_out
 from star_hvd.ps.outbox import Outbox, is_identity, session_prefix, shard_identity, worker_identity
 from star_hvd.ps.pipe import Pipe
 from star_hvd.ps.primary import Links, Primary
-from star_hvd.ps.shard import Outlet, Shard
+from star_hvd.ps.shard import Outlet, Shard, ShardError
 from star_hvd.ps.store import ChunkStore, OptimizerSpec, Record
 from star_hvd.ps.wire import Header, Kind, pack, read_meta, unpack
 
@@ -46,7 +46,8 @@ __all__ = ["Server", "main", "serve"]
 logger = logging.getLogger("star_hvd")
 
 _BATCH = 64  # messages taken from one socket before the others get a turn
-_EARLY_MESSAGES = 4096
+_LOGGED = 10  # Dropped messages; the others are counted.
+_EARLY_MESSAGES, _EARLY_KEYS = 4096, 64  # Of sessions that are not open yet, all together.
 _BETWEEN = frozenset((Kind.JOIN, Kind.ARRIVED, Kind.DONE, Kind.ORDER))  # From shard to shard.
 _CONFIG_S = 600.0  # Within this the owner says what to serve, or is gone.
 _FLUSH_S = 2.0  # For the last events to be read.
@@ -66,7 +67,7 @@ class _Job(Outlet):
         layout = Layout.from_dict(values["layout"])
         spec = OptimizerSpec.from_dict(values["spec"])
         plan = Plan.from_dict(values["plan"])
-        self.world_size = plan.world_size
+        self.world_size, self.n_servers = plan.world_size, layout.n_servers
         if layout.device_type != "cpu":
             spec = spec.on_host()
         faults = server.faults
@@ -156,9 +157,8 @@ class _Job(Outlet):
     def take(self, header: Header, payload: Any) -> None:
         """A message of a worker or of another shard."""
         kind, rank, step = header.kind, header.rank, header.step
-        most = self.world_size if kind not in _BETWEEN else len(self.endpoints) or 1
-        if rank >= most:
-            raise ChannelError(f"a message of kind {Kind(kind).name} is of {rank}; expected 0..{most - 1}")
+        if rank >= (self.n_servers if kind in _BETWEEN else self.world_size):
+            raise ChannelError(f"a message is of {rank}; there are {self.world_size} ranks, {self.n_servers} servers")
         if kind == Kind.CHUNK:
             self.shard.part(rank, step, header.chunk, header.offset, header.size, payload.buffer)
         elif kind == Kind.ORDER:
@@ -184,7 +184,7 @@ class _Job(Outlet):
             meta = read_meta(payload)
             products = meta.get("products")
             check_products(products)
-            if not is_whole(meta.get("rank")):
+            if not is_whole(meta.get("rank"), most=self.world_size - 1):
                 raise ChannelError(f"shard {rank} told of a push of rank {str(meta.get('rank'))[:40]}")
             self.primary.arrived(rank, meta["rank"], step, products)
         elif kind == Kind.DONE:
@@ -209,7 +209,7 @@ class Server:
     """
 
     def __init__(self, pipe: Pipe, config: dict[str, Any]) -> None:
-        self.key = JobKey.from_dict(config["key"])
+        self.key = JobKey.of_server(config["key"])
         self.faults: dict[str, Any] = config.get("faults") or {}
         self.context = zmq.Context(io_threads=int(config["io_threads"]))
         self.door = Door(self.context, self.key, config["host"], config["port"])
@@ -276,18 +276,27 @@ class Server:
 
     def _drain(self, source: Router | Dealer, job: _Job | None) -> None:
         for frames in source.receive(_BATCH):
-            try:
-                if isinstance(frames, ChannelError):
-                    raise frames
-                if job is not None:
-                    header, payload = _two(frames)
-                    job.take(header, payload)
-                else:
-                    self._message(frames)
-            except (ChannelError, KeyError, TypeError, ValueError) as error:
-                self.malformed += 1
-                if self.malformed <= 10:
-                    logger.warning("a parameter server dropped a message: %s", error)
+            self._guarded(lambda frames=frames: self._received(job, frames))  # type: ignore[misc]
+
+    def _received(self, job: _Job | None, frames: list[Any] | ChannelError) -> None:
+        if isinstance(frames, ChannelError):
+            raise frames
+        if job is not None:
+            job.take(*_two(frames))
+        else:
+            self._message(frames)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Act on a message; one that cannot be acted on is counted, and the server goes on."""
+        try:
+            act()
+        except ShardError:
+            raise  # No peer's fault: an update was not made.
+        except Exception as error:  # Whatever a peer's message leads to, it is that message which is dropped.
+            self.malformed += 1
+            if self.malformed <= _LOGGED:
+                declared = isinstance(error, ChannelError)
+                logger.warning("a parameter server dropped a message: %s", error, exc_info=not declared)
 
     def _message(self, frames: list[Any]) -> None:
         header, _ = _two(frames[1:])
@@ -316,10 +325,11 @@ class Server:
     def _keep(self, key: Key, frames: list[Any]) -> None:
         """Messages may come before their optimizer is opened here; those of one that is closed are dropped."""
         newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)
-        kept = self._early.setdefault(key, [])
-        if key[1] <= newest or len(kept) >= _EARLY_MESSAGES:
+        held = sum(map(len, self._early.values()))
+        full = held >= _EARLY_MESSAGES or (key not in self._early and len(self._early) >= _EARLY_KEYS)
+        if key[1] <= newest or full:
             raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is not open here")
-        kept.append(frames)
+        self._early.setdefault(key, []).append(frames)
 
     # ---- orders of the owner ------------------------------------------------------------------------------
 
@@ -387,8 +397,11 @@ class Server:
         if key in self._jobs:
             raise ChannelError(f"optimizer {key[0]} is open here already in session {key[1]}")
         self._jobs[key] = _Job(self, message, mirror, bool(message["recover"]))
-        for frames in self._early.pop(key, []):
-            self._message(frames)
+        early = self._early.pop(key, [])
+        for old in [each for each in self._early if each[0] == key[0] and each[1] < key[1]]:
+            del self._early[old]
+        for frames in early:
+            self._guarded(lambda frames=frames: self._message(frames))  # type: ignore[misc]
 
 
 def _two(frames: list[Any]) -> tuple[Header, Any]:

@@ -23,10 +23,14 @@ from star_hvd.ps.mirror import Mirror
 from star_hvd.ps.store import ChunkStore, OptimizerSpec, RowReader
 from star_hvd.ps.wire import Assembly, Kind
 
-__all__ = ["Outlet", "Shard"]
+__all__ = ["Outlet", "Shard", "ShardError"]
 
 logger = logging.getLogger("star_hvd")
 PushId = tuple[int, int]
+
+
+class ShardError(Exception):
+    """An update failed half-way, by the user's optimizer for example: the shard's state is not to be used any more."""
 
 
 class Outlet(Protocol):
@@ -172,7 +176,8 @@ class Shard:
         expected = self.layout.nbytes(store.chunk) if store is not None else -1
         if store is None or size != expected:
             raise ChannelError(f"rank {rank} pushed {size} bytes of chunk {chunk}; expected {expected} (-1: none)")
-        if chunk in self._seen.get((rank, step), ()) or step <= self._over.get(rank, -1):
+        # A worker has one push in flight: what is of an earlier one has been sent again, or goes back on purpose.
+        if chunk in self._seen.get((rank, step), ()) or step <= self._over.get(rank, -1) or step < self._newest(rank):
             self.duplicates += 1
             return
         dtype = self.layout.dtype(store.chunk)
@@ -187,6 +192,10 @@ class Shard:
         if complete:
             del self._parts[key]
             self._chunk(rank, step, store, assembly.buffer.view(dtype))
+
+    def _newest(self, rank: int) -> int:
+        """The step of a rank's last push of which something has come, -1 where nothing has."""
+        return max((step for each, step in self._seen if each == rank), default=-1)
 
     def _chunk(self, rank: int, step: int, store: ChunkStore, gradient: torch.Tensor) -> None:
         push, chunk = (rank, step), store.chunk.index
@@ -279,11 +288,17 @@ class Shard:
         if not self.seeded:
             return
         queue = self._queues[chunk]
-        while queue and self._carry_out(queue[0].order, self.stores[chunk]):
+        while queue and self._carried_out(queue[0].order, self.stores[chunk]):
             running = queue.popleft()
             running.left -= 1
             if running.left == 0:
                 self._finish(running.order)
+
+    def _carried_out(self, order: dict[str, Any], store: ChunkStore) -> bool:
+        try:
+            return self._carry_out(order, store)
+        except Exception as error:  # The user's optimizer may raise anything, and then half of the order is done.
+            raise ShardError(f"{type(error).__name__}: {error}") from error
 
     def _carry_out(self, order: dict[str, Any], store: ChunkStore) -> bool:
         """Whether the order is carried out on a chunk; not if it waits for a push."""

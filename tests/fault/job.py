@@ -27,7 +27,13 @@ STEPS, STRIKES_AT = 60, 12
 # So many that the launcher ends the job before, unless the rank that fails waits for the others to finish.
 FATAL_STEPS = 6000
 STEP_S = 0.01
-CONFIG = hvd.Config(step_deadline_s=600.0, shutdown_deadline_s=600.0, control_deadline_s=120.0, lost_after_s=30.0)
+CONFIG = hvd.Config(
+    step_deadline_s=600.0,
+    shutdown_deadline_s=600.0,
+    control_deadline_s=120.0,
+    lost_after_s=30.0,
+    encryption="all",  # Strangers need ports to knock at.
+)
 # Without a coordinator these are waited for.
 SHORT = hvd.Config(step_deadline_s=40.0, shutdown_deadline_s=30.0, control_deadline_s=15.0, lost_after_s=5.0)
 

@@ -32,7 +32,7 @@ def test_a_server_process_from_its_start_to_its_end() -> None:
         for index, server in enumerate(made.servers):
             process = psutil.Process(server.pid)
             assert server.alive and process.cmdline()[1:] == ["-m", "star_hvd.ps.server"]
-            secrets = (made.key.secret, made.key.secret_key.decode())
+            secrets = [pair.hand_over()[1].decode() for pair in (made.key.own, made.key.server)]
             shown = " ".join([*process.cmdline(), *process.environ().values()])
             assert not any(secret in shown for secret in secrets), f"server {index} shows its secret"
         run_all(*(lambda c=c: push(made, c, 0) for c in made.clients))

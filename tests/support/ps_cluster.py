@@ -79,7 +79,7 @@ class Cluster:
         processes: Whether servers are processes; they are started again when they die.
         faults: Per shard what kills it, see `Shard`.
         settings: Of `ServerProcess`.
-        curve: Whether the channel is encrypted.
+        host: Address the servers listen on, or a folder for Unix sockets.
         chunk_bytes: Size of a chunk.
     """
 
@@ -93,7 +93,7 @@ class Cluster:
         dtype: torch.dtype = torch.float32,
         processes: bool = False,
         faults: dict[int, dict[str, Any]] | None = None,
-        curve: bool = False,
+        host: str = "127.0.0.1",
         chunk_bytes: int = 1024,
     ) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -104,14 +104,14 @@ class Cluster:
         self.ordered = [param for bucket in self.buckets for param in bucket.params]
         self.hyper = HyperRow(self.optimizer.param_groups)
         self.layout = Layout.build(self.buckets, self.optimizer.param_groups, self.base, servers, chunk_bytes)
-        self.plan, self.key = plan, JobKey.new(curve=curve)
+        self.plan, self.key = plan, JobKey.new()
         self.events: queue.Queue[dict[str, Any]] = queue.Queue()
         self.log: list[dict[str, Any]] = []
         self.deaths = 0
         self.recovers = True
         kind = ServerProcess if processes else ThreadServer
         self.servers = [
-            kind(i, self.key, "127.0.0.1", on_event=lambda e, i=i: self.note(i, e), faults=(faults or {}).get(i))
+            kind(i, self.key, host, on_event=lambda e, i=i: self.note(i, e), faults=(faults or {}).get(i))
             for i in range(servers)
         ]
         self.endpoints: list[Endpoint] = []

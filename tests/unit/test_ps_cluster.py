@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -52,9 +53,11 @@ def assert_equal_state(made: Cluster, exact: bool = True) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("curve", [False, True])
-def test_x_of_n_equals_plain_torch_on_the_mean_gradient(servers: int, curve: bool) -> None:
-    with cluster(Plan.ps(3, 3), servers=servers, curve=curve) as made:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_x_of_n_equals_plain_torch_on_the_mean_gradient(servers: int, encrypted: bool, tmp_path: Path) -> None:
+    host = "127.0.0.1" if encrypted else str(tmp_path)
+    with cluster(Plan.ps(3, 3), servers=servers, host=host) as made:
+        assert all(each.local != encrypted for each in made.endpoints)
         replies = run_all(*(lambda r=r: worker(made, r, 6) for r in range(3)))
         plain_steps(made, 6, 3)
         assert_equal_state(made)

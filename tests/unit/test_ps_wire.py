@@ -80,13 +80,12 @@ def answer(made: Cluster, step: int) -> None:
     assert made.clients[0].wait(DEADLINE_S).version == step + 1
 
 
-@pytest.mark.parametrize("curve", [False, True])
-def test_strangers_are_turned_away_and_counted(curve: bool) -> None:
-    with cluster(Plan.ps(1, 1), curve=curve) as made:
+def test_strangers_are_turned_away_and_counted() -> None:
+    with cluster(Plan.ps(1, 1)) as made:
         answer(made, 0)
         context = zmq.Context()
         endpoint = made.endpoints[0]
-        other = JobKey.new(curve=curve)
+        other = JobKey.new()
         strangers = [connect(context, other, endpoint, worker_identity(0, 0, 0))]
         plain = context.socket(zmq.DEALER)
         plain.connect(f"tcp://{endpoint.host}:{endpoint.port}")

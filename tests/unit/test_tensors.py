@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd.channel.keys import Keyring, Peer
-from star_hvd.channel.tensors import _HEADER, _REQUEST, TensorServer, fetch, pack_snapshot, unpack_snapshot
+from star_hvd.channel.tensors import _HEADER, _MANIFEST, _REQUEST, TensorServer, fetch, pack_snapshot, unpack_snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 
@@ -158,6 +158,22 @@ def test_fetching_in_chunks() -> None:
             server.stop()
 
 
+def test_a_manifest_of_many_parameters_travels_in_chunks() -> None:
+    snapshot = Snapshot(7, [torch.full((2,), float(i)) for i in range(9000)], [{"step": 1.0} for _ in range(9000)])
+    assert len(pack_snapshot(snapshot)[0]) > 10 * 4096
+    with two_rings() as (_, client, router, _):
+        sizes: list[int] = []
+        server = TensorServer(router, lambda engine, state_too, least: snapshot, 4096)
+        send = server._send
+        server._send = lambda *parts: (sizes.append(len(parts[-1])), send(*parts))  # type: ignore[assignment,func-returns-value]
+        server.start()
+        try:
+            got = fetch(client, 0, 0, 60.0)
+            assert got is not None and same(got, snapshot) and max(sizes) == 4096
+        finally:
+            server.stop()
+
+
 def test_fetches_of_two_threads() -> None:
     snapshot = example(numel=50_000)
     with two_rings() as (_, client, router, _):
@@ -211,21 +227,27 @@ def header(number: int, total: int, offset: int, size: int, magic: bytes = b"STA
 
 
 MANIFEST, BODY = pack_snapshot(Snapshot(1, [torch.ones(4)], [{}]))
+LONG = len(MANIFEST)
+SIZE = LONG + len(BODY)
+BEGIN = [header(0, 3, 0, SIZE), _MANIFEST.pack(LONG)]
+SECOND = [header(1, 3, 0, SIZE), MANIFEST]
 REPLIES = {
     "one frame": [[b"x"]],
-    "short header": [[b"x", MANIFEST]],
-    "magic": [[header(0, 1, 0, 16, magic=b"RATS"), MANIFEST]],
-    "protocol": [[header(0, 1, 0, 16, protocol=9), MANIFEST]],
-    "wrong number": [[header(1, 2, 0, 16), BODY]],
-    "twice": [[header(0, 2, 0, 16), MANIFEST], [header(0, 2, 0, 16), MANIFEST]],
-    "no chunks": [[header(0, 1, 0, 16), MANIFEST]],
-    "too few bytes": [[header(0, 2, 0, 16), MANIFEST], [header(1, 2, 0, 16), BODY[:8]]],
-    "a gap": [[header(0, 2, 0, 16), MANIFEST], [header(1, 2, 8, 16), BODY[:8]]],
-    "beyond the end": [[header(0, 2, 0, 16), MANIFEST], [header(1, 2, 8, 16), BODY]],
-    "size changes": [[header(0, 2, 0, 16), MANIFEST], [header(1, 2, 0, 99), BODY]],
-    "absurd size": [[header(0, 2, 0, 1 << 41), MANIFEST], [header(1, 2, 0, 1 << 41), BODY]],
-    "absurd total": [[header(0, 1 << 31, 0, 16), MANIFEST], [header(1, 2, 0, 16), BODY]],
-    "manifest": [[header(0, 2, 0, 16), b"\xc1"], [header(1, 2, 0, 16), BODY]],
+    "short header": [[b"x", BEGIN[1]]],
+    "magic": [[header(0, 1, 0, SIZE, magic=b"RATS"), BEGIN[1]]],
+    "protocol": [[header(0, 1, 0, SIZE, protocol=9), BEGIN[1]]],
+    "wrong number": [SECOND],
+    "twice": [BEGIN, BEGIN],
+    "no chunks": [[header(0, 1, 0, SIZE), BEGIN[1]]],
+    "too few bytes": [BEGIN, SECOND, [header(2, 3, LONG, SIZE), BODY[:8]]],
+    "a gap": [BEGIN, SECOND, [header(2, 3, LONG + 8, SIZE), BODY[:8]]],
+    "beyond the end": [BEGIN, SECOND, [header(2, 3, LONG, SIZE), BODY + b"x"]],
+    "size changes": [BEGIN, SECOND, [header(2, 3, LONG, 99), BODY]],
+    "absurd size": [[header(0, 3, 0, 1 << 41), BEGIN[1]], SECOND],
+    "absurd total": [[header(0, 1 << 31, 0, SIZE), BEGIN[1]], SECOND],
+    "absurd manifest": [[BEGIN[0], _MANIFEST.pack(1 << 60)], SECOND, [header(2, 3, LONG, SIZE), BODY]],
+    "begin": [[BEGIN[0], MANIFEST]],
+    "manifest": [BEGIN, [header(1, 3, 0, SIZE), b"\xc1" * LONG], [header(2, 3, LONG, SIZE), BODY]],
 }
 
 

@@ -1,0 +1,58 @@
+"""A proxy between a client and a server that keeps every byte that goes through it, either way."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+
+__all__ = ["Tap"]
+
+
+class Tap:
+    """Listens on a port of its own and passes on to another.
+
+    Args:
+        host: Of both.
+        port: Where the connections go.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._listener = socket.create_server((host, 0), backlog=64)
+        self.port = int(self._listener.getsockname()[1])
+        self._streams: list[bytearray] = []
+        self._ends: list[socket.socket] = [self._listener]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def captured(self) -> bytes:
+        """Everything that has gone through, stream by stream."""
+        return b"\0".join(bytes(stream) for stream in list(self._streams))
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._listener.accept()[0]
+                far = socket.create_connection(self._target)
+                self._ends += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    stream = bytearray()
+                    self._streams.append(stream)
+                    threading.Thread(target=self._pass_on, args=(source, sink, stream), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, stream: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                stream += data
+                sink.sendall(data)
+        for end in (source, sink):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()

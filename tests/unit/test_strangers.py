@@ -1,0 +1,234 @@
+"""Strangers in crowds, silent or flooding, at every kind of socket: ranks get in, memory stays, and it is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import zmq
+
+from scheduler.plans import Plan
+from star_hvd.channel import door
+from star_hvd.channel.door import CONTROL_BYTES, DoorWatch
+from star_hvd.channel.keys import JobKey, Keyring, Peer
+from star_hvd.ps import Client
+from star_hvd.ps.auth import connect
+from tests.support.ps_cluster import DEADLINE_S, cluster
+from tests.support.strangers import GREETING, KINDS, strangers
+
+FEW, MANY = 200, 1000
+IN_S = 90.0  # A rank that the crowd keeps out for longer is out.
+# A flooding crowd sends as fast as it can, on the machine whose cores it shares with the process it attacks: what comes
+# between an accept and a look at the list is a matter of scheduling. Without limits 1,000 of these take 1,000 MB.
+MEMORY_BYTES = {"flood": 400e6}
+MOST_BYTES = 50e6
+
+pytestmark = pytest.mark.timeout(900)
+COUNTS = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
+
+
+@contextlib.contextmanager
+def memory_of(pid: int) -> Iterator[Callable[[], float]]:
+    """Gives the most memory that a process took since, in bytes beyond what it had."""
+    process, stop = psutil.Process(pid), threading.Event()
+    before = most = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal most
+        while not stop.wait(0.05):
+            most = max(most, process.memory_info().rss)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield lambda: most - before
+    finally:
+        stop.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def ring_of_two() -> Iterator[tuple[Keyring, Keyring, Any, int]]:
+    own, friend = Keyring(), Keyring()
+    router, port = own.server("127.0.0.1", CONTROL_BYTES)
+    peers = [Peer(own.public_key, "127.0.0.1", port, 0), Peer(friend.public_key, "127.0.0.1", 0, 0)]
+    own.admit(peers)
+    friend.admit(peers)
+    try:
+        yield own, friend, router, port
+    finally:
+        router.close(linger=0)
+        friend.close()
+        own.close()
+
+
+def enters(friend: Keyring, router: Any, port: int, name: bytes) -> None:
+    """A rank connects and is heard."""
+    dealer = friend.client(0, name, port=port)
+    dealer.send(b"hello")
+    assert router.poll(1e3 * IN_S), "the crowd keeps a rank out"
+    assert router.recv_multipart() == [name, b"hello"]
+    dealer.close(linger=0)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crowd_at_a_socket_of_a_rank(kind: str, count: int) -> None:
+    with ring_of_two() as (own, friend, router, port):
+        stays = friend.client(0, b"stays", port=port)
+        stays.send(b"before")
+        assert router.poll(1e3 * IN_S) and router.recv_multipart() == [b"stays", b"before"]
+        with memory_of(os.getpid()) as taken, strangers(kind, count, "127.0.0.1", port) as made:
+            for number in range(5):
+                enters(friend, router, port, b"%d" % number)
+            assert taken() < MEMORY_BYTES.get(kind, MOST_BYTES)
+            router.send_multipart([b"stays", b"and you"])
+            assert stays.poll(1e3 * IN_S) and stays.recv() == b"and you", "a rank that was in is still in"
+        stays.close(linger=0)
+        assert made[0] > count and own.denied > count / 2
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("kind", ["silent", "flood"])
+def test_a_crowd_at_a_server_and_at_a_parent(kind: str, count: int) -> None:
+    with cluster(Plan.ps(1, 1), processes=True) as made, contextlib.ExitStack() as stack:
+        parent = Client(1, 0, 0, made.endpoints, made.layout, made.key)
+        stack.callback(parent.close)
+        tree = parent.adopt([2], "127.0.0.1")
+        pid = made.servers[0].pid
+        assert pid is not None
+        taken = stack.enter_context(memory_of(pid))
+        for endpoint in (made.endpoints[0], tree):
+            stack.enter_context(strangers(kind, count, endpoint.host, endpoint.port))
+        for step in range(3):
+            made.clients[0].push(step=step, version=step, flats=made.gradients(0, step), weight=1.0)
+            assert made.clients[0].wait(DEADLINE_S).version == step + 1
+            context = zmq.Context()  # A rank that comes in the flood.
+            dealer = connect(context, made.key, made.endpoints[0], b"late%d" % step)
+            monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            assert monitor.poll(1e3 * IN_S), "the crowd keeps a rank out"
+            dealer.disable_monitor()
+            dealer.close(linger=0)
+            context.destroy(linger=0)
+        assert taken() < MEMORY_BYTES.get(kind, MOST_BYTES)
+
+
+def test_who_knows_the_public_key_and_has_none_of_the_job_is_counted() -> None:
+    with ring_of_two() as (own, friend, router, port):
+        context = zmq.Context()
+        wrong = [JobKey.new() for _ in range(30)]
+        dealers = []
+        for key in wrong:
+            dealers.append(context.socket(zmq.DEALER))
+            key.own.join(dealers[-1], own.public_key)
+            dealers[-1].connect(f"tcp://127.0.0.1:{port}")
+        enters(friend, router, port, b"1")
+        limit_s = time.monotonic() + IN_S
+        while own.denied < len(wrong) and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        context.destroy(linger=0)
+        assert own.denied >= len(wrong)
+
+
+def test_a_handshake_has_a_deadline_and_the_oldest_of_too_many_go_first(caplog: pytest.LogCaptureFixture) -> None:
+    context, watch = zmq.Context(), DoorWatch(max_pending=4, handshake_s=6.0)
+    router = context.socket(zmq.ROUTER)
+    JobKey.new().own.serve(router)
+    watch.watch(router)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        with caplog.at_level(logging.WARNING, "star_hvd"):
+            ends = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
+            for end in ends:
+                end.settimeout(IN_S)
+                assert len(end.recv(10)) == 10  # The begin of the server's greeting: it has been accepted.
+            ends[0].sendall(GREETING)  # The oldest gets further than the others: a younger one goes.
+            assert len(ends[0].recv(54, socket.MSG_WAITALL)) == 54
+            time.sleep(0.3)  # None of them is new any more.
+            ends.append(socket.create_connection(("127.0.0.1", port)))
+            assert ends[1].recv(1) == b"", "the oldest of those that have said nothing is shut"
+            assert watch.evicted == 1, "and nobody else"
+            for end in (ends[0], *ends[2:]):
+                end.settimeout(IN_S)
+                while end.recv(64):
+                    pass  # The rest of its greeting, then the end: its time is up.
+            assert watch.evicted == 5
+            for _ in range(20):
+                socket.create_connection(("127.0.0.1", port)).close()
+            limit_s = time.monotonic() + IN_S
+            while "turned away" not in caplog.text and time.monotonic() < limit_s:
+                time.sleep(0.01)
+        warnings = [record for record in caplog.records if "turned away" in record.getMessage()]
+        assert len(warnings) == 1 and "STAR_INTERFACE" in warnings[0].getMessage()
+        for end in ends:
+            end.close()
+    finally:
+        router.close(linger=0)
+        watch.stop()
+        context.destroy(linger=0)
+
+
+def test_no_file_of_the_process_is_taken_for_a_connection() -> None:
+    """The number of a connection that is closed may belong to anything by the time the list is looked through."""
+    context, watch = zmq.Context(), DoorWatch()
+    found = door._Door(context.socket(zmq.PAIR), max_pending=0, handshake_s=0.0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    found._port = listener.getsockname()[1]
+    other, mine = socket.create_server(("127.0.0.1", 0)), socket.socketpair()
+    reader, writer = os.pipe()
+    try:
+        near = socket.create_connection(other.getsockname())
+        far, _ = other.accept()
+        found._pending = dict.fromkeys((reader, writer, mine[0].fileno(), near.fileno(), far.fileno(), 9999), 0.0)
+        found.sweep(time.monotonic())
+        assert found.evicted == 0 and not found._pending
+        os.write(writer, b"x")
+        mine[0].sendall(b"y")
+        near.sendall(b"z")
+        assert (os.read(reader, 1), mine[1].recv(1), far.recv(1)) == (b"x", b"y", b"z")
+    finally:
+        for end in (listener, other, *mine, near, far):
+            end.close()
+        os.close(reader)
+        os.close(writer)
+        watch.stop()
+        context.destroy(linger=0)
+
+
+def test_a_message_larger_than_the_limit_is_refused_before_it_is_sent() -> None:
+    with ring_of_two() as (_, friend, router, port):
+        dealer = friend.client(0, b"1", port=port)
+        dealer.send(bytes(CONTROL_BYTES + 1))
+        dealer.send(b"hello")
+        assert router.poll(1e3 * IN_S) and router.recv_multipart() == [b"1", b"hello"]
+        dealer.close(linger=0)
+
+
+def test_the_sizes_of_a_handshake_are_as_the_watch_takes_them_to_be() -> None:
+    """A library that says less would have ranks shut, one that says more would let strangers stay."""
+    with ring_of_two() as (own, friend, router, port):
+        descriptors: list[int] = []
+        note = own._door._doors[0]
+        silent = socket.create_connection(("127.0.0.1", port))
+        silent.sendall(GREETING)
+        assert len(silent.recv(64, socket.MSG_WAITALL)) == 64
+        enters(friend, router, port, b"1")
+        kept = friend.client(0, b"2", port=port)
+        kept.send(b"hello")
+        assert router.poll(1e3 * IN_S) and router.recv_multipart()[0] == b"2"
+        limit_s = time.monotonic() + IN_S
+        while len(descriptors) < 2 and time.monotonic() < limit_s:
+            descriptors = sorted(note._pending)
+            time.sleep(0.01)
+        progress = sorted(note._progress(descriptor) for descriptor in descriptors)
+        assert progress[0] == 64 and progress[-1] >= door._ADMITTED_BYTES
+        silent.close()
+        kept.close(linger=0)
