@@ -11,7 +11,8 @@ import torch
 
 from star_hvd.channel.late import _HEADER as LATE_HEADER
 from star_hvd.channel.late import LatePushes
-from star_hvd.channel.tensors import _HEADER, _REQUEST, TensorServer, pack_snapshot, receive_snapshot, unpack_snapshot
+from star_hvd.channel.tensors import _HEADER, _REQUEST, TensorServer, ask, pack_snapshot, unpack_snapshot
+from star_hvd.channel.tensors import _MANIFEST as MANIFEST_SIZE
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 from tests.fuzz.mutate import damaged, damaged_bytes, packed
@@ -19,6 +20,7 @@ from tests.fuzz.run import Target
 
 _SNAPSHOT = Snapshot(3, [torch.ones(4, 3), torch.zeros(2)], [{"m": torch.ones(4, 3), "step": 3}, {}])
 _MANIFEST, _BODY = pack_snapshot(_SNAPSHOT)
+_ATTEMPT = 7
 
 
 class _Socket:
@@ -37,6 +39,25 @@ class _Socket:
         assert all(isinstance(frame, bytes) for frame in frames)
 
 
+class _Caller:
+    """The connection of a fetch whose only reply is a script."""
+
+    def __init__(self, messages: list[list[bytes]]) -> None:
+        self.socket = self
+        self._messages = list(messages)
+
+    def send(self, request: bytes) -> None:
+        assert len(request) == _REQUEST.size
+
+    def begin(self) -> int:
+        return _ATTEMPT
+
+    def wait(self, limit_s: float) -> list[bytes]:
+        if not self._messages:
+            raise DeadlineError("the script is over")
+        return self._messages.pop(0)
+
+
 def _manifest(draw: random.Random) -> bytes:
     if draw.random() < 0.5:
         values = damaged(msgpack.unpackb(_MANIFEST), draw, draw.choice((1, 2)))
@@ -53,11 +74,13 @@ def _read_manifest(data: bytes) -> None:
 
 
 def _frames(draw: random.Random) -> bytes:
-    step, total = 40, 1 + -(-len(_BODY) // 40)
-    found = [[_HEADER.pack(b"STAR", 1, 0, total, 0, len(_BODY)), _MANIFEST]]
-    for number in range(1, total):
-        at = (number - 1) * step
-        found.append([_HEADER.pack(b"STAR", 1, number, total, at, len(_BODY)), _BODY[at : at + step]])
+    step, size = 40, len(_MANIFEST) + len(_BODY)
+    chunks = [part[begin : begin + step] for part in (_MANIFEST, _BODY) for begin in range(0, len(part), step)]
+    total, offset = 1 + len(chunks), 0
+    found = [[_HEADER.pack(b"STAR", 2, _ATTEMPT, 0, total, 0, size), MANIFEST_SIZE.pack(len(_MANIFEST))]]
+    for number, chunk in enumerate(chunks, 1):
+        found.append([_HEADER.pack(b"STAR", 2, _ATTEMPT, number, total, offset, size), chunk])
+        offset += len(chunk)
     return packed(damaged(found, draw, draw.choice((0, 1, 1, 2))))
 
 
@@ -68,13 +91,14 @@ def _list(value: Any) -> list[Any]:
 
 def _receive(data: bytes) -> None:
     messages = [[part for part in each if isinstance(part, bytes)] for each in _list(msgpack.unpackb(data))]
-    receive_snapshot(_Socket(messages), 1, time.monotonic() + 5.0, 1.0)  # type: ignore[arg-type]
+    ask(_Caller(messages), 1, 0, time.monotonic() + 60.0, state_too=True)  # type: ignore[arg-type]
 
 
 def _requests(draw: random.Random) -> bytes:
     found: list[Any] = []
     for _ in range(draw.randrange(1, 8)):
-        request = [b"peer", _REQUEST.pack(draw.randrange(3), 1, draw.choice((0, 1 << 40, (1 << 64) - 1)))]
+        least = draw.choice((0, 1 << 40, (1 << 64) - 1))
+        request = [b"peer", _REQUEST.pack(draw.randrange(9), draw.randrange(3), 1, least)]
         push = [b"peer", *_push(draw, draw.randrange(3))]
         message = draw.choice((request, push))
         found.append(damaged(message, draw) if draw.random() < 0.5 else message)
@@ -96,7 +120,9 @@ def _push(draw: random.Random, number: int) -> list[bytes]:
     numbers = [draw.choice((0, 1, 2, 1 << 31)) for _ in range(2)]
     size = draw.choice((0, 16, 16, 32, 1 << 39, (1 << 64) - 1))
     version = draw.choice((0, 3, (1 << 64) - 1))
-    return [LATE_HEADER.pack(b"STAL", 1, *numbers, number, version, draw.choice((0, 0, 16)), size), bytes(16)]
+    link, attempt = draw.choice((0, 7)), draw.choice((0, 1, (1 << 32) - 1))
+    where = (draw.choice((0, 0, 16)), size)
+    return [LATE_HEADER.pack(b"STAL", 2, *numbers, link, number, attempt, version, *where), bytes(16)]
 
 
 TARGETS = (
