@@ -154,7 +154,7 @@ def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]
         s.ServerUp(0, 1, 1 << 52, ["h", "1", "k"]),
         s.ServerMoved(0, 1, 0, ["h" * 5000, "1", "k"]),
     ],
-    ids=str,
+    ids=lambda message: message.kind,
 )
 def test_numbers_that_no_job_has_change_nothing(message: m.Message) -> None:
     job = relaxed_job()
@@ -181,15 +181,3 @@ def test_a_plan_that_was_never_published_does_not_free_process_sets() -> None:
     job = relaxed_job()
     job.say(1, m.Arrive(0, 6, 1 << 40, 0.1, 0.0, 0.0, 0.0, 0.0))
     assert max(job.board._sets._acts_on[0]) < 10
-
-
-def test_a_batch_of_no_time_ends_no_coordinator() -> None:
-    """Its pace is believed, and the others' shares are divided by it."""
-    job = relaxed_job()
-    for step in range(6, 20):
-        for rank in (0, 1):
-            job.arrive(rank, step, epoch=1, compute_s=5e-324)
-    for _ in range(4):
-        for rank in range(3):
-            job.say(rank, m.Take(0, 0, 1000, 4, False))
-            job.now_s += 0.5

@@ -17,6 +17,7 @@ from scheduler.booster_text import check_text
 from scheduler.boosters import BoosterError
 from scheduler.features import FEATURES
 from scheduler.predictor import SHIPPED, ModelError, find_ranker, load
+from tests.support.effort import cases
 from tests.support.model_edits import edited
 from tests.unit.learning import save_model
 
@@ -81,10 +82,12 @@ def test_edited_models_end_no_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_two_hundred_edited_models_end_no_job(tmp_path: Path) -> None:
-    warned, tried = _try(tmp_path, range(100, 300))
+def test_many_edited_models_end_no_job(tmp_path: Path) -> None:
+    """All two hundred with TEST_EFFORT=5."""
+    count = cases(40)
+    warned, tried = _try(tmp_path, range(100, 100 + count))
     print(f"{warned} of {tried} edited models cost a warning, the others were models still")
-    assert tried == 200 and warned >= 120
+    assert tried == count and warned >= 0.6 * count
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------

@@ -313,3 +313,14 @@ def test_bad_input_is_refused() -> None:
         queue.forecast(0, 0.0)
     queue.forecast(0, 2.0)
     queue.forecast(0, math.nan)
+
+
+@pytest.mark.parametrize("batch_s", [5e-324, 1e308])
+def test_a_batch_of_no_time_or_of_all_time_is_no_error(batch_s: float) -> None:
+    """A rank's pace is what it says, and the others' shares are divided by it."""
+    queue = WorkQueue(1 << 40, 4, 3)
+    for now_s in (1.0, 2.0, 3.0):
+        for rank in range(3):
+            queue.forecast(rank, batch_s if rank == 0 else 1.0)
+            queue.take(rank, now_s)  # Or nothing, where the quick one is thought to finish all.
+    assert queue.remaining < 1 << 40
