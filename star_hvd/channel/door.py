@@ -31,7 +31,8 @@ HANDSHAKE_S = 5.0
 """A handshake takes four messages, milliseconds; a busy interpreter may hold the question whose key it is for some."""
 
 MAX_PENDING = 16
-"""Connections in the middle of their handshake, per socket. Each can hold a message of the socket's largest size."""
+"""Connections in the middle of their handshake, per socket, where the job is no larger. Each can hold a message of the
+socket's largest size."""
 
 SLACK_BYTES = 64 * 1024  # Of a message beside its payload: header, encryption.
 CONTROL_BYTES = (1 << 20) + SLACK_BYTES
@@ -73,7 +74,7 @@ class DoorWatch:
     The authenticator alone would not do: it never hears of a connection without a key.
 
     Args:
-        max_pending: Connections per socket that may be in their handshake.
+        max_pending: Connections per socket that may be in their handshake; `expect` raises it.
         handshake_s: Longest time they may take for it.
     """
 
@@ -100,6 +101,12 @@ class DoorWatch:
     def evicted(self) -> int:
         """Connections that were shut here: too many at once, or too slow."""
         return sum(door.evicted for door in self._doors)
+
+    def expect(self, peers: int) -> None:
+        """So many of the job's own may come at once, at its start for example: none of them is one too many."""
+        self._max_pending = max(self._max_pending, peers)
+        for door in self._doors:
+            door.max_pending = self._max_pending
 
     def watch(self, router: zmq.Socket[Any]) -> None:
         """Count and limit what happens at a server from now on, before it is bound."""
@@ -148,7 +155,7 @@ class _Door:
         self.thread: threading.Thread | None = None
         self.evicted = 0
         self._accepted = self._succeeded = self._disconnected = 0
-        self._max_pending, self._handshake_s = max_pending, handshake_s
+        self.max_pending, self._handshake_s = max_pending, handshake_s
         self._port, self._trimmed, self._trim_at_s = -1, 0, 0.0
         self._pending: dict[int, float] = {}  # Descriptor, and since when.
 
@@ -182,11 +189,11 @@ class _Door:
     def sweep(self, now_s: float) -> None:
         """Shut what waits for too long, and the least likely ones where too many wait."""
         overdue = {d for d, since_s in self._pending.items() if now_s - since_s > self._handshake_s}
-        if not overdue and len(self._pending) <= self._max_pending:
+        if not overdue and len(self._pending) <= self.max_pending:
             return
         progress = {descriptor: self._progress(descriptor) for descriptor in self._pending}
         waiting = [d for d, done in progress.items() if done < _ADMITTED_BYTES]
-        surplus = self._unlikely(waiting, progress, now_s)[: max(0, len(waiting) - self._max_pending)]
+        surplus = self._unlikely(waiting, progress, now_s)[: max(0, len(waiting) - self.max_pending)]
         for descriptor in overdue.intersection(waiting).union(surplus):
             self._shut(descriptor)
             del self._pending[descriptor]
@@ -200,7 +207,7 @@ class _Door:
         nobody new can be kept out by those who go no further from there, half of the places are theirs at most.
         """
         known = sorted((d for d in waiting if progress[d] >= _WELCOMED_BYTES), key=self._pending.__getitem__)
-        stay = set(known[max(0, len(known) - self._max_pending // 2) :])
+        stay = set(known[max(0, len(known) - self.max_pending // 2) :])
 
         def order(descriptor: int) -> tuple[int, int, float]:
             since_s = self._pending[descriptor]

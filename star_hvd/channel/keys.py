@@ -212,6 +212,7 @@ class Keyring:
         """Accept these ranks, in order of rank, from now on."""
         self.peers = peers
         self._known.keys = frozenset(peer.public_key for peer in peers)
+        self._door.expect(2 * len(peers))  # A rank may fetch, and push, on connections of their own.
 
     def job_key(self) -> JobKey:
         """The keys for parameter servers; after `admit`."""

@@ -122,8 +122,9 @@ def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> 
 def _register(message: Register, world_size: int) -> None:
     for values in (message.initial, message.plan or message.initial):
         # Before a plan is made of it, which counts its ranks.
-        if values.get("world_size") != world_size:
-            raise ChannelError(f"a plan is for {_short(values.get('world_size'))} ranks; this job has {world_size}")
+        claimed = values.get("world_size")
+        if isinstance(claimed, int) and claimed != world_size:
+            raise ChannelError(f"a plan is for {claimed} ranks; this job has {world_size}")
     if message.gradient_bytes < 0:
         raise ChannelError(f"gradient_bytes of a register message is {message.gradient_bytes}; expected 0 or more")
     try:
@@ -145,10 +146,6 @@ def _machine(message: MachineNote, _: int) -> None:
         value = getattr(message, name)
         if not (math.isnan(value) or 0.0 <= value < 1e9):
             raise ChannelError(f"{name} of a machine message is {value!r}; expected a number from 0, or NaN")
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:20]
 
 
 def _address(message: ServerUp | ServerMoved, world_size: int) -> None:

@@ -77,6 +77,7 @@ class Door:
 
     def __init__(self, context: zmq.Context[Any], key: JobKey, host: str, port: int = 0) -> None:
         self._watch = DoorWatch()
+        self._watch.expect(len(key.admitted))
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", credentials_provider=key)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scheduler.records import Plan
 from star_hvd.control import messages as m
 from star_hvd.control import switch_messages as s
+from star_hvd.control.switch_messages import ServerMoved, ServerUp
 from star_hvd.errors import ChannelError
 from tests.unit.boards import PLAN, Job, relaxed_job
 
@@ -22,6 +23,13 @@ BAD = [
     m.Register(0, PLAN, Plan.sync(4).to_dict()),
     m.Register(0, Plan.sync(4).to_dict(), {}),
     m.Register(-1, PLAN, {}),
+    m.Register(0, {**PLAN, "world_size": 1 << 52, "quorum": 1 << 52}, {}),
+    m.Register(0, Plan.subgroup(3, (0, 1)).to_dict() | {"world_size": 1 << 52}, {}),  # Made, it would count its ranks.
+    m.Register(0, PLAN, {}, gradient_bytes=-1),
+    ServerUp(0, 1, 99, ["127.0.0.1", "1", "00"]),
+    ServerUp(0, 1, -1, ["127.0.0.1", "1", "00"]),
+    ServerUp(0, 1, 0, ["127.0.0.1"]),
+    ServerMoved(0, 1, 0, ["h" * 2000, "1", "00"]),
     m.Register(5_000_000, PLAN, {}),
     m.Arrive(0, 7, 0, -1.0, 0.0, 0.0, 0.0, 0.0),
     m.Arrive(0, 7, 0, math.nan, 0.0, 0.0, 0.0, 0.0),

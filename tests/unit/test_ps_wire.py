@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import Any
 
 import msgpack
 import pytest
@@ -15,8 +16,21 @@ from hypothesis import strategies as st
 from scheduler.plans import Plan
 from star_hvd.errors import ChannelError
 from star_hvd.ps.auth import JobKey, connect
-from star_hvd.ps.outbox import worker_identity
-from star_hvd.ps.wire import HEADER_BYTES, PART_BYTES, Assembly, Header, Kind, pack, parts, raw, read_meta, unpack
+from star_hvd.ps.exchange import StateExchange
+from star_hvd.ps.outbox import shard_identity, worker_identity
+from star_hvd.ps.wire import (
+    HEADER_BYTES,
+    PART_BYTES,
+    Assembly,
+    Gathering,
+    Header,
+    Kind,
+    pack,
+    parts,
+    raw,
+    read_meta,
+    unpack,
+)
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster
 
 FIELD = st.integers(0, 2**31)
@@ -73,6 +87,23 @@ def test_a_chunk_in_parts_comes_together_in_any_order() -> None:
     for offset, length in ((1, 5), (0, 5), (size, 1), (2 * PART_BYTES, 78)):
         with pytest.raises(ChannelError, match="does not fit"):
             assembly.add(offset, b"x" * length)
+
+
+def test_a_chunk_of_any_announced_size_takes_the_memory_of_what_came() -> None:
+    huge = Gathering(1 << 41)
+    assert huge.add(0, bytes(PART_BYTES)) is None
+    with pytest.raises(ChannelError, match="does not fit"):
+        huge.add(PART_BYTES, b"x")
+    data = random.Random(0).randbytes(2 * PART_BYTES + 77)
+    spans = list(parts(len(data)))
+    gathering = Gathering(len(data))
+    found = [gathering.add(spans[i][0], data[slice(*spans[i])]) for i in (2, 0, 0, 1)]
+    assert found[:3] == [None] * 3 and found[3] is not None and bytes(found[3].numpy()) == data
+    with cluster(Plan.ps(1, 1)) as made:
+        exchange = StateExchange(made.layout)
+        exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=1 << 41), bytes(PART_BYTES))
+        with pytest.raises(ChannelError, match="comes as"):
+            exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=5), b"12345")
 
 
 def answer(made: Cluster, step: int) -> None:
@@ -143,3 +174,64 @@ def test_damaged_messages_are_counted_and_change_nothing() -> None:
         context.term()
         answer(made, 1)
         assert made.clients[0].malformed == 0
+
+
+PUSH = {"version": 1, "weight": 1.0, "count": 1, "own_steps": 0, "row": None, "loss": None}
+ABSURD = [
+    (Kind.PUSH, 1, {**PUSH, "version": float("inf")}),  # Was an OverflowError, which ended the server.
+    (Kind.PUSH, 1, {**PUSH, "count": None}),
+    (Kind.PUSH, 1, {**PUSH, "weight": "much"}),
+    (Kind.PUSH, 1, {**PUSH, "own_steps": 1.5}),
+    (Kind.PUSH, 1, {**PUSH, "row": [1.0]}),
+    (Kind.PUSH, 1, {**PUSH, "row": "row"}),
+    (Kind.PUSH, 1, {**PUSH, "loss": []}),
+    (Kind.PUSH, 1, {**PUSH, "again": 7}),
+    (Kind.PUSH, 1, {}),
+    (Kind.PUSH, (1 << 32) - 1, PUSH),
+    (Kind.PRESENCE, 2, {"what": "absent"}),
+    (Kind.PRESENCE, 1, {"what": "nonsense"}),
+    (Kind.ARRIVED, 1, {"rank": float("inf"), "products": None}),  # An OverflowError likewise.
+    (Kind.ARRIVED, 1, {"rank": 1, "products": [1.0]}),  # An IndexError.
+    (Kind.ARRIVED, 1, {"rank": 1 << 40, "products": None}),
+    (Kind.ARRIVED, 1, {"products": None}),
+    (Kind.DONE, 9, {}),
+    (Kind.JOIN, 1 << 31, {}),
+]
+
+
+def test_numbers_that_make_no_sense_are_counted_and_end_nothing() -> None:
+    with cluster(Plan.ps(2, 1), servers=2) as made:
+        answer(made, 0)
+        context, server = zmq.Context(), made.server_of(0)
+        server.door._watch.expect(200)  # All of these are of the job, and come at once.
+        held: dict[bytes, zmq.Socket[Any]] = {}
+        for kind, rank, meta in ABSURD:
+            between = kind in (Kind.ARRIVED, Kind.DONE, Kind.JOIN)
+            name = (shard_identity if between else worker_identity)(0, 0, rank)
+            if name not in held:
+                held[name] = connect(context, made.key, made.endpoints[0], name)
+            held[name].send_multipart([pack(Header(kind, 0, 0, rank, step=5)), msgpack.packb(meta)])
+        for _ in range(1000):
+            if server.malformed >= len(ABSURD):
+                break
+            made.clients[0].pull(DEADLINE_S)
+        assert server.malformed == len(ABSURD)
+        answer(made, 1)
+        context.destroy(linger=0)
+
+
+def test_messages_for_sessions_that_never_open_are_few() -> None:
+    with cluster(Plan.ps(1, 1)) as made:
+        context, server = zmq.Context(), made.server_of(0)
+        server.door._watch.expect(200)  # All of these are of the job, and come at once.
+        held = []
+        for session in range(1, 101):
+            early = connect(context, made.key, made.endpoints[0], worker_identity(0, session, 0))
+            early.send_multipart([pack(Header(Kind.HELLO, 0, session, 0)), b""])
+            held.append(early)
+        for _ in range(1000):
+            if server.malformed >= 36:
+                break
+            made.clients[0].pull(DEADLINE_S)
+        assert server.malformed == len(held) - 64 == 36 and len(server._early) == 64
+        context.destroy(linger=0)

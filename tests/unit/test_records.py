@@ -102,7 +102,7 @@ def test_any_text_as_a_mode(text: str) -> None:
         assert plan is None or plan.world_size == 3
 
 
-SETTINGS = [item.name for item in dataclasses.fields(Config) if item.name not in ("damping", "policy")]
+SETTINGS = [item.name for item in dataclasses.fields(Config) if item.name not in ("damping", "encryption", "policy")]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -143,6 +143,10 @@ def test_settings_without_numbers() -> None:
         Config(damping="half")
     with pytest.raises(ValueError, match="config policy is 'best'; expected one of learned, cost, rule"):
         Config(policy="best")
+    with pytest.raises(ValueError, match="config encryption is 'off'; expected one of all, network"):
+        Config(encryption="off")
+    with pytest.raises(ValueError, match="config chunk_bytes is 4194305; expected at most 4194304"):
+        Config(chunk_bytes=4 * 1024 * 1024 + 1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().damping = "none"  # type: ignore[misc]
     with pytest.raises(TypeError):
