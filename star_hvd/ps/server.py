@@ -1,4 +1,4 @@
-"""A parameter server: `python -m star_hvd.ps.server`, started by `ServerProcess` and of no use without it.
+"""A parameter server: started by `ServerProcess` through `nursery`, and of no use without it.
 
 Its standard input is a socket to its owner: configuration, secrets and orders come in there and events go back, so
 nothing shows in the process list or the environment. When the owner dies the socket closes and the server ends.
@@ -7,11 +7,9 @@ nothing shows in the process list or the environment. When the owner dies the so
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
-import signal
 import socket
 import stat
 import struct
@@ -29,6 +27,7 @@ from star_hvd.ps.auth import Door, Endpoint, JobKey, connect
 from star_hvd.ps.layout import Layout, LayoutError
 from star_hvd.ps.mirror import Mirror
 from star_hvd.ps.no_compiler import leave_out
+from star_hvd.ps.nursery import end_with_parent
 from star_hvd.ps.outbox import Outbox, shard_identity, worker_identity
 from star_hvd.ps.pipe import Pipe
 from star_hvd.ps.primary import Links, Primary
@@ -44,7 +43,6 @@ _BATCH = 64  # messages taken from one socket before the others get a turn
 _EARLY_MESSAGES = 4096
 _CONFIG_S = 600.0  # Within this the owner says what to serve, or is gone.
 _FLUSH_S = 2.0  # For the last events to be read.
-_PR_SET_PDEATHSIG = 1
 Key = tuple[int, int]
 
 
@@ -360,8 +358,14 @@ def _two(frames: list[Any]) -> tuple[Header, Any]:
     return unpack(frames[0]), frames[1]
 
 
-def main() -> int:
-    """Serve the owner behind standard input."""
+def main(parent: int) -> int:
+    """Serve the owner behind standard input.
+
+    Args:
+        parent: The process with which this one is to end.
+    """
+    if not end_with_parent(parent):
+        return 0
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
         sys.stderr.write("this is a parameter server; star_hvd starts it, and it cannot be started by hand\n")
         return 2
@@ -371,8 +375,6 @@ def main() -> int:
     except DeadlineError:
         return 0  # The owner is gone, or has not needed this process after all.
     logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
-    if not _end_with(int(config["owner"])):
-        return 0
     sys.path.extend(path for path in config["path"] if path not in sys.path)
     torch.set_num_threads(int(config["threads"]))
     leave_out()
@@ -384,16 +386,6 @@ def main() -> int:
             pipe.close(_FLUSH_S)
         return 1
     return serve(server, pipe)
-
-
-def _end_with(owner: int) -> bool:
-    """Have the system end this process when the owner's thread that started it ends; False if it has ended already.
-
-    The pipe tells that too, but only a server that reads it: not one that is stopped, or busy.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == owner
 
 
 def serve(server: Server, pipe: Pipe) -> int:
@@ -414,6 +406,6 @@ def serve(server: Server, pipe: Pipe) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = main(os.getppid())
     sys.stderr.flush()
     os._exit(code)  # Taking the interpreter and torch down in order takes seconds and serves nobody.
