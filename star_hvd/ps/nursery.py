@@ -1,19 +1,13 @@
-"""`python -m star_hvd.ps.nursery OWNER`: a process that has imported what a server needs, and forks servers.
+"""Where servers come from: a process (`forker`) that has imported what a server needs, and forks one when asked.
 
 Importing torch takes a server seconds of a processor, and a job stands still as long as one of its servers is being
-started again. A fork takes milliseconds, and shares the memory of what was imported. This process does nothing else: it
-has no threads, so that a fork is whole, and ends with the thread of the owner that started it, as its servers end with
-it.
-
-Over its standard input, a socket to the owner, come single bytes with one end of a server's pipe each; back go the
-server's process id, and its exit status when it has ended.
+started again. A fork takes milliseconds, and shares the memory of what was imported.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import os
 import select
 import signal
@@ -28,10 +22,10 @@ from collections.abc import Callable, Mapping
 
 from star_hvd.errors import DeadlineError
 
-__all__ = ["SERVER_NAME", "Forked", "Nursery", "end_with_parent", "main"]
+__all__ = ["ENDED", "REPORT", "SERVER_NAME", "STARTED", "Forked", "Nursery", "end_with_parent", "name_server"]
 
-_REPORT = struct.Struct("<Bqq")  # What, process id, exit status.
-_STARTED, _ENDED = 1, 2
+REPORT = struct.Struct("<Bqq")  # What, process id, exit status.
+STARTED, ENDED = 1, 2
 _LOOK_S = 0.2
 _WARM_S = 5.0  # Once it has imported everything, it forks within this, or is of no use any more.
 _STATUS_S = 1.0  # For the exit status behind a server's end.
@@ -137,7 +131,7 @@ class Nursery:
 
     def _start(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "star_hvd.ps.nursery", str(os.getpid())]
+        command = [sys.executable, "-m", "star_hvd.ps.forker", str(os.getpid())]
         with theirs:
             # At the usual priority: at the lowest one a job of four ranks on two cores stalled more, not less.
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=dict(self._environment()))
@@ -163,11 +157,11 @@ class Nursery:
         poller.register(end.fileno(), select.POLLIN)
         poller.poll(1e3 * seconds)
         with self._lock, contextlib.suppress(BlockingIOError):
-            data = end.recv(_REPORT.size, socket.MSG_DONTWAIT)
+            data = end.recv(REPORT.size, socket.MSG_DONTWAIT)
             if not data:
                 raise BrokenPipeError("the process that forks parameter servers is gone")
-            what, pid, status = _REPORT.unpack(data)
-            if what == _STARTED:
+            what, pid, status = REPORT.unpack(data)
+            if what == STARTED:
                 self._started.append(pid)
             else:
                 self._statuses[pid] = status
@@ -209,65 +203,7 @@ def _prctl(what: int, value: int | bytes) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0)
 
 
-def main() -> int:
-    """Fork servers until the owner is gone; the exit status, of a server in its process."""
-    from star_hvd.ps import server
-
-    if not end_with_parent(int(sys.argv[1])):
-        return 0
-    owner, own_pid = socket.socket(fileno=0), os.getpid()
-    woken, wake = socket.socketpair()
-    wake.setblocking(False)
-    woken.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The rank ends its servers itself.
-    gc.collect()
-    gc.freeze()  # Else every collection in a server would copy the memory that it shares.
-    while True:
-        ready, _, _ = select.select([owner, woken], [], [])
-        if woken in ready:
-            with contextlib.suppress(BlockingIOError):
-                woken.recv(4096)
-            _report_ended(owner)
-        if owner not in ready:
-            continue
-        try:
-            data, descriptors, _, _ = socket.recv_fds(owner, 1, 1)
-        except OSError:
-            return 0
-        if not data:
-            return 0
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in (woken, wake):
-                end.close()
-            os.dup2(descriptors[0], 0)  # In the place of the socket to the owner.
-            os.close(descriptors[0])
-            owner.detach()
-            if sys.platform == "linux":
-                _prctl(_PR_SET_NAME, SERVER_NAME.encode())
-            return server.main(own_pid)
-        os.close(descriptors[0])
-        with contextlib.suppress(OSError):
-            owner.send(_REPORT.pack(_STARTED, pid, 0))
-
-
-def _report_ended(owner: socket.socket) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if pid == 0:
-            return
-        with contextlib.suppress(OSError):
-            owner.send(_REPORT.pack(_ENDED, pid, os.waitstatus_to_exitcode(status)), socket.MSG_DONTWAIT)
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # Taking the interpreter and torch down in order takes seconds and serves nobody.
+def name_server() -> None:
+    """Give this process the name by which a server is known."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_NAME, SERVER_NAME.encode())
