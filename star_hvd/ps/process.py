@@ -65,8 +65,8 @@ class ServerProcess:
         key: The job's key.
         host: Address under which the others reach this host.
         on_event: Called on the supervising thread with a mapping: `event` is `ready`, `seeded`, `update` (`version`,
-            `ranks`, `staleness`, `gradients`, `damped`, `loss`; left out while the owner does not keep up), `drop`
-            (`ranks`, `reason`), `refused` (a plan; `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed`
+            `ranks`, `staleness`, `gradients`, `damped`, `loss`) or `drop` (`ranks`, `reason`), both left out while the
+            owner does not keep up, `refused` (a plan; `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed`
             (`reason`) or `died` (`returncode`); all but `died` name `engine`, `session` and the shard's `index` where
             they concern one. It must only note and return.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.

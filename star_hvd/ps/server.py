@@ -204,7 +204,7 @@ class Server:
 
     def event(self, event: dict[str, Any]) -> None:
         """Tell the owner."""
-        self._pipe.send(event, advisory=event["event"] in ("update", "pong"))
+        self._pipe.send(event, advisory=event["event"] in ("update", "drop", "pong"))
 
     def add_link(self, link: zmq.Socket[Any], job: _Job) -> None:
         """Listen to the primary of a job."""

@@ -33,7 +33,7 @@ def test_a_frozen_server_is_killed_and_the_steps_go_on(mode: str) -> None:
     result = job(mode, "server", "0", str(LONGEST_S + 10.0))
     assert "the parameter server of rank 0 is killed: no answer" in result.output, result.tail
     for rank in result.results:
-        assert rank["mode"] == mode and rank["steps"] > 20
+        assert rank["mode"] != "sync" and rank["steps"] > 20
         assert rank["longest_s"] < LONGEST_S, "a step waited for the frozen server"
 
 
