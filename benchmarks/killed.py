@@ -6,9 +6,9 @@ import time
 
 import psutil
 
-__all__ = ["Watch", "kill_server"]
+from star_hvd.ps.nursery import SERVER_NAME
 
-SERVER = "star_hvd.ps.server"  # part of the command of a parameter server
+__all__ = ["Watch", "kill_server"]
 
 
 class Watch:
@@ -47,7 +47,7 @@ class Watch:
 
 def kill_server() -> int:
     """Kill the parameter server that this rank runs, if any; returns how many processes that were."""
-    servers = [child for child in psutil.Process().children() if SERVER in child.cmdline()]
+    servers = [child for child in psutil.Process().children(recursive=True) if child.name() == SERVER_NAME]
     for server in servers:
         server.kill()
     return len(servers)

@@ -74,9 +74,11 @@ class ServerHouse:
     def stop(self) -> None:
         """Close all connections and end this rank's server."""
         self._stopped = True
-        for sessions in self._sessions.values():
-            for session in sessions:
-                session.client.close()
+        with self._changed:
+            self._changed.notify_all()
+            sessions = [session for each in self._sessions.values() for session in each]
+        for session in sessions:
+            session.client.close()
         if self._process.pid is not None:
             self._process.stop()
 
@@ -202,7 +204,9 @@ class ServerHouse:
 
     def _replace(self, message: ServerMoved) -> None:
         endpoint = _from_parts(message.address)
-        for session in self._sessions.get(message.engine, []):
+        with self._changed:
+            sessions = list(self._sessions.get(message.engine, []))
+        for session in sessions:
             if session.number == message.epoch:
                 session.endpoints[message.index] = endpoint
                 session.client.replace(message.index, endpoint)
@@ -313,11 +317,12 @@ class ServerHouse:
             self._fail(-1, RankLostError(f"the parameter server of rank {self._rank} could not be recovered: {error}"))
             return
         logger.warning("rank %d: its parameter server is back after %.1f s", self._rank, time.monotonic() - began_s)
-        for engine, sessions in list(self._sessions.items()):
-            for session in sessions:
-                if self._rank in session.plan.servers:
-                    index = session.plan.servers.index(self._rank)
-                    self._send(ServerMoved(engine, session.number, index, _to_parts(endpoint)))
+        with self._changed:
+            sessions = [(engine, session) for engine, each in self._sessions.items() for session in each]
+        for engine, session in sessions:
+            if self._rank in session.plan.servers:
+                index = session.plan.servers.index(self._rank)
+                self._send(ServerMoved(engine, session.number, index, _to_parts(endpoint)))
 
     def _fail(self, engine: int, error: Exception) -> None:
         for number, driver in list(self._drivers.items()):

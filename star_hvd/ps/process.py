@@ -23,6 +23,7 @@ from star_hvd.execute.state import Snapshot
 from star_hvd.ps.auth import Endpoint, JobKey
 from star_hvd.ps.layout import Layout
 from star_hvd.ps.mirror import new_memory
+from star_hvd.ps.nursery import Forked, Nursery
 from star_hvd.ps.pipe import Pipe, PipeFull
 from star_hvd.ps.store import OptimizerSpec, Record, make_record
 from star_hvd.ps.vigil import Verdict, Vigil
@@ -64,8 +65,8 @@ class ServerProcess:
         key: The job's keys.
         host: Address under which the others reach this host, or a folder for a Unix socket.
         on_event: Called on the supervising thread with a mapping: `event` is `ready`, `seeded`, `update` (`version`,
-            `ranks`, `staleness`, `gradients`, `damped`, `loss`; left out while the owner does not keep up), `drop`
-            (`ranks`, `reason`), `refused` (a plan; `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed`
+            `ranks`, `staleness`, `gradients`, `damped`, `loss`) or `drop` (`ranks`, `reason`), both left out while the
+            owner does not keep up, `refused` (a plan; `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed`
             (`reason`) or `died` (`returncode`); all but `died` name `engine`, `session` and the shard's `index` where
             they concern one. It must only note and return.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
@@ -89,13 +90,13 @@ class ServerProcess:
         self._mirror, self._threads, self._faults = mirror, threads, faults
         self._changed = threading.Condition()  # Guards what follows; nothing that may block is done under it.
         self._opened: dict[tuple[int, int], _Opened] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Forked | None = None
         self._pipe: Pipe | None = None
         self._thread: threading.Thread | None = None
         self._wanted_s: float | None = None  # A start is asked for, or under way: its deadline in seconds.
         self._failure: DeadlineError | None = None
         self._stopping = False
-        self._spare: tuple[subprocess.Popen[bytes], Pipe] | None = None  # The thread's own, as is what follows.
+        self._nursery = Nursery(self._environment)  # The thread's own, as is what follows.
         self._patience = 1.0
         self._owner = os.getpid()
         self.endpoint: Endpoint | None = None
@@ -192,7 +193,7 @@ class ServerProcess:
             launched = self._launch(deadline_s)
             if launched is not None:
                 self._watch(*launched)
-        self._drop_spare()
+        self._nursery.stop()
 
     def _await_order(self) -> float | None:
         with self._changed:
@@ -214,18 +215,19 @@ class ServerProcess:
             self._wanted_s = None
             self._changed.notify_all()
 
-    def _launch(self, deadline_s: float) -> tuple[subprocess.Popen[bytes], Pipe] | None:
+    def _launch(self, deadline_s: float) -> tuple[Forked, Pipe] | None:
         """Start a process and tell it what the one before it knew; None where it does not listen in time."""
+        mine, theirs = socket.socketpair()
         try:
-            process, pipe = self._spare or self._spawned()
-        except OSError as error:  # No process can be made.
+            with theirs:
+                process, pipe = self._spawn(theirs, deadline_s), Pipe(mine)
+        except (DeadlineError, OSError) as error:  # No process can be made.
+            mine.close()
             with self._changed:
                 self._failed(str(error), error)
             return None
-        self._spare = None
         config = {
             "rank": self._rank,
-            "owner": self._owner,
             "key": self._key.for_server(),
             "host": self._host,
             "port": self.endpoint.port if self.endpoint is not None else 0,
@@ -259,15 +261,8 @@ class ServerProcess:
             self._changed.notify_all()
         return process, pipe
 
-    def _spawned(self) -> tuple[subprocess.Popen[bytes], Pipe]:
-        mine, theirs = socket.socketpair()
-        with theirs:
-            return self._spawn(theirs), Pipe(mine)
-
-    def _spawn(self, end: socket.socket) -> subprocess.Popen[bytes]:
-        # At the usual priority: at the lowest one a job of four ranks on two cores stalled more, not less.
-        command = [sys.executable, "-m", "star_hvd.ps.server"]
-        return subprocess.Popen(command, stdin=end.fileno(), env=self._environment())
+    def _spawn(self, end: socket.socket, deadline_s: float) -> Forked:
+        return self._nursery.fork(end, deadline_s, lambda: self._stopping)
 
     def _environment(self) -> dict[str, str]:
         found = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMI_"))}
@@ -291,7 +286,7 @@ class ServerProcess:
             if opened.cut is not None:
                 self._send({**_named(message), "do": "cut", "epoch": opened.cut})
 
-    def _watch(self, process: subprocess.Popen[bytes], pipe: Pipe) -> None:
+    def _watch(self, process: Forked, pipe: Pipe) -> None:
         """Pass events on until the process is gone, and see to it that it goes if it has stopped working."""
         vigil = Vigil(process.pid, time.monotonic(), patience=self._patience)
         while True:
@@ -305,28 +300,16 @@ class ServerProcess:
             if process.pid > 0 and not self._stopping:
                 self._look(vigil, process, pipe)
 
-    def _look(self, vigil: Vigil, process: subprocess.Popen[bytes], pipe: Pipe) -> None:
+    def _look(self, vigil: Vigil, process: Forked, pipe: Pipe) -> None:
         now_s = time.monotonic()
         if vigil.ping_due(now_s):
             with contextlib.suppress(OSError):
                 pipe.send({"do": "ping"}, advisory=True)
-        verdict = vigil.look(now_s)
-        if verdict is Verdict.SUSPECT and self._spare is None:
-            self._spare = self._spawned()  # Its imports take longer than the rest of the recovery.
-        elif verdict is Verdict.FINE and self._spare is not None:
-            self._drop_spare()
-        elif verdict is Verdict.LOST and process.poll() is None:
+        if vigil.look(now_s) is Verdict.LOST and process.poll() is None:
             if not vigil.stopped:  # It may have been only slow: the next one is given more time.
                 self._patience *= 2.0
             logger.error("the parameter server of rank %d is killed: %s", self._rank, vigil.reason)
             process.kill()  # The pipe's end follows.
-
-    def _drop_spare(self) -> None:
-        if self._spare is not None:
-            process, pipe = self._spare
-            self._spare = None
-            _kill(process)
-            pipe.close()
 
     def _handle(self, event: Event) -> None:
         if event["event"] == "pong":
@@ -338,7 +321,7 @@ class ServerProcess:
                     opened.seed = None  # From here on the mirror has it.
         self._report(event)
 
-    def _ended(self, process: subprocess.Popen[bytes], pipe: Pipe) -> None:
+    def _ended(self, process: Forked, pipe: Pipe) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_S)
         _kill(process)
@@ -492,7 +475,7 @@ def _with_record(head: Event, record: Record) -> Event:
     return {**head, "data": data}
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Forked) -> None:
     """End a process, if it is still there, and wait for its end."""
     if process.poll() is None:
         process.kill()

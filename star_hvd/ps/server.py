@@ -1,4 +1,4 @@
-"""A parameter server: `python -m star_hvd.ps.server`, started by `ServerProcess` and of no use without it.
+"""A parameter server: started by `ServerProcess` through `nursery`, and of no use without it.
 
 Its standard input is a socket to its owner: configuration, secrets and orders come in there and events go back, so
 nothing shows in the process list or the environment. When the owner dies the socket closes and the server ends.
@@ -7,12 +7,10 @@ nothing shows in the process list or the environment. When the owner dies the so
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import math
 import os
-import signal
 import socket
 import stat
 import struct
@@ -34,6 +32,7 @@ from star_hvd.ps.checks import check_products, check_push, is_whole
 from star_hvd.ps.layout import Layout, LayoutError
 from star_hvd.ps.mirror import Mirror
 from star_hvd.ps.no_compiler import leave_out
+from star_hvd.ps.nursery import end_with_parent
 from star_hvd.ps.outbox import Outbox, is_identity, session_prefix, shard_identity, worker_identity
 from star_hvd.ps.pipe import Pipe
 from star_hvd.ps.primary import Links, Primary
@@ -51,7 +50,6 @@ _EARLY_MESSAGES, _EARLY_KEYS = 4096, 64  # Of sessions that are not open yet, al
 _BETWEEN = frozenset((Kind.JOIN, Kind.ARRIVED, Kind.DONE, Kind.ORDER))  # From shard to shard.
 _CONFIG_S = 600.0  # Within this the owner says what to serve, or is gone.
 _FLUSH_S = 2.0  # For the last events to be read.
-_PR_SET_PDEATHSIG = 1
 Key = tuple[int, int]
 
 
@@ -227,7 +225,7 @@ class Server:
 
     def event(self, event: dict[str, Any]) -> None:
         """Tell the owner."""
-        self._pipe.send(event, advisory=event["event"] in ("update", "pong"))
+        self._pipe.send(event, advisory=event["event"] in ("update", "drop", "pong"))
 
     def add_link(self, link: Dealer, job: _Job) -> None:
         """Listen to the primary of a job."""
@@ -410,8 +408,14 @@ def _two(frames: list[Any]) -> tuple[Header, Any]:
     return unpack(frames[0]), frames[1]
 
 
-def main() -> int:
-    """Serve the owner behind standard input."""
+def main(parent: int) -> int:
+    """Serve the owner behind standard input.
+
+    Args:
+        parent: The process with which this one is to end.
+    """
+    if not end_with_parent(parent):
+        return 0
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
         sys.stderr.write("this is a parameter server; star_hvd starts it, and it cannot be started by hand\n")
         return 2
@@ -421,8 +425,6 @@ def main() -> int:
     except DeadlineError:
         return 0  # The owner is gone, or has not needed this process after all.
     logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
-    if not _end_with(int(config["owner"])):
-        return 0
     sys.path.extend(path for path in config["path"] if path not in sys.path)
     torch.set_num_threads(int(config["threads"]))
     leave_out()
@@ -434,16 +436,6 @@ def main() -> int:
             pipe.close(_FLUSH_S)
         return 1
     return serve(server, pipe)
-
-
-def _end_with(owner: int) -> bool:
-    """Have the system end this process when the owner's thread that started it ends; False if it has ended already.
-
-    The pipe tells that too, but only a server that reads it: not one that is stopped, or busy.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == owner
 
 
 def serve(server: Server, pipe: Pipe) -> int:
@@ -464,6 +456,6 @@ def serve(server: Server, pipe: Pipe) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = main(os.getppid())
     sys.stderr.flush()
     os._exit(code)  # Taking the interpreter and torch down in order takes seconds and serves nobody.

@@ -20,7 +20,7 @@ __all__ = ["PING_S", "Verdict", "Vigil", "thread_state"]
 PING_S = 0.25
 """Silence after which the server is asked; it answers between two messages, in milliseconds."""
 
-_SUSPECT_S = 0.5
+_SILENT_S = 0.5
 _STOPPED_S = 0.75
 _HUNG_S = 3.0
 _BUSY_S = 120.0
@@ -34,7 +34,6 @@ class Verdict(enum.Enum):
     """What a look found."""
 
     FINE = "fine"
-    SUSPECT = "suspect"  # Get ready to start another one.
     LOST = "lost"
 
 
@@ -91,7 +90,7 @@ class Vigil:
         """What to think of it; called a few times per second."""
         passed_s, self._looked_s = min(now_s - self._looked_s, _COUNTED_S), now_s
         self._silent_s += passed_s
-        if self._silent_s < _SUSPECT_S:
+        if self._silent_s < _SILENT_S:
             return Verdict.FINE
         found = self._read(self._pid)
         if found is None:
@@ -113,4 +112,4 @@ class Vigil:
         if any(spent_s >= limit_s for spent_s, limit_s in limits):
             self.reason = f"no answer for {self._silent_s:.1f} s, state {state}"
             return Verdict.LOST
-        return Verdict.SUSPECT if self._stopped_s > 0.0 or self._idle_s > 0.0 else Verdict.FINE
+        return Verdict.FINE

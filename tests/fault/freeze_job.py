@@ -1,8 +1,9 @@
 """Training in which a process stands still: `python -m tests.fault.freeze_job MODE WHAT RANK SECONDS [DATA]`.
 
-WHAT is `rank` (the training process of RANK is stopped for SECONDS) or `server` (the server process that RANK owns is
-stopped and not continued). DATA is `shard` (batches come from one long epoch of `hvd.shard`) or left out. Every rank
-reports when the longest of its steps since the freeze was over, and how long it took.
+WHAT is `rank` (the training process of RANK is stopped for SECONDS), `server` (the server process that RANK owns is
+stopped and not continued), `owner` (the training process of RANK is killed, and has to own a server) or `orphan` (the
+same, with the server stopped before). DATA is `shard` (batches come from one long epoch of `hvd.shard`) or left out.
+Every rank reports how long the longest of its steps since then took, and how many there were.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import torch
 
 import star_hvd as hvd
@@ -22,7 +24,7 @@ from star_hvd import runtime
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, mark, marked
 
-WARM_STEPS, STEP_S, AFTER_S, SAMPLES = 10, 0.02, 3.0, 4_000_000
+WARM_STEPS, STEP_S, AFTER_S, SAMPLES, RECOVERED_STEPS = 10, 0.02, 3.0, 4_000_000, 100
 CONFIG = hvd.Config(step_deadline_s=600.0, shutdown_deadline_s=600.0, control_deadline_s=240.0, plan_deadline_s=240.0)
 
 
@@ -44,7 +46,11 @@ def strike(what: str, seconds: float) -> None:
     assert run is not None
     pid = run.services.house._process.pid
     assert pid is not None, "this rank owns no server"
-    stop(pid, None)
+    if what != "owner":
+        stop(pid, None)
+    if what != "server":
+        write_result({"servers": [pid, psutil.Process(pid).ppid()]})
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Clock:
@@ -99,7 +105,8 @@ def main(mode: str, what: str, rank: int, seconds: float, data: str) -> None:
             strike(what, seconds)
         if struck_s is None and marked("struck"):
             struck_s = time.monotonic()
-        if struck_s is not None and time.monotonic() > struck_s + seconds + AFTER_S:
+        recovered = what == "server" and clock.since >= RECOVERED_STEPS  # None of them is made without it.
+        if struck_s is not None and (recovered or time.monotonic() > struck_s + seconds + AFTER_S):
             break
         assert time.monotonic() < limit_s, f"the mode did not begin: {optimizer.mode}"
     write_result({"longest_s": clock.longest_s, "steps": clock.since, "mode": optimizer.mode})

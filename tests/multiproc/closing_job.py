@@ -11,6 +11,7 @@ import torch
 
 import star_hvd as hvd
 from star_hvd import runtime
+from star_hvd.ps.nursery import SERVER_NAME
 from tests.multiproc.scenarios import _wait_without_spinning
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S
@@ -39,7 +40,7 @@ def open_files() -> dict[str, int]:
     """Descriptors of this process and of its parameter server; threads and sessions here."""
     me, run = psutil.Process(), runtime.current()
     assert run is not None
-    servers = [child for child in me.children() if "star_hvd.ps.server" in " ".join(child.cmdline())]
+    servers = [child for child in me.children(recursive=True) if child.name() == SERVER_NAME]
     return {
         "own": me.num_fds(),
         "server": sum(child.num_fds() for child in servers),

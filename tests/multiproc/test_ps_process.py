@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from scheduler.plans import Plan
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.execute.state import Snapshot
 from star_hvd.ps import Client, JobKey, ServerProcess
+from star_hvd.ps.nursery import SERVER_NAME
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, run_all
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(900)]
@@ -31,7 +33,8 @@ def test_a_server_process_from_its_start_to_its_end() -> None:
     with cluster(Plan.ps(2, 2), servers=2, processes=True) as made:
         for index, server in enumerate(made.servers):
             process = psutil.Process(server.pid)
-            assert server.alive and process.cmdline()[1:] == ["-m", "star_hvd.ps.server"]
+            assert server.alive and process.cmdline()[1:] == ["-m", "star_hvd.ps.forker", str(os.getpid())]
+            assert process.name() == SERVER_NAME
             secrets = [pair.hand_over()[1].decode() for pair in (made.key.own, made.key.server)]
             shown = " ".join([*process.cmdline(), *process.environ().values()])
             assert not any(secret in shown for secret in secrets), f"server {index} shows its secret"

@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 
 from benchmarks.netns import Network
+from star_hvd.ps.nursery import SERVER_NAME
 
 __all__ = ["FAULTS", "ROLES", "Nemesis", "possible"]
 
 USUAL_BITS_PER_S, SLOW_BITS_PER_S = 400e6, 2e6
 PAUSES_S, PARTITION_S, SLOW_S, RESETS = (0.3, 1.0, 4.0), 3.0, 4.0, 6
-SERVER = "star_hvd.ps.server"
 ROLES = ("worker", "server", "rank 0", "owner")
 FAULTS = ("pause", "kill", "reset", "partition", "rate")
 
@@ -79,7 +79,7 @@ class Nemesis:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.ready[rank]["pid"]).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if SERVER in child.cmdline():
+                    if child.name() == SERVER_NAME:
                         found.append(child)
         return found
 

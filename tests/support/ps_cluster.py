@@ -64,7 +64,7 @@ class _ThreadProcess:
 class ThreadServer(ServerProcess):
     """A server in a thread of this process: starts at once, and a debugger sees it."""
 
-    def _spawn(self, end: socket.socket) -> Any:
+    def _spawn(self, end: socket.socket, deadline_s: float) -> Any:
         return _ThreadProcess(Pipe(end.dup()))
 
 
