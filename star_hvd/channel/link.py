@@ -113,6 +113,9 @@ class Dealer:
         limit_s = time.monotonic() + deadline_s
         poller = zmq.Poller()
         self.register(poller)
+        if self.stream.unacknowledged:
+            self.stream.ask(time.monotonic())
+            self._flush()
         while self.stream.unacknowledged:
             left_s = min(limit_s, self.next_s) - time.monotonic()
             if time.monotonic() >= limit_s:

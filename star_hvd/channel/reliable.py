@@ -89,9 +89,16 @@ class Limits:
 
 
 CONTROL = Limits(
-    messages=1 << 17, nbytes=256 << 20, ack_delay_s=0.2, ack_messages=256, ack_bytes=1 << 20
+    messages=1 << 17,
+    nbytes=256 << 20,
+    ack_delay_s=0.6,
+    ack_messages=256,
+    ack_bytes=1 << 20,
+    probe_s=1.5,
+    most_probe_s=3.0,
 )
-"""A rank that stands still for a minute is sent some thousand messages of a hundred bytes."""
+"""A rank that stands still for a minute is sent some thousand messages of a hundred bytes. The delay is longer than the
+usual interval of the signs of life: where nothing else goes the other way, they carry the acknowledgements."""
 
 TENSORS = Limits(
     messages=1 << 18, nbytes=1 << 42, ack_delay_s=0.02, ack_messages=1 << 14, ack_bytes=1 << 30
@@ -219,6 +226,11 @@ class Stream:
         if self.broken is None:
             self._probes.clear()  # Echoes on the old connection are lost, or say nothing about this one.
             self._probe(Kind.RESUME, now_s)
+
+    def ask(self, now_s: float) -> None:
+        """Have the peer say at once what has come; it does not wait for something to ride on."""
+        if self.broken is None:
+            self._probe(Kind.PROBE, now_s)
 
     def bye(self) -> None:
         """Say that nothing more will be sent or taken."""
