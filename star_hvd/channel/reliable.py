@@ -65,6 +65,9 @@ class Kind(IntEnum):
     BYE = 8
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How a stream behaves.
@@ -202,7 +205,7 @@ class Stream:
         """
         if self.broken is not None:
             raise ChannelError(self.broken)
-        nbytes = sum(len(frame) for frame in frames)
+        nbytes = sum(map(len, frames))
         if len(self._unacked) >= self._limits.messages or self._unacked_bytes + nbytes > self._limits.nbytes:
             self._break(
                 f"{len(self._unacked)} messages of {self._unacked_bytes} bytes were not acknowledged; "
@@ -302,7 +305,7 @@ class Stream:
         if fresh:
             self._received = number
             self._since_ack += 1
-            self._bytes_since_ack += sum(len(frame) for frame in body)
+            self._bytes_since_ack += sum(map(len, body))
             self._ack_at_s = min(self._ack_at_s, now_s + self._limits.ack_delay_s)
         elif number <= self._received:
             self.duplicates += 1
@@ -382,8 +385,9 @@ def _open(frames: Sequence[Any]) -> tuple[Kind, int, int, int, int, int, Frames]
     if len(first) < ENVELOPE_BYTES:
         raise ChannelError(f"a message begins with {len(first)} bytes; expected at least {ENVELOPE_BYTES}")
     magic, kind, source, target, number, ack, extra = _ENVELOPE.unpack(first[:ENVELOPE_BYTES])
-    if magic != _MAGIC or kind not in Kind._value2member_map_ or source == 0:
+    named = _KINDS.get(kind)
+    if magic != _MAGIC or named is None or source == 0:
         raise ChannelError(f"a message begins with {magic!r} {kind}; expected {_MAGIC!r} and 1..{max(Kind)}")
-    if (kind == Kind.DATA) != (number > 0):
-        raise ChannelError(f"a message of kind {Kind(kind).name} has the number {number}")
-    return Kind(kind), source, target, number, ack, extra, [bytes(first[ENVELOPE_BYTES:]), *frames[1:]]
+    if (named is Kind.DATA) != (number > 0):
+        raise ChannelError(f"a message of kind {named.name} has the number {number}")
+    return named, source, target, number, ack, extra, [bytes(first[ENVELOPE_BYTES:]), *frames[1:]]

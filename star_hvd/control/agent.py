@@ -91,7 +91,7 @@ class Agent:
         self._wake_write.close()
 
     def _run(self) -> None:
-        dealer = Dealer(self._connect(), CONTROL)
+        dealer = Dealer(self._connect(), CONTROL, copy=True)
         poller = zmq.Poller()
         dealer.register(poller)
         poller.register(self._wake_read, zmq.POLLIN)
