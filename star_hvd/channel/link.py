@@ -33,10 +33,12 @@ class Dealer:
     Args:
         socket: A DEALER. It belongs to this object and its thread from now on.
         limits: Of the stream.
+        copy: Whether messages are received as bytes, which is quicker for short ones, and not as ZeroMQ's frames.
     """
 
-    def __init__(self, socket: zmq.Socket[Any], limits: Limits) -> None:
+    def __init__(self, socket: zmq.Socket[Any], limits: Limits, *, copy: bool = False) -> None:
         self.socket = socket
+        self._copy = copy
         self.stream = Stream(limits, accepts=False)
         self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         # The first connection may be there already. What the peer has for us from before it knew us is asked for.
@@ -87,7 +89,7 @@ class Dealer:
         self._look_at_monitor()
         for _ in range(most):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
             except zmq.Again:
                 break
             try:
@@ -100,11 +102,8 @@ class Dealer:
         self.tick()
 
     def _look_at_monitor(self) -> None:
-        while True:
-            try:
-                recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            recv_monitor_message(self._monitor)
             self.stream.connected(time.monotonic())
             self._flush()
 
@@ -113,6 +112,9 @@ class Dealer:
         limit_s = time.monotonic() + deadline_s
         poller = zmq.Poller()
         self.register(poller)
+        if self.stream.unacknowledged:
+            self.stream.ask(time.monotonic())
+            self._flush()
         while self.stream.unacknowledged:
             left_s = min(limit_s, self.next_s) - time.monotonic()
             if time.monotonic() >= limit_s:
@@ -145,10 +147,14 @@ class Router:
         socket: A bound ROUTER. It belongs to this object and its thread from now on.
         limits: Of every stream.
         known: Whether a peer may have such an identity.
+        copy: As of a `Dealer`.
     """
 
-    def __init__(self, socket: zmq.Socket[Any], limits: Limits, known: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self, socket: zmq.Socket[Any], limits: Limits, known: Callable[[bytes], bool], *, copy: bool = False
+    ) -> None:
         self.socket = socket
+        self._copy = copy
         self.lost = 0
         self._limits, self._known = limits, known
         self._streams: dict[bytes, Stream] = {}
@@ -204,7 +210,7 @@ class Router:
         """Messages that are there, at most so many, identity in front; an error in the place of what is none."""
         for _ in range(most):
             try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
             except zmq.Again:
                 break
             try:
@@ -217,7 +223,7 @@ class Router:
         self.tick()
 
     def _take(self, frames: Frames) -> Frames | None:
-        identity = frames[0].bytes
+        identity = bytes(frames[0])
         if identity[:1] == b"\0" and len(identity) == 5:
             return None  # ZeroMQ's name for a connection whose peer is back on another one: this will come again.
         if not self._known(identity):

@@ -65,6 +65,9 @@ class Kind(IntEnum):
     BYE = 8
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """How a stream behaves.
@@ -89,9 +92,16 @@ class Limits:
 
 
 CONTROL = Limits(
-    messages=1 << 17, nbytes=256 << 20, ack_delay_s=0.2, ack_messages=256, ack_bytes=1 << 20
+    messages=1 << 17,
+    nbytes=256 << 20,
+    ack_delay_s=0.6,
+    ack_messages=256,
+    ack_bytes=1 << 20,
+    probe_s=1.5,
+    most_probe_s=3.0,
 )
-"""A rank that stands still for a minute is sent some thousand messages of a hundred bytes."""
+"""A rank that stands still for a minute is sent some thousand messages of a hundred bytes. The delay is longer than the
+usual interval of the signs of life: where nothing else goes the other way, they carry the acknowledgements."""
 
 TENSORS = Limits(
     messages=1 << 18, nbytes=1 << 42, ack_delay_s=0.02, ack_messages=1 << 14, ack_bytes=1 << 30
@@ -195,7 +205,7 @@ class Stream:
         """
         if self.broken is not None:
             raise ChannelError(self.broken)
-        nbytes = sum(len(frame) for frame in frames)
+        nbytes = sum(map(len, frames))
         if len(self._unacked) >= self._limits.messages or self._unacked_bytes + nbytes > self._limits.nbytes:
             self._break(
                 f"{len(self._unacked)} messages of {self._unacked_bytes} bytes were not acknowledged; "
@@ -219,6 +229,11 @@ class Stream:
         if self.broken is None:
             self._probes.clear()  # Echoes on the old connection are lost, or say nothing about this one.
             self._probe(Kind.RESUME, now_s)
+
+    def ask(self, now_s: float) -> None:
+        """Have the peer say at once what has come; it does not wait for something to ride on."""
+        if self.broken is None:
+            self._probe(Kind.PROBE, now_s)
 
     def bye(self) -> None:
         """Say that nothing more will be sent or taken."""
@@ -290,7 +305,7 @@ class Stream:
         if fresh:
             self._received = number
             self._since_ack += 1
-            self._bytes_since_ack += sum(len(frame) for frame in body)
+            self._bytes_since_ack += sum(map(len, body))
             self._ack_at_s = min(self._ack_at_s, now_s + self._limits.ack_delay_s)
         elif number <= self._received:
             self.duplicates += 1
@@ -370,8 +385,9 @@ def _open(frames: Sequence[Any]) -> tuple[Kind, int, int, int, int, int, Frames]
     if len(first) < ENVELOPE_BYTES:
         raise ChannelError(f"a message begins with {len(first)} bytes; expected at least {ENVELOPE_BYTES}")
     magic, kind, source, target, number, ack, extra = _ENVELOPE.unpack(first[:ENVELOPE_BYTES])
-    if magic != _MAGIC or kind not in Kind._value2member_map_ or source == 0:
+    named = _KINDS.get(kind)
+    if magic != _MAGIC or named is None or source == 0:
         raise ChannelError(f"a message begins with {magic!r} {kind}; expected {_MAGIC!r} and 1..{max(Kind)}")
-    if (kind == Kind.DATA) != (number > 0):
-        raise ChannelError(f"a message of kind {Kind(kind).name} has the number {number}")
-    return Kind(kind), source, target, number, ack, extra, [bytes(first[ENVELOPE_BYTES:]), *frames[1:]]
+    if (named is Kind.DATA) != (number > 0):
+        raise ChannelError(f"a message of kind {named.name} has the number {number}")
+    return named, source, target, number, ack, extra, [bytes(first[ENVELOPE_BYTES:]), *frames[1:]]

@@ -92,7 +92,7 @@ class Agent:
         self._wake_write.close()
 
     def _run(self) -> None:
-        dealer = Dealer(self._connect(), CONTROL)
+        dealer = Dealer(self._connect(), CONTROL, copy=True)
         poller = zmq.Poller()
         dealer.register(poller)
         poller.register(self._wake_read, zmq.POLLIN)
@@ -103,7 +103,8 @@ class Agent:
                 stopping = self._stop.is_set()
                 self._flush(dealer)
                 if stopping:
-                    dealer.drain(_DRAIN_S)
+                    if time.monotonic() - self.last_heard_s < _DRAIN_S + 2.0 * self._heartbeat_s:
+                        dealer.drain(_DRAIN_S)
                     return
                 now_s = time.monotonic()
                 if now_s >= next_beat_s:

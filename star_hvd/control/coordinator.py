@@ -50,7 +50,7 @@ class Coordinator:
         ranker: Ranker | None = None,
     ) -> None:
         self.malformed = 0
-        self._router = Router(router, CONTROL, lambda name: name.isdigit() and int(name[:10]) < world_size)
+        self._router = Router(router, CONTROL, lambda name: name.isdigit() and int(name[:10]) < world_size, copy=True)
         self._names = [str(rank).encode() for rank in range(world_size)]
         self._config = config
         self._board = Board(world_size, config, time.monotonic(), hosts, ranker)
@@ -114,7 +114,7 @@ class Coordinator:
                     raise frames
                 if len(frames) != 2:
                     raise ChannelError(f"a control message has {len(frames)} frames; expected a rank and a message")
-                self._board.handle(int(frames[0].bytes), decode(frames[1]), time.monotonic())
+                self._board.handle(int(frames[0]), decode(frames[1]), time.monotonic())
             except (ChannelError, ValueError) as error:
                 self.malformed += 1
                 logger.warning("dropped a control message: %s", error)

@@ -196,6 +196,9 @@ class Line:
         for end in ends:
             if end.next_s <= now_s:
                 end.tick()
+        for dealer in self._dealers():
+            if dealer.stream.broken is not None and not dealer.stream.replaced and not dealer.stream.ended:
+                raise ChannelError(dealer.stream.broken)
         left_s = min((end.next_s for end in ends), default=math.inf) - now_s
         return _POLL_MS if left_s > 1e-3 * _POLL_MS else max(0, math.ceil(1e3 * left_s))
 

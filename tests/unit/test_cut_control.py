@@ -11,6 +11,7 @@ import pytest
 
 from scheduler.records import Plan
 from star_hvd.channel import options
+from star_hvd.control import agent as agent_module
 from star_hvd.control import messages as m
 from tests.support.proxy import TO_CLIENT, TO_SERVER, Proxy
 from tests.unit.test_channel import CONFIG, Ranks, within
@@ -165,12 +166,13 @@ def test_a_reset_at_any_byte_of_a_new_connection(way: int) -> None:
         ranks.close()
 
 
-def test_last_words_arrive_although_the_connection_breaks(ranks: CutRanks) -> None:
+def test_last_words_arrive_although_the_connection_breaks(ranks: CutRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "_DRAIN_S", 60.0)
     proxy = ranks.proxy
     assert proxy is not None and ranks.all_got(m.Heartbeat)
     proxy.arm(TO_SERVER, 1, inside=True)
     ranks.agents[1].send(m.Finished(1), urgent=False)
-    ranks.agents[1].stop()
+    ranks.agents[1].stop(60.0)
 
     def heard() -> bool:
         with ranks.coordinator.board() as board:

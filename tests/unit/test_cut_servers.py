@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -206,6 +208,41 @@ def test_a_half_open_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
             all_step(made, 2, step)
         plain_steps(made, 4, 2)
         assert_equal_state(made)
+
+
+def test_a_server_that_stands_still_loses_its_connections_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "HEARTBEAT_INTERVAL_MS", 100)
+    monkeypatch.setattr(options, "HEARTBEAT_TIMEOUT_MS", 700)
+    with cut_cluster(Plan.ps(2, 2), servers=2, processes=True) as made:
+        all_step(made, 2, 0)
+        for step, index in ((1, 0), (2, 1)):
+            pid = made.servers[index].pid
+            assert pid is not None
+            before = made.proxies[index].connections
+            os.kill(pid, signal.SIGSTOP)
+            thawing = threading.Timer(3.0, os.kill, (pid, signal.SIGCONT))
+            thawing.start()
+            all_step(made, 2, step)
+            thawing.join()
+            assert made.proxies[index].connections > before, "the workers gave the connection up"
+        assert made.deaths == 0
+        plain_steps(made, 3, 2)
+        assert_equal_state(made)
+
+
+def test_a_server_needs_no_more_memory_for_what_is_on_its_way() -> None:
+    """Asynchronous workers that answer at once: the mirror's places are taken again as soon as they have arrived."""
+    with cut_cluster(Plan.ps(2, 1), servers=1) as made:
+        one_step(made, 0, 0, 0)
+        one_step(made, 1, 0, 0)
+        job = made.server_of(0)._jobs[0, 0]
+        assert job.mirror is not None
+        sizes = []
+        for block in range(6):
+            for step in range(1, 21):
+                run_all(*(lambda r=r: one_step(made, r, 20 * block + step, 0) for r in range(2)))  # noqa: B023
+            sizes.append(max(len(places) for places in job.mirror._places.values()))
+        assert sizes[-1] <= 6, f"places per chunk: {sizes}"
 
 
 def test_a_fan_in_tree_adds_every_gradient_once() -> None:
