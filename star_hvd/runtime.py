@@ -559,3 +559,4 @@ def _forget_parent() -> None:
     global _current
     _current = None
     program_end.forget()
+    atexit.unregister(mpi_ops._basics.shutdown)  # Horovod would wait for a thread that is not there, for ever.

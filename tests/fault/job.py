@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import hashlib
 import os
@@ -70,10 +71,14 @@ def break_agent() -> None:
 
 
 def fork_child() -> None:
-    """A child that ends as a program does, atexit handlers and all."""
+    """A child that runs all exit handlers, and ends as children of multiprocessing do.
+
+    By `sys.exit` it was seen to hang or crash in the library of Horovod, of plain Horovod too.
+    """
     child = os.fork()
     if child == 0:
-        sys.exit(0)
+        atexit._run_exitfuncs()
+        os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
 
