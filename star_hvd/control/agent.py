@@ -119,9 +119,9 @@ class Agent:
                         self._wake_read.recv(4096)
                 if not events.keys().isdisjoint(dealer.sockets):
                     self._receive(dealer)
-        except (zmq.ZMQError, ChannelError) as error:
+        except (zmq.ZMQError, ChannelError):
             if not self._stop.is_set():
-                logger.error("rank %d: the control channel failed: %s", self.rank, error)
+                raise  # Without this channel the rank cannot go on; who supervises the thread says so.
         finally:
             dealer.close(linger_ms=1000)
 
