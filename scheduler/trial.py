@@ -53,6 +53,7 @@ def try_heads(texts: Mapping[str, str], *, deadline_s: float | None = None) -> N
             [sys.executable, "-m", "scheduler.trial"],
             input=json.dumps(dict(texts)).encode(),
             env=environ,
+            cwd=package,  # `-m` looks in the present folder first, which may hold a `scheduler` of the user's.
             capture_output=True,
             timeout=deadline_s,
             check=False,

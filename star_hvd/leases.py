@@ -69,27 +69,35 @@ class LeaseStock:
             return self._changed.wait_for(lambda: bool(self._spans) or self._over, limit_s)
 
     def next(
-        self, deadline_s: float, check: Callable[[], None], silent_s: Callable[[], float]
+        self,
+        deadline_s: float,
+        check: Callable[[], None],
+        silent_s: Callable[[], float],
+        *,
+        longest_s: float | None = None,
     ) -> tuple[int, int] | None:
         """Begin the next batch: its positions, None when the epoch is over for this rank.
 
         Args:
-            deadline_s: Longest wait.
+            deadline_s: Longest wait for a coordinator that is silent.
             check: Raises what makes the wait pointless.
-            silent_s: Seconds since the coordinator was heard, for the error.
+            silent_s: Seconds since the coordinator was heard.
+            longest_s: Longest wait while it is heard: another rank then stands still with what is left.
 
         Raises:
             DeadlineError: The coordinator did not answer.
         """
-        limit_s = time.monotonic() + deadline_s
+        began_s = time.monotonic()
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: bool(self._spans) or self._over, _LOOK_S):
                     return self._begin() if self._spans else None
             check()
-            if time.monotonic() > limit_s:
+            waited_s = time.monotonic() - began_s
+            heard = longest_s is not None and silent_s() < 0.5 * deadline_s
+            if waited_s > (longest_s if heard and longest_s is not None else deadline_s):
                 raise DeadlineError(
-                    f"rank {self._rank} waited {deadline_s:g} s for samples after it had used up all that was leased "
+                    f"rank {self._rank} waited {waited_s:.0f} s for samples after it had used up all that was leased "
                     f"to it; the coordinator on rank 0 was last heard {silent_s():.1f} s ago"
                 )
 

@@ -117,8 +117,10 @@ class ShardLoader:
         self._began_s = 0.0
         self._run = runtime.ensure(config)
         self._number = self._run.loader_number()
+        self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
         if self._run.reference_samples == 0:
             self._run.reference_samples = float(batch_size)
+        self._reference_samples = self._run.reference_samples
 
     def __len__(self) -> int:
         total = self._n // self.batch_size if self._drop_last else -(-self._n // self.batch_size)
@@ -133,9 +135,10 @@ class ShardLoader:
     def __iter__(self) -> Iterator[Any]:
         if runtime.current() is not self._run:  # Horovod was initialized anew (elastic).
             self._run = runtime.ensure(self._config)
-            self._number = self._run.loader_number()
-        epoch, self.epoch = self.epoch, self.epoch + 1
-        order = self._order(epoch)
+            self._number, self._passes = self._run.loader_number(), 0
+            self._run.reference_samples = self._run.reference_samples or self._reference_samples
+        order, self.epoch = self._order(self.epoch), self.epoch + 1
+        epoch, self._passes = self._passes, self._passes + 1
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
         self._run.catch_up()
         stock = self._run.open_stock(self._number, epoch, self._n, self.batch_size, self._drop_last)

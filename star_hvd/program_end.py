@@ -29,7 +29,7 @@ def watch() -> None:
     global _module
     if threading.current_thread() is threading.main_thread():
         _module = _main_frame() or _module
-    if sys.excepthook is _on_error:
+    if _before:  # Once: whoever put a hook of his own over it calls it.
         return
     _before["hook"], sys.excepthook = sys.excepthook, _on_error
     for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):

@@ -37,7 +37,8 @@ class Requests:
         self.batch_weights: list[float] = []
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
-        self._stocks: dict[int, LeaseStock] = {}  # Of the present epoch of every loader.
+        self._stocks: dict[tuple[int, int], LeaseStock] = {}  # By loader and epoch, of the last two epochs.
+        self._ended: set[tuple[int, int]] = set()  # Epochs whose end came while something else was waited for.
         self._asked: collections.deque[messages.Take] = collections.deque()
         self._requests = 0
         self._next_loader = 0
@@ -49,12 +50,13 @@ class Requests:
         return self._next_loader - 1
 
     def open_stock(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> LeaseStock:
-        """This rank's stock of samples of an epoch; in place of the one of the loader's epoch before."""
+        """This rank's stock of samples of an epoch; the one of the loader's epoch before may still be in use."""
         send = self.agent.send
         stock = LeaseStock(
             self.rank, loader, epoch, samples=samples, batch=batch, drop_last=drop_last, send=lambda m: send(m)
         )
-        self._stocks[loader] = stock
+        kept = {key: each for key, each in self._stocks.items() if key[0] != loader or key[1] >= epoch - 1}
+        self._stocks = {**kept, (loader, epoch): stock}
         stock.open()
         return stock
 
@@ -65,13 +67,16 @@ class Requests:
             DeadlineError: The coordinator did not answer.
         """
         return stock.next(
-            self.config.control_deadline_s, self.raise_failure, lambda: time.monotonic() - self.agent.last_heard_s
+            self.config.control_deadline_s,
+            self.raise_failure,
+            lambda: time.monotonic() - self.agent.last_heard_s,
+            longest_s=self.config.step_deadline_s,
         )
 
     def on_lease(self, message: Lease | LeaseRecall) -> None:
         """In the agent's thread."""
-        stock = self._stocks.get(message.loader)
-        if stock is not None and stock.epoch == message.epoch:
+        stock = self._stocks.get((message.loader, message.epoch))
+        if stock is not None:
             stock.on_message(message)
 
     def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
@@ -102,6 +107,9 @@ class Requests:
         what: str,
         asked: messages.Take | None = None,
     ) -> messages.Message:
+        if kind is messages.EpochEnd and (loader, epoch) in self._ended:
+            self._ended.discard((loader, epoch))
+            return messages.EpochEnd(loader, epoch)
         limit_s = time.monotonic() + deadline_s
         again_s = time.monotonic() + _ASK_AGAIN_S
         while True:
@@ -122,6 +130,8 @@ class Requests:
             answers = asked is None or getattr(message, "number", 0) == asked.number
             if isinstance(message, kind) and same and answers:
                 return message
+            if isinstance(message, messages.EpochEnd):  # Of another loader, evaluated with in this one's loop.
+                self._ended.add((message.loader, message.epoch))
 
     def await_all(self, what: str, deadline_s: float) -> None:
         """Wait until all ranks are here, helping those that still train.

@@ -86,7 +86,11 @@ def ensure(config: Config | None = None) -> Runtime:
         raise StarError("Horovod is not initialized; call star_hvd.init() first")
     if _current is None:
         _current = Runtime(config or Config())
-        _current.start()
+        try:
+            _current.start()
+        except BaseException:  # A further rank was lost while the ranks met: nothing half made is left behind.
+            on_reset()
+            raise
     return _current
 
 
@@ -414,11 +418,13 @@ class Runtime(Requests):
             _close_log(driver)
         if drain and self.rank == 0 and self._next_engine:
             check_curves(self._curves)
-        self.services.stop()
+        if hasattr(self, "services"):  # The world may have broken while it was being started.
+            self.services.stop()
         if self._sampler is not None:
             self._sampler.stop(0.5)
-        self.agent.stop()
-        self.tensors.stop()
+        for name in ("agent", "tensors"):
+            if hasattr(self, name):
+                getattr(self, name).stop()
         if self.coordinator is not None:
             self.coordinator.stop()
         self.keyring.close()

@@ -211,7 +211,7 @@ class ServerHouse:
                 session.endpoints[message.index] = endpoint
                 session.client.replace(message.index, endpoint)
                 if self._rank in session.plan.servers and session.plan.servers.index(self._rank) != message.index:
-                    self._process.replace(message.index, endpoint)
+                    self._process.replace(message.engine, message.epoch, message.index, endpoint)
 
     def _presence(self, rank: int, *, present: bool) -> None:
         (self._absent.discard if present else self._absent.add)(rank)

@@ -233,7 +233,8 @@ class Router:
         fresh = Stream(self._limits, accepts=True) if identity not in self._streams else None
         stream = fresh or self._streams[identity]
         message = stream.receive(frames[1:], time.monotonic())
-        self._streams[identity] = stream  # Not before: what is no stream's makes none.
+        if stream.peer:  # What is no stream's makes none, nor what comes of one that has been forgotten.
+            self._streams[identity] = stream
         self._flush(identity, stream)
         return None if message is None else [frames[0], *message]
 

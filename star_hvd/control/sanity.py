@@ -74,7 +74,6 @@ _FROM_RANKS: tuple[type[Message], ...] = (
 _MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
 _MAX_ENGINES = 1 << 20  # Optimizers that a job makes one after another.
 _MAX_BYTES = 1 << 50  # Of an optimizer's gradients.
-_MAX_PARTS, _MAX_PART = 8, 1024  # Of a server's address.
 _TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
 _TIMES_OF = {
     kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS

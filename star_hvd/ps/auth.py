@@ -9,6 +9,7 @@ processes of the same user can open those.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,7 @@ class Door:
         self.router.linger = 1000
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # A client that comes back takes its place again.
         if host.startswith("/"):
-            self.endpoint = Endpoint(f"{host}/{secrets.token_hex(4)}", 0)
+            self.endpoint = Endpoint(f"{host}/{secrets.token_hex(4)}" if os.path.isdir(host) else host, 0)
             self.router.bind(self.endpoint.address)
             return
         key.own.serve(self.router)

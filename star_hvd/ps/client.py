@@ -215,13 +215,15 @@ class Client:
             line.check()
         line.do("read", exchange)
         with line.changed:
-            while not exchange.complete:
-                line.check()
-                if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
-                    raise DeadlineError(
-                        f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()}"
-                    )
-            line.reads = {number: each for number, each in line.reads.items() if each is not exchange}
+            try:
+                while not exchange.complete:
+                    line.check()
+                    if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
+                        raise DeadlineError(
+                            f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()}"
+                        )
+            finally:
+                line.reads = {number: each for number, each in line.reads.items() if each is not exchange}
         return exchange
 
     def child(self, rank: int, *, present: bool) -> None:

@@ -59,9 +59,8 @@ class Push:
             return False
         if not self.exchange.counts_at_the_end:
             return True
-        return all(
-            dealer.stream.acknowledged >= number or dealer.stream.ended for dealer, number in self.carriers.items()
-        )
+        carriers = list(self.carriers.items())  # The line's thread may replace one at this moment.
+        return all(dealer.stream.acknowledged >= number or dealer.stream.ended for dealer, number in carriers)
 
 
 class Line:
@@ -108,6 +107,7 @@ class Line:
         os.set_blocking(self._bell[1], False)
         self._requests = 0
         self._held: Push | None = None
+        self._presence: str | None = None  # The last that the servers were told of this worker's.
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
     # ---- for the client -----------------------------------------------------------------------------------
@@ -131,6 +131,8 @@ class Line:
         if self._thread.ident is not None:
             self._ring()
             self._thread.join(deadline_s)
+        elif self.relay is not None:  # Else the thread closes it.
+            self.relay.close()
         self._context.destroy(linger=500)
         for end in self._bell:
             os.close(end)
@@ -230,6 +232,7 @@ class Line:
         elif what == "read":
             self._ask(argument)
         elif what == "presence":
+            self._presence = argument
             self._meta(Kind.PRESENCE, 0, {"what": argument})
         elif what == "child":
             if self.relay is not None:
@@ -282,6 +285,8 @@ class Line:
         self._sockets[index] = self._connect(endpoint)
         if self.parent is None:
             self._gate = self._sockets[0]
+        if index == 0 and self._presence is not None:  # The new process may not know it.
+            self._meta(Kind.PRESENCE, 0, {"what": self._presence})
         push = self.push
         # What goes through a parent is sent again by the parent.
         if push is not None and not push.answered and push is not self._held and self.parent is None:

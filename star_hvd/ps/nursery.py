@@ -21,12 +21,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from star_hvd.errors import DeadlineError
+from star_hvd.ps.vigil import thread_state
 
 __all__ = ["ENDED", "REPORT", "SERVER_NAME", "STARTED", "Forked", "Nursery", "end_with_parent", "name_server"]
 
 REPORT = struct.Struct("<Bqq")  # What, process id, exit status.
 STARTED, ENDED = 1, 2
 _LOOK_S = 0.2
+_POLL_S = 0.02
 _WARM_S = 5.0  # Once it has imported everything, it forks within this, or is of no use any more.
 _STATUS_S = 1.0  # For the exit status behind a server's end.
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -47,8 +49,14 @@ class Forked:
         self.returncode: int | None = None
         self._nursery = nursery
         self._handle: int | None = None
-        with contextlib.suppress(ProcessLookupError):  # It has ended already.
-            self._handle = os.pidfd_open(pid)
+        # Some builds of Python lack the calls, old kernels and some sandboxes refuse them.
+        self._has_handles = hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+        try:
+            self._handle = os.pidfd_open(pid) if self._has_handles else None
+        except ProcessLookupError:
+            pass  # It has ended already.
+        except OSError:
+            self._has_handles = False
 
     def poll(self) -> int | None:
         """Its exit status, None while it runs; does not wait, and may not know the status yet."""
@@ -69,6 +77,13 @@ class Forked:
         return self.returncode
 
     def _ended(self, seconds: float) -> bool:
+        if not self._has_handles:
+            limit_s = time.monotonic() + seconds
+            while self._is_there():
+                if time.monotonic() >= limit_s:
+                    return False
+                time.sleep(_POLL_S)
+            return True
         if self._handle is None:
             return True
         poller = select.poll()
@@ -80,6 +95,13 @@ class Forked:
         if self._handle is not None and self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        elif not self._has_handles and self.returncode is None and self._is_there():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _is_there(self) -> bool:
+        found = thread_state(self.pid)
+        return found is not None and found[0] not in "ZX"
 
     def __del__(self) -> None:
         if self._handle is not None:

@@ -8,6 +8,7 @@ the other one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import socket
@@ -119,7 +120,8 @@ class Pipe:
                 raise self._broken
             if advisory and len(self._queue) >= _MOST_ADVISORY:
                 return
-            if sum(len(item.data) for item in self._queue) >= _MOST_BYTES:
+            # The first one is being written, however large it is.
+            if sum(len(item.data) for item in itertools.islice(self._queue, 1, None)) >= _MOST_BYTES:
                 raise PipeFull(f"{len(self._queue)} messages are unread on the other side of a server's pipe")
             self._queue.append(_Item(message, None if descriptor is None else os.dup(descriptor)))
             if self._writer is None and not self._write():

@@ -229,7 +229,8 @@ class ServerProcess:
         config = {
             "rank": self._rank,
             "key": self._key.for_server(),
-            "host": self._host,
+            # The same place: whoever was told of it before finds the new process there.
+            "host": self._host if self.endpoint is None else self.endpoint.host,
             "port": self.endpoint.port if self.endpoint is not None else 0,
             "threads": self._threads,
             "io_threads": 1,
@@ -297,6 +298,9 @@ class ServerProcess:
                         self._ended(process, pipe)
                         return
                     self._handle(event)
+            elif process.poll() is not None:  # A process that the program forked may hold the pipe's other end.
+                self._ended(process, pipe)
+                return
             if process.pid > 0 and not self._stopping:
                 self._look(vigil, process, pipe)
 
@@ -428,10 +432,11 @@ class ServerProcess:
                     opened.members[rank] = what
             self._send({"do": "member", "engine": engine, "rank": rank, "what": what})
 
-    def replace(self, index: int, endpoint: Endpoint) -> None:
-        """Another shard has a new process."""
+    def replace(self, engine: int, session: int, index: int, endpoint: Endpoint) -> None:
+        """Another shard of a session has a new process. In other sessions its number may be that of another rank's."""
         with self._changed:
-            for opened in self._opened.values():
+            opened = self._opened.get((engine, session))
+            if opened is not None:
                 opened.message["endpoints"][index] = endpoint.to_list()
                 values = {**_named(opened.message), "do": "replace", "index": index, "endpoint": endpoint.to_list()}
                 self._send(values)

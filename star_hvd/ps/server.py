@@ -11,6 +11,7 @@ import gc
 import logging
 import math
 import os
+import resource
 import socket
 import stat
 import struct
@@ -288,8 +289,8 @@ class Server:
         """Act on a message; one that cannot be acted on is counted, and the server goes on."""
         try:
             act()
-        except ShardError:
-            raise  # No peer's fault: an update was not made.
+        except (ShardError, OSError, MemoryError):
+            raise  # No peer's fault: an update was not made, or was not written down.
         except Exception as error:  # Whatever a peer's message leads to, it is that message which is dropped.
             self.malformed += 1
             if self.malformed <= _LOGGED:
@@ -324,10 +325,17 @@ class Server:
         """Messages may come before their optimizer is opened here; those of one that is closed are dropped."""
         newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)
         held = sum(map(len, self._early.values()))
-        full = held >= _EARLY_MESSAGES or (key not in self._early and len(self._early) >= _EARLY_KEYS)
-        if key[1] <= newest or full:
+        if key[1] <= newest or held >= _EARLY_MESSAGES:
             raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is not open here")
+        if key not in self._early and len(self._early) >= _EARLY_KEYS:
+            self._drop_early(next(iter(self._early)))  # The oldest: its plan was given up.
         self._early.setdefault(key, []).append(frames)
+
+    def _drop_early(self, key: Key) -> None:
+        """A session will not be opened: forget its messages and the streams of those who sent them."""
+        del self._early[key]
+        for kind in (b"W", b"S"):
+            self.outbox.forget(session_prefix(kind, *key))
 
     # ---- orders of the owner ------------------------------------------------------------------------------
 
@@ -397,7 +405,7 @@ class Server:
         self._jobs[key] = _Job(self, message, mirror, bool(message["recover"]))
         early = self._early.pop(key, [])
         for old in [each for each in self._early if each[0] == key[0] and each[1] < key[1]]:
-            del self._early[old]
+            self._drop_early(old)
         for frames in early:
             self._guarded(lambda frames=frames: self._message(frames))  # type: ignore[misc]
 
@@ -419,6 +427,8 @@ def main(parent: int) -> int:
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
         sys.stderr.write("this is a parameter server; star_hvd starts it, and it cannot be started by hand\n")
         return 2
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # Every mapping of the mirror holds a descriptor.
     pipe = Pipe(socket.socket(fileno=0))
     try:
         config = pipe.wait(_CONFIG_S)

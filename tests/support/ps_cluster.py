@@ -146,6 +146,7 @@ class Cluster:
         return OptimizerSpec.of(self.base, self.optimizer.param_groups, self.hyper)
 
     def open(self, session: int = 0) -> None:
+        self.session = session
         for index, server in enumerate(self.servers):
             server.open(0, session, index, self.endpoints, self.layout, self.plan, self.spec(), 0)
 
@@ -170,7 +171,7 @@ class Cluster:
         endpoint = self.servers[index].recover(DEADLINE_S)
         for other in self.servers:
             if other is not self.servers[index]:
-                other.replace(index, endpoint)
+                other.replace(0, self.session, index, endpoint)
         for client in self.clients:
             client.replace(index, endpoint)
 

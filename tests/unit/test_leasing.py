@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from scheduler.leasing import Answer, LeaseQueue
 from star_hvd.config import Config
 from star_hvd.control.lease_desk import LeaseDesk
 from star_hvd.control.lease_messages import Lease, LeaseAsk, LeaseRecall, LeaseReturn
-from star_hvd.control.messages import Message
+from star_hvd.control.messages import EpochEnd, Message
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.leases import LeaseStock
 from star_hvd.requests import Requests
@@ -241,7 +243,7 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
     sent: list[Message] = []
     stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=sent.append)
     stock.open()
-    with pytest.raises(DeadlineError, match=r"rank 2 waited 0 s .* coordinator on rank 0 was last heard 7.0 s ago"):
+    with pytest.raises(DeadlineError, match=r"rank 2 waited \d s .* coordinator on rank 0 was last heard 7.0 s ago"):
         stock.next(0.0, lambda: None, lambda: 7.0)
     stock.on_message(Lease(0, 1, 0, 40, False))
     assert [stock.next(1.0, lambda: None, lambda: 0.0) for _ in range(2)] == [(0, 4), (4, 8)]
@@ -263,3 +265,41 @@ def test_an_answer_that_comes_at_once_finds_its_stock() -> None:
 
     requests.agent = SimpleNamespace(send=answer, last_heard_s=0.0)  # type: ignore[assignment]
     assert requests.begin_batch(requests.open_stock(3, 0, 4, 4, False)) == (0, 4)
+
+
+def stocked() -> Requests:
+    """Requests whose coordinator leases four samples at once and then says that the epoch is over."""
+    requests = Requests(Config(), 0)
+
+    def answer(message: Message, *, urgent: bool = True) -> None:
+        if isinstance(message, LeaseAsk):
+            start = message.begun
+            requests.on_lease(Lease(message.loader, message.epoch, start, 4 if start == 0 else start, start > 0))
+
+    requests.agent = SimpleNamespace(send=answer, last_heard_s=time.monotonic())  # type: ignore[assignment]
+    return requests
+
+
+def test_the_end_of_another_loader_s_epoch_is_kept_for_who_waits_for_it() -> None:
+    requests = stocked()
+    requests._grants.put(EpochEnd(0, 5))  # Of the training, which came while its last batch is worked on,
+    requests._grants.put(EpochEnd(1, 5))
+    requests.await_epoch_end(1, 5)  # and this loop evaluates with another loader.
+    requests.await_epoch_end(0, 5)
+    assert not requests._ended
+
+
+def test_two_epochs_of_a_loader_may_be_open_at_once() -> None:
+    requests = stocked()
+    one, other = requests.open_stock(3, 0, 4, 4, False), requests.open_stock(3, 1, 4, 4, False)
+    assert requests.begin_batch(other) == (0, 4) and requests.begin_batch(one) == (0, 4)
+    assert requests.begin_batch(one) is None and requests.begin_batch(other) is None
+
+
+def test_while_the_coordinator_is_heard_another_rank_is_waited_for_longer() -> None:
+    stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=lambda message: None)
+    stock.open()
+    threading.Timer(1.5, lambda: stock.on_message(Lease(0, 1, 0, 4, False))).start()
+    assert stock.next(1.0, lambda: None, lambda: 0.1, longest_s=600.0) == (0, 4)
+    with pytest.raises(DeadlineError):
+        stock.next(0.5, lambda: None, lambda: 0.4, longest_s=600.0)

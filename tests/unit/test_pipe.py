@@ -48,6 +48,16 @@ def test_a_side_that_does_not_read_stops_nobody_and_gets_everything_in_order_lat
     theirs.close()
 
 
+def test_one_message_beyond_the_bound_keeps_none_behind_it_out() -> None:
+    mine, theirs = ends()
+    large = 80 << 20  # A state that cannot be cut, which the other side reads as fast as it can.
+    mine.send(lambda: {"data": bytes(large)})
+    mine.send({"n": 1})
+    found = receive(theirs, 2)
+    assert len(found[0]["data"]) == large and found[1] == {"n": 1}
+    mine.close(), theirs.close()
+
+
 def test_many_threads_send_whole_messages() -> None:
     mine, theirs = ends()
     threads = [

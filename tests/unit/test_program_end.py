@@ -51,3 +51,11 @@ def test_how_a_program_ends(tmp_path: Path, program: str, failed: bool, module: 
     command = [sys.executable, *(["-m", path.stem] if module else [str(path)])]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120.0, check=False)
     assert ended.stdout.split() == ["failed" if failed else "finished"], ended.stderr
+
+
+def test_a_hook_put_over_ours_is_called_once_after_a_second_start(tmp_path: Path) -> None:
+    path = tmp_path / "program_that_ends.py"
+    over = "before = sys.excepthook\nsys.excepthook = lambda *error: (print('theirs'), before(*error))\n"
+    path.write_text(f"{WATCHED}{over}program_end.watch()\nraise ValueError\n", encoding="utf-8")
+    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120.0, check=False)
+    assert ended.stdout.split() == ["theirs", "failed"], ended.stderr

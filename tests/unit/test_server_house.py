@@ -13,6 +13,8 @@ from star_hvd.config import Config
 from star_hvd.control.switch_messages import Presence
 from star_hvd.errors import ChannelError
 from star_hvd.execute.state import Snapshot
+from star_hvd.ps.auth import Endpoint
+from star_hvd.ps.process import ServerProcess, _Opened
 from star_hvd.ps.server import Server
 from star_hvd.server_house import ServerHouse
 
@@ -142,3 +144,17 @@ def test_nothing_is_left_of_an_optimizer_that_is_closed(house: House) -> None:
     assert client.closed and house.shards == [1] and not house.numbers()
     assert not house.house._found and not house.house._serves
     house.house.forget(0)
+
+
+def test_a_moved_server_is_told_of_in_its_own_session_only() -> None:
+    """In another session, or of another optimizer, the same number may be another rank's server."""
+    process = ServerProcess(0, None, "h")  # type: ignore[arg-type]
+    sent: list[Any] = []
+    process._pipe = SimpleNamespace(send=lambda message, descriptor=None: sent.append(message))  # type: ignore[assignment]
+    for key in ((0, 3), (0, 7), (1, 3)):
+        message = {"engine": key[0], "session": key[1], "endpoints": [["a", 1, b""], ["b", 2, b""]]}
+        process._opened[key] = _Opened(message, None, None)  # type: ignore[arg-type]
+    process.replace(0, 3, 1, Endpoint("c", 3, b""))
+    ends = {key: opened.message["endpoints"][1][0] for key, opened in process._opened.items()}
+    assert ends == {(0, 3): "c", (0, 7): "b", (1, 3): "b"}
+    assert [(message["engine"], message["session"]) for message in sent] == [(0, 3)]
