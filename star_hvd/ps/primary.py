@@ -116,10 +116,12 @@ class Primary:
         """A rank announces a push; `again` in it means that it has lost its connection to that shard's predecessor.
 
         Raises:
-            ChannelError: There is no such rank.
+            ChannelError: There is no such rank or shard.
         """
         memory = self._memory
         self._check_rank(rank)
+        if meta.get("again") is not None:
+            self._check_shard(meta["again"])
         verdict = memory.verdicts.get(rank)
         if verdict is not None and step <= verdict[0]:
             if step == verdict[0]:

@@ -210,22 +210,17 @@ def test_a_half_open_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
         assert_equal_state(made)
 
 
-def test_a_server_that_stands_still_loses_its_connections_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "HEARTBEAT_INTERVAL_MS", 100)
-    monkeypatch.setattr(options, "HEARTBEAT_TIMEOUT_MS", 700)
+def test_a_server_that_stands_still_is_replaced_and_nothing_is_lost() -> None:
+    """Its owner kills it and starts another one, which takes the mirror over; the workers reach that one."""
     with cut_cluster(Plan.ps(2, 2), servers=2, processes=True) as made:
         all_step(made, 2, 0)
         for step, index in ((1, 0), (2, 1)):
             pid = made.servers[index].pid
             assert pid is not None
-            before = made.proxies[index].connections
-            os.kill(pid, signal.SIGSTOP)
-            thawing = threading.Timer(3.0, os.kill, (pid, signal.SIGCONT))
-            thawing.start()
+            os.kill(pid, signal.SIGSTOP)  # For good: only its owner can end this.
             all_step(made, 2, step)
-            thawing.join()
-            assert made.proxies[index].connections > before, "the workers gave the connection up"
-        assert made.deaths == 0
+            made.settled()
+            assert made.deaths == step and made.servers[index].pid != pid
         plain_steps(made, 3, 2)
         assert_equal_state(made)
 
@@ -242,7 +237,9 @@ def test_a_server_needs_no_more_memory_for_what_is_on_its_way() -> None:
             for step in range(1, 21):
                 run_all(*(lambda r=r: one_step(made, r, 20 * block + step, 0) for r in range(2)))  # noqa: B023
             sizes.append(max(len(places) for places in job.mirror._places.values()))
-        assert sizes[-1] <= 6, f"places per chunk: {sizes}"
+        # 240 updates. How many places are needed at once depends on when ZeroMQ's thread is done with a frame, which a
+        # busy machine delays; what was not given back would add up.
+        assert sizes[-1] <= 16 and sizes[-1] - sizes[2] <= 3, f"places per chunk: {sizes}"
 
 
 def test_a_fan_in_tree_adds_every_gradient_once() -> None:

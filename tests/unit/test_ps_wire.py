@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import time
 from typing import Any
 
 import msgpack
@@ -14,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.plans import Plan
+from star_hvd.channel.link import Dealer
+from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError
 from star_hvd.ps.auth import JobKey, connect
 from star_hvd.ps.exchange import StateExchange
@@ -101,9 +104,17 @@ def test_a_chunk_of_any_announced_size_takes_the_memory_of_what_came() -> None:
     assert found[:3] == [None] * 3 and found[3] is not None and bytes(found[3].numpy()) == data
     with cluster(Plan.ps(1, 1)) as made:
         exchange = StateExchange(made.layout)
-        exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=1 << 41), bytes(PART_BYTES))
+        with pytest.raises(ChannelError, match="bytes for a chunk of"):
+            exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=1 << 41), bytes(PART_BYTES))
+        assert not exchange._parts, "nothing is kept of what is refused"
+        exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=PART_BYTES + 1), bytes(PART_BYTES))
         with pytest.raises(ChannelError, match="comes as"):
             exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=5), b"12345")
+
+
+def member(made: Cluster, context: zmq.Context[Any], identity: bytes) -> Dealer:
+    """A peer with the job's key, whose messages reach the server's own checks."""
+    return Dealer(connect(context, made.key, made.endpoints[0], identity), TENSORS)
 
 
 def answer(made: Cluster, step: int) -> None:
@@ -142,7 +153,8 @@ def test_damaged_messages_are_counted_and_change_nothing() -> None:
     with cluster(Plan.ps(1, 1), servers=2) as made:
         answer(made, 0)
         context, rng = zmq.Context(), random.Random(0)
-        bad = connect(context, made.key, made.endpoints[0], worker_identity(0, 0, 5))
+        bad = member(made, context, worker_identity(0, 0, 5))
+        bare = connect(context, made.key, made.endpoints[0], worker_identity(0, 0, 6))  # Sends no envelopes.
         chunk = made.layout.of_server(0)[0]
         size = made.layout.nbytes(chunk)
         mine = {"engine": 0, "session": 0, "rank": 5}
@@ -161,16 +173,18 @@ def test_damaged_messages_are_counted_and_change_nothing() -> None:
             [pack(Header(Kind.PRESENCE, **mine)), msgpack.packb({"what": "nonsense"})],
         ]
         for message in messages:
-            bad.send_multipart(message)
-        for _ in range(50):
-            bad.send_multipart([rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 4))])
+            bad.send(message)
+        for number in range(100):
+            damaged = [rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 4))]
+            bad.send(damaged) if number % 2 else bare.send_multipart(damaged)
         server = made.server_of(0)
-        for _ in range(200):
-            if server.malformed >= len(messages) + 50:
-                break
-            bad.poll(20)
-        assert server.malformed == len(messages) + 50
-        bad.close(linger=0)
+        limit_s = time.monotonic() + DEADLINE_S
+        while server.malformed < len(messages) + 100 and time.monotonic() < limit_s:
+            bad.socket.poll(20)
+            list(bad.receive())
+        assert server.malformed == len(messages) + 100
+        bad.close()
+        bare.close(linger=0)
         context.term()
         answer(made, 1)
         assert made.clients[0].malformed == 0
@@ -204,17 +218,19 @@ def test_numbers_that_make_no_sense_are_counted_and_end_nothing() -> None:
         answer(made, 0)
         context, server = zmq.Context(), made.server_of(0)
         server.door._watch.expect(200)  # All of these are of the job, and come at once.
-        held: dict[bytes, zmq.Socket[Any]] = {}
+        held: dict[bytes, Dealer] = {}
         for kind, rank, meta in ABSURD:
             between = kind in (Kind.ARRIVED, Kind.DONE, Kind.JOIN)
-            name = (shard_identity if between else worker_identity)(0, 0, rank)
+            name = shard_identity(0, 0, rank) + b"newcomer" if between else worker_identity(0, 0, rank)
             if name not in held:
-                held[name] = connect(context, made.key, made.endpoints[0], name)
-            held[name].send_multipart([pack(Header(kind, 0, 0, rank, step=5)), msgpack.packb(meta)])
+                held[name] = member(made, context, name)
+            held[name].send([pack(Header(kind, 0, 0, rank, step=5)), msgpack.packb(meta)])
         for _ in range(1000):
             if server.malformed >= len(ABSURD):
                 break
             made.clients[0].pull(DEADLINE_S)
+            for each in held.values():
+                list(each.receive())  # What a connection lost is sent again.
         assert server.malformed == len(ABSURD)
         answer(made, 1)
         context.destroy(linger=0)
@@ -226,12 +242,14 @@ def test_messages_for_sessions_that_never_open_are_few() -> None:
         server.door._watch.expect(200)  # All of these are of the job, and come at once.
         held = []
         for session in range(1, 101):
-            early = connect(context, made.key, made.endpoints[0], worker_identity(0, session, 0))
-            early.send_multipart([pack(Header(Kind.HELLO, 0, session, 0)), b""])
+            early = member(made, context, worker_identity(0, session, 0))
+            early.send([pack(Header(Kind.HELLO, 0, session, 0)), b""])
             held.append(early)
         for _ in range(1000):
             if server.malformed >= 36:
                 break
             made.clients[0].pull(DEADLINE_S)
+            for each in held:
+                list(each.receive())
         assert server.malformed == len(held) - 64 == 36 and len(server._early) == 64
         context.destroy(linger=0)
