@@ -367,7 +367,7 @@ def auto_with_a_rank_that_recovers() -> Facts:
             optimizer.zero_grad()
             compute(net, rows[:, 1:], 0.2 if slow_rank() and not acted else 0.05)
             optimizer.step()
-        relaxed = "partial(2)" in _modes()
+        relaxed = set(_modes()) > {"sync"}  # Which mode it takes is for the machine of the moment to say.
         in_sync = optimizer._star.core.driver.engine.plan.mode == "sync"
         over = time.monotonic() > limit_s
         # Rank 0 knows the plans; all go by what it says at the end of an epoch.

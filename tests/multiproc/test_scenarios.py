@@ -138,7 +138,7 @@ def _slowness(times_s: list[list[float]], window: int = 5) -> list[float]:
 
 def test_auto_relaxes_and_returns() -> None:
     modes = values("auto_with_a_rank_that_recovers", "modes")[0]
-    assert modes[0] == "sync" and "partial(2)" in modes and modes[-1] == "sync"
+    assert modes[0] == modes[-1] == "sync" and set(modes) > {"sync"}
 
 
 def test_the_job_ends_well() -> None:
