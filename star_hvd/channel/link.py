@@ -166,6 +166,11 @@ class Router:
         soonest_s = min((stream.next_s for stream in self._streams.values()), default=math.inf)
         return min(soonest_s, *self._leaving.values()) if self._leaving else soonest_s
 
+    @property
+    def repeated(self) -> int:
+        """Messages that travelled again, either way, since a connection broke; from any thread."""
+        return sum(stream.resent + stream.duplicates for stream in list(self._streams.values()))
+
     def stream(self, identity: bytes) -> Stream:
         """The stream of a peer; a new one if it was not heard of yet."""
         found = self._streams.get(identity)

@@ -68,6 +68,16 @@ class Coordinator:
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
 
+    @property
+    def repeated(self) -> int:
+        """Messages of the control channel that travelled again, since a connection broke."""
+        return self._router.repeated
+
+    @property
+    def lost(self) -> int:
+        """Messages for ranks that had left or been given up."""
+        return self._router.lost
+
     @contextlib.contextmanager
     def board(self) -> Iterator[Board]:
         """The board, for reading from another thread."""

@@ -15,6 +15,7 @@ from scheduler.outlook import outlook
 from scheduler.records import Window
 from star_hvd import runtime
 from star_hvd.control.board import Board
+from star_hvd.control.coordinator import Coordinator
 from star_hvd.control.engine_board import EngineBoard
 
 __all__ = ["RankLine", "Report", "explain", "record_loss", "record_metric", "report"]
@@ -63,7 +64,8 @@ class Report:
     """What the coordinator knows about one optimizer; `str()` gives a table.
 
     `outcomes` are `scheduler.outcome.SwitchOutcome`s as mappings, with their sentence: what was predicted of each
-    switch and what was measured after it.
+    switch and what was measured after it. `dropped_messages` made no sense or were for ranks that had left;
+    `repeated_messages` travelled again because a connection broke.
     """
 
     mode: str
@@ -78,6 +80,7 @@ class Report:
     outcomes: tuple[dict[str, Any], ...]
     dropped_messages: int
     denied_connections: int
+    repeated_messages: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -208,7 +211,7 @@ def report(optimizer: int | None = None) -> Report | None:
         engine = _engine(board, optimizer)
         if engine is None:
             return None
-        window, told = engine.window(), _build(engine, run.coordinator.malformed, run.keyring.denied)
+        window, told = engine.window(), _build(engine, run.coordinator, run.keyring.denied)
     # The job's coordinator is not kept waiting for it.
     return replace(told, ranks=_with_forecast(told.ranks, window))
 
@@ -230,7 +233,7 @@ def _with_forecast(lines: Sequence[RankLine], window: Window) -> tuple[RankLine,
     )
 
 
-def _build(engine: EngineBoard, malformed: int, denied: int) -> Report:
+def _build(engine: EngineBoard, coordinator: Coordinator, denied: int) -> Report:
     offsets_s, waits_s = engine.arrivals.offsets_s(), engine.arrivals.waits_s()
     slow = {item.rank: item for item in engine.stragglers}
     lines = tuple(
@@ -258,6 +261,7 @@ def _build(engine: EngineBoard, malformed: int, denied: int) -> Report:
         stragglers=tuple(item.sentence for item in engine.stragglers),
         outcomes=tuple({**asdict(one), "sentence": one.sentence} for one in engine.outcomes),
         plans=tuple({"step": step, "mode": plan.label, "reason": plan.reason} for step, plan in engine.plans),
-        dropped_messages=malformed,
+        dropped_messages=coordinator.malformed + coordinator.lost,
         denied_connections=denied,
+        repeated_messages=coordinator.repeated,
     )

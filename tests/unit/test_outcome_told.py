@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -32,7 +34,9 @@ def test_the_board_keeps_it_and_the_report_tells_it(caplog: pytest.LogCaptureFix
     job.engine._note_outcomes(job.engine.choice.take_outcomes())
     assert job.engine.outcomes == [BAD] and predicting.outcomes == []
     assert f"step 64: {SAID}" in caplog.text
-    report = _build(job.engine, 0, 0)
+    coordinator: Any = SimpleNamespace(malformed=1, lost=2, repeated=4)
+    report = _build(job.engine, coordinator, 0)
+    assert (report.dropped_messages, report.denied_connections, report.repeated_messages) == (3, 0, 4)
     assert report.to_dict()["outcomes"][0]["sentence"] == SAID
     assert str(report).endswith(f"step 64: {SAID}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,8 @@ from star_hvd import runtime
 from star_hvd.control.board import Board
 from star_hvd.telemetry.report import _build, explain
 from tests.unit.boards import Job
+
+QUIET: Any = SimpleNamespace(malformed=0, lost=0, repeated=0)
 
 
 def run_of(board: Board | None, rank: int = 0) -> SimpleNamespace:
@@ -48,11 +51,11 @@ def test_the_table_says_since_when_its_reason_holds() -> None:
     job = Job(3)
     job.register(None)
     job.engine.steps = 207
-    assert str(_build(job.engine, 0, 0)).startswith("step 207: sync since step 0 ")
+    assert str(_build(job.engine, QUIET, 0)).startswith("step 207: sync since step 0 ")
     plan = Plan.partial(3, 2, epoch=1, reason="rank 2 is slow")
     job.engine.active = plan
     job.engine.plans.append((5, plan))
-    assert str(_build(job.engine, 0, 0)).startswith("step 207: partial(2) since step 5 (rank 2 is slow)")
+    assert str(_build(job.engine, QUIET, 0)).startswith("step 207: partial(2) since step 5 (rank 2 is slow)")
 
 
 def test_who_does_not_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
