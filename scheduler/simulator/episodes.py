@@ -107,7 +107,7 @@ def _episode(item: Any) -> Episode:
             end_s=float(item["end_s"]),
             factor=float(item.get("factor", 1.0)),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ContentionError(f"an episode is {item!r}: {error}") from None
 
 

@@ -10,7 +10,7 @@ import torch
 from star_hvd.errors import ChannelError
 from star_hvd.execute.state import Snapshot
 from star_hvd.ps.checks import check_verdict
-from star_hvd.ps.layout import Layout, State
+from star_hvd.ps.layout import Layout, LayoutError, State
 from star_hvd.ps.store import read_record
 from star_hvd.ps.wire import PART_BYTES, Gathering, Header, Kind, parts
 
@@ -187,4 +187,7 @@ class StateExchange(Exchange):
         if len(versions) > 1:
             raise ChannelError(f"the servers sent chunks of the versions {sorted(versions)}; expected one")
         version = versions.pop() if versions else 0
-        return Snapshot(version, self._layout.join_params(params), self._layout.join_state(states))
+        try:
+            return Snapshot(version, self._layout.join_params(params), self._layout.join_state(states))
+        except LayoutError as error:
+            raise ChannelError(f"the servers sent a state that does not fit together: {error}") from error

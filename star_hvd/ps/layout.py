@@ -265,6 +265,9 @@ class Layout:
 
         Args:
             states: State of every chunk's pieces, by the chunk's index.
+
+        Raises:
+            LayoutError: An entry is a tensor of the parameter's shape in one chunk and something else in another.
         """
         shapes, orders = self.shapes, self.orders
         joined: list[State] = [{} for _ in shapes]
@@ -276,7 +279,10 @@ class Layout:
                         if key not in target:
                             flat = torch.empty(math.prod(shapes[piece.param]), dtype=value.dtype, device="cpu")
                             target[key] = _from_memory(flat, shapes[piece.param], orders[piece.param])
-                        whole = target[key].permute(orders[piece.param]).view(-1)
+                        before = target[key]
+                        if not isinstance(before, torch.Tensor) or before.shape != torch.Size(shapes[piece.param]):
+                            raise LayoutError(f"state {key!r} of parameter {piece.param} differs between its chunks")
+                        whole = before.permute(orders[piece.param]).view(-1)
                         whole[piece.start : piece.stop].copy_(value.reshape(-1))
                     elif key not in target:
                         target[key] = value.clone() if isinstance(value, torch.Tensor) else value
