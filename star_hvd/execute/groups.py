@@ -118,7 +118,11 @@ class GroupSteps(ServerSteps):
         wait_all(self._collective, handles, self._deadline_s, f"a step of the group of ranks {self._ranks}")
 
     def set_away(self, away: bool, *, settle: bool = True) -> None:
-        """While away, a stand-in takes part in the group's steps with nothing."""
+        """While away, a stand-in takes part in the group's steps with nothing.
+
+        On the way back the step it is in is not waited for: it ends with the other members' next one, and they may be
+        waiting for this rank meanwhile, outside this package. This rank's own next step waits for it.
+        """
         if self._collective is None:
             super().set_away(away, settle=settle)
             return
@@ -126,12 +130,10 @@ class GroupSteps(ServerSteps):
             if self._away.is_set():
                 return
             self._away.set()
-            self._stand_in = supervised(self._take_part, "star-group")
+            self._stand_in = supervised(self._take_part, "star-group", args=(self._stand_in,))
             self._stand_in.start()
         else:
             self._away.clear()
-            if self._stand_in is not None:
-                self._stand_in.join(self._deadline_s)
 
     def finish(self) -> None:
         """Take part, with nothing, until the leader has learned of the end."""
@@ -152,7 +154,9 @@ class GroupSteps(ServerSteps):
                     "closed its optimizer. See which one in the log of rank 0, or raise Config.step_deadline_s"
                 )
 
-    def _take_part(self) -> None:
+    def _take_part(self, before: threading.Thread | None) -> None:
+        if before is not None:  # It may still be in a step, and goes on with the next while this rank is away again.
+            before.join(self._deadline_s)
         with self._engine.streams.own():
             self._contribute_nothing()
 
