@@ -8,7 +8,8 @@ rules see to the rest:
 
 - A rank whose next batch would end after the others could have begun and ended all that is free gets none.
 - When nothing is free and a rank has nothing to do, spans not begun are called back from ranks that would end later.
-- The last rank that takes anything is never refused: nothing can be left over.
+- The epoch is over for nobody while somebody else holds what it has not begun: a rank may leave its loop at any time,
+  and what it gives back needs a taker. Nothing can be left over as long as one rank goes on to the end.
 
 A position is always in exactly one place: free, held by one rank, or begun by one rank, which it never leaves again.
 """
@@ -44,7 +45,7 @@ class Answer(enum.Enum):
     """What a rank hears when there is no span for it."""
 
     LATER = "later"  # It holds enough for now.
-    WAIT = "wait"  # It has nothing, and others were asked to give something back; an answer follows.
+    WAIT = "wait"  # It has nothing, and others hold what may come back; an answer follows.
     END = "end"  # The epoch is over for it.
 
 
@@ -60,7 +61,7 @@ class _Holder:
         forecast_s: Seconds per batch as told by `forecast`, NaN where nobody did.
         ended: The epoch is over for it, or it left.
         recalled: It was asked to give back what it has not begun.
-        waits: It has nothing and waits for what others give back.
+        waits: It has nothing and waits for what others give back, or for the end.
     """
 
     held: deque[Span] = field(default_factory=deque)
@@ -161,6 +162,11 @@ class LeaseQueue:
         self._free.extendleft(reversed(holder.held))
         holder.held.clear()
 
+    @property
+    def over(self) -> bool:
+        """Whether the epoch is over for all ranks."""
+        return all(holder.ended for holder in self._holders)
+
     def leave(self, rank: int) -> None:
         """A rank begins nothing more; what it holds goes to the others."""
         holder = self._holder(rank)
@@ -170,12 +176,14 @@ class LeaseQueue:
 
     def answers(self, now_s: float) -> Iterator[tuple[int, Span | Answer]]:
         """What ranks that wait can be told now: a span, or that the epoch is over for them."""
-        for rank, holder in enumerate(self._holders):
-            if holder.waits and not holder.recalled:
-                holder.waits = False
-                answer = self._decide(rank, now_s)
-                if answer is not Answer.WAIT:
-                    yield rank, answer
+        waiting = [rank for rank, each in enumerate(self._holders) if each.waits and not each.recalled]
+        pace_s = {rank: self._holders[rank].pace_s for rank in waiting}
+        waiting.sort(key=lambda rank: 0.0 if math.isnan(pace_s[rank]) else pace_s[rank])  # The fastest goes first.
+        for rank in waiting:
+            self._holders[rank].waits = False
+            answer = self._decide(rank, now_s)
+            if answer is not Answer.WAIT:
+                yield rank, answer
 
     def recalls(self, now_s: float) -> Iterator[int]:
         """Ranks to be asked now for what they have not begun."""
@@ -222,7 +230,7 @@ class LeaseQueue:
                 return holder.held[-1]
         if held:
             return Answer.LATER
-        if not self._free and any(each.recalled or self._would_gain(holder, each, now_s) for each in self._holders):
+        if self._free or any(each.held for each in self._holders):
             holder.waits = True
             return Answer.WAIT
         holder.ended = True
@@ -282,8 +290,8 @@ class LeaseQueue:
         batches = 0
         for other, each in enumerate(self._holders):
             pace_s = each.pace_s
-            if other == rank or each.ended or math.isnan(each.heard_s) or math.isnan(pace_s):
-                continue
+            if other == rank or each.ended or each.waits or math.isnan(each.heard_s) or math.isnan(pace_s):
+                continue  # Whoever waits asks no more: two that rely on each other would wait for ever.
             if not self._overdue(each, now_s):
                 batches += max(0, math.floor((end_s - self._ends_s(each, now_s)) / pace_s + 1e-9))
         return batches >= self._batches(self._free)

@@ -54,7 +54,7 @@ class LeaseStock:
         self._spans: deque[tuple[int, int]] = deque()
         self._begun = 0
         self._level = 0  # Samples in stock behind the last answer.
-        self._asked = self._over = self._closed = False
+        self._asked = self._over = self._closed = self._exhausted = False
 
     def open(self) -> None:
         """Ask for the first samples; the answer may come at once, so whoever passes it on has to know this stock."""
@@ -91,7 +91,10 @@ class LeaseStock:
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: bool(self._spans) or self._over, _LOOK_S):
-                    return self._begin() if self._spans else None
+                    if self._spans:
+                        return self._begin()
+                    self._exhausted = True
+                    return None
             check()
             waited_s = time.monotonic() - began_s
             heard = longest_s is not None and silent_s() < 0.5 * deadline_s
@@ -113,12 +116,12 @@ class LeaseStock:
         return start, stop
 
     def close(self) -> None:
-        """The loop was left: give back what was not begun."""
+        """The loop was left: say so, and give back what was not begun."""
         with self._changed:
-            if not self._closed and not self._over:
+            if not self._closed:
+                self._closed = True
                 self._spans.clear()
-                self._send(LeaseReturn(self.loader, self.epoch, self._begun, True))
-            self._closed = True
+                self._send(LeaseReturn(self.loader, self.epoch, self._begun, True, not self._exhausted))
 
     def _left(self) -> int:
         return sum(stop - start for start, stop in self._spans)

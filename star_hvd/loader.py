@@ -148,9 +148,10 @@ class ShardLoader:
         finally:
             stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
         with self._run.away("end of epoch"):
-            self._run.await_epoch_end(self._number, epoch)
-        with self._run.meeting("the end of an epoch"):
-            pass
+            together = self._run.await_epoch_end(self._number, epoch)
+        if together:  # Otherwise a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
+            with self._run.meeting("the end of an epoch"):
+                pass
 
     def _begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
         """The next batch's positions; None when the epoch is over for this rank."""

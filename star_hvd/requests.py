@@ -38,7 +38,8 @@ class Requests:
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self._stocks: dict[tuple[int, int], LeaseStock] = {}  # By loader and epoch, of the last two epochs.
-        self._ended: set[tuple[int, int]] = set()  # Epochs whose end came while something else was waited for.
+        # Epochs whose end came while something else was waited for.
+        self._ended: dict[tuple[int, int], messages.EpochEnd] = {}
         self._asked: collections.deque[messages.Take] = collections.deque()
         self._requests = 0
         self._next_loader = 0
@@ -93,10 +94,16 @@ class Requests:
         assert isinstance(grant, messages.Grant)
         return None if grant.stop <= grant.start else (grant.start, grant.stop)
 
-    def await_epoch_end(self, loader: int, epoch: int) -> None:
-        """Wait until all ranks have ended an epoch, helping those that have not."""
+    def await_epoch_end(self, loader: int, epoch: int) -> bool:
+        """Wait until all ranks have ended an epoch, helping those that have not.
+
+        Returns:
+            Whether all came to its end and meet now; False where one left its loop before.
+        """
         deadline_s = self.config.step_deadline_s
-        self._await_loader(messages.EpochEnd, loader, epoch, deadline_s, "the end of the epoch on all ranks")
+        end = self._await_loader(messages.EpochEnd, loader, epoch, deadline_s, "the end of the epoch on all ranks")
+        assert isinstance(end, messages.EpochEnd)
+        return end.together
 
     def _await_loader(
         self,
@@ -108,8 +115,7 @@ class Requests:
         asked: messages.Take | None = None,
     ) -> messages.Message:
         if kind is messages.EpochEnd and (loader, epoch) in self._ended:
-            self._ended.discard((loader, epoch))
-            return messages.EpochEnd(loader, epoch)
+            return self._ended.pop((loader, epoch))
         limit_s = time.monotonic() + deadline_s
         again_s = time.monotonic() + _ASK_AGAIN_S
         while True:
@@ -131,7 +137,7 @@ class Requests:
             if isinstance(message, kind) and same and answers:
                 return message
             if isinstance(message, messages.EpochEnd):  # Of another loader, evaluated with in this one's loop.
-                self._ended.add((message.loader, message.epoch))
+                self._ended[message.loader, message.epoch] = message
 
     def await_all(self, what: str, deadline_s: float) -> None:
         """Wait until all ranks are here, helping those that still train.

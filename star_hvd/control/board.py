@@ -73,6 +73,7 @@ _HURRY_S = 1.0  # After the last rank came back; collectives of the user's come 
 class _Epoch:
     queue: WorkQueue | None = None  # None where samples are leased.
     ended: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)  # Those of them that left their loop before its end.
     announced: bool = False
 
 
@@ -104,7 +105,7 @@ class Board:
         self._hosts = tuple(hosts)
         self._ranker = ranker
         self._epochs: dict[tuple[int, int], _Epoch] = {}
-        self._leases = LeaseDesk(world_size, lambda to, message: self.outbox.append((to, message)), self._over)
+        self._leases = LeaseDesk(world_size, lambda to, message: self.outbox.append((to, message)))
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size
         self._said_bye = False
@@ -191,6 +192,8 @@ class Board:
                 self._lease(rank, message, now_s)
             case LeaseReturn():
                 self._leases.give_back(rank, message, now_s)
+                if message.leaves:
+                    self._over((message.loader, message.epoch), rank, early=message.early, now_s=now_s)
             case Source():
                 self._source(rank, message)
             case Finished():
@@ -236,7 +239,7 @@ class Board:
         engine = getattr(message, "engine", None)
         if engine is not None and engine not in self.engines and len(self.engines) >= _MOST_AT_ONCE:
             raise ChannelError(f"a message is of optimizer {engine}; this job has {_MOST_AT_ONCE} of them already")
-        if not isinstance(message, Take) or len(self._epochs) < _MOST_AT_ONCE:
+        if not isinstance(message, (Take, LeaseAsk)) or len(self._epochs) < _MOST_AT_ONCE:
             return
         if (message.loader, message.epoch) not in self._epochs:
             raise ChannelError(f"a batch of loader {message.loader} is wanted; {_MOST_AT_ONCE} epochs are open")
@@ -314,8 +317,7 @@ class Board:
             self._epochs[key] = _Epoch(
                 WorkQueue(message.samples, message.batch, self.world_size, drop_last=message.drop_last)
             )
-            for old in [k for k in self._epochs if k[0] == message.loader and k[1] < message.epoch - 1]:
-                del self._epochs[old]
+            self._forget_epochs(message.loader, message.epoch - 1)
         epoch = self._epochs[key]
         if epoch.queue is None:
             raise ChannelError(f"a rank takes single batches of loader {message.loader}, whose samples are leased")
@@ -330,20 +332,26 @@ class Board:
             epoch.ended.add(rank)
             self._maybe_end(key, epoch, now_s)
 
+    def _forget_epochs(self, loader: int, before: int) -> None:
+        for old in [k for k, each in self._epochs.items() if k[0] == loader and k[1] < before and each.announced]:
+            del self._epochs[old]
+
     def _lease(self, rank: int, message: LeaseAsk, now_s: float) -> None:
         key = (message.loader, message.epoch)
         self._epochs.setdefault(key, _Epoch())
-        for old in [k for k in self._epochs if k[0] == message.loader and k[1] < message.epoch - 1]:
-            del self._epochs[old]
+        self._forget_epochs(message.loader, message.epoch - 1)
         for engine in self.engines.values():
             engine.has_queue = engine.has_queue or message.samples > 0
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
 
-    def _over(self, key: tuple[int, int], rank: int, now_s: float) -> None:
-        """An epoch is over for a rank."""
-        epoch = self._epochs.setdefault(key, _Epoch())
-        epoch.ended.add(rank)
-        self._maybe_end(key, epoch, now_s)
+    def _over(self, key: tuple[int, int], rank: int, *, early: bool, now_s: float) -> None:
+        """A rank has ended an epoch, or left it."""
+        epoch = self._epochs.get(key)
+        if epoch is not None:
+            epoch.ended.add(rank)
+            if early:
+                epoch.left.add(rank)
+            self._maybe_end(key, epoch, now_s)
 
     def _own_pace_s(self, rank: int) -> float | None:
         """Recent time per batch of a rank, from the first optimizer it feeds."""
@@ -356,6 +364,9 @@ class Board:
     def _maybe_end(self, key: tuple[int, int], epoch: _Epoch, now_s: float) -> None:
         if not epoch.announced and epoch.ended | self.finished == set(range(self.world_size)):
             epoch.announced = True
+            if epoch.left:  # Nobody meets: whoever left is anywhere, in the next epoch for example.
+                self.outbox.extend((rank, EpochEnd(*key, together=False)) for rank in epoch.ended - epoch.left)
+                return
             self._broadcast(EpochEnd(*key))
             # They leave one after another; whoever leaves last must not lose its first gradient for it.
             self._away = dict.fromkeys(self.finished, now_s)

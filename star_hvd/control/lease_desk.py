@@ -20,15 +20,11 @@ class LeaseDesk:
     Args:
         world_size: Number of ranks.
         send: Sends a message to a rank.
-        over: Called when an epoch is over for a rank.
     """
 
-    def __init__(
-        self, world_size: int, send: Callable[[int, Message], None], over: Callable[[Key, int, float], None]
-    ) -> None:
+    def __init__(self, world_size: int, send: Callable[[int, Message], None]) -> None:
         self._world_size = world_size
         self._send = send
-        self._over = over
         self._queues: dict[Key, LeaseQueue] = {}
         self._pace_s: dict[tuple[int, int], float] = {}  # Of a loader's batches on a rank.
 
@@ -53,7 +49,7 @@ class LeaseDesk:
             answer = queue.ask(rank, message.begun, now_s)
         except ValueError as error:
             raise ChannelError(str(error)) from error
-        self._answer(key, rank, answer, now_s)
+        self._answer(key, rank, answer)
         self._serve(key, queue, now_s)
 
     def give_back(self, rank: int, message: LeaseReturn, now_s: float) -> None:
@@ -82,8 +78,8 @@ class LeaseDesk:
 
     def _open(self, key: Key, message: LeaseAsk) -> LeaseQueue:
         loader, epoch = key
-        for old in [k for k in self._queues if k[0] == loader and k[1] < epoch - 1]:
-            del self._queues[old]
+        for old in [k for k, each in self._queues.items() if k[0] == loader and k[1] < epoch - 1 and each.over]:
+            del self._queues[old]  # A rank that leaves its loop may be epochs ahead of the others.
         queue = LeaseQueue(message.samples, message.batch, self._world_size, drop_last=message.drop_last)
         for (other, rank), pace_s in self._pace_s.items():
             if other == loader:
@@ -94,14 +90,12 @@ class LeaseDesk:
     def _serve(self, key: Key, queue: LeaseQueue, now_s: float) -> None:
         """Tell ranks that wait what there is, and ask those for it that hold what others would end sooner."""
         for rank, answer in list(queue.answers(now_s)):
-            self._answer(key, rank, answer, now_s)
+            self._answer(key, rank, answer)
         for rank in list(queue.recalls(now_s)):
             self._send(rank, LeaseRecall(*key))
 
-    def _answer(self, key: Key, rank: int, answer: Span | Answer, now_s: float) -> None:
+    def _answer(self, key: Key, rank: int, answer: Span | Answer) -> None:
         if answer is Answer.WAIT:
             return
         start, stop = answer if isinstance(answer, tuple) else (0, 0)
         self._send(rank, Lease(*key, start, stop, answer is Answer.END))
-        if answer is Answer.END:
-            self._over(key, rank, now_s)

@@ -53,7 +53,9 @@ class LeaseRecall(Message):
 class LeaseReturn(Message):
     """All that was leased to this rank beyond the samples it has begun is given back.
 
-    `leaves` says that it takes no more: its program left the loop in the middle of the epoch.
+    Attributes:
+        leaves: It takes no more.
+        early: Its program left the loop before it had heard that the epoch is over; it waits for nobody.
     """
 
     kind: ClassVar[str] = "lease_return"
@@ -61,3 +63,4 @@ class LeaseReturn(Message):
     epoch: int
     begun: int
     leaves: bool
+    early: bool = False

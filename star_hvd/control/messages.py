@@ -277,11 +277,16 @@ class Grant(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class EpochEnd(Message):
-    """All ranks have ended an epoch of a loader."""
+    """All ranks have ended an epoch of a loader.
+
+    Attributes:
+        together: All came to its end, and meet now. False where one left its loop before; it may be anywhere.
+    """
 
     kind: ClassVar[str] = "epoch_end"
     loader: int
     epoch: int
+    together: bool = True
 
 
 @message_kind

@@ -243,6 +243,30 @@ def clipping_by_hand_and_switching_with_shards() -> Facts:
 
 
 @scenario
+def one_rank_leaves_its_loop_early() -> Facts:
+    """The others come to the end of that epoch; all meet at the end of the next one, and every sample is there once."""
+    net = model()
+    optimizer = sgd(net)
+    loader = hvd.shard(Numbered(), batch_size=4, seed=5)
+    digests, samples = [], []
+    for epoch in range(6):
+        left, seen = False, []
+        for number, rows in enumerate(loader):
+            seen += rows[:, 0].int().tolist()
+            optimizer.zero_grad()
+            compute(net, rows[:, 1:])
+            optimizer.step()
+            if epoch in (1, 2, 4) and int(hvd.rank()) == epoch % int(hvd.size()) and number == 1:
+                left = True
+                break
+        digests.append(digest(net))
+        samples.append([left, seen])
+    for number in go_on("leaving", optimizer, 1):
+        steps(net, optimizer, 1, number)
+    return {"digests": digests, "samples": samples} | end(net, optimizer)
+
+
+@scenario
 def clipping_inside() -> Facts:
     net = model()
     optimizer = sgd(net, max_grad_norm=0.5)

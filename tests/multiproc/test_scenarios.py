@@ -73,6 +73,17 @@ def test_every_sample_once_per_epoch() -> None:
     assert all(first != second for first, second in orders), "every epoch has an order of its own"
 
 
+def test_a_rank_that_leaves_its_loop_early_leaves_its_samples_to_the_others() -> None:
+    """Nobody waits for it at the end of that epoch, and all meet at the end of the next that they all come to."""
+    per_rank = values("one_rank_leaves_its_loop_early", "samples")
+    for epoch in range(6):
+        assert sorted(i for samples in per_rank for i in samples[epoch][1]) == list(range(203))
+    assert [sum(samples[epoch][0] for samples in per_rank) for epoch in range(6)] == [0, 1, 1, 0, 1, 0]
+    digests = values("one_rank_leaves_its_loop_early", "digests")
+    for epoch in (0, 3, 5):
+        assert len({of_rank[epoch] for of_rank in digests}) == 1
+
+
 def test_replicas_are_bit_equal_at_the_end_of_every_epoch() -> None:
     digests = values("shard_in_partial", "digests")
     assert digests == digests[:1] * RANKS and len(set(digests[0])) == len(digests[0]) >= 3

@@ -56,7 +56,7 @@ class Job:
         self.idle_s = [0.0] * ranks
         self.over: set[int] = set()
         self.messages = 0
-        self.desk = LeaseDesk(ranks, self.to_rank, lambda key, rank, now_s: self.over.add(rank))
+        self.desk = LeaseDesk(ranks, self.to_rank)
         self.waiting: dict[int, float] = {}
         self.stocks = [self.stock(rank, samples, batch) for rank in range(ranks)]
         for rank in range(ranks):
@@ -89,6 +89,8 @@ class Job:
             else:
                 assert isinstance(message, LeaseReturn)
                 self.desk.give_back(rank, message, self.now_s)
+                if message.leaves and not message.early:
+                    self.over.add(rank)
 
         self.at(self.at_desk_s(), handle)
 
@@ -113,6 +115,7 @@ class Job:
         self.idle_s[rank] = max(self.idle_s[rank], self.now_s - self.waiting.pop(rank, self.now_s))
         taken = stock.next(0.0, lambda: None, lambda: 0.0)
         if taken is None:
+            stock.close()
             return
         self.begun[rank].append(taken)
         self.ends_s[rank] = self.now_s + self.pace(rank, self.now_s)
@@ -196,9 +199,9 @@ def test_every_sample_once_and_nobody_left_waiting(
     )
     positions = job.positions()
     assert len(positions) == len(set(positions)), "handed out twice"
-    if not leaves:  # Whoever leaves last may leave the rest to those for whom the epoch was over.
-        assert positions == list(range(samples))
-        assert job.over == set(range(len(paces))) and not job.waiting
+    assert job.over | leaves.keys() == set(range(len(paces))) and not job.waiting
+    if len(leaves) < len(paces):
+        assert positions == list(range(samples)), "what one leaves is for the others, whenever it leaves"
 
 
 def test_claims_that_cannot_be_are_refused_and_change_nothing() -> None:
@@ -227,9 +230,11 @@ def test_drop_last_and_an_empty_epoch() -> None:
 
 def test_the_desk_forgets_old_epochs_and_turns_nonsense_away() -> None:
     said: list[tuple[int, Message]] = []
-    desk = LeaseDesk(1, lambda to, message: said.append((to, message)), lambda key, rank, now_s: None)
+    desk = LeaseDesk(1, lambda to, message: said.append((to, message)))
     for epoch in range(5):
         desk.ask(0, LeaseAsk(0, epoch, 8, 4, False, 0), 0.5, float(epoch))
+        if epoch < 3:
+            desk.give_back(0, LeaseReturn(0, epoch, 4, True, early=True), float(epoch))
     assert sorted(desk._queues) == [(0, 3), (0, 4)]
     desk.give_back(0, LeaseReturn(0, 0, 4, False), 9.0)
     with pytest.raises(ChannelError):
@@ -251,7 +256,8 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
     assert sent[1:] == [LeaseReturn(0, 1, 8, False), LeaseAsk(0, 1, 100, 4, False, 8)]
     stock.on_message(Lease(0, 1, 96, 100, False))
     stock.close()
-    assert sent[-1] == LeaseReturn(0, 1, 8, True)
+    stock.close()
+    assert sent[-1] == LeaseReturn(0, 1, 8, True, early=True)
     stock.on_message(Lease(0, 1, 40, 44, False))  # It was on its way; the coordinator has it back already.
     assert len(sent) == 4
 
