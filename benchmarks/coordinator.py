@@ -6,11 +6,11 @@ import time
 
 import numpy as np
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
+from star_hvd.channel.messages.base import Arrive, Join, Late, Message, PlanMessage, Register, RoundNote, decode, encode
+from star_hvd.channel.messages.switch import Cannot, LinkRate, Probe, Ready
 from star_hvd.config import Config
-from star_hvd.control.board import Board
-from star_hvd.control.messages import Arrive, Join, Late, Message, PlanMessage, Register, RoundNote, decode, encode
-from star_hvd.control.switch_messages import Cannot, LinkRate, Probe, Ready
+from star_hvd.coordinator.job_state import Board
 
 __all__ = ["coordinator_share"]
 

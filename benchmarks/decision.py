@@ -26,18 +26,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.coordinator import coordinator_share
-from scheduler.causes import find_stragglers
-from scheduler.cost_policy import CostPolicy, Ranker
-from scheduler.evaluate import hosts
-from scheduler.plans import Plan
-from scheduler.policy import RulePolicy
-from scheduler.predictor import find_ranker
+from scheduler.diagnosis.stragglers import find_stragglers
+from scheduler.learning.evaluate import hosts
+from scheduler.learning.predictor import find_ranker
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy, Ranker
+from scheduler.policy.rule_policy import RulePolicy
 from scheduler.records import StepReport, Window
 from scheduler.simulator.episodes import Episode
 from scheduler.simulator.job import Job
 from scheduler.simulator.scenario import Cluster, Network, Scenario
 from star_hvd.config import Config
-from star_hvd.control.engine_board import EngineBoard
+from star_hvd.coordinator.optimizer_state import EngineBoard
 
 __all__ = ["main", "measure"]
 

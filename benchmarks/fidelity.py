@@ -49,10 +49,10 @@ from benchmarks.twin import (
     twin,
     undisturbed_s,
 )
-from scheduler.conditions import NOISE, Conditions
-from scheduler.cost_model import Prediction, rank
-from scheduler.cost_policy import CostPolicy
-from scheduler.plans import Plan
+from scheduler.cost.conditions import NOISE, Conditions
+from scheduler.cost.cost_model import Prediction, rank
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
 from scheduler.records import Window
 from scheduler.simulator import Job
 
@@ -223,7 +223,7 @@ def _ranker(console: Console) -> Any:
     import os
 
     try:
-        from scheduler.predictor import find_ranker
+        from scheduler.learning.predictor import find_ranker
     except ImportError as error:
         console.print(f"no trained predictor: {error}", markup=False)
         return None

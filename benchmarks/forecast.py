@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.causes import find_stragglers
-from scheduler.forecast import Forecaster, LastValue, RunningMean, RunningMedian
+from scheduler.diagnosis.forecast import Forecaster, LastValue, RunningMean, RunningMedian
+from scheduler.diagnosis.stragglers import find_stragglers
 from scheduler.records import RankStats, Window
 
 __all__ = ["evaluate", "false_alarms", "main", "read_matrices"]

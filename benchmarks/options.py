@@ -15,7 +15,7 @@ from benchmarks.scenarios import MEANS, SCENARIOS, Scenario, ScenarioError, base
 from benchmarks.spec import ALL_VARIANTS, PLAIN_VARIANTS, RunSpec
 from benchmarks.tasks import DATASETS, USUAL_HIDDEN_UNITS, TaskDefaults, defaults_for
 from benchmarks.traces import read_trace
-from scheduler.mode_names import parse_mode
+from scheduler.plan.mode_names import parse_mode
 
 __all__ = ["build_spec", "make_parser", "target_for"]
 

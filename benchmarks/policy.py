@@ -3,8 +3,8 @@
     python -m benchmarks.policy --json FILE [--scenarios 60] [--policy module:factory]
 
 Every scenario is a network, a cluster and contention drawn anew; all fixed modes are simulated to the target, then
-every policy (`scheduler.evaluate`). The figure is expected time to the target over the best fixed mode's, minus 1.
-`learned` is the model that `STAR_MODEL` names or the package brings, unless --policy gives another factory
+every policy (`scheduler.learning.evaluate`). The figure is expected time to the target over the best fixed mode's,
+minus 1. `learned` is the model that `STAR_MODEL` names or the package brings, unless --policy gives another factory
 `(world_size, hosts) -> policy` with the method `decide(window, active)`.
 """
 
@@ -20,13 +20,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from scheduler.cli_evaluate import table
-from scheduler.evaluate import BASELINES, HELD_OUT_SEED, Factory, regrets, summary
+from scheduler.cli.evaluate import table
+from scheduler.learning.evaluate import BASELINES, HELD_OUT_SEED, Factory, regrets, summary
 from scheduler.simulator.scenario import draw_scenario
 
 __all__ = ["main"]
 
-_LEARNED = "scheduler.predictor:learned_policy"
+_LEARNED = "scheduler.learning.predictor:learned_policy"
 
 
 def _factory(name: str) -> Factory:

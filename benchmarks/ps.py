@@ -28,11 +28,11 @@ from rich.table import Table
 from benchmarks.report import progress_view
 from benchmarks.spec import write_json
 from benchmarks.tta import versions
-from scheduler.plans import Plan
-from star_hvd.buckets import pack
+from scheduler.plan.plan import Plan
 from star_hvd.channel.keys import PrivateFolder
-from star_hvd.execute.hyper import HyperRow
-from star_hvd.execute.state import Snapshot
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.records import Snapshot
 from star_hvd.ps import Client, Endpoint, JobKey, Layout, OptimizerSpec, ServerProcess
 
 __all__ = ["main", "measure", "summarize"]

@@ -12,7 +12,7 @@ import star_hvd as hvd
 from benchmarks.overhead_worker import add_arguments, alternate, make_side
 from benchmarks.spec import write_json
 from benchmarks.worker import register
-from star_hvd import runtime
+from star_hvd.runtime import runtime
 
 __all__ = ["main"]
 

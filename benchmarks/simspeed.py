@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.spec import write_json
-from scheduler.cost_policy import CostPolicy
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
 
 __all__ = ["main", "measure", "plans"]

@@ -14,8 +14,8 @@ from torch import nn
 import star_hvd as hvd
 from benchmarks.spec import write_json
 from benchmarks.worker import progress, register
-from scheduler.mode_names import parse_mode
-from star_hvd import runtime
+from scheduler.plan.mode_names import parse_mode
+from star_hvd.runtime import runtime
 
 __all__ = ["main"]
 

@@ -189,7 +189,7 @@ def _end(hvd: Any, optimizer: Any) -> None:
     A process set that was begun on some ranks only would keep all later ones from being made. So the optimizer goes
     first, on all ranks, and what was still ordered for it has a moment to arrive everywhere.
     """
-    from star_hvd import runtime
+    from star_hvd.runtime import runtime
 
     optimizer.close()
     time.sleep(ORDERS_ARRIVE_S)

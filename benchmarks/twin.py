@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S, MEANS, baseline
-from scheduler.mode_names import parse_mode
-from scheduler.plans import Plan
+from scheduler.plan.mode_names import parse_mode
+from scheduler.plan.plan import Plan
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
 
 __all__ = [

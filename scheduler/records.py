@@ -13,8 +13,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.mode_names import parse_mode
-from scheduler.plans import MODES, Plan, PlanError
+from scheduler.plan.mode_names import parse_mode
+from scheduler.plan.plan import MODES, Plan, PlanError
 
 __all__ = ["MODES", "Plan", "PlanError", "RankStats", "RankTable", "StepReport", "Window", "parse_mode"]
 

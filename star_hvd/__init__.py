@@ -46,7 +46,6 @@ from horovod.torch import (
 
 from scheduler.records import Plan, PlanError
 from star_hvd import elastic
-from star_hvd.batch_norm import SyncBatchNorm
 from star_hvd.config import Config
 from star_hvd.errors import (
     ChannelError,
@@ -88,9 +87,10 @@ from star_hvd.functions import (
     shutdown,
     synchronize,
 )
+from star_hvd.job_report import Report, explain, record_loss, record_metric, report
 from star_hvd.loader import ShardLoader, shard
 from star_hvd.optimizer import DistributedOptimizer
-from star_hvd.telemetry.report import Report, explain, record_loss, record_metric, report
+from star_hvd.wrapper.batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",

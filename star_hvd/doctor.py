@@ -16,7 +16,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from scheduler.plans import MODES
+from scheduler.plan.plan import MODES
 
 __all__ = [
     "CHEAP_DYNAMIC",

@@ -11,8 +11,8 @@ import torch
 from horovod.torch import elastic as _elastic
 from horovod.torch.elastic import ElasticSampler
 
-from star_hvd import runtime
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError
+from star_hvd.runtime import runtime
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 

@@ -19,8 +19,9 @@ import torch
 from horovod.torch import global_process_set, mpi_ops
 from horovod.torch.functions import broadcast_optimizer_state as _broadcast_optimizer_state
 
-from star_hvd import build_check, runtime
-from star_hvd.process_sets import prepare_init
+from star_hvd import build_check
+from star_hvd.runtime import runtime
+from star_hvd.runtime.process_sets import prepare_init
 
 __all__ = [
     "allgather",

@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import default_collate
 
-from star_hvd import runtime
 from star_hvd.config import Config
-from star_hvd.leases import LeaseStock
+from star_hvd.runtime import runtime
+from star_hvd.runtime.lease_stock import LeaseStock
 
 __all__ = ["ShardLoader", "shard"]
 

@@ -17,12 +17,13 @@ from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, global_process_set
 
 from scheduler.records import Plan, parse_mode
-from star_hvd import env, runtime
-from star_hvd.arguments import check_numbers, check_predivide, names_of
+from star_hvd import env
 from star_hvd.config import Config
-from star_hvd.core import BucketCore
-from star_hvd.dropped import release_dropped
-from star_hvd.execute.native import NativeCore
+from star_hvd.runtime import runtime
+from star_hvd.wrapper.arguments import check_numbers, check_predivide, names_of
+from star_hvd.wrapper.bucket_core import BucketCore
+from star_hvd.wrapper.dropped import release_dropped
+from star_hvd.wrapper.lockstep_core import NativeCore
 
 __all__ = ["DistributedOptimizer"]
 

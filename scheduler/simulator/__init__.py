@@ -2,7 +2,7 @@
 
 `job` runs a job under a policy, or many under fixed plans; `scenario` and `episodes` say what is simulated;
 `whatif` replays a logged run, whose files `reports` reads. The modes are in `rounds`, `subsets` and `servers`, the
-arithmetic of progress in `account` and `scheduler.progress`.
+arithmetic of progress in `account` and `scheduler.cost.progress`.
 """
 
 from scheduler.simulator.arrivals import OtherJob, contention, draw_jobs, read_arrivals

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.progress import alignment, iterations, update_progress
+from scheduler.cost.progress import alignment, iterations, update_progress
 from scheduler.simulator.machines import Array, Replicas
 from scheduler.simulator.scenario import Scenario
 
@@ -71,7 +71,7 @@ class Account(Replicas):
         gradients: Array,
         times: Array | float = 1.0,
     ) -> None:
-        """Add an update of each replica; see `scheduler.progress` for the terms.
+        """Add an update of each replica; see `scheduler.cost.progress` for the terms.
 
         Args:
             now_s: When it was done; infinite for a replica that made none.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from scheduler.simulator.account import Account
 from scheduler.simulator.machines import Array, Flags, Ints, Machines, Replicas
 

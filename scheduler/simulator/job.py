@@ -17,9 +17,9 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduler.causes import lower_median
-from scheduler.grouping import progressive_groups, similar_groups, speed_groups
-from scheduler.plans import SET_IDLE_S, Plan
+from scheduler.diagnosis.stragglers import lower_median
+from scheduler.plan.grouping import progressive_groups, similar_groups, speed_groups
+from scheduler.plan.plan import SET_IDLE_S, Plan
 from scheduler.records import RankStats, Window
 from scheduler.simulator.account import Account
 from scheduler.simulator.base import HISTORY, Mode, State

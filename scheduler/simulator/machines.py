@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.plans import LOCAL_COPIES
+from scheduler.plan.plan import LOCAL_COPIES
 from scheduler.simulator.episodes import Episode
 from scheduler.simulator.scenario import Scenario
 

@@ -1,8 +1,8 @@
 """`sync` and `partial(m)`, many replicas at once, with the closing rule of the live job.
 
-The rule is `scheduler.closing.ClosingRule` in arrays: quorum, then a grace for ranks that work on this very step, are
-not known to be slow and should arrive in time. Only what happens from the quorum on is taken event by event; before
-it nothing can be decided. A test drives both with the same batches and compares every closing time.
+The rule is `scheduler.rules.step_closing.ClosingRule` in arrays: quorum, then a grace for ranks that work on this very
+step, are not known to be slow and should arrive in time. Only what happens from the quorum on is taken event by event;
+before it nothing can be decided. A test drives both with the same batches and compares every closing time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from scheduler.simulator.base import Mode, State, damped
 from scheduler.simulator.machines import Array, Flags, Ints
 

@@ -21,7 +21,7 @@ __all__ = ["FAMILIES", "Cluster", "Network", "Scenario", "draw_cluster", "draw_n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What is trained, and how it answers to noise and staleness. Formulas: `scheduler.progress`.
+    """What is trained, and how it answers to noise and staleness. Formulas: `scheduler.cost.progress`.
 
     Attributes:
         name: For splits by network.

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.plans import Plan
-from scheduler.progress import alignment
-from scheduler.server_rules import Push, Release, ServerRule, Update, lr_factor
+from scheduler.cost.progress import alignment
+from scheduler.plan.plan import Plan
+from scheduler.rules.server_rule import Push, Release, ServerRule, Update, lr_factor
 from scheduler.simulator.base import Mode, State
 from scheduler.simulator.machines import Array, Flags, Ints, Machines
 

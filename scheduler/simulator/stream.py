@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.plans import Plan
-from scheduler.progress import alignment
-from scheduler.server_rules import lr_factor
+from scheduler.cost.progress import alignment
+from scheduler.plan.plan import Plan
+from scheduler.rules.server_rule import lr_factor
 from scheduler.simulator.base import Mode, State
 from scheduler.simulator.machines import Array, Ints
 from scheduler.simulator.servers import capacity

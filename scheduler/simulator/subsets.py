@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scheduler.plans import Plan
-from scheduler.progress import alignment, local_drift
+from scheduler.cost.progress import alignment, local_drift
+from scheduler.plan.plan import Plan
 from scheduler.simulator.base import Mode, State, damped
 from scheduler.simulator.machines import Array, Flags
 

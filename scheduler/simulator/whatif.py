@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.conditions import NOISE, Conditions
-from scheduler.cost_model import rank
-from scheduler.mode_names import parse_mode
-from scheduler.plans import Plan
-from scheduler.priors import prior_of
-from scheduler.staleness import StalenessPrice
+from scheduler.cost.conditions import NOISE, Conditions
+from scheduler.cost.cost_model import rank
+from scheduler.cost.priors import prior_of
+from scheduler.cost.staleness_price import StalenessPrice
+from scheduler.plan.mode_names import parse_mode
+from scheduler.plan.plan import Plan
 
 __all__ = ["InForce", "ModeCost", "RankGain", "WhatIf", "what_if"]
 
@@ -64,7 +64,7 @@ class ModeCost:
     Attributes:
         label: The mode.
         relative: Time to the same progress over that of `sync`.
-        low: 5 % quantile, as wide as the cost model's errors are (`scheduler.spread`).
+        low: 5 % quantile, as wide as the cost model's errors are (`scheduler.cost.intervals`).
         high: 95 % quantile.
         time_s: For the progress of the logged steps, seconds.
         share: Part of the logged steps, 0 to 1, in which it was in force; NaN where that is unknown.

@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from scheduler.records import StepReport
 from star_hvd.run_log import dispatch, layout
 from star_hvd.run_log.spool import SpoolWriter, line_of
 from star_hvd.threads import supervised
 
 if TYPE_CHECKING:
-    from scheduler.outcome import SwitchOutcome
+    from scheduler.policy.switch_outcome import SwitchOutcome
 
 __all__ = ["RunLog"]
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scheduler.causes import Straggler
+from scheduler.diagnosis.stragglers import Straggler
 from scheduler.records import Window
 
 __all__ = ["window_values"]

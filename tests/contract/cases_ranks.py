@@ -239,7 +239,7 @@ def shard_gives_every_sample_once(ctx: Context) -> None:
     loader = star_hvd.shard(data, 8, seed=3)
     model = mlp()
     optimizer = ctx.star.wrap(Plain.simple(model.parameters()), model.named_parameters())
-    from star_hvd import runtime
+    from star_hvd.runtime import runtime
 
     run = runtime.current()
     assert run is not None

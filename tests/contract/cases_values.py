@@ -259,7 +259,7 @@ def clipping_inside(ctx: Context) -> None:
 @case()
 def uneven_batches_are_weighted(ctx: Context) -> None:
     """Batches of (24, 12, 16, 24) samples give the gradient of the 76 together; a mean of means would not."""
-    from star_hvd import runtime
+    from star_hvd.runtime import runtime
 
     sizes = (24, 12, 16, 24)[: ctx.size]
     data = [batch(rank, 0, samples) for rank, samples in enumerate(sizes)]

@@ -17,7 +17,7 @@ import torch
 from horovod.torch import mpi_ops, optimizer
 
 import star_hvd
-from star_hvd import runtime
+from star_hvd.runtime import runtime
 from tests.contract import (
     cases_api,
     cases_features,

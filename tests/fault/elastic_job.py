@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from star_hvd import runtime
 from star_hvd.errors import DeadlineError
+from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 
 STEPS, COMMIT_EVERY, STRIKES_AT, VICTIM = 40, 5, 13, 3

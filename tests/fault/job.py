@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
-from star_hvd import runtime
+from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, mark, marked
 

@@ -13,8 +13,8 @@ import time
 import psutil
 import pytest
 
-from scheduler.plans import Plan
-from star_hvd.ps.nursery import SERVER_NAME
+from scheduler.plan.plan import Plan
+from star_hvd.ps.owner.nursery import SERVER_NAME
 from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 from tests.support.ps_cluster import DEADLINE_S, cluster, run_all
 
@@ -65,7 +65,7 @@ def _alive(pid: int) -> bool:
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and (
-            process.name() == SERVER_NAME or "star_hvd.ps.forker" in process.cmdline()
+            process.name() == SERVER_NAME or "star_hvd.ps.server.forker" in process.cmdline()
         )
     except psutil.NoSuchProcess:
         return False

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]

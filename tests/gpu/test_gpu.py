@@ -1,7 +1,7 @@
 """All modes on a real device. Skipped, with the reason, where there is none; see `job.py` for what the ranks run.
 
 Several ranks share a GPU: under NCCL each counts as a host of its own. `STAR_RELAXED_CUDA=1` allows relaxed modes here;
-once this folder is green on a device, the refusal in `star_hvd.core.lockstep_only` can go.
+once this folder is green on a device, the refusal in `star_hvd.wrapper.bucket_core.lockstep_only` can go.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ import horovod.torch as plain
 import torch
 
 import star_hvd as hvd
-from star_hvd import build_check, runtime
+from star_hvd import build_check
 from star_hvd.build_check import Build, BuildMismatchError
+from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 
 LATE_S = 2.0

@@ -13,8 +13,8 @@ import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
-from star_hvd import runtime
 from star_hvd.errors import DeadlineError
+from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 
 DEADLINE_S = 8.0

@@ -20,9 +20,9 @@ import torch
 
 import star_hvd as hvd
 from scheduler.records import Plan, parse_mode
-from star_hvd import process_sets, runtime
-from star_hvd.control.set_ledger import MOST_SETS
-from star_hvd.process_sets import MAX_SETS
+from star_hvd.coordinator.set_ledger import MOST_SETS
+from star_hvd.runtime import process_sets, runtime
+from star_hvd.runtime.process_sets import MAX_SETS
 from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, digest, model
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S

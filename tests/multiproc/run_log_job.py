@@ -13,7 +13,7 @@ import time
 import torch
 
 import star_hvd as hvd
-from star_hvd import runtime
+from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, mark, marked
 

@@ -15,8 +15,8 @@ import psutil
 import torch
 
 import star_hvd as hvd
-from star_hvd import runtime
 from star_hvd.run_log import dispatch
+from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 
 DEADLINE_S = 120.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import star_hvd as hvd
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from scheduler.records import RankStats, StepReport, Window
 from star_hvd.run_log import RunLog, new_run_name, run_directory, window_values
 from star_hvd.run_log.facts import environment, optimizer_facts

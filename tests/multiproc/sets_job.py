@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
-from star_hvd.process_sets import SetKeeper, unavailable_reason
+from star_hvd.runtime.process_sets import SetKeeper, unavailable_reason
 from tests.support.launch import write_result
 from tests.support.signals import await_marks, mark, marked
 

@@ -14,11 +14,11 @@ import torch
 
 from benchmarks.ps import main as benchmark
 from benchmarks.ps import summarize
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
+from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.execute.state import Snapshot
 from star_hvd.ps import Client, JobKey, ServerProcess
-from star_hvd.ps.nursery import SERVER_NAME
+from star_hvd.ps.owner.nursery import SERVER_NAME
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, run_all
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(900)]
@@ -33,7 +33,7 @@ def test_a_server_process_from_its_start_to_its_end() -> None:
     with cluster(Plan.ps(2, 2), servers=2, processes=True) as made:
         for index, server in enumerate(made.servers):
             process = psutil.Process(server.pid)
-            assert server.alive and process.cmdline()[1:] == ["-m", "star_hvd.ps.forker", str(os.getpid())]
+            assert server.alive and process.cmdline()[1:] == ["-m", "star_hvd.ps.server.forker", str(os.getpid())]
             assert process.name() == SERVER_NAME
             secrets = [pair.hand_over()[1].decode() for pair in (made.key.own, made.key.server)]
             shown = " ".join([*process.cmdline(), *process.environ().values()])
@@ -84,7 +84,10 @@ def test_a_server_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_nobody_starts_a_server_by_hand() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "star_hvd.ps.server"], stdin=subprocess.DEVNULL, capture_output=True, timeout=300.0
+        [sys.executable, "-m", "star_hvd.ps.server.server"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=300.0,
     )
     assert run.returncode == 2 and b"cannot be started by hand" in run.stderr
 

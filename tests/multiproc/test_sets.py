@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from star_hvd.process_sets import static_catalogue
+from star_hvd.runtime.process_sets import static_catalogue
 from tests.multiproc.sets_job import TRIALS
 from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
-from star_hvd import runtime
+from star_hvd.runtime import runtime
 from tests.multiproc.scenarios import compute, digest, model
 from tests.support.signals import PATIENCE_S
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from scheduler.records import Plan
-from star_hvd.buckets import Bucket, pack
-from star_hvd.channel.tensors import pack_snapshot, unpack_snapshot
-from star_hvd.execute.header import Header
-from star_hvd.execute.hyper import HyperRow
-from star_hvd.execute.replay import Applier
-from star_hvd.execute.rounds import RoundEngine
-from star_hvd.execute.state import Snapshot
-from star_hvd.execute.streams import GRADIENT, Streams
+from star_hvd.channel.state_transfer import pack_snapshot, unpack_snapshot
+from star_hvd.engine.applier import Applier
+from star_hvd.engine.buckets import Bucket, pack
+from star_hvd.engine.device import GRADIENT, Streams
+from star_hvd.engine.header import Header
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.records import Snapshot
+from star_hvd.engine.step_engine import RoundEngine
 from tests.support.fake_device import CUDA0, FakeDevice, FakeEvent, Lazy
 from tests.support.world import Ears, Network, Port, World
 

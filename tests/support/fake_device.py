@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from star_hvd.execute import streams
+from star_hvd.engine import device
 
 __all__ = ["FakeDevice", "Lazy", "Stuck"]
 
@@ -193,7 +193,7 @@ class FakeDevice:
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=self.sleep)
         with (
             mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
-            mock.patch.object(streams, "time", clock),
+            mock.patch.object(device, "time", clock),
             self._mode,
         ):
             yield self

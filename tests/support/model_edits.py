@@ -8,7 +8,7 @@ import random
 import shutil
 from pathlib import Path
 
-from scheduler.predictor import HEADS
+from scheduler.learning.predictor import HEADS
 
 __all__ = ["edited"]
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from scheduler.plans import Plan
-from star_hvd.buckets import Bucket, pack
-from star_hvd.execute.hyper import HyperRow
-from star_hvd.execute.state import Snapshot
+from scheduler.plan.plan import Plan
+from star_hvd.engine.buckets import Bucket, pack
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.records import Snapshot
 from star_hvd.ps import Client, Endpoint, JobKey, Layout, OptimizerSpec, ServerProcess
-from star_hvd.ps.pipe import Pipe
-from star_hvd.ps.server import Server, serve
+from star_hvd.ps.common.pipe import Pipe
+from star_hvd.ps.server.server import Server, serve
 
 __all__ = ["DEADLINE_S", "Cluster", "ThreadServer", "cluster", "plain_steps", "run_all"]
 

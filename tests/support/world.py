@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from scheduler.closing import ClosingRule
 from scheduler.records import Plan
-from star_hvd.buckets import pack
-from star_hvd.execute.header import Header
-from star_hvd.execute.hyper import HyperRow
-from star_hvd.execute.replay import Applier
-from star_hvd.execute.rounds import RoundEngine
+from scheduler.rules.step_closing import ClosingRule
+from star_hvd.engine.applier import Applier
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.header import Header
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.step_engine import RoundEngine
 
 Event = tuple[str, int, tuple[Any, ...]]
 

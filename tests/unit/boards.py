@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler.records import Plan
+from star_hvd.channel.messages import base as m
 from star_hvd.config import Config
-from star_hvd.control import messages as m
-from star_hvd.control.board import Board
+from star_hvd.coordinator.job_state import Board
 
 CONFIG = Config(lost_after_s=10.0, plan_deadline_s=60.0)
 

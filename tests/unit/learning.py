@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from scheduler import dataset
-from scheduler.features import FEATURES
-from scheduler.train import Fit, Settings, fit, save
+from scheduler.learning import dataset
+from scheduler.learning.features import FEATURES
+from scheduler.learning.train import Fit, Settings, fit, save
 
 NETWORKS, MOMENTS = 12, 8
 PLANS = (("sync", "sync"), ("partial(3)", "partial"), ("ps(3)", "ps"), ("local(4)", "local"))

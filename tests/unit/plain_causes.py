@@ -1,4 +1,4 @@
-"""Who is slow, rank by rank in plain Python: what the arrays of `scheduler.causes` are compared with."""
+"""Who is slow, rank by rank in plain Python: what the arrays of `scheduler.diagnosis.stragglers` are compared with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import bisect
 import math
 from collections.abc import Sequence
 
-from scheduler.causes import LINK_RATIO, LINK_SHARE, PERSISTENCE, SILENT_STEPS, Straggler, duration, lower_median
-from scheduler.readings import MIN_REPORTS, RECENT, RESOLUTION_S, THRESHOLD
+from scheduler.diagnosis.stragglers import (
+    LINK_RATIO,
+    LINK_SHARE,
+    PERSISTENCE,
+    SILENT_STEPS,
+    Straggler,
+    duration,
+    lower_median,
+)
+from scheduler.diagnosis.window_stats import MIN_REPORTS, RECENT, RESOLUTION_S, THRESHOLD
 from scheduler.records import RankStats, Window
 
 __all__ = ["Readings", "find_stragglers", "link_ratio"]
@@ -22,7 +30,7 @@ def find_stragglers(
     persistence: int = PERSISTENCE,
     readings: Readings | None = None,
 ) -> tuple[Straggler, ...]:
-    """As `scheduler.causes.find_stragglers`."""
+    """As `scheduler.diagnosis.stragglers.find_stragglers`."""
     readings = Readings(window, threshold=threshold) if readings is None else readings
     found = []
     for rank in range(window.world_size):
@@ -105,7 +113,7 @@ def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
 
 
 class Readings:
-    """As `scheduler.readings.Readings`."""
+    """As `scheduler.diagnosis.window_stats.Readings`."""
 
     def __init__(self, window: Window, *, threshold: float = THRESHOLD) -> None:
         self.reports = [_usable(stats) for stats in window.ranks]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.balance import balance, fit_linear, worth_changing
+from scheduler.balance.batch_shares import balance, fit_linear, worth_changing
 
 
 def brute_force_s(fixed: list[float], per_sample: list[float], total: int, low: list[int], high: list[int]) -> float:

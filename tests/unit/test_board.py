@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from scheduler.records import Plan
-from star_hvd import requests
+from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.switch import Commit, CutDone, Presence, Ready, Restart
 from star_hvd.config import Config
-from star_hvd.control import messages as m
-from star_hvd.control.board import ALL
-from star_hvd.control.switch_messages import Commit, CutDone, Presence, Ready, Restart
+from star_hvd.coordinator.job_state import ALL
 from star_hvd.errors import ChannelError
+from star_hvd.runtime import coordinator_client
 from tests.unit.boards import PLAN, Job, only, relaxed_job
 
 
@@ -128,7 +128,7 @@ def test_a_request_that_is_repeated_gets_the_same_batch_and_no_other_rank_gets_i
 
 
 def test_a_rank_asks_again_and_takes_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(coordinator_client, "_ASK_AGAIN_S", 0.1)
     sent: list[m.Message] = []
 
     class Silent:
@@ -142,7 +142,7 @@ def test_a_rank_asks_again_and_takes_one_answer(monkeypatch: pytest.MonkeyPatch)
                 for _ in range(2):
                     process._grants.put(m.Grant(message.loader, message.epoch, 4 * message.number, 99, message.number))
 
-    process = requests.Requests(Config(), 0)
+    process = coordinator_client.Requests(Config(), 0)
     process.agent = Silent()  # type: ignore[assignment]
     for number in (1, 2, 3):
         process.request(0, 0, 100, 4, False)

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.records import Plan
-from star_hvd.control import messages as m
-from star_hvd.control import switch_messages as s
-from star_hvd.control.switch_messages import ServerMoved, ServerUp
+from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages import switch as s
+from star_hvd.channel.messages.switch import ServerMoved, ServerUp
 from star_hvd.errors import ChannelError
 from tests.unit.boards import PLAN, Job, relaxed_job
 

@@ -7,11 +7,11 @@ import math
 import pytest
 
 from scheduler.records import Plan
+from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.leases import LeaseAsk
+from star_hvd.channel.messages.switch import LinkRate, MachineNote, Probe
 from star_hvd.config import Config
-from star_hvd.control import messages as m
-from star_hvd.control.again import SlowAgain
-from star_hvd.control.lease_messages import LeaseAsk
-from star_hvd.control.switch_messages import LinkRate, MachineNote, Probe
+from star_hvd.coordinator.report_trigger import SlowAgain
 from star_hvd.errors import ChannelError
 from tests.unit.boards import Job, only, relaxed_job
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.bounds import bounded, least_relative
-from scheduler.candidates import candidates, enough_ranks, find_trouble, most_left_out, reachable
-from scheduler.conditions import Conditions
-from scheduler.cost_model import Prediction, rank
-from scheduler.cost_policy import CostPolicy
-from scheduler.plans import Plan
+from scheduler.cost.bounds import bounded, least_relative
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import Prediction, rank
+from scheduler.plan.plan import Plan
+from scheduler.policy.candidates import candidates, enough_ranks, find_trouble, most_left_out, reachable
+from scheduler.policy.cost_policy import CostPolicy
 from tests.unit.windows import steady, window
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd.buckets import in_format_of, memory_format_of, pack, partition
+from star_hvd.engine.buckets import in_format_of, memory_format_of, pack, partition
 
 
 @given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 150))

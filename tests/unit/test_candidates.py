@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.candidates import candidates, find_trouble, same_plan
-from scheduler.conditions import Conditions
-from scheduler.cost_model import predict
-from scheduler.plans import MODES, Plan
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import predict
+from scheduler.plan.plan import MODES, Plan
+from scheduler.policy.candidates import candidates, find_trouble, same_plan
 from tests.unit.windows import steady, window
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 from zmq.utils import z85
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
+from star_hvd.channel.agent import Agent
 from star_hvd.channel.keys import JobKey, KeyPair, Keyring, Peer
-from star_hvd.channel.late import LatePushes, ParentLink
-from star_hvd.channel.tensors import TensorServer, fetch
+from star_hvd.channel.late_push import LatePushes, ParentLink
+from star_hvd.channel.messages import base as m
+from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.config import Config
-from star_hvd.control import messages as m
-from star_hvd.control.agent import Agent
-from star_hvd.control.coordinator import Coordinator
-from star_hvd.execute.state import Snapshot
+from star_hvd.coordinator.coordinator import Coordinator
+from star_hvd.engine.records import Snapshot
 from star_hvd.ps import Client
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster
 from tests.support.tap import Tap

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.causes import CAUSES, Readings, Straggler, find_stragglers, link_ratio, lower_median
+from scheduler.diagnosis.stragglers import CAUSES, Readings, Straggler, find_stragglers, link_ratio, lower_median
 from scheduler.records import RankStats, Window
 
 USUAL_S = 0.1

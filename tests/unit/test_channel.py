@@ -13,16 +13,16 @@ import torch
 import zmq
 
 from scheduler.records import Plan
+from star_hvd.channel.agent import Agent
 from star_hvd.channel.keys import Keyring, Peer
 from star_hvd.channel.link import Router
+from star_hvd.channel.messages import base as m
 from star_hvd.channel.reliable import CONTROL
-from star_hvd.channel.tensors import TensorServer, fetch
+from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.config import Config
-from star_hvd.control import messages as m
-from star_hvd.control.agent import Agent
-from star_hvd.control.coordinator import Coordinator
+from star_hvd.coordinator.coordinator import Coordinator
+from star_hvd.engine.records import Snapshot
 from star_hvd.errors import DeadlineError
-from star_hvd.execute.state import Snapshot
 
 LIMIT_S = 120.0
 CONFIG = Config(heartbeat_s=0.05, lost_after_s=30.0, decide_interval_s=0.05)

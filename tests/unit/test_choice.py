@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from scheduler.causes import find_stragglers
-from scheduler.conditions import Conditions
-from scheduler.cost_model import Prediction, rank
-from scheduler.plans import Plan
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import Prediction, rank
+from scheduler.diagnosis.stragglers import find_stragglers
+from scheduler.plan.plan import Plan
 from scheduler.records import RankStats, Window
 from star_hvd.config import Config
-from star_hvd.control.choice import Choice
+from star_hvd.coordinator.mode_chooser import Choice
 
 HOSTS = ("localhost",) * 4
 
@@ -171,7 +171,7 @@ def test_a_stretch_under_one_plan_teaches_the_price_once_losses_are_told(monkeyp
 def test_windows_between_two_decisions_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, active = Choice(4, Config(), HOSTS, Counting()), Plan.sync(4)
     seen: list[int] = []
-    monkeypatch.setattr("scheduler.cost_policy.CostPolicy.watch", lambda self, win, plan: seen.append(win.step))
+    monkeypatch.setattr("scheduler.policy.cost_policy.CostPolicy.watch", lambda self, win, plan: seen.append(win.step))
     for number in range(4):
         decide(choice, window(60 + number), active, 0.1 * number)
     assert seen == [60, 61, 62, 63]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.closing import Close, ClosingRule
 from scheduler.records import Plan
+from scheduler.rules.step_closing import Close, ClosingRule
 
 COMPUTE_S = 0.1
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.conditions import NOISE, Conditions
-from scheduler.cost_model import predict, rank, settle
-from scheduler.plans import MODES, Plan
-from scheduler.priors import LARGE
-from scheduler.staleness import StalenessPrice
+from scheduler.cost.conditions import NOISE, Conditions
+from scheduler.cost.cost_model import predict, rank, settle
+from scheduler.cost.priors import LARGE
+from scheduler.cost.staleness_price import StalenessPrice
+from scheduler.plan.plan import MODES, Plan
 from tests.unit.windows import steady, window
 
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.conditions import Conditions
-from scheduler.cost_model import Prediction
-from scheduler.cost_policy import CostPolicy
-from scheduler.freezes import Freezes
-from scheduler.plans import Plan
-from scheduler.policy import RulePolicy
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import Prediction
+from scheduler.diagnosis.freezes import Freezes
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
+from scheduler.policy.rule_policy import RulePolicy
+from scheduler.policy.ski_rental import SkiRental
 from scheduler.records import Window
-from scheduler.rental import SkiRental
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
 from tests.unit.windows import steady, window
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from scheduler.records import Plan
+from star_hvd.channel import agent as agent_module
 from star_hvd.channel import options
-from star_hvd.control import agent as agent_module
-from star_hvd.control import messages as m
+from star_hvd.channel.messages import base as m
 from tests.support.proxy import TO_CLIENT, TO_SERVER, Proxy
 from tests.unit.test_channel import CONFIG, Ranks, within
 

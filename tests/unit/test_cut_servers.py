@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from star_hvd.channel import options
 from star_hvd.channel.keys import Keyring, Peer
-from star_hvd.channel.late import LatePushes, ParentLink
-from star_hvd.channel.tensors import TensorServer, fetch
-from star_hvd.execute.state import Snapshot
+from star_hvd.channel.late_push import LatePushes, ParentLink
+from star_hvd.channel.state_transfer import TensorServer, fetch
+from star_hvd.engine.records import Snapshot
 from star_hvd.ps import Endpoint, Reply
 from tests.support.proxy import TO_CLIENT, TO_SERVER, Proxy
 from tests.support.ps_cluster import DEADLINE_S, Cluster, plain_steps, run_all

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler import dataset
-from scheduler.collect import collect_scenario, fork
-from scheduler.features import FEATURES
-from scheduler.plans import Plan
+from scheduler.learning import dataset
+from scheduler.learning.features import FEATURES
+from scheduler.learning.simulated_rows import collect_scenario, fork
+from scheduler.plan.plan import Plan
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
 from tests.unit.learning import small_table
 

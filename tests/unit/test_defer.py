@@ -7,8 +7,8 @@ from typing import cast
 import torch
 
 from scheduler.records import Plan
-from star_hvd.execute.rounds import RoundEngine
-from star_hvd.execute.streams import Fence
+from star_hvd.engine.device import Fence
+from star_hvd.engine.step_engine import RoundEngine
 from tests.support.world import World
 
 

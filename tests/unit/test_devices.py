@@ -10,16 +10,16 @@ from unittest import mock
 import pytest
 import torch
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from star_hvd import env
+from star_hvd.channel.messages import base as messages
 from star_hvd.config import Config
-from star_hvd.control import messages
-from star_hvd.core import lockstep_only
-from star_hvd.execute import driver as driver_module
-from star_hvd.execute.driver import EngineDriver
-from star_hvd.execute.replay import place_state
-from star_hvd.execute.state import Snapshot
-from star_hvd.execute.streams import DONE, GRADIENT, Streams
+from star_hvd.engine.applier import place_state
+from star_hvd.engine.device import DONE, GRADIENT, Streams
+from star_hvd.engine.records import Snapshot
+from star_hvd.modes import driver as driver_module
+from star_hvd.modes.driver import EngineDriver
+from star_hvd.wrapper.bucket_core import lockstep_only
 from tests.support.device_world import DeviceWorld, running
 from tests.support.fake_device import CUDA0, FakeDevice
 from tests.support.world import World

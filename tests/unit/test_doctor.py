@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.plans import MODES
+from scheduler.plan.plan import MODES
 from star_hvd import cli, doctor
 
 ALL = frozenset(f"{number:04}" for number in range(1, 11))

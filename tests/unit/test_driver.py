@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from star_hvd.config import Config
-from star_hvd.execute.driver import EngineDriver
+from star_hvd.modes.driver import EngineDriver
 
 
 def driver(engine: Any, *, needs_state: Any = lambda: True, state_for: Any = None) -> EngineDriver:

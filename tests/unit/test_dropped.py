@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from scheduler.records import Plan
-from star_hvd.control.messages import Arrive, Away, CloseRound, OptimizerDropped, OptimizerOver
-from star_hvd.dropped import note_dropped, release_dropped
+from star_hvd.channel.messages.base import Arrive, Away, CloseRound, OptimizerDropped, OptimizerOver
+from star_hvd.engine.step_engine import RoundEngine
 from star_hvd.errors import ChannelError
-from star_hvd.execute.rounds import RoundEngine
+from star_hvd.wrapper.dropped import note_dropped, release_dropped
 from tests.support.world import World
 from tests.unit.boards import Job, only
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from scheduler.records import Plan
-from star_hvd.buckets import pack
-from star_hvd.execute.hyper import HyperRow
-from star_hvd.execute.local import LocalSteps
-from star_hvd.execute.replay import Applier
-from star_hvd.execute.rounds import RoundEngine
-from star_hvd.meeting import Position, settled
+from star_hvd.engine.applier import Applier
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.meeting import Position, settled
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.modes.local_sgd import LocalSteps
 from tests.support.world import Ears, Network, Port, World
 
 

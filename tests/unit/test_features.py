@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 
-from scheduler.candidates import candidates
-from scheduler.collect import in_order
-from scheduler.conditions import Conditions
-from scheduler.features import FEATURES, MOMENT, PLAN, rows
-from scheduler.plans import Plan
+from scheduler.cost.conditions import Conditions
+from scheduler.learning.features import FEATURES, MOMENT, PLAN, rows
+from scheduler.learning.simulated_rows import in_order
+from scheduler.plan.plan import Plan
+from scheduler.policy.candidates import candidates
 from scheduler.records import RankStats, Window
 
 N = 8

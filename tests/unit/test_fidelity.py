@@ -22,7 +22,7 @@ from benchmarks.twin import (
     twin,
     undisturbed_s,
 )
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 
 MACHINE = Constants(own_s=0.006, cycle_s=0.009, spin_s=0.015, epoch_s=0.02)
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import forecast as benchmark
-from scheduler.forecast import Forecaster, LastValue, RunningMean, RunningMedian
-from scheduler.outlook import outlook
+from scheduler.diagnosis.expected_times import outlook
+from scheduler.diagnosis.forecast import Forecaster, LastValue, RunningMean, RunningMedian
 from scheduler.records import RankStats, Window
 from tests.unit.windows import steady, window
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from scheduler.plans import Plan
-from star_hvd.execute.groups import GroupSteps
-from star_hvd.execute.streams import Streams
+from scheduler.plan.plan import Plan
+from star_hvd.engine.device import Streams
+from star_hvd.modes.grouped import GroupSteps
 
 DEADLINE_S = 10.0
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scheduler.grouping import (
+from scheduler.plan.grouping import (
     expected_staleness,
     fan_in_tree,
     progressive_groups,
@@ -20,7 +20,7 @@ from scheduler.grouping import (
     speed_groups,
     throughput,
 )
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 
 ONE_SLOW = [1.0] * 7 + [4.0]
 MIXED = [1.0, 1.1, 1.2, 1.3, 2.0, 2.2, 4.0, 4.5]

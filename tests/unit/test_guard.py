@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost_policy import CostPolicy
-from scheduler.guard import AccuracyGuard, loss_alarm, loudness
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
+from scheduler.policy.accuracy_guard import AccuracyGuard, loss_alarm, loudness
+from scheduler.policy.cost_policy import CostPolicy
 from scheduler.records import Window
 from tests.unit.windows import steady, window
 

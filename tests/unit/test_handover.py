@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from scheduler.plans import Plan
-from star_hvd.execute.child import ChildSteps
-from star_hvd.execute.handover import Handover
-from star_hvd.execute.rounds import RoundEngine
-from star_hvd.execute.servers import ServerSteps, StepInfo
+from scheduler.plan.plan import Plan
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.modes.mode_switcher import Handover
+from star_hvd.modes.ps_worker import ServerSteps, StepInfo
+from star_hvd.modes.subgroup_child import ChildSteps
 from tests.support.world import World
 
 SYNC = Plan.sync(4)

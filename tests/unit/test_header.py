@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd.execute.header import Contribution, Header, HeaderCodec
+from star_hvd.engine.header import Contribution, Header, HeaderCodec
 
 
 def reduced(items: list[Contribution], n_hyper: int = 0) -> Header:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.records import StepReport
-from star_hvd.control.history import History
+from star_hvd.coordinator.reports import History
 
 _DEPTH = 8
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd.execute.hyper import HyperRow
+from star_hvd.engine.hyperparameters import HyperRow
 
 
 def groups() -> list[dict[str, Any]]:

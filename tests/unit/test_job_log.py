@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from scheduler.plans import Plan
-from scheduler.predictor import SHIPPED, load
+from scheduler.learning.predictor import SHIPPED, load
+from scheduler.plan.plan import Plan
 from scheduler.records import StepReport
-from star_hvd.control import messages as m
-from star_hvd.execute.telling import StepTeller
-from star_hvd.job_log import JobLog, _Pace, check_curves
+from star_hvd.channel.messages import base as m
 from star_hvd.loader import shard
-from star_hvd.model import LazyRanker, digest
+from star_hvd.modes.step_reporter import StepTeller
 from star_hvd.run_log import new_run_name
 from star_hvd.run_log.spool import read_events
+from star_hvd.runtime.job_log import JobLog, _Pace, check_curves
+from star_hvd.runtime.model_loader import LazyRanker, digest
 from tests.unit.boards import Job
 
 
@@ -111,8 +111,8 @@ def test_shard_tells_what_it_hands_out(teller: StepTeller, monkeypatch: pytest.M
         begin_batch=lambda stock: next(taken), note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
         await_epoch_end=lambda *_: None, meeting=lambda _: contextlib.nullcontext(),
     )  # fmt: skip
-    monkeypatch.setattr("star_hvd.runtime.ensure", lambda config: run)
-    monkeypatch.setattr("star_hvd.runtime.current", lambda: run)
+    monkeypatch.setattr("star_hvd.runtime.runtime.ensure", lambda config: run)
+    monkeypatch.setattr("star_hvd.runtime.runtime.current", lambda: run)
     told: list[StepReport] = []
     teller.log = SimpleNamespace(step=told.append)  # type: ignore[assignment]
     for step, _ in enumerate(shard(torch.utils.data.TensorDataset(torch.arange(7.0)), batch_size=4)):

@@ -38,7 +38,7 @@ from benchmarks.spec import ALL_VARIANTS, RunSpec
 from benchmarks.traces import TraceError, read_trace, synthetic_trace, write_trace
 from benchmarks.traces import main as traces_main
 from benchmarks.tta import main as tta_main
-from scheduler.mode_names import parse_mode
+from scheduler.plan.mode_names import parse_mode
 from tests.unit.lab_runs import some_records, spec_of
 
 

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.leasing import Answer, LeaseQueue
+from scheduler.rules.leasing import Answer, LeaseQueue
+from star_hvd.channel.messages.base import EpochEnd, Message
+from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn
 from star_hvd.config import Config
-from star_hvd.control.lease_desk import LeaseDesk
-from star_hvd.control.lease_messages import Lease, LeaseAsk, LeaseRecall, LeaseReturn
-from star_hvd.control.messages import EpochEnd, Message
+from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.leases import LeaseStock
-from star_hvd.requests import Requests
+from star_hvd.runtime.coordinator_client import Requests
+from star_hvd.runtime.lease_stock import LeaseStock
 
 LATENCY_S = 0.001
 

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from scheduler.links import LinkMemory
-from scheduler.plans import Plan
+from scheduler.diagnosis.link_memory import LinkMemory
+from scheduler.plan.plan import Plan
 from tests.unit.windows import steady, window
 
 FAST, BAD = 1e9, 1e8

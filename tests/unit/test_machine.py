@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.machine import MachineStats, machine_evidence, throttled_shares
+from scheduler.diagnosis.machine import MachineStats, machine_evidence, throttled_shares
 
 CALM = MachineStats(throttled_share=0.0, pressure_share=0.1, gpu_clock_share=0.98, gpu_throttled=0.0)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd.control import messages
-from star_hvd.control.messages import MAX_BYTES, Heartbeat, Hello, Message, Register, RoundNote, decode, encode
+from star_hvd.channel.messages import base as messages
+from star_hvd.channel.messages.base import MAX_BYTES, Heartbeat, Hello, Message, Register, RoundNote, decode, encode
 from star_hvd.errors import ChannelError
 from tests.support.effort import cases
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from scheduler.candidates import candidates
-from scheduler.collect import in_order
-from scheduler.conditions import Conditions
-from scheduler.cost_policy import CostPolicy
-from scheduler.plans import Plan
-from star_hvd.model import LazyRanker
+from scheduler.cost.conditions import Conditions
+from scheduler.learning.simulated_rows import in_order
+from scheduler.plan.plan import Plan
+from scheduler.policy.candidates import candidates
+from scheduler.policy.cost_policy import CostPolicy
+from star_hvd.runtime.model_loader import LazyRanker
 from tests.unit.windows import steady, window
 
 pytest.importorskip("lightgbm")
@@ -47,7 +47,7 @@ def test_it_is_loaded_after_the_first_step_and_nobody_waits(monkeypatch: pytest.
 
 def test_without_a_first_step_it_is_loaded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAR_MODEL", "cost_model")
-    monkeypatch.setattr("star_hvd.model._LATEST_S", 0.1)
+    monkeypatch.setattr("star_hvd.runtime.model_loader._LATEST_S", 0.1)
     ranker = LazyRanker()
     ranker.load_after(lambda: False)
     ranker.load(60.0)

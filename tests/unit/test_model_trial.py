@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import predictor, trial
-from scheduler.booster_text import check_text
-from scheduler.boosters import BoosterError
-from scheduler.features import FEATURES
-from scheduler.predictor import SHIPPED, ModelError, find_ranker, load
+from scheduler.learning import predictor, trial
+from scheduler.learning.booster_text import check_text
+from scheduler.learning.boosters import BoosterError
+from scheduler.learning.features import FEATURES
+from scheduler.learning.predictor import SHIPPED, ModelError, find_ranker, load
 from tests.support.effort import cases
 from tests.support.model_edits import edited
 from tests.unit.learning import save_model
@@ -25,10 +25,10 @@ pytest.importorskip("lightgbm")
 
 JOB = """
 import json, logging, os, sys
-from star_hvd.model import LazyRanker
-from scheduler.candidates import candidates
-from scheduler.conditions import Conditions
-from scheduler.plans import Plan
+from star_hvd.runtime.model_loader import LazyRanker
+from scheduler.policy.candidates import candidates
+from scheduler.cost.conditions import Conditions
+from scheduler.plan.plan import Plan
 from tests.unit.windows import steady, window
 
 class Kept(logging.Handler):
@@ -164,7 +164,7 @@ def test_a_wrong_head_is_named(old: str, new: str, message: str) -> None:
 def test_the_model_of_the_package_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its digest is in the code: a new one there has to be told, or every job would try it."""
     found = hashlib.sha256((SHIPPED / "model.json").read_bytes()).hexdigest()
-    assert found == predictor._SHIPPED_SHA256, "a new model of the package: put its digest into scheduler/predictor.py"
+    assert found == predictor._SHIPPED_SHA256, "a new model of the package: put its digest into predictor.py"
 
     def no_trial(texts: object) -> None:
         raise AssertionError("a trial")

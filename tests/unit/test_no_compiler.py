@@ -9,7 +9,7 @@ import pytest
 
 _LEAVES_OUT = """
 import sys, torch
-from star_hvd.ps.no_compiler import leave_out
+from star_hvd.ps.server.no_compiler import leave_out
 leave_out()
 """
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.noise import NoiseScale, batches_from_sums, equivalent_batches
+from scheduler.diagnosis.noise_scale import NoiseScale, batches_from_sums, equivalent_batches
 
 DIMENSIONS = 400
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost_model import Prediction
-from scheduler.cost_policy import CostPolicy
-from scheduler.outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms, compare
-from scheduler.plans import Plan
+from scheduler.cost.cost_model import Prediction
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
+from scheduler.policy.switch_outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms, compare
 from tests.unit.windows import steady, window
 
 CALM, ONE_SLOW = Shape((1.1, 1.0)), Shape((4.0, 1.1))

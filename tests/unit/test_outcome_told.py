@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from scheduler.outcome import SwitchOutcome
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
+from scheduler.policy.switch_outcome import SwitchOutcome
 from star_hvd import env
 from star_hvd.config import Config
-from star_hvd.control.choice import Choice
+from star_hvd.coordinator.mode_chooser import Choice
+from star_hvd.job_report import _build
 from star_hvd.run_log import RunLog
 from star_hvd.run_log.convert import RunState
 from star_hvd.run_log.page import write_page
 from star_hvd.run_log.spool import read_events
-from star_hvd.telemetry.report import _build
 from tests.unit.boards import Job
 
 BAD = SwitchOutcome(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from star_hvd.errors import DeadlineError
-from star_hvd.ps.pipe import Pipe, PipeFull
+from star_hvd.ps.common.pipe import Pipe, PipeFull
 
 LIMIT_S = 120.0
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.placement import HostLoad, place_servers
-from scheduler.plans import Plan
+from scheduler.plan.placement import HostLoad, place_servers
+from scheduler.plan.plan import Plan
 
 MIB = 2**20
 

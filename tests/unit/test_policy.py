@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.policy import RulePolicy
+from scheduler.policy.rule_policy import RulePolicy
 from scheduler.records import Plan, RankStats, Window
 
 USUAL_S = 0.065

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.plans import MODES, Plan
-from scheduler.policy import RulePolicy
+from scheduler.plan.plan import MODES, Plan
+from scheduler.policy.rule_policy import RulePolicy
 from scheduler.records import RankStats, Window
 from tests.support.effort import cases
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler import boosters
-from scheduler.candidates import candidates
-from scheduler.collect import in_order
-from scheduler.conditions import Conditions
-from scheduler.cost_policy import CostPolicy
-from scheduler.features import FEATURES, speed
-from scheduler.plans import Plan
-from scheduler.predictor import SHIPPED, ModelError, Predictor, find_ranker, load
+from scheduler.cost.conditions import Conditions
+from scheduler.learning import boosters
+from scheduler.learning.features import FEATURES, speed
+from scheduler.learning.predictor import SHIPPED, ModelError, Predictor, find_ranker, load
+from scheduler.learning.simulated_rows import in_order
+from scheduler.plan.plan import Plan
+from scheduler.policy.candidates import candidates
+from scheduler.policy.cost_policy import CostPolicy
 from tests.unit.learning import save_model, small_table
 from tests.unit.windows import steady, window
 
@@ -192,7 +192,10 @@ def test_the_model_that_is_shipped_is_sound() -> None:
 def test_nothing_heavy_is_imported_before_a_model_is_loaded() -> None:
     import subprocess
 
-    code = "import sys, scheduler.predictor; print([m for m in ('lightgbm', 'mlflow', 'pandas') if m in sys.modules])"
+    code = (
+        "import sys, scheduler.learning.predictor; "
+        "print([m for m in ('lightgbm', 'mlflow', 'pandas') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "[]"
 

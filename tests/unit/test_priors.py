@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.conditions import Conditions
-from scheduler.cost_model import predict
-from scheduler.cost_policy import CostPolicy
-from scheduler.plans import Plan
-from scheduler.priors import LARGE, prior_of
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import predict
+from scheduler.cost.priors import LARGE, prior_of
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
 from tests.unit.windows import steady, window
 
 
@@ -26,7 +26,7 @@ def test_smaller_networks_are_taken_to_bear_no_less_drift(one: float, other: flo
     small, large = (prior_of(size) for size in sorted((one, other)))
     assert small.drift_limit >= large.drift_limit >= LARGE.drift_limit
     assert small.price <= large.price <= LARGE.price + 1e-12
-    # Equal ranks stay in sync: see `scheduler.progress`.
+    # Equal ranks stay in sync: see `scheduler.cost.progress`.
     assert all(prior.price >= prior.lr_ratio for prior in (small, large))
 
 

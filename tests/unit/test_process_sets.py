@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd import doctor, process_sets
-from star_hvd.process_sets import MAX_SETS, SetKeeper, prepare_init, static_catalogue, unavailable_reason
+from star_hvd import doctor
+from star_hvd.runtime import process_sets
+from star_hvd.runtime.process_sets import MAX_SETS, SetKeeper, prepare_init, static_catalogue, unavailable_reason
 
 ALL = frozenset({"0003", "0004", "0005", "0006"})
 WORLD = 4

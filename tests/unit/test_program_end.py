@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import star_hvd.program_end
+import star_hvd.runtime.program_end
 
 WATCHED = f"""
 import atexit, importlib.util, sys
-spec = importlib.util.spec_from_file_location("program_end", {star_hvd.program_end.__file__!r})
+spec = importlib.util.spec_from_file_location("program_end", {star_hvd.runtime.program_end.__file__!r})
 program_end = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(program_end)
 def start():

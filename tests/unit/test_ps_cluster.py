@@ -13,14 +13,14 @@ import pytest
 import torch
 import zmq
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from star_hvd.channel.link import Dealer
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.ps import Reply
-from star_hvd.ps.auth import connect
-from star_hvd.ps.outbox import shard_identity
-from star_hvd.ps.wire import Header, Kind, pack, read_meta
+from star_hvd.ps.common.auth import connect
+from star_hvd.ps.common.wire import Header, Kind, pack, read_meta
+from star_hvd.ps.server.outbox import shard_identity
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
 
 pytestmark = pytest.mark.timeout(900)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler.plans import Plan
-from star_hvd.ps.primary import Links, Primary
+from scheduler.plan.plan import Plan
+from star_hvd.ps.server.primary import Links, Primary
 
 META = {"version": 0, "weight": 1.0, "count": 1, "own_steps": 1, "row": None, "loss": None}
 

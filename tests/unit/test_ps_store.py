@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from star_hvd.buckets import pack
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.errors import ChannelError
-from star_hvd.execute.hyper import HyperRow
 from star_hvd.ps import Layout, OptimizerSpec
-from star_hvd.ps.mirror import Mirror, new_memory
-from star_hvd.ps.store import ChunkStore, Record, RowReader
+from star_hvd.ps.common.mirror import Mirror, new_memory
+from star_hvd.ps.server.chunk_store import ChunkStore, Record, RowReader
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),

@@ -14,14 +14,12 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from star_hvd.channel.link import Dealer
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError
-from star_hvd.ps.auth import JobKey, connect
-from star_hvd.ps.exchange import StateExchange
-from star_hvd.ps.outbox import shard_identity, worker_identity
-from star_hvd.ps.wire import (
+from star_hvd.ps.common.auth import JobKey, connect
+from star_hvd.ps.common.wire import (
     HEADER_BYTES,
     PART_BYTES,
     Assembly,
@@ -34,6 +32,8 @@ from star_hvd.ps.wire import (
     read_meta,
     unpack,
 )
+from star_hvd.ps.server.outbox import shard_identity, worker_identity
+from star_hvd.ps.worker.exchange import StateExchange
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster
 
 FIELD = st.integers(0, 2**31)

@@ -6,12 +6,12 @@ import math
 
 import pytest
 
-from scheduler.cost_policy import CostPolicy
-from scheduler.plans import Plan
-from star_hvd.control.messages import Message, decode, encode
-from star_hvd.control.readiness import Readiness
-from star_hvd.control.set_ledger import SetLedger
-from star_hvd.control.switch_messages import MakeSet, WarmServers
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
+from star_hvd.channel.messages.base import Message, decode, encode
+from star_hvd.channel.messages.switch import MakeSet, WarmServers
+from star_hvd.coordinator.prewarm import Readiness
+from star_hvd.coordinator.set_ledger import SetLedger
 from tests.unit.windows import steady, window
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scheduler import registry
-from scheduler.predictor import ModelError
+from scheduler.learning import registry
+from scheduler.learning.predictor import ModelError
 from scheduler.redact import SECRETS, redacted
 from star_hvd.run_log import RunLog, layout, sync_logs
 from star_hvd.run_log.facts import environment
@@ -59,7 +59,7 @@ def test_a_fetch_has_no_uri_on_its_command_line(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(registry.sys, "executable", str(child))
     with pytest.raises(ModelError) as told:
         registry.fetch("models:/star-tta@champion", os.environ, deadline_s=60.0)
-    assert "scheduler.registry" in str(told.value) and "no uri" not in str(told.value)
+    assert "scheduler.learning.registry" in str(told.value) and "no uri" not in str(told.value)
     assert shows(str(told.value)) == []
     assert shows(" ".join(psutil.Process().cmdline())) == []
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import cli, dataset
-from scheduler.predictor import HEADS, ModelError, Predictor, find_ranker, load
-from scheduler.registry import CHALLENGER, CHAMPION, Registry, fetch, find_model, tracking_uri
+from scheduler.cli import main
+from scheduler.learning import dataset
+from scheduler.learning.predictor import HEADS, ModelError, Predictor, find_ranker, load
+from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry, fetch, find_model, tracking_uri
 from tests.unit.learning import save_model, small_table
 
 mlflow = pytest.importorskip("mlflow")
@@ -44,7 +45,7 @@ def test_what_goes_in_comes_out(stored: tuple[dict[str, str], Path], monkeypatch
     for name in [*(f"{head}.txt" for head in HEADS), "model.json"]:
         assert (found / name).read_bytes() == (folder / name).read_bytes()
     told: list[str] = []
-    monkeypatch.setattr("scheduler.registry.FETCH_S", 100.0)  # A busy machine takes its time to import MLflow.
+    monkeypatch.setattr("scheduler.learning.registry.FETCH_S", 100.0)  # A busy machine takes its time to import MLflow.
     assert isinstance(find_ranker({**environ, "STAR_MODEL": "models:/star-tta/1"}, told.append), Predictor)
     assert told == []
 
@@ -99,8 +100,8 @@ def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
 def test_runs_in_mlflow_become_rows_to_train_on(
     stored: tuple[dict[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from scheduler.collect_runs import mlflow_rows
-    from scheduler.plans import Plan
+    from scheduler.learning.logged_rows import mlflow_rows
+    from scheduler.plan.plan import Plan
     from tests.unit.test_scheduler_cli import logged
 
     environ = {**stored[0], "MLFLOW_EXPERIMENT_NAME": "some jobs"}
@@ -124,5 +125,5 @@ def test_runs_in_mlflow_become_rows_to_train_on(
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     dataset.write(tmp_path / "t.csv.gz", small_table())
-    assert cli.main(["train", "t.csv.gz", "--mlflow", "--out", "model", "--no-registry"]) == 0
+    assert main.main(["train", "t.csv.gz", "--mlflow", "--out", "model", "--no-registry"]) == 0
     assert load(tmp_path / "model").about["data"]["sources"]["real"] == len(rows)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.plans import Plan
-from scheduler.replay import Flow, order_interval, partial_flow, server_flow
+from scheduler.cost.replay import Flow, order_interval, partial_flow, server_flow
+from scheduler.plan.plan import Plan
 from scheduler.simulator import Cluster, Network, Scenario, run_plans
 
 SEVEN_AND_ONE = [1.0] * 7 + [2.0]

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler import replay
-from scheduler.plans import Plan
-from scheduler.replay import Flow, partial_flow, server_flow
+from scheduler.cost import replay
+from scheduler.cost.replay import Flow, partial_flow, server_flow
+from scheduler.plan.plan import Plan
 
 
 def _table(seed: int) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float64]], np.random.Generator]:

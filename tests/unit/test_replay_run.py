@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from scheduler.cli import main
-from scheduler.mode_names import parse_mode
-from scheduler.plans import Plan
-from scheduler.replay_run import LoggedTimes, draw, find_run, read_run, run, tables
+from scheduler.cli.main import main
+from scheduler.cli.simulate import LoggedTimes, draw, find_run, read_run, run, tables
+from scheduler.plan.mode_names import parse_mode
+from scheduler.plan.plan import Plan
 from scheduler.simulator.reports import read_reports
 from scheduler.simulator.whatif import WhatIf, what_if
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from scheduler.records import Plan
-from star_hvd import runtime
-from star_hvd.control.board import Board
-from star_hvd.telemetry.report import _build, explain
+from star_hvd.coordinator.job_state import Board
+from star_hvd.job_report import _build, explain
+from star_hvd.runtime import runtime
 from tests.unit.boards import Job
 
 QUIET: Any = SimpleNamespace(malformed=0, lost=0, repeated=0)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.records import Plan
-from star_hvd.execute.rounds import RoundEngine
-from star_hvd.execute.state import Snapshot
+from star_hvd.engine.records import Snapshot
+from star_hvd.engine.step_engine import RoundEngine
 from tests.support.effort import cases
 from tests.support.world import World
 

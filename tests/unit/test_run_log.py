@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.causes import Straggler
-from scheduler.plans import Plan
+from scheduler.diagnosis.stragglers import Straggler
+from scheduler.plan.plan import Plan
 from scheduler.records import RankStats, StepReport, Window
 from star_hvd.run_log import RunLog, figures, layout, new_run_name, page, run_directory, window_values
 from star_hvd.run_log.convert import RunState, flat, metric_name, window_metrics

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("mlflow")
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from scheduler.records import StepReport
 from star_hvd.run_log import RunLog, layout, report_page, sync_logs
 from star_hvd.run_log import sender as sender_module

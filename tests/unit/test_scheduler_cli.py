@@ -10,26 +10,27 @@ from typing import Any
 
 import pytest
 
-from scheduler import cli, cli_evaluate, cli_promote, cli_train, dataset
-from scheduler.cli_promote import gate
-from scheduler.collect_runs import read_run, real_rows, windows
-from scheduler.evaluate import Regrets
-from scheduler.plans import Plan
-from scheduler.predictor import Predictor, load
-from scheduler.registry import Version
+from scheduler.cli import evaluate, main, promote, train
+from scheduler.cli.promote import gate
+from scheduler.learning import dataset
+from scheduler.learning.evaluate import Regrets
+from scheduler.learning.logged_rows import read_run, real_rows, windows
+from scheduler.learning.predictor import Predictor, load
+from scheduler.learning.registry import Version
+from scheduler.plan.plan import Plan
 from scheduler.target import Target
 from tests.unit.learning import save_model, small_table
 
 
 def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["--help"])
+        main.main(["--help"])
     text = capsys.readouterr().out
     assert stopped.value.code == 0
     for name in ("collect", "train", "evaluate", "promote"):
         assert name in text
         with pytest.raises(SystemExit) as stopped:
-            cli.main([name, "--help"])
+            main.main([name, "--help"])
         assert stopped.value.code == 0
         assert "default" in capsys.readouterr().out
 
@@ -54,7 +55,7 @@ def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "table.txt").write_text("x")
-    assert cli.main(arguments) == 2
+    assert main.main(arguments) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith(f"star-scheduler {arguments[0]}: error: ") and message in lines[-1]
 
@@ -64,11 +65,11 @@ def test_collect_train_and_evaluate_by_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["collect", "--jobs", "2", "--seed", "3", "--moments", "1", "--out", "t.csv.gz"]) == 0
+    assert main.main(["collect", "--jobs", "2", "--seed", "3", "--moments", "1", "--out", "t.csv.gz"]) == 0
     frame, described = dataset.read(tmp_path / "t.csv.gz")
     assert described["sources"] == {"simulated": len(frame)} and "--seed 3" in described["made_by"]
     dataset.write(tmp_path / "small.csv.gz", small_table())
-    assert cli.main(["train", "small.csv.gz", "--out", "model", "--no-registry"]) == 0
+    assert main.main(["train", "small.csv.gz", "--out", "model", "--no-registry"]) == 0
     assert "90 % intervals cover" in capsys.readouterr().out
     assert isinstance(load(tmp_path / "model"), Predictor)
 
@@ -80,7 +81,7 @@ def test_several_tables_are_put_together(tmp_path: Path, monkeypatch: pytest.Mon
     half = (frame["seed"] < 6).to_numpy()
     dataset.write(tmp_path / "a.csv.gz", frame[half])
     dataset.write(tmp_path / "b.csv.gz", frame[~half])
-    assert cli.main(["train", "a.csv.gz", "b.csv.gz", "--out", "model", "--no-registry"]) == 0
+    assert main.main(["train", "a.csv.gz", "b.csv.gz", "--out", "model", "--no-registry"]) == 0
     data = load(tmp_path / "model").about["data"]
     assert data["rows"] == len(frame) and data["networks"] == 12
 
@@ -94,11 +95,11 @@ def test_train_adds_logged_runs_by_itself_and_each_once(
     dataset.write(tmp_path / "t.csv.gz", frame)
     train = ["train", "t.csv.gz", "--runs", "runs", "--out", "model", "--no-registry"]
     (tmp_path / "runs").mkdir()
-    assert cli.main(train) == 2
+    assert main.main(train) == 2
     assert "no usable runs in runs" in capsys.readouterr().err
     logged(tmp_path / "runs", "a", Plan.sync(4), reached_s=10.0)
     logged(tmp_path / "runs", "b", Plan.partial(4, 3), reached_s=5.0)
-    assert cli.main(train) == 0
+    assert main.main(train) == 0
     real, about = dataset.read(tmp_path / "training_logs/datasets/logged.csv.gz")
     assert about["sources"] == {"real": len(real)} and about["made_by"] == "star-scheduler train --runs runs"
     data = load(tmp_path / "model").about["data"]
@@ -108,7 +109,7 @@ def test_train_adds_logged_runs_by_itself_and_each_once(
     for name, other in (("a", "x"), ("b", "y")):
         (tmp_path / "moved" / name).rename(tmp_path / "moved" / other)
     dataset.write(tmp_path / "kept.csv.gz", real)
-    assert cli.main(["train", "t.csv.gz", "kept.csv.gz", "--runs", "moved", "--out", "again", "--no-registry"]) == 0
+    assert main.main(["train", "t.csv.gz", "kept.csv.gz", "--runs", "moved", "--out", "again", "--no-registry"]) == 0
     assert load(tmp_path / "again").about["data"]["rows"] == data["rows"]
 
 
@@ -118,11 +119,11 @@ def test_train_without_a_table_fits_to_the_projects_own(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(cli_train, "_SHIPPED", tmp_path / "datasets")
-    assert cli.main(["train", "--no-registry"]) == 2, "there is none"
+    monkeypatch.setattr(train, "_SHIPPED", tmp_path / "datasets")
+    assert main.main(["train", "--no-registry"]) == 2, "there is none"
     assert "cannot read the table training_logs" in capsys.readouterr().err
     dataset.write(tmp_path / "datasets/some.csv.gz", small_table())
-    assert cli.main(["train", "--no-registry", "--out", "model"]) == 0
+    assert main.main(["train", "--no-registry", "--out", "model"]) == 0
     assert "fitting to some.csv.gz" in " ".join(capsys.readouterr().err.split())
 
 
@@ -180,10 +181,10 @@ def promoted(
         seen.update(policies)
         return regrets(**mean) * count
 
-    monkeypatch.setattr(cli_promote, "judge", judged)
-    monkeypatch.setattr("scheduler.registry.Registry", registry)
+    monkeypatch.setattr(promote, "judge", judged)
+    monkeypatch.setattr("scheduler.learning.registry.Registry", registry)
     monkeypatch.setenv("COLUMNS", "120")
-    return cli.main(["promote", "--scenarios", str(scenarios)]), seen
+    return main.main(["promote", "--scenarios", str(scenarios)]), seen
 
 
 def test_a_first_challenger_has_to_beat_the_shipped_model(
@@ -205,8 +206,8 @@ def test_a_challenger_is_judged_against_the_champion_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(tmp_path)
-    monkeypatch.setattr(cli_promote, "MOST_COVERAGE", 1.0)
-    monkeypatch.setattr(cli_promote, "LEAST_COVERAGE", 0.0)
+    monkeypatch.setattr(promote, "MOST_COVERAGE", 1.0)
+    monkeypatch.setattr(promote, "LEAST_COVERAGE", 0.0)
     registry = FakeRegistry(tmp_path, challenger="2", champion="1")
     status, _ = promoted(monkeypatch, registry, learned=0.03, champion=0.04, cost_model=0.05)
     text = capsys.readouterr().out
@@ -218,7 +219,7 @@ def test_a_challenger_is_judged_against_the_champion_by_name(
 def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("evaluate", "promote"):
         with pytest.raises(SystemExit):
-            cli.main([name, "--help"])
+            main.main([name, "--help"])
         assert "Exit status: 0" in " ".join(capsys.readouterr().out.split())
 
 
@@ -229,10 +230,10 @@ def test_evaluate_names_the_version_and_keeps_its_figures(
     save_model(tmp_path)
     registry = FakeRegistry(tmp_path, challenger="4")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("scheduler.registry.Registry", registry)
-    monkeypatch.setattr(cli_evaluate, "judge", lambda *_: regrets(learned=0.06, champion=0.03, cost_model=0.05) * 40)
+    monkeypatch.setattr("scheduler.learning.registry.Registry", registry)
+    monkeypatch.setattr(evaluate, "judge", lambda *_: regrets(learned=0.06, champion=0.03, cost_model=0.05) * 40)
     monkeypatch.setenv("COLUMNS", "120")
-    assert cli.main(["evaluate"]) == 1
+    assert main.main(["evaluate"]) == 1
     text = capsys.readouterr().out
     assert "star-tta v4 (challenger)" in text and "shipped model (no champion)" in text
     assert registry.logged["evaluate/regret/learned"] == 0.06 and "MLflow, run run7" in text
@@ -332,7 +333,7 @@ def test_every_run_left_out_is_told_with_its_reason(
     logged(tmp_path / "r", "g", Plan.partial(4, 3), reached_s=5.0, batch=4)
     logged(tmp_path / "r", "h", Plan.sync(4), reached_s=5.0, batch=5)
     (tmp_path / "r" / "h" / "rank2.jsonl").unlink()
-    assert cli.main(["collect", "--jobs", "0", "--runs", "r", "--out", "t.csv.gz"]) == 2
+    assert main.main(["collect", "--jobs", "0", "--runs", "r", "--out", "t.csv.gz"]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[:-1] == [
         "0 of 8 runs used",
@@ -347,7 +348,7 @@ def test_every_run_left_out_is_told_with_its_reason(
     ]
     assert "error: no rows: no usable runs in r;" in lines[-1] and "--jobs" not in lines[-1]
     logged(tmp_path / "r", "i", Plan.sync(4), reached_s=12.0)
-    assert cli.main(["collect", "--jobs", "0", "--runs", "r", "--out", "t.csv.gz"]) == 0
+    assert main.main(["collect", "--jobs", "0", "--runs", "r", "--out", "t.csv.gz"]) == 0
     said = capsys.readouterr().err
     assert "2 of 9 runs used" in said and "12 rows (0 simulated, 12 real)" in said
 
@@ -416,7 +417,7 @@ def test_evaluate_judges_and_says_so(
     save_model(tmp_path / "model")
     path = tmp_path / "found.json"
     arguments = ["evaluate", "--model", str(tmp_path / "model"), "--scenarios", "1", "--seed", "3", "--json", str(path)]
-    assert cli.main(arguments) == 0
+    assert main.main(arguments) == 0
     found = json.loads(path.read_text())
     assert found["policy"] == "learned" and found["mean_regret"] == found["baselines"]["cost_model"]
     assert {"star_heuristic", "sync", "oracle", "partial(n-1)"} <= set(found["baselines"])

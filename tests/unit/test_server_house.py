@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-import star_hvd.server_house as module
-from scheduler.plans import Plan
+import star_hvd.runtime.server_sessions as module
+from scheduler.plan.plan import Plan
+from star_hvd.channel.messages.switch import Presence
 from star_hvd.config import Config
-from star_hvd.control.switch_messages import Presence
+from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError
-from star_hvd.execute.state import Snapshot
-from star_hvd.ps.auth import Endpoint
-from star_hvd.ps.process import ServerProcess, _Opened
-from star_hvd.ps.server import Server
-from star_hvd.server_house import ServerHouse
+from star_hvd.ps.common.auth import Endpoint
+from star_hvd.ps.owner.server_process import ServerProcess, _Opened
+from star_hvd.ps.server.server import Server
+from star_hvd.runtime.server_sessions import ServerHouse
 
 
 class Connection:

@@ -11,8 +11,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from scheduler.plans import Plan
-from scheduler.server_rules import Drop, Event, Part, Push, Release, ServerRule, Update, damping, lr_factor, pushers
+from scheduler.plan.plan import Plan
+from scheduler.rules.server_rule import (
+    Drop,
+    Event,
+    Part,
+    Push,
+    Release,
+    ServerRule,
+    Update,
+    damping,
+    lr_factor,
+    pushers,
+)
 
 Vector = npt.NDArray[np.float64]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.plans import Plan
-from scheduler.server_rules import Drop, Event, Push, ServerRule, Update, pushers
+from scheduler.plan.plan import Plan
+from scheduler.rules.server_rule import Drop, Event, Push, ServerRule, Update, pushers
 from tests.support.effort import cases
 from tests.unit.test_server_rules import released, updates
 

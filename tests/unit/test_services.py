@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from scheduler.plans import Plan
-from star_hvd import process_sets, server_house
+from scheduler.plan.plan import Plan
+from star_hvd.channel.messages.switch import DropSet, MakeSet
 from star_hvd.config import Config
-from star_hvd.control.switch_messages import DropSet, MakeSet
-from star_hvd.services import JobServices
+from star_hvd.runtime import process_sets, server_sessions
+from star_hvd.runtime.mode_services import JobServices
 
 PLAN = Plan.subgroup(4, (0, 1, 2), epoch=1)
 
@@ -57,9 +57,9 @@ def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
     key: Any = None
     applier = SimpleNamespace(buckets=[], optimizer=SimpleNamespace(param_groups=[]), base=None, hyper=None)
     drivers: Any = {0: SimpleNamespace(engine=SimpleNamespace(plan=Plan.sync(4), applier=applier))}
-    monkeypatch.setattr(server_house, "Client", lambda *unused: SimpleNamespace(close=lambda: None))
-    monkeypatch.setattr(server_house, "Layout", SimpleNamespace(build=lambda *unused: None))
-    monkeypatch.setattr(server_house, "OptimizerSpec", SimpleNamespace(of=lambda *unused: None))
+    monkeypatch.setattr(server_sessions, "Client", lambda *unused: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(server_sessions, "Layout", SimpleNamespace(build=lambda *unused: None))
+    monkeypatch.setattr(server_sessions, "OptimizerSpec", SimpleNamespace(of=lambda *unused: None))
     services = JobServices(3, Config(plan_deadline_s=600.0), keyring, key, "h", lambda *unused, **also: None, drivers)
     found: list[str | None] = []
     waiting = threading.Thread(target=lambda: found.append(services.prepare(0, plan)), daemon=True)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.records import Plan, PlanError
-from star_hvd.control import messages as m
-from star_hvd.control.barred import Barred
-from star_hvd.control.set_ledger import MOST_SETS, SetLedger
-from star_hvd.control.switch_messages import Cannot, DropSet, MakeSet, Restart, Switched
+from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.switch import Cannot, DropSet, MakeSet, Restart, Switched
+from star_hvd.coordinator.mode_backoff import Barred
+from star_hvd.coordinator.set_ledger import MOST_SETS, SetLedger
 from tests.unit.boards import Job, only
 
 PAIRS = [(0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (2, 3)]  # Each with a rank of the one before.

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.closing import ClosingRule
-from scheduler.mode_names import parse_mode
-from scheduler.plans import Plan
-from scheduler.policy import RulePolicy
+from scheduler.plan.mode_names import parse_mode
+from scheduler.plan.plan import Plan
+from scheduler.policy.rule_policy import RulePolicy
 from scheduler.records import Window
+from scheduler.rules.step_closing import ClosingRule
 from scheduler.simulator import (
     Cluster,
     ContentionError,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from scheduler.cost_policy import CostPolicy
-from scheduler.plans import MODES, Plan
+from scheduler.diagnosis.slow_episodes import CALM_REPORTS, SlowSince
+from scheduler.plan.plan import MODES, Plan
+from scheduler.policy.cost_policy import CostPolicy
 from scheduler.records import Window
-from scheduler.slow_since import CALM_REPORTS, SlowSince
 from star_hvd.config import Config
 from tests.unit.boards import Job
 from tests.unit.windows import window

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler import dataset
-from scheduler.conditions import Conditions
-from scheduler.cost_model import Prediction, predict
-from scheduler.plans import Plan
-from scheduler.sentences import comparison
-from scheduler.spread import widened
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import Prediction, predict
+from scheduler.cost.intervals import widened
+from scheduler.learning import dataset
+from scheduler.plan.plan import Plan
+from scheduler.policy.explanation import comparison
 
 TABLES = Path(__file__).parents[2] / "datasets"
 

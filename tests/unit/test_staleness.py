@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 
-from scheduler.priors import LARGE
-from scheduler.progress import alignment, iterations, update_progress
-from scheduler.staleness import StalenessPrice
+from scheduler.cost.priors import LARGE
+from scheduler.cost.progress import alignment, iterations, update_progress
+from scheduler.cost.staleness_price import StalenessPrice
 
 
 def feed(price: StalenessPrice, true: float, drifts: list[float], *, rounds: int, noise: float = 0.1) -> None:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
+from scheduler.policy.star_heuristic import StarHeuristic, choose_dynamic, choose_static, predicted_times_s
 from scheduler.records import RankStats, Window
-from scheduler.star_heuristic import StarHeuristic, choose_dynamic, choose_static, predicted_times_s
 from tests.unit.windows import steady, window
 
 

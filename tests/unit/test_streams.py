@@ -12,17 +12,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
 from star_hvd.config import Config
-from star_hvd.execute.child import ChildSteps
-from star_hvd.execute.driver import EngineDriver
-from star_hvd.execute.groups import GroupSteps
-from star_hvd.execute.local import LocalSteps
-from star_hvd.execute.rounds import RoundEngine
-from star_hvd.execute.servers import ServerSteps
-from star_hvd.execute.state import Snapshot
-from star_hvd.execute.streams import BUCKET, COPIED, GRADIENT, HOST, KEPT, MEANS, NORM, PARAMS, SHADOW, SHADOW_READ
-from star_hvd.ps.exchange import Reply
+from star_hvd.engine.device import BUCKET, COPIED, GRADIENT, HOST, KEPT, MEANS, NORM, PARAMS, SHADOW, SHADOW_READ
+from star_hvd.engine.records import Snapshot
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.modes.driver import EngineDriver
+from star_hvd.modes.grouped import GroupSteps
+from star_hvd.modes.local_sgd import LocalSteps
+from star_hvd.modes.ps_worker import ServerSteps
+from star_hvd.modes.subgroup_child import ChildSteps
+from star_hvd.ps.worker.exchange import Reply
 from tests.support.device_world import SIZE, WEIGHT, DeviceWorld, Poisoned, running
 from tests.support.fake_device import FakeDevice
 from tests.support.world import Port

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from scheduler.closing import ClosingRule
-from scheduler.plans import Plan, PlanError
-from star_hvd.buckets import pack
-from star_hvd.channel.late import LatePushes, rate_of
-from star_hvd.control.links import LinkSurvey
-from star_hvd.control.resolve import resolve
-from star_hvd.control.switch import Switch
-from star_hvd.control.switch_messages import Commit, Servers
+from scheduler.plan.completion import resolve
+from scheduler.plan.plan import Plan, PlanError
+from scheduler.rules.step_closing import ClosingRule
+from star_hvd.channel.late_push import LatePushes, rate_of
+from star_hvd.channel.messages.switch import Commit, Servers
+from star_hvd.coordinator.links import LinkSurvey
+from star_hvd.coordinator.switch import Switch
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.late_gradients import LateGradients
+from star_hvd.engine.records import Counters
 from star_hvd.errors import ChannelError
-from star_hvd.execute.late import LateGradients
-from star_hvd.execute.state import Counters
 
 SYNC = Plan.sync(4)
 
@@ -201,7 +201,7 @@ def test_a_subgroup_closes_without_its_members_that_are_away_and_never_waits_for
 
 
 def push_frames(body: bytes, chunk: int, *, number: int = 1, attempt: int = 0) -> list[list[bytes]]:
-    from star_hvd.channel.late import _HEADER
+    from star_hvd.channel.late_push import _HEADER
 
     return [
         [_HEADER.pack(b"STAL", 2, 0, 3, 77, number, attempt, 5, offset, len(body)), body[offset : offset + chunk]]

@@ -15,9 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd.channel.keys import Keyring, Peer
-from star_hvd.channel.tensors import _HEADER, _MANIFEST, _REQUEST, TensorServer, fetch, pack_snapshot, unpack_snapshot
+from star_hvd.channel.state_transfer import (
+    _HEADER,
+    _MANIFEST,
+    _REQUEST,
+    TensorServer,
+    fetch,
+    pack_snapshot,
+    unpack_snapshot,
+)
+from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.execute.state import Snapshot
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
 

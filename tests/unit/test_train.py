@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler import dataset, train
-from scheduler.evaluate import Regrets, standings, summary
-from scheduler.features import FEATURES
-from scheduler.plots import draw
-from scheduler.predictor import load
+from scheduler.learning import dataset, train
+from scheduler.learning.evaluate import Regrets, standings, summary
+from scheduler.learning.features import FEATURES
+from scheduler.learning.plots import draw
+from scheduler.learning.predictor import load
 from tests.unit.learning import NETWORKS, save_model, small_fit, small_table
 
 SMALL = train.Settings(rounds=15, leaves=7, least_rows=10, learning_rate=0.1)

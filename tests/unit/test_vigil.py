@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from star_hvd.ps.vigil import Verdict, Vigil, thread_state
+from star_hvd.ps.owner.vigil import Verdict, Vigil, thread_state
 
 LOOK_S = 0.25
 

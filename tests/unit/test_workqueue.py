@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.workqueue import WorkQueue
+from scheduler.rules.work_queue import WorkQueue
 
 
 class Epoch:

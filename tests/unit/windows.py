@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.plans import MODES
+from scheduler.plan.plan import MODES
 from scheduler.records import RankStats, Window
 
 __all__ = ["steady", "window"]

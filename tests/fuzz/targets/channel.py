@@ -9,12 +9,12 @@ from typing import Any
 import msgpack
 import torch
 
-from star_hvd.channel.late import _HEADER as LATE_HEADER
-from star_hvd.channel.late import LatePushes
-from star_hvd.channel.tensors import _HEADER, _REQUEST, TensorServer, ask, pack_snapshot, unpack_snapshot
-from star_hvd.channel.tensors import _MANIFEST as MANIFEST_SIZE
+from star_hvd.channel.late_push import _HEADER as LATE_HEADER
+from star_hvd.channel.late_push import LatePushes
+from star_hvd.channel.state_transfer import _HEADER, _REQUEST, TensorServer, ask, pack_snapshot, unpack_snapshot
+from star_hvd.channel.state_transfer import _MANIFEST as MANIFEST_SIZE
+from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.execute.state import Snapshot
 from tests.fuzz.mutate import damaged, damaged_bytes, packed
 from tests.fuzz.run import Target
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgpack
 
-from scheduler.plans import Plan
+from scheduler.plan.plan import Plan
+from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages import switch as s
+from star_hvd.channel.messages.base import _FIELDS, _KINDS, decode, encode
 from star_hvd.config import Config
-from star_hvd.control import messages as m
-from star_hvd.control import switch_messages as s
-from star_hvd.control.board import Board
-from star_hvd.control.messages import _FIELDS, _KINDS, decode, encode
+from star_hvd.coordinator.job_state import Board
 from star_hvd.errors import ChannelError
 from tests.fuzz.mutate import damaged, damaged_bytes, packed, weird
 from tests.fuzz.run import Target

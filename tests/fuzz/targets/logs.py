@@ -12,8 +12,9 @@ from typing import Any
 
 import msgpack
 
-from scheduler import collect_runs, replay_run
-from scheduler.plans import Plan
+from scheduler.cli import simulate
+from scheduler.learning import logged_rows
+from scheduler.plan.plan import Plan
 from scheduler.run_events import read_line
 from scheduler.simulator.episodes import ContentionError, read_contention
 from star_hvd.run_log import layout
@@ -136,14 +137,14 @@ def _read_folder(data: bytes) -> None:
     except ValueError as error:
         assert str(folder) in str(error), "a refusal names the run"
     try:
-        replay_run.read_run(folder)
+        simulate.read_run(folder)
     except ValueError:
         pass
-    run = collect_runs.read_run(folder)
+    run = logged_rows.read_run(folder)
     if run is not None:
         assert run.key
-        collect_runs.windows(run)
-    collect_runs.real_rows(folder.parent, "1")
+        logged_rows.windows(run)
+    logged_rows.real_rows(folder.parent, "1")
 
 
 # ---- traces ---------------------------------------------------------------------------------------------------------

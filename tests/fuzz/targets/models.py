@@ -8,10 +8,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from scheduler.booster_text import check_text
-from scheduler.boosters import BoosterError
-from scheduler.features import FEATURES
-from scheduler.predictor import SHIPPED, ModelError, _about
+from scheduler.learning.booster_text import check_text
+from scheduler.learning.boosters import BoosterError
+from scheduler.learning.features import FEATURES
+from scheduler.learning.predictor import SHIPPED, ModelError, _about
 from tests.fuzz.mutate import damaged, damaged_bytes
 from tests.fuzz.run import Target
 from tests.fuzz.targets.logs import _place

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgpack
 
-from scheduler.closing import ClosingRule
-from scheduler.mode_names import parse_mode
-from scheduler.plans import Plan, PlanError
-from scheduler.server_rules import Drop, Push, Release, ServerRule, Update
+from scheduler.plan.mode_names import parse_mode
+from scheduler.plan.plan import Plan, PlanError
+from scheduler.rules.server_rule import Drop, Push, Release, ServerRule, Update
+from scheduler.rules.step_closing import ClosingRule
+from scheduler.rules.work_queue import WorkQueue
 from scheduler.target import Target as Bound
-from scheduler.workqueue import WorkQueue
 from star_hvd import env
 from star_hvd.config import Config
 from tests.fuzz.mutate import damaged, odd, packed, weird

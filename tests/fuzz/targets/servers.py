@@ -11,16 +11,16 @@ import msgpack
 import torch
 import zmq
 
-from scheduler.plans import Plan
-from star_hvd.buckets import pack as pack_buckets
+from scheduler.plan.plan import Plan
+from star_hvd.engine.buckets import pack as pack_buckets
+from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.errors import ChannelError
-from star_hvd.execute.hyper import HyperRow
-from star_hvd.ps.exchange import Exchange, StateExchange
-from star_hvd.ps.layout import Layout, LayoutError
-from star_hvd.ps.mirror import Mirror, new_memory
-from star_hvd.ps.server import _Job
-from star_hvd.ps.store import OptimizerSpec, make_record, read_record
-from star_hvd.ps.wire import HEADER_BYTES, Header, Kind, pack, read_meta, unpack
+from star_hvd.ps.common.layout import Layout, LayoutError
+from star_hvd.ps.common.mirror import Mirror, new_memory
+from star_hvd.ps.common.wire import HEADER_BYTES, Header, Kind, pack, read_meta, unpack
+from star_hvd.ps.server.chunk_store import OptimizerSpec, make_record, read_record
+from star_hvd.ps.server.server import _Job
+from star_hvd.ps.worker.exchange import Exchange, StateExchange
 from tests.fuzz.mutate import damaged, damaged_bytes, packed, weird
 from tests.fuzz.run import Target
 

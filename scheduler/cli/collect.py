@@ -1,0 +1,126 @@
+"""`star-scheduler collect`: the table to train on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from scheduler.learning import dataset
+from scheduler.learning.evaluate import HELD_OUT_SEED
+
+__all__ = ["DEFAULT_TABLE", "add_arguments", "add_sources", "logged_rows", "run", "tell", "why_none"]
+
+DEFAULT_TABLE = Path("training_logs/datasets/moments.csv.gz")
+
+_PATTERNS = ("one", "several", "rotating", "bursts", "mixed", "frozen", "links", "links", "")
+"""Of contention, in turn: each often enough to learn from, links above all, where the cost model errs most."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the subcommand."""
+    parser.add_argument("--out", type=Path, default=DEFAULT_TABLE, help=f"table to write (default {DEFAULT_TABLE})")
+    parser.add_argument("--jobs", type=int, default=200, help="simulated jobs (default 200, about 10 minutes)")
+    parser.add_argument("--seed", type=int, default=0, help="first seed; those from 1,000,000 on are for judging")
+    parser.add_argument("--moments", type=int, default=6, help="moments of a job that are tried out (default 6)")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="stop after so many seconds, with what there is")
+    add_sources(parser)
+
+
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """Options that say where logged runs are."""
+    parser.add_argument("--runs", type=Path, help="folder of logged runs (training_logs/runs) to add, marked as real")
+    parser.add_argument("--mlflow", action="store_true", help="add the runs that the run log has sent to MLflow")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Simulate, add real runs, write the table."""
+    if options.jobs < 0 or options.moments < 1:
+        raise ValueError(f"--jobs is {options.jobs}, --moments {options.moments}; expected at least 0 and 1")
+    last = options.seed + options.jobs
+    if not 0 <= options.seed <= last <= HELD_OUT_SEED:
+        raise ValueError(f"seeds are {options.seed} to {last}; expected 0 to {HELD_OUT_SEED}, later ones are held out")
+    simulated = _simulated(options)
+    real = logged_rows(options)
+    rows = simulated + real
+    if not rows:
+        raise dataset.DatasetError(why_none(options, jobs=options.jobs))
+    made_by = f"star-scheduler collect --jobs {options.jobs} --seed {options.seed} --moments {options.moments}"
+    described = dataset.write(options.out, dataset.frame_of(rows), made_by=made_by)
+    tell(
+        f"{described['rows']} rows ({len(simulated)} simulated, {len(real)} real) of {described['runs']} runs "
+        f"in {options.out}, SHA-256 {described['sha256'][:12]}"
+    )
+    return 0
+
+
+def logged_rows(options: argparse.Namespace) -> list[list[Any]]:
+    """Rows of real runs, from where `add_sources` was asked for them; every run left out is told, with its reason."""
+    rows: list[list[Any]] = []
+    if options.runs is not None:
+        from scheduler.learning.logged_rows import real_rows
+
+        rows += real_rows(options.runs, project_version(), told=tell)
+    if options.mlflow:
+        from scheduler.learning.logged_rows import mlflow_rows
+
+        rows += mlflow_rows(os.environ, project_version(), told=tell)
+    return rows
+
+
+def why_none(options: argparse.Namespace, *, jobs: int = 0) -> str:
+    """What to say where there are no rows at all."""
+    places = [str(options.runs)] if options.runs is not None else []
+    places += ["MLflow"] if options.mlflow else []
+    if not places:
+        return "no rows: no moment was tried out; ask for more --jobs"
+    tried = " and no moment of a simulated job was tried out" if jobs else ""
+    return f"no rows: no usable runs in {' and '.join(places)}{tried}; see docs/scheduler.md for what a run needs"
+
+
+def project_version() -> str:
+    """Version of the installed project, or of the checkout this is run in; `unknown` without either."""
+    try:
+        return metadata.version("star-hvd")
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    found = re.search(r'^version = "([^"]+)"', text, re.MULTILINE)  # Python 3.10 has no tomllib.
+    return found[1] if found else "unknown"
+
+
+def tell(text: str) -> None:
+    """One line on one line: no wrapping, and brackets are no markup."""
+    _console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _simulated(options: argparse.Namespace) -> list[list[Any]]:
+    from rich.progress import track
+
+    from scheduler.learning.simulated_rows import collect_scenario
+
+    rows: list[list[Any]] = []
+    begin_s = time.monotonic()
+    seeds = range(options.seed, options.seed + options.jobs)
+    for seed in track(seeds, description="simulating jobs", console=_console(), transient=True):
+        # Jobs of many lengths: half of them as long as the networks are drawn, half short.
+        scenario, moments = collect_scenario(
+            seed, moments=options.moments, steps=400.0 if seed % 2 else 0.0, pattern=_PATTERNS[seed % len(_PATTERNS)]
+        )
+        rows += dataset.records(scenario, moments, project_version())
+        if options.budget_s and time.monotonic() - begin_s > options.budget_s:
+            break
+    return rows

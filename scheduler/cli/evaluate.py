@@ -1,0 +1,185 @@
+"""`star-scheduler evaluate`: who chooses best in simulated jobs that no model was trained on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scheduler.learning.evaluate import BASELINES, HELD_OUT_SEED, Factory, Regrets, regrets, standings, summary
+from scheduler.learning.predictor import SHIPPED, ModelError, Predictor, load
+from scheduler.policy.cost_policy import CostPolicy
+
+if TYPE_CHECKING:
+    from scheduler.learning.registry import Registry, Version
+
+__all__ = [
+    "FEW_SCENARIOS",
+    "add_arguments",
+    "chooser",
+    "defender",
+    "judge",
+    "keep",
+    "locate",
+    "run",
+    "table",
+    "titled",
+    "truth",
+]
+
+FEW_SCENARIOS = 30
+"""Regrets differ by tens of percent between scenarios, so that the mean of fewer is mostly which ones were drawn."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the subcommand."""
+    parser.epilog = (
+        "Exit status: 0 where the model's mean regret is at most the cost model's, 1 where it is above, 2 where there "
+        "is nothing to judge. Figures of a registered model are added to the MLflow run that trained it."
+    )
+    parser.add_argument(
+        "--model", default="challenger",
+        help="`challenger` (default) or another alias, a folder, a URI models:/..., or `shipped`",
+    )
+    parser.add_argument("--scenarios", type=int, default=60, help="scenarios to simulate (default 60, minutes)")
+    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="first seed")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Judge, print a table; exit status 1 where the model is not better than the cost model."""
+    from rich.console import Console
+
+    if options.scenarios < 1:
+        raise ValueError(f"--scenarios is {options.scenarios}; expected at least 1")
+    console, registry = Console(), _registry()
+    model = load(locate(options.model))
+    by_alias = registry is not None and not Path(options.model).is_dir()
+    version = registry.alias(options.model) if registry is not None and by_alias else None
+    names = {"learned": titled(version, options.model) if version is not None else f"{options.model} (judged)"}
+    policies = {"learned": chooser(model)}
+    champion = defender(registry, options.model)
+    if champion is not None:
+        names["champion"], policies["champion"] = champion[0], chooser(champion[1])
+    rows = judge({**BASELINES, **policies}, options.scenarios, options.seed)
+    console.print(table(rows, names))
+    console.print(truth(model.about.get("metrics", {}), len(rows)), highlight=False)
+    found = summary(rows, "learned")
+    if registry is not None and version is not None:
+        console.print(keep(registry, version, "evaluate", rows), highlight=False)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0 if found["mean_regret"] <= found["baselines"]["cost_model"] else 1
+
+
+def locate(name: str) -> Path:
+    """The folder of a model that is named by alias, path, URI or `shipped`.
+
+    Raises:
+        ModelError: There is none.
+    """
+    from scheduler.learning.registry import Registry, fetch
+
+    if name == "shipped":
+        return SHIPPED
+    if name.startswith("models:/"):
+        return fetch(name, os.environ, deadline_s=120.0)
+    if Path(name).is_dir():
+        return Path(name)
+    if os.sep in name:
+        raise ModelError(f"no model in {name}: there is no such folder")
+    return Registry(os.environ).download(name)
+
+
+def _registry() -> Registry | None:
+    """The registry; None without MLflow."""
+    from scheduler.learning.registry import Registry
+
+    return None if importlib.util.find_spec("mlflow") is None else Registry(os.environ)
+
+
+def defender(registry: Registry | None, but: str) -> tuple[str, Predictor] | None:
+    """The champion and what a table calls it; the model shipped with the package where there is none.
+
+    A job without `STAR_MODEL` is decided by that one, so it is what a first challenger has to beat.
+
+    Args:
+        registry: None without MLflow.
+        but: The model to judge; None is returned where it is the champion itself.
+    """
+    from scheduler.learning.registry import CHAMPION
+
+    version = registry.alias(CHAMPION) if registry is not None else None
+    if but == CHAMPION or (version is None and but == "shipped"):
+        return None
+    if registry is None or version is None:
+        return "shipped model (no champion)", load(SHIPPED)
+    return titled(version, CHAMPION), load(registry.download(CHAMPION))
+
+
+def titled(version: Version, alias: str) -> str:
+    """`star-tta v1 (challenger)`."""
+    return f"{version.name} v{version.number} ({alias})"
+
+
+def truth(metrics: Mapping[str, float], scenarios: int) -> str:
+    """What a model's intervals cover, and what so many scenarios decide."""
+    covered = metrics.get("coverage")
+    text = "how much its 90 % intervals cover is not known"
+    if covered is not None:
+        text = f"its 90 % intervals cover {100.0 * covered:.1f} % of what was held out in training"
+    if scenarios < FEW_SCENARIOS:
+        text += f"\nso few scenarios ({scenarios}) decide little: take {FEW_SCENARIOS} or more"
+    return text
+
+
+def keep(registry: Registry, version: Version, prefix: str, rows: Sequence[Regrets]) -> str:
+    """Add regrets to the MLflow run that trained a version, as `evaluate/regret/learned`, ...; says where they are."""
+    mean = {f"{prefix}/regret/{one.name}": one.mean for one in standings(rows) if not one.fixed}
+    counts = {f"{prefix}/scenarios": float(len(rows)), f"{prefix}/first_seed": float(rows[0].seed)}
+    try:
+        registry.log(version, {**mean, **counts})
+    except ModelError as error:
+        return f"the figures are not in MLflow: {error}"  # They are on the screen, and the verdict stands.
+    return f"the figures are in MLflow, run {version.run_id}"
+
+
+def chooser(predictor: Predictor) -> Factory:
+    """A factory of policies that go by a model."""
+    return lambda n, hosts: CostPolicy(n, ranker=predictor, hosts=hosts)
+
+
+def judge(policies: dict[str, Factory], scenarios: int, seed: int) -> list[Regrets]:
+    """Regrets of policies in `scenarios` scenarios from `seed` on, with a progress bar on the terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from scheduler.simulator.scenario import draw_scenario
+
+    seeds = range(seed, seed + scenarios)
+    watched = track(seeds, description="simulating", console=Console(stderr=True), transient=True)
+    return [regrets(draw_scenario(one, steps=400.0), policies) for one in watched]
+
+
+def table(rows: Sequence[Regrets], names: Mapping[str, str] | None = None) -> Any:
+    """Mean, median and worst regret of every policy and mode, the best first.
+
+    Args:
+        rows: Regrets.
+        names: What to call policies, where not as in the rows.
+    """
+    from rich.table import Table
+
+    called = dict(names or {})
+    found = Table(title=f"Regret against the best fixed mode in hindsight, {len(rows)} scenarios")
+    for column in ("policy or mode", "mean", "median", "worst"):
+        found.add_column(column, justify="left" if column.startswith("policy") else "right")
+    for one in standings(rows):
+        cells = (f"{100.0 * value:.1f} %" for value in (one.mean, one.median, one.worst))
+        found.add_row(called.get(one.name, one.name), *cells, style=None if one.fixed else "bold")
+    return found

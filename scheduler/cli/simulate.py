@@ -1,0 +1,351 @@
+"""`star-scheduler simulate RUN`: what a logged run would have cost in other modes, and what each rank cost it.
+
+RUN is a run's folder, its name under `STAR_LOG_DIR`, or the id or the name of its MLflow run. What is read is the
+run log's contract, files alone (`training_logs/README.md`): the step reports in `rank<r>.jsonl`, and from
+`events.jsonl` the job's facts and windows. The replay is `scheduler.simulator.whatif`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from scheduler.plan.mode_names import parse_mode
+from scheduler.plan.plan import Plan
+from scheduler.redact import redacted
+from scheduler.run_events import read_run_file
+from scheduler.simulator.reports import Reports, read_reports
+from scheduler.simulator.whatif import InForce, WhatIf, what_if
+
+__all__ = ["LoggedTimes", "add_arguments", "draw", "find_run", "read_run", "run", "tables"]
+
+_ARTIFACTS = "star"
+"""Where the run log puts its files in an MLflow run."""
+
+_SHOWN = 16
+
+_CAPTION = """measured: first step to last, validation and switches included
+replayed: the same steps by the cost model, as in every row below"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedTimes:
+    """What a replay needs of a run.
+
+    Attributes:
+        compute_s: Shape (n_steps, n_ranks).
+        wait_s: Same shape, NaN where unknown.
+        comm_bytes: Gradient bytes, 0 where unknown.
+        link_bytes_per_s: Of every rank, empty where unknown.
+        noise: Noise scale in gradients of one rank, NaN where unknown.
+        in_force: The plans that were in force, None where the run does not tell.
+        seconds: From the beginning of the first step to the end of the last one, NaN where unknown.
+    """
+
+    compute_s: Any
+    wait_s: Any
+    comm_bytes: float = 0.0
+    link_bytes_per_s: tuple[float, ...] = ()
+    noise: float = math.nan
+    in_force: InForce | None = None
+    seconds: float = math.nan
+
+
+def find_run(name: str, root: Path, uri: str | None = None) -> Path:
+    """The folder of a run; what is only in MLflow is fetched into a temporary one.
+
+    Args:
+        name: A folder, a run's name, or the id or name of an MLflow run.
+        root: The folder of the run log.
+        uri: Tracking server; the SQLite file under `root` if None.
+
+    Raises:
+        ValueError: There is no such run.
+    """
+    for folder in (Path(name), root / "runs" / name):
+        if any(folder.glob("rank*.jsonl")):
+            return folder
+    where = uri or (f"sqlite:///{root / 'mlflow.db'}" if (root / "mlflow.db").exists() else "")
+    if not where:
+        raise ValueError(f"no run {name} under {root}, and no MLflow there; give a run's folder, or set STAR_LOG_DIR")
+    return _fetch(name, where)
+
+
+def _fetch(name: str, uri: str) -> Path:
+    try:
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+    except ImportError:
+        raise ValueError(f"run {name} is no folder, and MLflow is not installed: pip install star-hvd[train]") from None
+    client = MlflowClient(tracking_uri=uri)
+    try:
+        run_id = _run_id(client, name)
+        target = tempfile.mkdtemp(prefix="star-run-")
+        folder = Path(client.download_artifacts(run_id, _ARTIFACTS, target))
+    except MlflowException as error:
+        raise ValueError(redacted(f"MLflow at {uri} does not give run {name}: {error}")) from None
+    if not any(folder.glob("rank*.jsonl")):
+        raise ValueError(f"MLflow run {name} has no step reports; expected rank<r>.jsonl among its artifacts")
+    return folder
+
+
+def _run_id(client: Any, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return str(client.get_run(name).info.run_id)
+    except MlflowException:
+        pass
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    escaped = name.replace("'", "")
+    for query in (f"tags.`star.run` = '{escaped}'", f"attributes.run_name = '{escaped}'"):
+        found = client.search_runs(experiments, query, max_results=1)
+        if found:
+            return str(found[0].info.run_id)
+    raise ValueError(f"MLflow knows no run {name}, neither as an id nor as a name")
+
+
+def read_run(folder: Path) -> LoggedTimes:
+    """Read a run's folder.
+
+    Raises:
+        ValueError: It has no step reports of all ranks.
+    """
+    reports = read_reports(sorted(folder.glob("rank*.jsonl")))
+    n = reports.compute_s.shape[1]
+    facts: dict[str, Any] = {}
+    plans: list[tuple[int, Plan]] = []
+    noise: list[float] = []
+    rates: list[float] = []
+    for event in read_run_file(folder / "events.jsonl"):
+        kind = event.get("kind")
+        if kind == "facts" and isinstance(event.get("values"), dict):
+            facts.update(event["values"])
+        elif kind == "plan":
+            plan = _plan(event, n)
+            plans += [(int(event["step"]), plan)] if plan is not None else []
+        elif kind == "window":
+            noise += _positive([event.get("noise_scale")])
+            known = _positive((event.get("ranks") or {}).get("link_bytes_per_s") or [])
+            rates = known if len(known) == n else rates
+    optimizer = facts.get("optimizer")
+    size = _positive([optimizer.get("parameter_bytes")]) if isinstance(optimizer, dict) else []
+    return LoggedTimes(
+        compute_s=reports.compute_s,
+        wait_s=reports.wait_s,
+        comm_bytes=size[0] if size else 0.0,
+        link_bytes_per_s=tuple(rates),
+        noise=statistics.median(noise) if noise else math.nan,
+        in_force=_in_force(reports, plans) if plans else None,
+        seconds=reports.seconds,
+    )
+
+
+def _plan(event: dict[str, Any], world_size: int) -> Plan | None:
+    """The plan of an event; None where it cannot be read, or is for other ranks: the one before counts on."""
+    if not isinstance(event.get("step"), int):
+        return None
+    try:
+        plan = Plan.from_dict(event["plan"]) if "plan" in event else parse_mode(str(event.get("label")), world_size)
+    except (TypeError, ValueError):
+        return None
+    return plan if plan is not None and plan.world_size == world_size else None
+
+
+def _in_force(reports: Reports, plans: list[tuple[int, Plan]]) -> InForce:
+    """The plan of every row, and how many updates the row stands for."""
+    first = [step for step, _ in plans]
+    which = np.array([max(0, bisect.bisect_right(first, step) - 1) for step in reports.steps.tolist()])
+    # Under `local` a global step is a round of several steps of a rank.
+    local = np.array([plan.mode == "local" for _, plan in plans])[which]
+    steps = np.diff(reports.steps, append=reports.steps[-1] + 1)
+    return InForce(
+        plans=tuple(plan for _, plan in plans),
+        which=which,
+        updates=steps * np.where(local, reports.own_steps, 1.0),
+    )
+
+
+def _positive(values: Sequence[Any]) -> list[float]:
+    return [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v) and v > 0]
+
+
+def tables(found: WhatIf, logged: LoggedTimes) -> tuple[Table, Table]:
+    """What every mode would have cost, and what each rank did."""
+    modes = Table(title=_title(found), caption=_CAPTION if math.isfinite(logged.seconds) else None)
+    for column in ("mode", "seconds", "of sync", "90 %", "in force"):
+        modes.add_column(column, justify="left" if column == "mode" else "right")
+    for name, seconds, what in (
+        ("as it ran", logged.seconds, "measured"), ("as it ran, replayed", found.replayed_s, ""),
+    ):  # fmt: skip
+        if math.isfinite(seconds):
+            modes.add_row(name, f"{seconds:.1f}", f"{seconds / found.sync_s:.2f}", what, "")
+    if modes.row_count:
+        modes.add_section()
+    for one in found.modes:
+        interval = "" if one.label == "sync" else f"{one.low:.2f}-{one.high:.2f}"
+        modes.add_row(one.label, f"{one.time_s:.1f}", f"{one.relative:.2f}", interval, _share(one.share))
+    ranks = Table(title="The job in sync, were one rank as fast as the others")
+    for column in ("rank", "time saved", "slowest in"):
+        ranks.add_column(column, justify="right")
+    worst = sorted(found.ranks, key=lambda one: -one.gain)
+    for rank in worst[:_SHOWN]:
+        ranks.add_row(str(rank.rank), f"{100.0 * rank.gain:.1f} %", f"{100.0 * rank.slowest_share:.0f} % of steps")
+    if len(worst) > _SHOWN:
+        ranks.caption = f"{len(worst) - _SHOWN} more ranks would save less"
+    return modes, ranks
+
+
+def _title(found: WhatIf) -> str:
+    text = f"{found.steps} steps of {found.world_size} ranks"
+    if abs(found.sync_steps - found.steps) >= 0.5:
+        text += f", worth about {found.sync_steps:.0f} of sync"
+    return f"{text}, in every mode"
+
+
+def _share(share: float) -> str:
+    """A share of the steps; the least one that is none is not 0 %."""
+    if not share > 0.0:
+        return ""
+    return "<1 %" if share < 0.01 else f"{100.0 * share:.0f} %"
+
+
+def draw(found: WhatIf, path: Path, title: str, measured_s: float = math.nan) -> None:
+    """Plot both tables.
+
+    Args:
+        found: What was replayed.
+        path: File to write.
+        title: Its title.
+        measured_s: What the run took, NaN where unknown.
+
+    Raises:
+        ValueError: A file type that matplotlib does not write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 0.35 * max(len(found.modes), 6) + 1.6))
+    _draw_modes(left, found, measured_s)
+    right.bar([one.rank for one in found.ranks], [100.0 * one.gain for one in found.ranks], color="#c0603a")
+    right.set_xlim(-0.5, len(found.ranks) - 0.5)
+    right.set_ylim(0.0, 110.0 * max(0.05, *(one.gain for one in found.ranks)))
+    right.xaxis.get_major_locator().set_params(integer=True)
+    right.set_xlabel("rank")
+    right.set_ylabel("% of sync's time")
+    right.set_title("time saved without its delays")
+    figure.suptitle(title)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(path)
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_modes(axes: Any, found: WhatIf, measured_s: float) -> None:
+    labels = [one.label for one in found.modes][::-1]
+    values = [one.relative for one in found.modes][::-1]
+    low = [max(0.0, one.relative - one.low) for one in found.modes][::-1]
+    high = [max(0.0, one.high - one.relative) for one in found.modes][::-1]
+    axes.barh(labels, values, xerr=[low, high], color=["#999999" if label == "sync" else "#3b6ea5" for label in labels])
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    if math.isfinite(measured_s):
+        axes.axvline(measured_s / found.sync_s, color="#c0603a", linestyle="--", label=f"as it ran: {measured_s:.1f} s")
+        axes.legend()
+    axes.set_xlabel("time over that of sync, with 90 % interval")
+    axes.set_title("every mode")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the subcommand."""
+    parser.add_argument("run", metavar="RUN", help="a run's folder, its name, or the id or name of its MLflow run")
+    parser.add_argument("--modes", help="modes to replay, as partial(3),ps(2)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the tables, .png, .svg or .pdf")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--tracking-uri", help="MLflow's server; default MLFLOW_TRACKING_URI, or the SQLite file here")
+
+
+def _split(text: str) -> list[str]:
+    """Names at commas outside brackets."""
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "(") - (char == ")")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts if part.strip()]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay, print two tables, draw.
+
+    Returns:
+        Exit status: 0, or 2 where there is nothing to replay.
+    """
+    root = Path(os.environ.get("STAR_LOG_DIR") or "training_logs").resolve()
+    try:
+        logged = read_run(find_run(args.run, root, args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")))
+        options = {"modes": _split(args.modes)} if args.modes else {}
+        found = what_if(
+            logged.compute_s,
+            logged.wait_s,
+            comm_bytes=logged.comm_bytes,
+            link_bytes_per_s=logged.link_bytes_per_s or None,
+            noise=logged.noise,
+            in_force=logged.in_force,
+            **options,
+        )
+        if args.plot is not None:
+            draw(found, args.plot, f"run {Path(args.run).name}: {_title(found)}", logged.seconds)
+    except ValueError as error:
+        sys.stderr.write(f"star-scheduler simulate: error: {' '.join(str(error).split())}\n")
+        return 2
+    console = Console()
+    for table in tables(found, logged):
+        console.print(table)
+    console.print(_sentence(found, logged.seconds), highlight=False)
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        figures = _plain({"measured_s": logged.seconds, **asdict(found)})
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _plain(value: Any) -> Any:
+    """The same with null for what is unknown: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _sentence(found: WhatIf, measured_s: float) -> str:
+    best, worst = found.modes[0], max(found.ranks, key=lambda one: one.gain)
+    slow = f"Stragglers made sync {found.slowdown:.2f}x as long as its median ranks would have needed"
+    if worst.gain > 0.02:
+        slow += f"; without rank {worst.rank}'s delays it would have taken {100.0 * worst.gain:.0f} % less time"
+    took = ""
+    if math.isfinite(measured_s) and math.isfinite(found.replayed_s):
+        took = f" The run took {100.0 * measured_s / found.sync_s:.0f} %."
+    if best.label == "sync":
+        return f"{slow}. No mode would have been faster than sync."
+    return f"{slow}. {best.label} would have taken {100.0 * best.relative:.0f} % of sync's time.{took}"

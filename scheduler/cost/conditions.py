@@ -1,0 +1,180 @@
+"""What a decision knows of a moment: times to expect, links, noise, what staleness costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost.priors import prior_of
+from scheduler.cost.staleness_price import StalenessPrice
+from scheduler.diagnosis.stragglers import MIN_REPORTS, PERSISTENCE, Readings, lower_median
+from scheduler.records import Window
+
+__all__ = ["CYCLE_S", "NOISE", "Array", "Conditions"]
+
+Array = npt.NDArray[np.float64]
+
+NOISE = 4.0
+"""phi, in gradients of one rank, where nothing is known: in the middle of STAR's tables at a batch of 128."""
+
+CYCLE_S = 1.5e-3  # A collective's negotiation.
+_ROWS, _ROWS_MANY, _MANY = 24, 5, 128
+_EARLY, _EARLY_STEPS = 2.0, 100.0
+"""Staleness costs twice as much at the first step as from step 100 on: of 42 trainings of a perceptron (107 kB) with
+momentum and two of four gradients late now and then, 8 fell back to guessing within the first 60 steps, of 24 with one
+late 1 did. Sync-Switch (Li et al. 2021) says the same of the first percents."""
+
+_CROWDED = 0.15
+"""Usual part of their work that ranks wait for a processor, from which on a host has too few: 4 ranks on 2 idle cores
+show 0.01, on 2 busy ones 0.4."""
+
+_FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both was made around a freeze.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a decision knows of a moment.
+
+    Attributes:
+        times_s: Compute times to expect, one row per step, shape (n_steps, n_ranks), seconds.
+        rate: Link of every rank in bytes per second; infinite where unknown.
+        comm_bytes: Gradient bytes.
+        noise: phi in gradients of one rank.
+        starved: Part of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
+        beyond_s: What a collective was measured to take beyond latency and bytes over the link, seconds: on a machine
+            with fewer cores than ranks it is more than both.
+        frozen_s: Mean time per step that a rank which freezes keeps every collective waiting, seconds.
+        freezing: Those ranks.
+        crowded: Whether most ranks wait for a processor: what takes time of one, a server for example, takes it from
+            them, and times are known less well.
+        early: Times the price that staleness costs at the beginning of a training; 1 later.
+        price: Price of staleness; with it what else is assumed of the network, rho and the drift it bears.
+        usual_s: Mean time of every rank, shape (n_ranks,).
+        typical_s: Lower median of them.
+        prices: The price, its 5 % and its 95 % quantile.
+    """
+
+    times_s: Array
+    rate: Array
+    comm_bytes: float = 0.0
+    noise: float = NOISE
+    starved: Array = field(default_factory=lambda: np.zeros(0))
+    beyond_s: float = 0.0
+    frozen_s: float = 0.0
+    freezing: tuple[int, ...] = ()
+    crowded: bool = False
+    early: float = 1.0
+    price: StalenessPrice = field(default_factory=StalenessPrice)
+    usual_s: Array = field(init=False)
+    typical_s: float = field(init=False)
+    prices: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        usual_s = np.asarray(self.times_s.mean(axis=0))
+        object.__setattr__(self, "usual_s", usual_s)
+        object.__setattr__(self, "typical_s", float(np.sort(usual_s)[(len(usual_s) - 1) // 2]))
+        object.__setattr__(self, "prices", np.array([self.price.value, *self.price.quantiles(0.05, 0.95)]))
+
+    @property
+    def world_size(self) -> int:
+        return int(self.times_s.shape[1])
+
+    @classmethod
+    def from_window(cls, window: Window, price: StalenessPrice | None = None) -> Conditions | None:
+        """Read a window; None while a rank has not reported yet, or too little while nothing is known of links.
+
+        Times to come are those of a rank's present slow run where it is in one, else its recent ones: what comes and
+        goes is expected to come again as often as it did; what came once is not. Freezes are not in a window: see
+        `with_freezes`.
+        """
+        readings = Readings.of(window)
+        if window.world_size == 0 or not readings.counts.all():
+            return None
+        known = np.isfinite(window.table.link_bytes_per_s) & (window.table.link_bytes_per_s > 0.0)
+        rate = np.where(known, window.table.link_bytes_per_s, math.inf)
+        rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY
+        times = readings.newest(rows).T.copy()
+        if not math.isnan(readings.reference_s):
+            for one in np.flatnonzero((readings.run_lengths() >= PERSISTENCE) | (readings.counts < rows)).tolist():
+                times[:, one] = _expected(readings, one, rows)
+            _forget_single(times, readings)
+        elif known.any():
+            # Too early to judge a rank by its times, not by its link: all are taken to be equal.
+            times[:] = readings.typical_s
+        else:
+            return None
+        starved = np.minimum(0.99, window.table.starved_share)
+        return cls(
+            times_s=times,
+            rate=rate,
+            comm_bytes=float(window.comm_bytes),
+            noise=_known(window.noise_scale, NOISE),
+            beyond_s=_beyond_s(window, rate),
+            crowded=lower_median(window.table.starved_share.tolist()) > _CROWDED,
+            starved=np.where(times.mean(axis=0) > 1.2 * readings.reference_s, starved, 0.0),
+            early=1.0 + (_EARLY - 1.0) * max(0.0, 1.0 - window.step / _EARLY_STEPS),
+            price=price or StalenessPrice(prior_of(window.comm_bytes)),
+        )
+
+    def with_freezes(self, frozen_s: float, freezing: Collection[int], froze: Collection[int]) -> Conditions:
+        """The same where ranks were frozen.
+
+        Their longest times are taken out: a freeze that does not come again says nothing of the steps to come, and
+        one that does is counted by `frozen_s`, as it costs all ranks of a collective, whoever computes meanwhile.
+
+        Args:
+            frozen_s: Mean time per step that freezes cost.
+            freezing: Who freezes again and again.
+            froze: Who was frozen at least once.
+        """
+        if not froze:
+            return self
+        times = self.times_s.copy()
+        for one in froze:
+            own = times[:, one]
+            usual_s = min(float(np.median(own)), _FREEZE * self.typical_s)
+            own[own > max(_FREEZE * self.typical_s, _FREEZE_S)] = usual_s
+        return dataclasses.replace(self, times_s=times, frozen_s=frozen_s, freezing=tuple(sorted(freezing)))
+
+
+def _known(value: float, instead: float) -> float:
+    return value if math.isfinite(value) and value > 0.0 else instead
+
+
+def _expected(readings: Readings, rank: int, rows: int) -> Array:
+    run = min(int(readings.run_lengths()[rank]), rows)
+    if run >= PERSISTENCE:
+        # Again and again, the newest last in every column, so that what all ranks shared in a step stays in one row.
+        return readings.latest(rank, run)[::-1][np.arange(rows) % run][::-1]
+    times = readings.latest(rank, rows)
+    # Not the same few again: one long step among six would be four among 24, and look like a habit.
+    return np.concatenate((np.full(rows - len(times), np.median(times)), times))
+
+
+def _beyond_s(window: Window, rate: Array) -> float:
+    """What the collectives took beyond latency and wire, by the rank with the slowest link; 0 where not measured.
+
+    Bytes over the whole of the link's rate, as if computing hid none: what is beyond is surely something else.
+    """
+    slowest = int(rate.argmin())
+    times = [time_s for time_s in window.table.comm_s[slowest] if math.isfinite(time_s) and time_s >= 0.0]
+    if len(times) < MIN_REPORTS:
+        return 0.0
+    n = window.world_size
+    wire_s = 2.0 * (n - 1) / n * window.comm_bytes / float(rate[slowest])
+    return max(0.0, lower_median(times) - CYCLE_S - wire_s)
+
+
+def _forget_single(times: Array, readings: Readings) -> None:
+    """Take out of the expected times the only slow step that a rank had: a pause may be anything, two are a habit."""
+    slow = readings.slow()
+    rows, width = len(times), slow.shape[1]
+    for one in np.flatnonzero(slow.sum(axis=1) == 1).tolist():
+        row = int(slow[one].argmax()) - width + rows
+        if row >= 0:
+            times[row, one] = float(np.median(times[:, one]))

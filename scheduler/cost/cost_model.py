@@ -1,0 +1,351 @@
+"""What every mode would cost now: step interval from recent times, progress per update, price of staleness.
+
+    relative time to progress = (interval / progress of an update) / (the same of sync)
+
+Intervals come from replaying the ranks' recent times, row by row, under the rules of the mode: a closed form of the
+static order (STAR section 4.3) is 7.5 times too optimistic for seven equal ranks and one of twice the time, where the
+event simulation of section 4.4 gives .13 .29 .50 .67 1.0 1.0 1.0 2.0. Communication is bytes over link rates, behind
+what computing hides. The progress of an update is `scheduler.cost.progress`; with a price of staleness of 0 equal ranks
+would choose ASGD (section 4.10), with any price of at least the learning-rate ratio they choose `sync`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost.conditions import CYCLE_S, Array, Conditions
+from scheduler.cost.intervals import widened
+from scheduler.cost.progress import alignment, local_drift, update_progress
+from scheduler.cost.replay import Flow, order_interval, partial_flow, server_flow
+from scheduler.diagnosis.window_stats import slow_limit_s
+from scheduler.plan.grouping import progressive_groups, similar_groups, speed_groups
+from scheduler.plan.plan import LOCAL_COPIES, Plan
+
+__all__ = ["Prediction", "order_interval", "predict", "rank", "ring_s", "settle"]
+
+_Ranks = npt.NDArray[np.int64]
+
+_OVERLAP = 0.4
+"""Part of the compute time under which an all-reduce hides: the backward pass but for its first bucket."""
+
+_WAY_S = 2e-4  # A message's latency both ways, and a server's work.
+_PAUSE_S = 0.05  # Half a cgroup period: what a starved helper keeps a collective waiting.
+_FEW = 4  # Kinds of gradients in an update.
+_SERVED = 0.7
+"""What a push and its answer take beyond their bytes, as a part of what a collective does: measured with 4 ranks on 2
+cores, where it is 10 of 15 ms."""
+
+_CLOSED, _LEFT_OUT = 0.2, 0.6
+"""What it takes to end a step without somebody, as such a part: order and stand-in, and times the part of the ranks
+that are left out, their late work. In the same place 3 ms for one of the four, 4 for two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan is predicted to do.
+
+    Attributes:
+        plan: The plan.
+        relative: Expected time to equal progress over that of `sync`; below 1 is faster. A target that may be missed
+            counts with the time to train again in `sync`.
+        low: 5 % quantile of it, by which the policy decides.
+        high: 95 % quantile, likewise.
+        interval_s: Time between two updates, seconds.
+        progress: Of an update, in synchronous steps.
+        drift: Mean drift of its gradients.
+        reach: Chance to reach the target's accuracy.
+        learned: The learned predictor made it: its interval is calibrated as it is.
+        bound: The speed over `sync` to which it was cut, as its mode can give no more (`scheduler.cost.bounds`); 0
+        where it
+            was not.
+    """
+
+    plan: Plan
+    relative: float
+    low: float
+    high: float
+    interval_s: float
+    progress: float
+    drift: float
+    reach: float
+    learned: bool = False
+    bound: float = 0.0
+
+    @property
+    def told(self) -> tuple[float, float]:
+        """The 90 % interval that people are told: `low` and `high`, or wider where the cost model alone speaks."""
+        if self.learned:
+            return self.low, self.high
+        missed = 1.0 - self.reach
+        middle = max(self.relative - missed, 1e-9)
+        low, high = widened(self.plan.mode, middle, self.low - missed, self.high - missed)
+        return low + missed, high + missed
+
+
+def settle(plan: Plan, conditions: Conditions) -> Plan:
+    """The plan with its groups, where it leaves them to be formed."""
+    times = conditions.usual_s.tolist()
+    if plan.mode == "grouped" and not plan.groups:
+        groups = speed_groups(times, plan.group_count) if plan.group_count else progressive_groups(times)
+        return plan.replace(groups=groups, group_count=len(groups))
+    if plan.mode == "ps" and plan.rule == "groups" and not plan.groups:
+        return plan.replace(groups=similar_groups(times))
+    return plan
+
+
+def rank(candidates: Sequence[Plan], conditions: Conditions) -> list[Prediction]:
+    """Predictions for all candidates, the fastest first; of equals the one named first."""
+    basis = _flow(Plan.sync(conditions.world_size), conditions, {})
+    shared: dict[str, Flow] = _partials(candidates, conditions)
+    found = [predict(plan, conditions, basis=basis, shared=shared) for plan in candidates]
+    return sorted(found, key=lambda prediction: prediction.relative)
+
+
+def predict(
+    plan: Plan, conditions: Conditions, *, basis: Flow | None = None, shared: dict[str, Flow] | None = None
+) -> Prediction:
+    """What one plan would do. `basis` is the flow of `sync`, `shared` flows computed before, by label."""
+    flow = _flow(plan, conditions, shared or {})
+    sync = flow if plan.mode == "sync" else basis or _flow(Plan.sync(conditions.world_size), conditions, {})
+    gains = np.maximum(_progress(flow, conditions), 1e-6)
+    relative = flow.interval_s / gains / sync.interval_s
+    reach = _reach(flow.drift, conditions)
+    missed = 1.0 - reach
+    # Errors of interval and price are independent; the interval of sync moves with the others.
+    scatter = flow.scatter if plan.mode != "sync" else 0.0
+    down = math.hypot(math.log(relative[0] / relative[1]), 1.645 * scatter)
+    up = math.hypot(math.log(relative[2] / relative[0]), 1.645 * scatter)
+    middle = float(relative[0])
+    return Prediction(
+        plan=plan,
+        relative=middle + missed,
+        low=middle * math.exp(-down) + missed,
+        high=middle * math.exp(up) + missed,
+        interval_s=flow.interval_s,
+        progress=float(gains[0]),
+        drift=flow.drift,
+        reach=reach,
+    )
+
+
+def _reach(drift: float, conditions: Conditions) -> float:
+    """Chance to reach the target under a mean drift: 1 without any, falling around the network's limit."""
+    prior = conditions.price.prior
+    limit, softness = prior.drift_limit, prior.drift_softness
+    chance = 1.0 / (1.0 + math.exp(min(50.0, (drift - limit) / softness)))
+    return min(1.0, chance * (1.0 + math.exp(-limit / softness)))
+
+
+def _progress(flow: Flow, conditions: Conditions) -> Array:
+    """Mean progress of an update for the price and its quantiles."""
+    prices = conditions.early * conditions.prices
+    if len(flow.weights) <= _FEW:  # Quicker one by one.
+        kinds = list(zip(flow.weights.tolist(), flow.drifts.tolist(), strict=True))
+        signals = [sum(w * float(alignment(d, price)) for w, d in kinds) for price in prices.tolist()]
+        found = [
+            update_progress(
+                flow.length, flow.length * signal, flow.gradients, conditions.noise, conditions.world_size,
+                conditions.price.prior.lr_ratio,
+            )
+            for signal in signals
+        ]
+        return np.array(found, dtype=np.float64)
+    signal = (flow.weights[:, None] * alignment(flow.drifts[:, None], prices[None, :])).sum(axis=0)
+    return np.asarray(
+        update_progress(
+            flow.length, flow.length * signal, flow.gradients, conditions.noise, conditions.world_size,
+            conditions.price.prior.lr_ratio,
+        )
+    )
+
+
+# ---- flows of the modes ---------------------------------------------------------------------------------------------
+
+
+def _wire_s(conditions: Conditions, rate: Array) -> float:
+    """2 (m - 1) / m of the bytes over the slowest of m links."""
+    return 2.0 * (len(rate) - 1) / len(rate) * conditions.comm_bytes / float(rate.min())
+
+
+def ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None) -> float:
+    """What an all-reduce takes besides what computing hides."""
+    rate = conditions.rate if members is None else conditions.rate[np.asarray(members)]
+    if len(rate) < 2:
+        return 0.0
+    wire_s = _wire_s(conditions, rate)
+    # What is beyond is negotiation, which takes as long for few, and the hops of the ring, which are fewer then.
+    hops = (len(rate) - 1) / (conditions.world_size - 1)
+    beyond_s = conditions.beyond_s * 0.5 * (1.0 + hops)
+    return CYCLE_S + beyond_s + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
+
+
+def _served_s(conditions: Conditions) -> float:
+    """What a push and its answer take besides their bytes."""
+    return _WAY_S + _SERVED * conditions.beyond_s
+
+
+def _averaging_s(conditions: Conditions) -> float:
+    """What an averaging takes, which nothing hides."""
+    if conditions.world_size < 2:
+        return 0.0
+    return CYCLE_S + conditions.beyond_s + LOCAL_COPIES * _wire_s(conditions, conditions.rate)
+
+
+def _helpers_s(conditions: Conditions, ranks: _Ranks) -> float:
+    """What a collective waits for the helpers of starved ranks that are late, and for frozen ones."""
+    starved = float(conditions.starved[ranks].max(initial=0.0)) if len(conditions.starved) else 0.0
+    return _PAUSE_S * starved + conditions.frozen_s
+
+
+def _flow(plan: Plan, conditions: Conditions, shared: dict[str, Flow]) -> Flow:
+    if plan.mode == "partial" and plan.label in shared:
+        return shared[plan.label]
+    return _MODES[plan.mode](plan, conditions)
+
+
+def _sync(plan: Plan, conditions: Conditions) -> Flow:
+    steps = conditions.times_s.max(axis=1)
+    interval_s = float(steps.mean()) + ring_s(conditions) + conditions.frozen_s
+    return Flow.fresh(interval_s, conditions.world_size, float(steps.std()) / math.sqrt(len(steps)) / interval_s)
+
+
+def _partials(candidates: Sequence[Plan], conditions: Conditions) -> dict[str, Flow]:
+    """Flows of all candidates of mode `partial`, replayed together."""
+    plans = [plan for plan in candidates if plan.mode == "partial"]
+    if not plans:
+        return {}
+    fixed_s = ring_s(conditions)
+    flows = partial_flow(
+        conditions.times_s, [plan.quorum for plan in plans], fixed_s, relative=[p.damping != "inverse" for p in plans]
+    )
+    late_s = _helpers_s(conditions, np.flatnonzero(conditions.usual_s > 1.2 * conditions.typical_s))
+    return {
+        plan.label: flow.slower(late_s + _closed_s(plan, conditions)) for plan, flow in zip(plans, flows, strict=True)
+    }
+
+
+def _closed_s(plan: Plan, conditions: Conditions) -> float:
+    """What a step takes longer as it is closed without the slow ranks."""
+    if not conditions.beyond_s:
+        return 0.0
+    n = conditions.world_size
+    slow = (conditions.times_s > slow_limit_s(conditions.typical_s)).sum(axis=1)
+    left_out = np.minimum(slow, n - plan.quorum)
+    return conditions.beyond_s * float(_CLOSED * (left_out > 0).mean() + _LEFT_OUT / n * left_out.mean())
+
+
+def _partial(plan: Plan, conditions: Conditions) -> Flow:
+    return _partials([plan], conditions)[plan.label]
+
+
+def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
+    members = np.array(plan.members)
+    inside = np.zeros(conditions.world_size, dtype=np.bool_)
+    inside[members] = True
+    outside = np.flatnonzero(~inside)
+    steps = conditions.times_s[:, members].max(axis=1)
+    interval_s = float(steps.mean()) + ring_s(conditions, members) + _helpers_s(conditions, outside)
+    way_s = 2.0 * conditions.comm_bytes / conditions.rate[outside] + _WAY_S
+    late = np.maximum(1.0, np.ceil((conditions.usual_s[outside] + way_s) / interval_s))
+    kept = np.where(late > plan.max_staleness, 0.0, 1.0 / (1.0 + late) if plan.damping == "inverse" else 1.0)
+    # A child gives a gradient every `late` steps.
+    weights = np.concatenate([np.ones(len(members)), kept / late])
+    drifts = np.concatenate([np.zeros(len(members)), late])
+    scatter = float(steps.std()) / math.sqrt(len(steps)) / interval_s
+    return Flow.mean(interval_s, weights, drifts, scatter)
+
+
+def _ps(plan: Plan, conditions: Conditions) -> Flow:
+    way_s = _served_s(conditions) + 2.0 * conditions.comm_bytes / conditions.rate
+    if plan.rule == "groups":
+        return _crews(settle(plan, conditions), conditions, conditions.times_s + way_s, 0.0)
+    rates = conditions.rate[list(plan.servers)] if plan.servers else conditions.rate.max(keepdims=True)
+    capacity = len(rates) * float(rates.min())
+    x = 1 if plan.rule == "ssp" else plan.quorum
+    times = conditions.times_s + way_s
+    if plan.rule == "ssp":
+        # Nobody gets further ahead than the slack: in the long run all go at the pace of the slowest.
+        times = np.maximum(times, times.mean(axis=0).max() * np.ones_like(times) * (1.0 if plan.slack < 64 else 0.0))
+    return server_flow(plan, times, x, x * conditions.comm_bytes / capacity)
+
+
+def _grouped(plan: Plan, conditions: Conditions) -> Flow:
+    settled = settle(plan, conditions)
+    return _crews(settled, conditions, conditions.times_s, _served_s(conditions))
+
+
+def _crews(plan: Plan, conditions: Conditions, times: Array, way_s: float) -> Flow:
+    """Groups that each wait for their own: rates add up, the drift of one is what the others did meanwhile."""
+    n = conditions.world_size
+    groups = plan.groups or (tuple(range(n)),)
+    size = np.array([float(len(group)) for group in groups])
+    cycle = []
+    for group in groups:
+        one_s = float(times[:, list(group)].max(axis=1).mean())
+        if plan.mode == "grouped":
+            rate = float(conditions.rate[group[0]])
+            one_s += ring_s(conditions, group) + way_s + 2.0 * conditions.comm_bytes / rate
+        cycle.append(one_s)
+    rates = 1.0 / np.array(cycle)
+    stale = (rates.sum() - rates) / rates
+    kept = np.ones(len(size))
+    if plan.damping == "inverse":
+        kept = 1.0 / (1.0 + stale)
+    elif plan.damping == "relative":
+        kept = np.minimum(1.0, n / size / (1.0 + stale))
+    length = size / n * kept if plan.lr_rule == "linear" else kept
+    moved = (rates * length).sum()
+    drift = (moved - rates * length) / rates
+    share = rates * length / moved
+    return Flow(
+        interval_s=float(1.0 / rates.sum()),
+        length=float(moved / rates.sum()),
+        weights=share,
+        drifts=drift,
+        gradients=float((share * size).sum()),
+        drift=float((share * drift).sum()),
+        scatter=0.03,
+    )
+
+
+def _local(plan: Plan, conditions: Conditions) -> Flow:
+    """Walks of `count` steps: their sums even out what is slow only now and then."""
+    times, n = conditions.times_s, conditions.world_size
+    if plan.local_steps:
+        count = float(plan.local_steps)
+        starts = range(0, len(times), 4)
+        walks = [np.resize(np.roll(times, -i, axis=0), (plan.local_steps, n)).sum(axis=0) for i in starts]
+        round_s = float(np.mean([walk.max() for walk in walks]))
+        counts = np.full(n, count)
+    else:
+        counts = np.maximum(1.0, np.floor(plan.local_s / conditions.usual_s))
+        round_s = float((counts * conditions.usual_s).max())
+        count = float(counts.mean())
+    # Freezes come with time, not with rounds.
+    interval_s = (round_s + _averaging_s(conditions)) / count + conditions.frozen_s
+    drift = float(local_drift(count, n))
+    gradients = float(counts.sum() ** 2 / (counts * counts).sum())
+    return Flow(
+        interval_s=interval_s,
+        length=1.0,
+        weights=np.ones(1),
+        drifts=np.array([drift]),
+        gradients=gradients,
+        drift=drift,
+        scatter=0.03,
+    )
+
+
+_MODES: dict[str, Callable[[Plan, Conditions], Flow]] = {
+    "sync": _sync,
+    "partial": _partial,
+    "subgroup": _subgroup,
+    "ps": _ps,
+    "grouped": _grouped,
+    "local": _local,
+}

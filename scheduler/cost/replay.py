@@ -1,0 +1,322 @@
+"""Replays of recent times under the rules of a mode: how often updates come, and of what.
+
+These are small event simulations for decisions that take milliseconds; `scheduler.simulator` is the exact one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost import replay_few
+from scheduler.cost.replay_few import FEW
+from scheduler.plan.plan import Plan
+
+__all__ = ["Flow", "order_interval", "partial_flow", "server_flow"]
+
+Array = npt.NDArray[np.float64]
+_Counts = npt.NDArray[np.int64]
+
+_GRACE = 0.25  # Of the usual time, as `ClosingRule` waits after the quorum.
+_SLOW = 1.3  # As there.
+_ARRIVALS = 24  # Arrivals per rank that a replay of servers takes.
+_ROWS = 8  # Rows up to which whole rows are compared to sort columns.
+_MANY = 128
+_NONE = np.zeros((0, 1), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flow:
+    """The updates of a mode.
+
+    Attributes:
+        interval_s: Mean time between two.
+        length: L of an update (`scheduler.cost.progress`).
+        weights: What kinds of gradients share in it; sum 1.
+        drifts: Drift of each kind.
+        gradients: Effective number of gradients in an update.
+        drift: Mean drift.
+        scatter: Relative standard error of the interval.
+    """
+
+    interval_s: float
+    length: float
+    weights: Array
+    drifts: Array
+    gradients: float
+    drift: float
+    scatter: float
+
+    @classmethod
+    def fresh(cls, interval_s: float, gradients: float, scatter: float) -> Flow:
+        """Updates of fresh gradients alone."""
+        return cls(
+            interval_s=interval_s,
+            length=1.0,
+            weights=np.ones(1),
+            drifts=np.zeros(1),
+            gradients=gradients,
+            drift=0.0,
+            scatter=scatter,
+        )
+
+    @classmethod
+    def mean(
+        cls, interval_s: float, weights: Sequence[float] | Array, drifts: Sequence[float] | Array, scatter: float
+    ) -> Flow:
+        """Updates that are a weighted mean of gradients."""
+        w, d = np.asarray(weights, dtype=np.float64), np.asarray(drifts, dtype=np.float64)
+        total = float(w.sum())
+        return cls(
+            interval_s=interval_s,
+            length=1.0,
+            weights=w / total,
+            drifts=d,
+            gradients=total * total / float((w * w).sum()),
+            drift=float((w * d).sum()) / total,
+            scatter=scatter,
+        )
+
+    def slower(self, extra_s: float) -> Flow:
+        """The same with updates that take so much longer."""
+        return dataclasses.replace(self, interval_s=self.interval_s + extra_s)
+
+
+def order_interval(times_s: Sequence[float] | Array, x: int, *, updates: int = 1000) -> float:
+    """tau(x): mean time between updates of any x arrivals (STAR section 4.4), seconds.
+
+    Args:
+        times_s: Every rank's time, shape (n_ranks,), or rows of them to be gone through again and again.
+        x: Arrivals that make an update.
+        updates: Updates to simulate.
+    """
+    times = np.atleast_2d(np.asarray(times_s, dtype=np.float64))
+    return _order(times, x, updates)[0]
+
+
+def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[float, _Counts, float]:
+    """Mean interval, staleness of every gradient taken, and the relative standard error of the interval.
+
+    The first tenth is the way into the steady state, and not counted.
+    """
+    n = times.shape[1]
+    if not 1 <= x <= n:
+        raise ValueError(f"x is {x}; expected 1..{n}, the ranks")
+    if n <= FEW:
+        few_ends, few_stale = replay_few.order(times.tolist(), x, updates, gap_s)
+        return _settled(np.array(few_ends), np.array(few_stale), updates)
+    finish_s, base, place = times[0].copy(), np.zeros(n, dtype=np.int64), np.arange(n, 2 * n)
+    ahead, turn = times.reshape(-1), times.size
+    ends, stale, now_s = np.zeros(updates), np.zeros((updates, x), dtype=np.int64), 0.0
+    for update in range(updates):
+        chosen = np.argpartition(finish_s, x - 1)[:x] if x < n else np.arange(n)
+        now_s = max(float(finish_s[chosen].max()), now_s + gap_s)
+        stale[update] = update - base[chosen]
+        following = place[chosen]
+        finish_s[chosen] = now_s + ahead[following % turn]
+        place[chosen] = following + n
+        base[chosen] = update + 1
+        ends[update] = now_s
+    return _settled(ends, stale, updates)
+
+
+def _settled(ends: Array, stale: _Counts, updates: int) -> tuple[float, _Counts, float]:
+    """As `_order`, of the end of every update and the staleness of its gradients."""
+    skip, now_s = max(updates // 10, min(1, updates - 3)), float(ends[-1])
+    steps = np.diff(ends[skip:]) if updates - skip > 1 else ends
+    mean_s = float(steps.mean())
+    if updates >= 500:  # The table of the source counts from the start.
+        mean_s = now_s / updates
+    return mean_s, stale[skip:].reshape(-1), float(steps.std()) / math.sqrt(len(steps)) / max(mean_s, 1e-12)
+
+
+def _backup(times: Array, x: int, updates: int, gap_s: float) -> tuple[float, float]:
+    """Mean interval of updates of the first x fresh gradients, and its relative standard error.
+
+    What comes later is dropped when it comes, and its rank begins anew with the parameters there are by then.
+    """
+    rows, n = times.shape
+    if n <= FEW:
+        mean_s, _, scatter = _settled(np.array(replay_few.backup(times.tolist(), x, updates, gap_s)), _NONE, updates)
+        return mean_s, scatter
+    finish_s, base, count = times[0].copy(), np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
+    ends, now_s = np.zeros(updates), 0.0
+    for update in range(updates):
+        while True:
+            fresh = base == update
+            following_s = float(np.partition(np.where(fresh, finish_s, math.inf), x - 1)[x - 1])
+            dropped = np.flatnonzero(~fresh & (finish_s <= following_s))
+            if not len(dropped):
+                break
+            finish_s[dropped] = np.maximum(finish_s[dropped], now_s) + times[count[dropped] % rows, dropped]
+            count[dropped] += 1
+            base[dropped] = update
+        chosen = np.flatnonzero(fresh & (finish_s <= following_s))[:x]
+        now_s = max(following_s, now_s + gap_s)
+        finish_s[chosen] = now_s + times[count[chosen] % rows, chosen]
+        count[chosen] += 1
+        base[chosen] = update + 1
+        ends[update] = now_s
+    mean_s, _, scatter = _settled(ends, _NONE, updates)
+    return mean_s, scatter
+
+
+def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
+    """Updates of any x arrivals at servers that cannot take in more than one update in `gap_s`.
+
+    Args:
+        plan: For its damping, learning-rate rule and whether late gradients are dropped.
+        times: Cycle of every rank, push and answer included, rows of shape (n_ranks,).
+        x: Arrivals that make an update.
+        gap_s: Least time between updates.
+    """
+    n = times.shape[1]
+    if x == 1:
+        # Every rank for itself: rates add up, no order to simulate.
+        rates = 1.0 / times.mean(axis=0)
+        interval_s = max(float(1.0 / rates.sum()), gap_s)
+        stale, weight = np.maximum(rates.sum() / rates - 1.0, 0.0), rates / rates.sum()
+        scatter = 0.02
+    elif plan.rule == "backup":
+        updates = max(12, _ARRIVALS * n // x) if n <= _MANY else 6
+        interval_s, scatter = _backup(times, x, updates, gap_s)
+        stale, weight = np.zeros(1), np.ones(1)
+    else:
+        updates = max(12, _ARRIVALS * n // x) if n <= _MANY else max(8, 6 * n // x)
+        interval_s, all_stale, scatter = _order(times, x, updates, gap_s)
+        counts = np.bincount(all_stale)
+        stale = np.flatnonzero(counts).astype(np.float64)
+        weight = counts[counts > 0] / len(all_stale)
+    kept = np.ones(len(stale))
+    if plan.damping == "inverse":
+        kept = 1.0 / (1.0 + stale)
+    elif plan.damping == "relative":
+        kept = np.minimum(1.0, n / x / (1.0 + stale))
+    full = x / n if plan.lr_rule == "linear" else 1.0
+    if plan.lr_rule == "noise":
+        full = (1.0 + plan.noise_scale / n) / (1.0 + plan.noise_scale / x)
+    share = weight * kept
+    total = float(share.sum())
+    length = full * total
+    drifts = stale * length
+    share = share / total
+    return Flow(
+        interval_s=interval_s,
+        length=length,
+        weights=share,
+        drifts=drifts,
+        gradients=x * total * total / float((weight * kept * kept).sum()),
+        drift=float((share * drifts).sum()),
+        scatter=scatter,
+    )
+
+
+def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, relative: Sequence[bool]) -> list[Flow]:
+    """Steps that wait for a quorum and a grace, for several quorums at once.
+
+    Args:
+        times: Compute times to come, shape (n_steps, n_ranks); gone through twice, of many ranks for some steps more.
+        quorums: m of every case.
+        fixed_s: What a step takes besides.
+        relative: Whether late gradients are damped by `relative` rather than `inverse`.
+    """
+    usual = _median(times)
+    steps = 2 * len(times) if len(usual) <= _MANY else len(times) + 3
+    typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
+    slow, grace_s = usual > _SLOW * typical_s, _GRACE * typical_s
+    if len(usual) <= FEW:
+        table, loud = times.tolist(), slow.tolist()
+        found = [replay_few.partial(table, quorum, fixed_s, loud, grace_s) for quorum in quorums]
+    else:
+        found = _partials(times, np.asarray(quorums), fixed_s, slow, grace_s, steps)
+    cases = zip(quorums, relative, found, strict=True)
+    return [_mean_flow(len(usual), steps, *case) for case in cases]
+
+
+def _median(times: Array) -> Array:
+    """Every rank's median; numpy's takes a while for each of a thousand short columns."""
+    ordered, rows = times.copy(), len(times)
+    if rows > _ROWS:
+        ordered.sort(axis=0)
+    for turn in range(rows if rows <= _ROWS else 0):
+        upper, lower = ordered[turn % 2 : rows - 1 : 2], ordered[turn % 2 + 1 :: 2]
+        upper[:], lower[:] = np.minimum(upper, lower), np.maximum(upper, lower)
+    return np.asarray(0.5 * (ordered[(rows - 1) // 2] + ordered[rows // 2]))
+
+
+def _partials(
+    times: Array,
+    quorum: npt.NDArray[np.int64],
+    fixed_s: float,
+    slow: npt.NDArray[np.bool_],
+    grace_s: float,
+    steps: int,
+) -> list[tuple[float, list[int]]]:
+    """The time that all steps take, and how many gradients of each staleness share in them, for every quorum."""
+    n = times.shape[1]
+    cases, first = np.arange(len(quorum)), (quorum - 1)[:, None]
+    places = sorted(set(first[:, 0].tolist()))
+    turns = -(-(2 * steps + 2) // len(times))  # A rank begins two batches in a step at most.
+    ahead = np.tile(times, (turns, 1)).reshape(-1)
+    place = np.tile(np.arange(n, 2 * n), (len(quorum), 1))  # Of its next time.
+    finish_s = np.tile(times[0], (len(quorum), 1))
+    version = np.zeros(finish_s.shape, dtype=np.int64)
+    now_s = np.zeros((len(quorum), 1))
+    taken = np.zeros((len(quorum), steps + 1), dtype=np.int64)
+    for step in range(steps):
+        behind = version < step
+        join = behind & (finish_s <= now_s)
+        if join.any():  # They ended a late batch while the last step was reduced, and begin one for this step.
+            finish_s[join] = now_s[np.nonzero(join)[0], 0] + ahead[place[join]]
+            place[join] += n
+            version[join] = step
+            behind ^= join
+        arrive_s = np.where(behind, math.inf, finish_s)
+        quorum_s = np.take_along_axis(np.partition(arrive_s, places, axis=1), first, axis=1)
+        short = np.isinf(quorum_s)
+        if short.any():
+            newest_s = np.where(behind, -math.inf, finish_s).max(axis=1, keepdims=True)
+            quorum_s = np.maximum(np.where(short, newest_s, quorum_s), now_s)
+        awaited_s = np.where((arrive_s > quorum_s + grace_s) | slow, -math.inf, arrive_s)
+        close_s = np.maximum(quorum_s, awaited_s.max(axis=1, keepdims=True))
+        again = finish_s <= close_s
+        inside = again & ~behind
+        taken[:, 0] += inside.sum(axis=1)
+        # Late ones join at once, for this step; those inside begin the next one together.
+        late = again & behind
+        now_s = close_s + fixed_s
+        following_s = now_s + ahead[place]
+        if late.any():
+            np.add.at(taken, (np.nonzero(late)[0], step - version[late]), 1)
+            following_s[late] = finish_s[late] + ahead[place[late]]
+            version[late] = step
+        finish_s = np.where(again, following_s, finish_s)
+        place += n * again
+        version[inside] = step + 1
+    return [(float(now_s[case, 0]), taken[case].tolist()) for case in cases.tolist()]
+
+
+def _mean_flow(n: int, steps: int, quorum: int, relative: bool, found: tuple[float, list[int]]) -> Flow:
+    counts = np.asarray(found[1], dtype=np.float64)
+    stale = np.flatnonzero(counts).astype(np.float64)
+    kept = np.minimum(1.0, n / quorum / (1.0 + stale)) if relative else 1.0 / (1.0 + stale)
+    kept[stale == 0.0] = 1.0
+    counts = counts[counts > 0.0]
+    sums = counts * kept
+    total, square = float(sums.sum()), float((sums * kept).sum())
+    share = sums / total
+    mean = total / steps
+    return Flow(
+        interval_s=found[0] / steps,
+        length=1.0,
+        weights=share,
+        drifts=stale,
+        gradients=mean * mean / max(square / steps, 1e-12),
+        drift=float((share * stale).sum()),
+        scatter=0.02,
+    )

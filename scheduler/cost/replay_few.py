@@ -1,0 +1,122 @@
+"""The replays of `scheduler.cost.replay` for a few ranks, rank by rank: arrays of eight cost more than they save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["FEW", "backup", "order", "partial"]
+
+FEW = 16
+"""Ranks up to which a walk over them is faster than operations on arrays."""
+
+Rows = Sequence[Sequence[float]]
+
+
+def order(rows: Rows, x: int, updates: int, gap_s: float) -> tuple[list[float], list[list[int]]]:
+    """Updates of any x arrivals.
+
+    Args:
+        rows: Times of all ranks, gone through again and again, seconds.
+        x: Arrivals that make an update.
+        updates: How many to replay.
+        gap_s: Least time between two.
+
+    Returns:
+        The end of every update, and the staleness of its gradients.
+    """
+    n, now_s = len(rows[0]), 0.0
+    finish_s, base, count = list(rows[0]), [0] * n, [1] * n
+    ends, stale, ranks = [], [], range(n)
+    for update in range(updates):
+        chosen = sorted(ranks, key=finish_s.__getitem__)[:x]
+        now_s = max(finish_s[chosen[-1]], now_s + gap_s)
+        stale.append([update - base[rank] for rank in chosen])
+        for rank in chosen:
+            finish_s[rank] = now_s + rows[count[rank] % len(rows)][rank]
+            count[rank] += 1
+            base[rank] = update + 1
+        ends.append(now_s)
+    return ends, stale
+
+
+def backup(rows: Rows, x: int, updates: int, gap_s: float) -> list[float]:
+    """The ends of updates of the first x fresh gradients; who comes later is dropped and begins anew.
+
+    Args:
+        rows: As in `order`, and so the others.
+    """
+    n, now_s = len(rows[0]), 0.0
+    finish_s, base, count = list(rows[0]), [0] * n, [1] * n
+    ends, ranks = [], range(n)
+    for update in range(updates):
+        while True:
+            arrivals = sorted(finish_s[rank] for rank in ranks if base[rank] == update)
+            following_s = arrivals[x - 1] if len(arrivals) >= x else math.inf
+            dropped = [rank for rank in ranks if base[rank] != update and finish_s[rank] <= following_s]
+            if not dropped:
+                break
+            for rank in dropped:
+                finish_s[rank] = max(finish_s[rank], now_s) + rows[count[rank] % len(rows)][rank]
+                count[rank] += 1
+                base[rank] = update
+        chosen = [rank for rank in ranks if base[rank] == update and finish_s[rank] <= following_s][:x]
+        now_s = max(following_s, now_s + gap_s)
+        for rank in chosen:
+            finish_s[rank] = now_s + rows[count[rank] % len(rows)][rank]
+            count[rank] += 1
+            base[rank] = update + 1
+        ends.append(now_s)
+    return ends
+
+
+def partial(
+    rows: Rows, quorum: int, fixed_s: float, slow: Sequence[bool], grace_s: float
+) -> tuple[float, list[int]]:
+    """Steps that wait for a quorum and a grace.
+
+    Args:
+        rows: Times of all ranks, gone through twice, seconds.
+        quorum: Fresh gradients that a step waits for.
+        fixed_s: What a step takes besides.
+        slow: Ranks that no step waits for longer.
+        grace_s: How long it waits for the others after its quorum.
+
+    Returns:
+        The time of all steps, and how many gradients of each staleness share in them.
+    """
+    n, depth, steps = len(rows[0]), len(rows), 2 * len(rows)
+    finish_s, version, count = list(rows[0]), [0] * n, [1] * n
+    taken, now_s, ranks = [0] * (steps + 1), 0.0, range(n)
+    for step in range(steps):
+        fresh = []
+        for rank in ranks:
+            if version[rank] < step:
+                if finish_s[rank] > now_s:
+                    continue
+                # It ended a late batch while the last step was reduced, and begins one for this step.
+                finish_s[rank] = now_s + rows[count[rank] % depth][rank]
+                count[rank] += 1
+                version[rank] = step
+            fresh.append(finish_s[rank])
+        fresh.sort()
+        close_s = fresh[quorum - 1] if len(fresh) >= quorum else max(fresh[-1] if fresh else now_s, now_s)
+        limit_s = close_s + grace_s
+        for rank in ranks:
+            if close_s < finish_s[rank] <= limit_s and not slow[rank] and version[rank] >= step:
+                close_s = finish_s[rank]
+        now_s = close_s + fixed_s
+        for rank in ranks:
+            if finish_s[rank] > close_s:
+                continue
+            following_s = rows[count[rank] % depth][rank]
+            count[rank] += 1
+            if version[rank] >= step:  # Those inside begin the next step together, late ones join this one at once.
+                taken[0] += 1
+                finish_s[rank] = now_s + following_s
+                version[rank] = step + 1
+            else:
+                taken[step - version[rank]] += 1
+                finish_s[rank] += following_s
+                version[rank] = step
+    return now_s, taken

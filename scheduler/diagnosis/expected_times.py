@@ -1,0 +1,40 @@
+"""What every rank's next step is expected to take, by the reports of a window."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler.diagnosis.forecast import Forecast, Forecaster
+from scheduler.records import Window
+
+__all__ = ["outlook"]
+
+
+def outlook(window: Window, quantiles: Sequence[float] = (0.1, 0.5, 0.9), threshold: float = 1.2) -> Forecast | None:
+    """Forecast the next step from a window's reports; some tens of milliseconds for eight ranks.
+
+    Args:
+        window: Recent reports. A rank that made no report of a step, as it was late, tells nothing there.
+        quantiles: Ascending, between 0 and 1.
+        threshold: Multiple of the step's lower median above which a rank is called slow.
+
+    Returns:
+        The forecast, None where no rank has reported anything.
+
+    Raises:
+        ValueError: A quantile or a threshold out of range.
+    """
+    table = window.table
+    width = table.compute_s.shape[1]
+    known = np.arange(width) >= width - table.counts[:, None]
+    forecaster = Forecaster(len(table))
+    for step in np.unique(table.steps[known]).tolist():
+        here = known & (table.steps == step)
+        # Under servers a rank may report a step more than once.
+        count = here.sum(axis=1)
+        sums_s = np.where(here, table.compute_s, 0.0).sum(axis=1)
+        forecaster.update(np.where(count > 0, sums_s / np.maximum(count, 1), math.nan))
+    return forecaster.forecast(quantiles, threshold) if forecaster.iterations else None

@@ -1,0 +1,54 @@
+"""Since when ranks are slow, also where that is longer ago than a window reaches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from scheduler.diagnosis.window_stats import Readings
+from scheduler.records import Window
+
+__all__ = ["CALM_REPORTS", "SlowSince"]
+
+CALM_REPORTS = 12
+"""Reports of its own in a row that are not slow, after which a rank is slow no more: as many as the steps without
+trouble after which a job returns to `sync`. Reports, not steps: a slow rank of a relaxed mode makes one every few."""
+
+
+class SlowSince:
+    """Remembers the first slow step of every rank's present episode; shown every window of a job, in order.
+
+    An episode ends with `CALM_REPORTS` reports that are not slow. So a rank that is slow again and again has one.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[int, int] = {}
+
+    @property
+    def steps(self) -> Mapping[int, int]:
+        """Rank to the step of the first slow report of its present episode."""
+        return self._steps
+
+    def note(self, window: Window) -> None:
+        """Take a window in; one seen before, or without a usual time, changes nothing."""
+        readings = Readings.of(window)
+        if math.isnan(readings.reference_s):
+            return
+        slow = readings.slow()
+        width = slow.shape[1]
+        ranks = np.flatnonzero(slow[:, -CALM_REPORTS:].any(axis=1))
+        slow, columns, never = slow[ranks], np.arange(width), -width - CALM_REPORTS
+        latest = np.maximum.accumulate(np.where(slow, columns, never), axis=1)
+        before = np.concatenate([np.full((len(ranks), 1), never), latest[:, :-1]], axis=1)
+        # Of the slow reports that follow on calm, or on nothing the window knows, the last one.
+        begins = slow & (columns - before > CALM_REPORTS)
+        first = width - 1 - np.argmax(begins[:, ::-1], axis=1)
+        # The calm before it lies in the window; else the episode may have begun earlier.
+        certain = first - (width - readings.counts[ranks]) >= CALM_REPORTS
+        found = readings.steps[ranks, first]
+        self._steps = {
+            rank: step if sure else min(step, self._steps.get(rank, step))
+            for rank, step, sure in zip(ranks.tolist(), found.tolist(), certain.tolist(), strict=True)
+        }

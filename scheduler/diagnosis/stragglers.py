@@ -1,0 +1,306 @@
+"""Who is slow, by how much, since when and why: a pure function of a window of reports.
+
+Three kinds of evidence, in `find_stragglers`: compute times (causes compute, input and starved), the rates of links
+(link), and silence (starved: a process that is stopped or gets no processor at all).
+
+Of compute, the question is asked of compute times taken before the collective (`StepReport.compute_s`): inside a
+collective the waiting ranks spin at full load and every rank sees the same wall time, so no time measured
+there names anybody; a link is known by its own rate.
+
+The reference is the lower median over ranks of each rank's lower median. Two simpler references fail:
+
+* The minimum. "20 % over the fastest" fires in 80 % and 96 % of the uncontended rounds of the STAR logs
+  (transformer and alexnet, 8 workers), because the minimum of eight jittering numbers lies well below all
+  others.
+* The usual median. With two ranks it is their mean: 1 s and 4 s give 2.5 s and the slow rank looks 1.6 times
+  slow; with two of four ranks slow it lies between the halves and shrinks a factor of 2 to 1.33.
+
+The lower median is the (ceil(n/2))-th smallest value: the largest order statistic that still belongs to the
+fast ranks when half of them are slow, hence the one with the fewest false alarms among those that name half a
+job. When more than half are slow, slow is what this job is, and nobody is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.diagnosis.window_stats import MIN_REPORTS, RECENT, RESOLUTION_S, THRESHOLD, Readings
+from scheduler.records import Window
+
+__all__ = [
+    "CAUSES",
+    "LINK_CALM",
+    "LINK_RATIO",
+    "MIN_REPORTS",
+    "PERSISTENCE",
+    "RESOLUTION_S",
+    "THRESHOLD",
+    "Readings",
+    "Straggler",
+    "duration",
+    "find_stragglers",
+    "link_ratio",
+    "lower_median",
+]
+
+_Floats = npt.NDArray[np.float64]
+
+CAUSES = ("compute", "input", "starved", "link")
+"""`compute`: the rank's own work takes longer. `input`: it waits for data. `starved`: its thread is runnable
+but gets no processor, or the process is not heard of at all. `link`: its network is slow."""
+
+PERSISTENCE = 3
+"""Consecutive slow reports before a rank is named. The longest run in the undisturbed compute times is two."""
+
+_CAUSE_SHARE = 0.5
+"""Part of a rank's excess time that waiting for data, or for a processor, must explain to be called the
+cause.
+Half: then it explains more than everything else together."""
+
+LINK_RATIO = 0.5
+"""A link is slow below this part of the median of the others', and `LINK_CALM` is where it is slow no more: between
+loopback, 10 Gb/s and 1 Gb/s lie factors of ten, between equal links of one job some ten percent."""
+
+LINK_CALM = 0.75
+
+LINK_SHARE = 0.2
+"""Part of the rank's step that a usual link would save. Less is not worth a switch, and on it depend false alarms where
+the gradient is so small that its rate measures latency."""
+
+_WIRE_MOST = 2.0  # Times what the bytes take on a link that its part of a step may be.
+
+SILENT_STEPS = 10
+"""A rank is silent after as many usual steps, or three of its own, and a second: the agents tell of themselves more
+often than that."""
+
+_SILENT_S = 1.0
+_OWN_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank that is slow now.
+
+    Attributes:
+        rank: The rank.
+        slowdown: Median of its slow reports over the reference; 4.0 means that a batch takes it four times as
+            long. Of a link: median rate of the others over its own. Of silence: its time over the reference.
+        since_step: Global step of the first report of the present slow run, or the window's first if it began
+            before (`scheduler.diagnosis.slow_episodes` remembers that); the window's end for a link and for silence,
+            which have no history.
+        cause: One of `CAUSES`.
+        evidence: The numbers behind it in one phrase.
+        silent: Whether it is named because nothing is heard of it.
+    """
+
+    rank: int
+    slowdown: float
+    since_step: int
+    cause: str
+    evidence: str
+    silent: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """What a person reads: `rank 3 computes 4.0x slower than the median since step 410 (compute)`."""
+        if self.silent or self.cause == "link":
+            return f"rank {self.rank} {self.evidence} ({self.cause})"
+        return (
+            f"rank {self.rank} computes {self.slowdown:.1f}x slower than the median "
+            f"since step {self.since_step} ({self.cause})"
+        )
+
+
+def find_stragglers(
+    window: Window,
+    *,
+    threshold: float = THRESHOLD,
+    persistence: int = PERSISTENCE,
+    readings: Readings | None = None,
+) -> tuple[Straggler, ...]:
+    """The ranks that are slow now, in order of rank; of a rank's causes the one that costs most.
+
+    Compute: its last `persistence` reports are all slow, that is above `threshold` times the reference and, where
+    the whole job has just become slower, above `threshold` times the fastest rank at that step: see `Readings`.
+    Link: its rate is below half of the others' median, and a usual link would save a considerable part of its step;
+    that can be told before anybody can be judged by times.
+    Silence: nothing was heard of it for many steps while the others were heard.
+
+    Args:
+        window: Recent reports of all ranks. `input_share` and `starved_share` are ratios of sums over the
+            reports in it.
+        threshold: Multiple of the reference, above 1.
+        persistence: Consecutive most recent reports that must be slow, at least 1. A single spike names
+            nobody.
+        readings: The window's, made with `threshold`, where the caller has them.
+
+    Raises:
+        ValueError: A threshold out of range, or a rank whose steps and times differ in number.
+    """
+    if not threshold > 1.0:
+        raise ValueError(f"threshold is {threshold}; expected a number above 1")
+    if persistence < 1:
+        raise ValueError(f"persistence is {persistence}; expected at least 1")
+    if readings is None:
+        readings = Readings.of(window) if threshold == THRESHOLD else Readings(window, threshold=threshold)
+    if math.isnan(readings.typical_s):
+        return ()
+    table = window.table
+    runs = readings.run_lengths()
+    ratios = _link_ratios(table.link_bytes_per_s)
+    suspects = (runs >= persistence) | (ratios < LINK_RATIO) | (table.silent_s > _SILENT_S)
+    found = []
+    excess: _Excess | None = None
+    for rank in np.flatnonzero(suspects).tolist():
+        compute = None
+        if runs[rank] >= persistence:
+            excess = excess or _Excess(window, readings)
+            compute = excess.describe(rank)
+        link, saved_s = _slow_link(window, readings, rank, float(ratios[rank]))
+        if link is not None and compute is not None:
+            link = None if (compute.slowdown - 1.0) * readings.reference_s > saved_s else link
+        named = _silence(window, readings, rank) or link or compute
+        if named is not None:
+            found.append(named)
+    return tuple(found)
+
+
+def link_ratio(window: Window, rank: int) -> float:
+    """The rate of the rank's link over the lower median of the others'; NaN where either is unknown."""
+    return float(_link_ratios(window.table.link_bytes_per_s)[rank])
+
+
+def _link_ratios(rates: _Floats) -> _Floats:
+    """`link_ratio` of all ranks."""
+    known = np.isfinite(rates) & (rates > 0.0)
+    ordered, others = np.sort(rates[known]), len(rates) - 1
+    count = len(ordered) - 1  # Others that are known, of a rank that is.
+    # Fewer than half are no reference.
+    if count < 1 or 2 * count < others:
+        return np.full(len(rates), math.nan)
+    middle = (count - 1) // 2
+    # Without a rank itself, those above it move down by one place.
+    usual = np.where(rates <= ordered[middle], ordered[middle + 1], ordered[middle])
+    return np.asarray(np.divide(rates, usual, out=np.full(len(rates), math.nan), where=known))
+
+
+def _slow_link(window: Window, readings: Readings, rank: int, ratio: float) -> tuple[Straggler | None, float]:
+    """The rank as a straggler by its link, and the seconds per step that a usual link would save."""
+    if not ratio < LINK_RATIO:
+        return None, 0.0
+    own_s = _comm_s(window, rank)
+    saved_s = own_s * (1.0 - ratio)
+    if not (saved_s > RESOLUTION_S and saved_s > LINK_SHARE * (readings.typical_s + own_s)):
+        return None, 0.0
+    rate = float(window.table.link_bytes_per_s[rank])
+    evidence = (
+        f"has a link of {rate / 1e6:.3g} MB/s, {1.0 / ratio:.1f}x slower than the others', and communicates "
+        f"{duration(own_s)} per step"
+    )
+    link = Straggler(rank=rank, slowdown=1.0 / ratio, since_step=window.step, cause="link", evidence=evidence)
+    return link, saved_s
+
+
+def _comm_s(window: Window, rank: int) -> float:
+    """What the rank's communication takes per step: measured, else what a ring sends, else 0, not known.
+
+    In a ring every rank sends 2 (n - 1) / n times its gradient and receives as much at the same time. Where much more
+    than that was measured it is not the link: too few cores, for one.
+    """
+    table = window.table
+    times = [time_s for time_s in table.comm_s[rank][-RECENT:] if math.isfinite(time_s) and time_s >= 0.0]
+    n = window.world_size
+    wire_s = 2.0 * (n - 1) / n * window.comm_bytes / float(table.link_bytes_per_s[rank])
+    if len(times) >= MIN_REPORTS:
+        return min(lower_median(times), _WIRE_MOST * wire_s) if window.comm_bytes else lower_median(times)
+    return wire_s
+
+
+def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
+    """The rank as a straggler of which nothing is heard, though the others are."""
+    silences = window.table.silent_s
+    silent_s = float(silences[rank])
+    if not silent_s > _SILENT_S or math.isnan(readings.reference_s):
+        return None
+    own = [time_s for _, time_s in readings.reports[rank][-RECENT:]]
+    if len(own) < MIN_REPORTS:
+        return None
+    limit_s = max(_SILENT_S, SILENT_STEPS * readings.reference_s, _OWN_STEPS * lower_median(own))
+    if not silent_s > limit_s:
+        return None
+    others = lower_median(np.delete(silences, rank).tolist())
+    if not silent_s > 2.0 * others:
+        return None
+    return Straggler(
+        rank=rank,
+        slowdown=silent_s / readings.reference_s,
+        since_step=window.step,
+        cause="starved",
+        evidence=f"has not been heard of for {silent_s:.1f} s",
+        silent=True,
+    )
+
+
+class _Excess:
+    """Names the cause by where a rank's excess over the reference went.
+
+    All quantities are totals over the window, so shares diluted by earlier, fast reports still add up:
+    excess = sum(t) - k * reference; waiting = share * sum(t) - k * what a usual rank waits per report.
+    """
+
+    def __init__(self, window: Window, readings: Readings) -> None:
+        self._readings = readings
+        self._total_s = readings.total_s()
+        self._shares = {"input": window.table.input_share, "starved": window.table.starved_share}
+        mean_s = self._total_s / np.maximum(readings.counts, 1)
+        self._usual_s = {cause: _lower_median(shares * mean_s) for cause, shares in self._shares.items()}
+
+    def describe(self, rank: int) -> Straggler:
+        """The record of a rank in a slow run."""
+        reference = self._readings.reference_s
+        total_s, count = float(self._total_s[rank]), int(self._readings.counts[rank])
+        excess_s = max(total_s - count * reference, 1e-12)
+        explained = {
+            cause: (float(shares[rank]) * total_s - count * self._usual_s[cause]) / excess_s
+            for cause, shares in self._shares.items()
+        }
+        cause = max(explained, key=lambda key: explained[key])
+        if explained[cause] < _CAUSE_SHARE:
+            cause = "compute"
+        run = self._readings.slow_run(rank)
+        slow = lower_median([time_s for _, time_s in run])
+        evidence = (
+            f"last {len(run)} reports slow, {slow * 1e3:.1f} ms against {reference * 1e3:.1f} ms; of the excess "
+            f"{_percent(explained['input'])} is waiting for data, {_percent(explained['starved'])} for a CPU"
+        )
+        return Straggler(rank=rank, slowdown=slow / reference, since_step=run[0][0], cause=cause, evidence=evidence)
+
+
+def _lower_median(values: _Floats) -> float:
+    return float(np.sort(values)[(len(values) - 1) // 2])
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """The ceil(k/2)-th smallest of k values, always one of them.
+
+    Raises:
+        ValueError: No values.
+    """
+    if not values:
+        raise ValueError("lower_median got no values; expected at least one")
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def duration(time_s: float) -> str:
+    """`45 ms`, `1.2 s`, for a sentence."""
+    return f"{time_s * 1e3:.3g} ms" if time_s < 0.9995 else f"{time_s:.3g} s"
+
+
+def _percent(part: float) -> str:
+    """A part as whole percent between 0 and 100, for a sentence."""
+    return f"{100.0 * min(max(part, 0.0), 1.0):.0f} %"

@@ -1,0 +1,342 @@
+"""Training rows from logged runs: the same job trained in several modes, each to its target.
+
+A single run never says what another mode would have done. Where the same job (equal program, sizes, optimizer with its
+hyperparameters, batch, target, tags and machine) was run in `sync` and in other modes, each to a target, it does:
+moments of the `sync` runs get the times of the others as labels. Runs in mode `auto`, without a target, or without a
+`sync` run beside them are left out, each with its reason. What is read is what a run log has
+(`training_logs/README.md`), files alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scheduler.cost.conditions import Conditions
+from scheduler.learning.features import rows, speed
+from scheduler.learning.simulated_rows import in_order
+from scheduler.plan.plan import Plan, PlanError
+from scheduler.records import RankStats, Window
+from scheduler.redact import redacted
+from scheduler.run_events import read_run_file
+from scheduler.target import Target
+
+__all__ = ["LoggedRun", "mlflow_rows", "read_run", "real_rows", "windows"]
+
+_MODE_ARGUMENT = re.compile(r"(?<!\S)(?:--?(?:\w+[-_])*mode(?:=|\s+(?!-))|(?:\w+[-_])*mode=)(?:\w+\([^)]*\)|\S+)")
+"""`--mode partial(3)`, `--star-mode=sync`, `mode=ssp(3)`."""
+
+_HISTORY, _MOMENTS = 64, 6
+_FIRST_STEP = 8
+"""Reports that a rank should have at a moment."""
+
+_TAKEN_UP = 12
+"""Steps after which a mode that was asked for is in force, at the latest."""
+
+_MISSED = 3.5
+"""Logarithm of the relative time of a mode that never reached the target, as `collect` clips it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LoggedRun:
+    """One run of the log.
+
+    Attributes:
+        name: Of its folder.
+        facts: What was logged of the job.
+        plans: Plans in the order they were taken up, without repetition, but for the `sync` before a mode that was
+            asked for: all jobs begin in `sync`.
+        target_s: When the target was reached, seconds since the first plan; infinite where it was not.
+        reports: Per rank (step, compute_s, late), in order of step.
+        noise: (step, noise scale) of its windows.
+    """
+
+    name: str
+    facts: dict[str, Any]
+    plans: list[Plan]
+    target_s: float
+    reports: dict[int, list[tuple[int, float, bool]]]
+    noise: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """What makes two runs runs of the same job."""
+        optimizer, hardware = self.facts.get("optimizer") or {}, self.facts.get("hardware") or {}
+        tags = self.facts.get("tags")
+        parts = [
+            self.facts.get("world_size"), self.facts.get("batch"), str(Target.parse(self.facts.get("target"))),
+            tags, _program(str(self.facts.get("program") or ""), tagged=bool(tags)), optimizer.get("class"),
+            _first_hyper(optimizer.get("hyper") or {}), optimizer.get("parameters"), hardware.get("cpu"),
+        ]
+        return json.dumps(parts, sort_keys=True)
+
+
+def _program(text: str, *, tagged: bool) -> str:
+    """The command line without what sets the mode; of a tagged job the program alone, since tags tell its runs apart.
+
+    The laboratory gives every measurement a folder of its own, as an argument, and tags.
+    """
+    return text.partition(" ")[0] if tagged else " ".join(_MODE_ARGUMENT.sub("", text).split())
+
+
+def _first_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters a job began with: a schedule keeps its first rate beside the momentary one."""
+    found = dict(hyper)
+    if "initial_lr" in found:
+        found["lr"] = found.pop("initial_lr")
+    return found
+
+
+class _LeftOut(ValueError):
+    """A run that gives no rows, and why."""
+
+
+def read_run(folder: Path) -> LoggedRun | None:
+    """Read a run's folder; None where it has no plan, no target, or no reports of all its ranks."""
+    try:
+        return _read(folder)
+    except _LeftOut:
+        return None
+
+
+def _read(folder: Path) -> LoggedRun:
+    """As `read_run`.
+
+    Raises:
+        _LeftOut: The run cannot be used.
+    """
+    facts: dict[str, Any] = {}
+    plans: list[Plan] = []
+    points: list[tuple[str, float, float]] = []
+    noise: list[tuple[int, float]] = []
+    begin_s = math.nan
+    for event in read_run_file(folder / "events.jsonl"):
+        kind = event.get("kind")
+        if kind == "facts" and isinstance(event.get("values"), dict):
+            facts.update(event["values"])
+        elif kind == "plan":
+            plan = _plan(event)
+            begin_s = float(event.get("time_s") or 0.0) if math.isnan(begin_s) else begin_s
+            if len(plans) == 1 and plans[0].mode == "sync" and int(event.get("step") or 0) <= _TAKEN_UP:
+                plans.clear()
+            plans += [plan] if not plans or plans[-1] != plan else []
+        elif kind == "metric" and isinstance(event.get("value"), (int, float)):
+            points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s") or 0.0)))
+        elif kind == "window" and isinstance(event.get("noise_scale"), (int, float)):
+            noise.append((int(event.get("step") or 0), float(event["noise_scale"])))
+    target = _target(facts)
+    if not plans:
+        raise _LeftOut("it has no plan")
+    reached = [time_s for name, value, time_s in points if name == target.name and target.reached(value)]
+    target_s = min(reached) - begin_s if reached else math.inf
+    reports = _all_reports(folder, plans[0].world_size)
+    return LoggedRun(name=folder.name, facts=facts, plans=plans, target_s=target_s, reports=reports, noise=noise)
+
+
+def _plan(event: Mapping[str, Any]) -> Plan:
+    try:
+        return Plan.from_dict(event.get("plan") or {}).replace(epoch=0, reason="")
+    except (PlanError, TypeError) as error:
+        raise _LeftOut(f"a plan of it is none: {error}") from None
+
+
+def _target(facts: Mapping[str, Any]) -> Target:
+    if not facts.get("target"):
+        raise _LeftOut("it has no target; set STAR_TARGET")
+    target = Target.parse(facts["target"])
+    if target is None:
+        raise _LeftOut(f"target {facts['target']!r} is none; expected NAME>=NUMBER")
+    return target
+
+
+def _all_reports(folder: Path, world_size: int) -> dict[int, list[tuple[int, float, bool]]]:
+    reports = {}
+    for rank in range(world_size):
+        reports[rank] = _reports(folder / f"rank{rank}.jsonl")
+        if len(reports[rank]) < _FIRST_STEP:
+            raise _LeftOut(f"rank {rank} has {len(reports[rank])} step reports; expected {_FIRST_STEP} or more")
+    return reports
+
+
+def _reports(path: Path) -> list[tuple[int, float, bool]]:
+    found = []
+    for item in read_run_file(path):
+        step, time_s = item.get("step"), item.get("compute_s")
+        if item.get("kind") == "step" and isinstance(step, int) and isinstance(time_s, float) and time_s > 0.0:
+            found.append((step, time_s, bool(item.get("late"))))
+    return sorted(found)
+
+
+def windows(run: LoggedRun, most: int = _MOMENTS) -> list[Window]:
+    """What the coordinator knew at some moments of the run, evenly spread over its steps."""
+    last = min(own[-1][0] for own in run.reports.values())
+    steps = [round(_FIRST_STEP + (last - _FIRST_STEP) * (i + 1) / most) for i in range(most)]
+    sizes = run.facts.get("optimizer") or {}
+    found = []
+    for step in dict.fromkeys(max(_FIRST_STEP, one) for one in steps):
+        ranks = []
+        for rank, own in sorted(run.reports.items()):
+            kept = [one for one in own if one[0] <= step][-_HISTORY:]
+            late = sum(one[2] for one in kept) / max(1, len(kept))
+            ranks.append(
+                RankStats(
+                    rank=rank, compute_s=tuple(one[1] for one in kept), steps=tuple(one[0] for one in kept),
+                    late_share=late,
+                )
+            )
+        noise = [value for at, value in run.noise if at <= step]
+        found.append(
+            Window(
+                step=step, ranks=tuple(ranks), noise_scale=noise[-1] if noise else math.nan,
+                comm_bytes=int(sizes.get("parameter_bytes") or 0),
+            )
+        )
+    return found
+
+
+def real_rows(root: Path, project: str, *, told: Callable[[str], None] | None = None) -> list[list[Any]]:
+    """Rows of all runs under a folder, in the order of `dataset.columns()`.
+
+    Args:
+        root: `training_logs/runs`, or wherever run folders lie.
+        project: Version for the rows.
+        told: Called with a sentence on how many were used, then one on every run that was left out.
+
+    Raises:
+        ValueError: There is no such folder.
+    """
+    if not root.is_dir():
+        raise ValueError(f"--runs is {root}; expected a folder of logged runs")
+    folders = sorted(path.parent for path in root.glob("*/events.jsonl"))
+    jobs: dict[str, list[LoggedRun]] = {}
+    left_out: dict[str, str] = {}
+    for folder in folders:
+        try:
+            run = _read(folder)
+            _check_mode(run)
+            jobs.setdefault(run.key, []).append(run)
+        except _LeftOut as why:
+            left_out[folder.name] = str(why)
+    found: list[list[Any]] = []
+    for runs in jobs.values():
+        own = _job_rows(runs, project)
+        found += own
+        if not own:
+            left_out |= {run.name: _why_alone(runs) for run in runs}
+    if told is not None:
+        told(f"{len(folders) - len(left_out)} of {len(folders)} runs used")
+        for name, reason in sorted(left_out.items()):
+            told(f"{name}: {reason}")
+    return found
+
+
+def _check_mode(run: LoggedRun) -> None:
+    if run.facts.get("mode") == "auto":
+        raise _LeftOut("it ran in auto; expected one fixed mode")
+    if len(run.plans) > 1:  # In auto, of which older logs do not tell, or a mode taken up late.
+        labels = ", ".join(dict.fromkeys(plan.label for plan in run.plans))
+        raise _LeftOut(f"it changed its mode ({labels[:80]}); expected one fixed mode")
+
+
+def _why_alone(runs: Sequence[LoggedRun]) -> str:
+    """Why runs of one job, each fit by itself, give no rows together."""
+    basis = [run for run in runs if run.plans[0].label == "sync"]
+    if not basis:
+        return "no run of the same job in sync"
+    if not any(math.isfinite(run.target_s) for run in basis):
+        return "no run of the same job in sync reached the target"
+    if len(basis) == len(runs):
+        return "no run of the same job in another mode than sync"
+    return "no moment of its sync runs has reports of all ranks"
+
+
+def mlflow_rows(
+    environ: Mapping[str, str], project: str, *, told: Callable[[str], None] | None = None
+) -> list[list[Any]]:
+    """Rows of all jobs that the run log has sent to MLflow, from their artifacts; as `real_rows`.
+
+    Args:
+        environ: For `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`.
+        project: Version for the rows.
+        told: As in `real_rows`.
+
+    Raises:
+        ValueError: MLflow is not installed, cannot be reached, or has no such experiment.
+    """
+    from scheduler.learning.registry import tracking_uri
+
+    try:
+        import mlflow
+    except ImportError:
+        raise ValueError("MLflow is missing; install the extra `train`, or give a folder with --runs") from None
+    uri, name = tracking_uri(environ), environ.get("MLFLOW_EXPERIMENT_NAME") or "star-hvd"
+    with tempfile.TemporaryDirectory(prefix="star-runs-") as scratch:
+        try:
+            client = mlflow.MlflowClient(tracking_uri=uri)
+            experiment = client.get_experiment_by_name(name)
+            if experiment is None:
+                shown = redacted(uri, environ)
+                raise ValueError(f"MLflow at {shown} has no experiment {name}; expected the one the run log sends to")
+            mlflow.set_tracking_uri(uri)
+            _download(client, experiment.experiment_id, Path(scratch))
+        except mlflow.exceptions.MlflowException as error:
+            raise ValueError(redacted(f"MLflow at {uri} says: {error}", environ)) from None
+        return real_rows(Path(scratch), project, told=told)
+
+
+def _download(client: Any, experiment_id: str, target: Path) -> None:
+    """The files of every job of an experiment, each in a folder of its own."""
+    token = None
+    while True:
+        page = client.search_runs([experiment_id], "tags.`star.kind` = 'job'", max_results=200, page_token=token)
+        for run in page:
+            folder = target / run.info.run_id
+            folder.mkdir()
+            if any(item.path == "star" for item in client.list_artifacts(run.info.run_id)):
+                client.download_artifacts(run.info.run_id, "star", str(folder))
+                for file in (folder / "star").iterdir():
+                    file.rename(folder / file.name)
+        token = page.token
+        if not token:
+            return
+
+
+def _job_rows(runs: Sequence[LoggedRun], project: str) -> list[list[Any]]:
+    """Rows of one job: its sync runs' moments, with what each mode took."""
+    modes: dict[str, list[LoggedRun]] = {}
+    for run in runs:
+        modes.setdefault(run.plans[0].label, []).append(run)
+    basis = [run for run in modes.pop("sync", []) if math.isfinite(run.target_s)]
+    if not basis or not modes:
+        return []
+    sync_s = statistics.median(run.target_s for run in basis)
+    plans = [basis[0].plans[0], *(own[0].plans[0] for own in modes.values())]
+    outcomes = [(0.0, 1.0), *(_outcome(own, sync_s) for own in modes.values())]
+    # Jobs with as many parameters are taken for the same network: it must not be fitted to and judged by.
+    network = f"real-{(runs[0].facts.get('optimizer') or {}).get('parameters', 'unknown')}"
+    found: list[list[Any]] = []
+    for run in basis:
+        for window in windows(run):
+            conditions = Conditions.from_window(window)
+            if conditions is None:
+                continue
+            predictions = in_order(plans, conditions)
+            features = rows(plans, conditions, window, plans[0], predictions)
+            for index, plan in enumerate(plans):
+                meta = ["real", run.name, network, "real", -1, window.step, plan.label[:24], plan.mode, project]
+                found.append([*meta, *outcomes[index], speed(predictions[index]), *features[index]])
+    return found
+
+
+def _outcome(runs: Sequence[LoggedRun], sync_s: float) -> tuple[float, float]:
+    """Logarithm of the relative time, and the part of the runs that reached the target."""
+    times = [run.target_s for run in runs if math.isfinite(run.target_s)]
+    relative = math.log(statistics.median(times) / sync_s) if times else _MISSED
+    return max(-_MISSED, min(_MISSED, relative)), len(times) / len(runs)

@@ -1,0 +1,262 @@
+"""Models in MLflow's registry: put there, named champion and challenger, fetched with a deadline.
+
+MLflow is imported in the process of `star-scheduler` and in a child process of a training job, never in the job itself:
+the import alone takes seconds, and a server that hangs would hold the job up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scheduler.learning.features import FEATURES, SCHEMA_VERSION
+from scheduler.learning.predictor import ModelError
+from scheduler.redact import redacted
+
+__all__ = ["CHALLENGER", "CHAMPION", "FETCH_S", "MODEL_NAME", "Registry", "Version", "fetch", "tracking_uri"]
+
+MODEL_NAME = "star-tta"
+CHAMPION, CHALLENGER = "champion", "challenger"
+
+EXPERIMENT = "star-scheduler"
+
+FETCH_S = 20.0
+"""What a training job waits for the registry at its start, at most: two imports of MLflow on a busy machine."""
+
+
+def tracking_uri(environ: Mapping[str, str]) -> str:
+    """`MLFLOW_TRACKING_URI`, else the SQLite file `mlflow.db` in `STAR_LOG_DIR`, `training_logs` by default."""
+    root = Path(environ.get("STAR_LOG_DIR") or "training_logs").resolve()
+    return environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / 'mlflow.db'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A registered model.
+
+    Attributes:
+        name: Of the registered model.
+        number: Its version.
+        run_id: MLflow run that trained it.
+    """
+
+    name: str
+    number: str
+    run_id: str
+
+
+class Registry:
+    """What `star-scheduler` does with MLflow. Imports it: for processes that do not train.
+
+    Args:
+        environ: The environment, for the tracking URI.
+        name: Of the registered model.
+
+    Raises:
+        ModelError: MLflow is not installed.
+    """
+
+    def __init__(self, environ: Mapping[str, str], name: str = MODEL_NAME) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        try:
+            import mlflow
+        except ImportError:
+            raise ModelError("MLflow is missing; install the extra `train`: pip install 'star-hvd[train]'") from None
+        self.uri = tracking_uri(environ)
+        if self.uri.startswith("sqlite:///"):
+            Path(self.uri[len("sqlite:///") :]).parent.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self._environ = environ
+        logging.getLogger("mlflow").setLevel(logging.ERROR)
+        self._mlflow: Any = mlflow
+        mlflow.set_tracking_uri(self.uri)
+        mlflow.set_registry_uri(self.uri)
+        self._client = mlflow.MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+
+    def record(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        *,
+        sample: Any,
+        figures: Sequence[Path] = (),
+        experiment: str = EXPERIMENT,
+    ) -> Version:
+        """Log a training and register its model as challenger.
+
+        Args:
+            folder: The model.
+            about: What its `model.json` says.
+            sample: A pandas table with feature columns, a few rows: the signature is taken from it.
+            figures: Plots.
+            experiment: The run's.
+
+        Raises:
+            ModelError: MLflow refused, or cannot be reached.
+        """
+        try:
+            with warnings.catch_warnings():
+                # MLflow advises on type hints and examples; the signature is given.
+                warnings.simplefilter("ignore", UserWarning)
+                return self._record(folder, about, sample, figures, experiment)
+        except self._mlflow.exceptions.MlflowException as error:
+            raise ModelError(redacted(f"MLflow at {self.uri} says: {error}", self._environ)) from None
+
+    def _record(
+        self, folder: Path, about: Mapping[str, Any], sample: Any, figures: Sequence[Path], experiment: str
+    ) -> Version:
+        mlflow = self._mlflow
+        from scheduler.learning.predictor import load
+
+        estimates = load(folder).estimate(sample[list(FEATURES)].to_numpy(dtype="float64"))
+        import pandas
+
+        answers = pandas.DataFrame(
+            {name: getattr(estimates, name) for name in ("low", "middle", "high", "reach", "known")}
+        )
+        if self._client.get_experiment_by_name(experiment) is None:
+            self._client.create_experiment(experiment, artifact_location=self._artifacts())
+        mlflow.set_experiment(experiment)
+        with mlflow.start_run() as run:
+            mlflow.set_tags({"star.kind": "training", "star.feature_version": SCHEMA_VERSION})
+            mlflow.log_params({f"settings.{key}": value for key, value in about["settings"].items()})
+            mlflow.log_params({f"data.{key}": str(value)[:500] for key, value in about["data"].items()})
+            mlflow.log_metrics({key: float(value) for key, value in about["metrics"].items()})
+            for figure in figures:
+                mlflow.log_artifact(str(figure), "plots")
+            info = mlflow.pyfunc.log_model(
+                name="model",
+                python_model=str(Path(__file__).with_name("mlflow_model.py")),
+                artifacts={"star": str(folder)},
+                signature=mlflow.models.infer_signature(sample[list(FEATURES)], answers),
+                registered_model_name=self.name,
+                pip_requirements=["star-hvd", "lightgbm", "numpy", "pandas"],
+            )
+            version = Version(self.name, str(info.registered_model_version), run.info.run_id)
+        tags = {"feature_version": str(SCHEMA_VERSION), "data_sha256": str(about["data"].get("sha256", ""))}
+        for key, value in tags.items():
+            self._client.set_model_version_tag(self.name, version.number, f"star.{key}", value)
+        self._client.set_registered_model_alias(self.name, CHALLENGER, version.number)
+        return version
+
+    def _artifacts(self) -> str | None:
+        """Where artifacts go: beside an SQLite file, else where the server says."""
+        if not self.uri.startswith("sqlite:///"):
+            return None
+        return str(Path(self.uri[len("sqlite:///") :]).parent / "artifacts")
+
+    def alias(self, alias: str) -> Version | None:
+        """The version with an alias, None where there is none."""
+        try:
+            found = self._client.get_model_version_by_alias(self.name, alias)
+        except self._mlflow.exceptions.MlflowException:
+            return None
+        return Version(self.name, str(found.version), str(found.run_id))
+
+    def promote(self, version: Version, metrics: Mapping[str, float]) -> None:
+        """Make a version the champion, and note what it was judged by."""
+        for key, value in metrics.items():
+            self._client.set_model_version_tag(self.name, version.number, f"star.{key}", f"{value:.6g}")
+        self._client.set_registered_model_alias(self.name, CHAMPION, version.number)
+
+    def log(self, version: Version, metrics: Mapping[str, float]) -> None:
+        """Add figures to the run that trained a version.
+
+        Raises:
+            ModelError: MLflow refused, or cannot be reached.
+        """
+        try:
+            for key, value in metrics.items():
+                self._client.log_metric(version.run_id, key, float(value))
+        except self._mlflow.exceptions.MlflowException as error:
+            raise ModelError(redacted(f"MLflow at {self.uri} says: {error}", self._environ)) from None
+
+    def download(self, alias: str) -> Path:
+        """The folder of the version with an alias.
+
+        Raises:
+            ModelError: There is none.
+        """
+        return fetch(f"models:/{self.name}@{alias}", self._environ, deadline_s=120.0)
+
+
+def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = None) -> Path:
+    """Download a model from the registry into a folder that goes when this process ends.
+
+    Args:
+        uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
+        environ: The environment, for the tracking URI.
+        deadline_s: Seconds until it is given up, `FETCH_S` by default; the child process is killed then.
+
+    Returns:
+        The folder with `model.json`.
+
+    Raises:
+        ModelError: Not there, no answer in time, or MLflow is not installed.
+    """
+    deadline_s = FETCH_S if deadline_s is None else deadline_s
+    target = Path(tempfile.mkdtemp(prefix="star-model-"))
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    command = [sys.executable, "-m", "scheduler.learning.registry", uri, str(target)]
+    # Not among the arguments, which everybody on the machine can read: it may hold a password.
+    env = {**environ, "MLFLOW_TRACKING_URI": tracking_uri(environ)}
+    env |= {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    package = str(Path(__file__).resolve().parents[2])
+    env["PYTHONPATH"] = os.pathsep.join(part for part in (package, environ.get("PYTHONPATH", "")) if part)
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"the registry did not answer within {deadline_s:.0f} s; is MLFLOW_TRACKING_URI up?") from None
+    except OSError as error:
+        raise ModelError(f"cannot start a process to fetch the model: {error}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        raise ModelError(redacted(f"{uri} cannot be fetched from {tracking_uri(environ)}: {lines[-1]}", environ))
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def find_model(folder: Path) -> Path:
+    """The folder with `model.json` inside of what was downloaded.
+
+    Raises:
+        ModelError: There is none.
+    """
+    found = sorted(folder.rglob("model.json"))
+    if not found:
+        raise ModelError(f"no model.json in {folder}; expected a model that `star-scheduler train` registered")
+    return found[0].parent
+
+
+def _main(arguments: list[str]) -> int:
+    """The child process: download and print the folder."""
+    uri, target = arguments
+    try:
+        import mlflow
+
+        mlflow.set_tracking_uri(tracking_uri(os.environ))
+        path = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=target)
+        print(find_model(Path(path)))
+    except Exception as error:
+        # MLflow raises whatever its stores raise; the parent shows the last line.
+        text = redacted(" ".join(str(error).split()))[:300]
+        sys.stderr.write(f"{type(error).__name__}: {text}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

@@ -1,0 +1,299 @@
+"""Fitting the predictor to a table: heads, tuning within a budget, calibration on networks it has not seen.
+
+All judging is across networks: every figure of `Fit.metrics` and the width that is added to intervals come from
+predictions for networks which the heads at work were not fitted to (cross-validation by network, never inside a run).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.cost.conditions import Array
+from scheduler.learning.dataset import DatasetError, folds, matrix
+from scheduler.learning.features import FEATURES, SCHEMA_VERSION
+from scheduler.learning.predictor import FORMAT, HEADS, ModelError
+
+__all__ = ["COVERAGE", "Fit", "Settings", "fit", "kendall", "metrics", "save", "tune"]
+
+Ints = npt.NDArray[np.int64]
+
+COVERAGE = 0.9
+"""Part of the outcomes that an interval is to contain."""
+
+_QUANTILES = {"low": 0.05, "middle": 0.5, "high": 0.95}
+_FOLDS = 5
+_LEAST_NETWORKS = 10
+_SPACE: dict[str, tuple[float, ...]] = {
+    "learning_rate": (0.03, 0.05, 0.08),
+    "rounds": (120, 200, 300),
+    "leaves": (15, 31, 63),
+    "least_rows": (20, 50, 100),
+    "columns": (0.4, 0.6, 0.8),
+    "ridge": (0.0, 1.0, 10.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Of LightGBM, the same for all heads.
+
+    Attributes:
+        learning_rate: Of boosting.
+        rounds: Trees per head.
+        leaves: Of a tree, at most.
+        least_rows: In a leaf.
+        columns: Part of the features a tree sees.
+        ridge: L2 penalty on leaves.
+        seed: Of all that is drawn.
+    """
+
+    learning_rate: float = 0.05
+    rounds: int = 200
+    leaves: int = 31
+    least_rows: int = 50
+    columns: float = 0.6
+    ridge: float = 1.0
+    seed: int = 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Fit:
+    """Fitted heads and what they are worth.
+
+    Attributes:
+        boosters: LightGBM booster per head.
+        settings: They were fitted with.
+        ranges: Of every feature, (n_features, 2).
+        widen: Added to intervals on both sides, in logarithms.
+        widest: Width beyond which the cost model's prediction is taken.
+        metrics: On networks not fitted to.
+        judged: Out-of-fold predictions, by head.
+    """
+
+    boosters: dict[str, Any]
+    settings: Settings
+    ranges: Array
+    widen: float
+    widest: float
+    metrics: dict[str, float]
+    judged: dict[str, Array] = field(default_factory=dict)
+
+
+def _lightgbm() -> Any:
+    try:
+        import lightgbm
+    except (ImportError, OSError) as error:
+        raise ModelError(f"LightGBM cannot be loaded ({error}); install the extra `train`") from None
+    return lightgbm
+
+
+def _parameters(settings: Settings, head: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "learning_rate": settings.learning_rate,
+        "num_leaves": settings.leaves,
+        "min_data_in_leaf": settings.least_rows,
+        "feature_fraction": settings.columns,
+        "bagging_fraction": 0.8,
+        "bagging_freq": 1,
+        "lambda_l2": settings.ridge,
+        "seed": settings.seed,
+        "deterministic": True,
+        "force_row_wise": True,
+        "num_threads": 1,
+        "verbosity": -1,
+        "max_bin": 127,
+    }
+    if head == "reach":
+        return {**found, "objective": "cross_entropy"}
+    return {**found, "objective": "quantile", "alpha": _QUANTILES[head]}
+
+
+def _fit_heads(features: Array, targets: Mapping[str, Array], settings: Settings, heads: tuple[str, ...]) -> Any:
+    lightgbm = _lightgbm()
+    found = {}
+    for head in heads:
+        label = targets["reached" if head == "reach" else "residual"]
+        known = np.isfinite(label)
+        data = lightgbm.Dataset(
+            features[known], label[known], weight=targets["weight"][known], feature_name=list(FEATURES)
+        )
+        found[head] = lightgbm.train(_parameters(settings, head), data, num_boost_round=int(settings.rounds))
+    return found
+
+
+def _targets(frame: Any, features: Array) -> dict[str, Array]:
+    """Labels of the heads. Every moment weighs the same, however many candidates it has."""
+    log_relative = frame["log_relative"].to_numpy(dtype=np.float64)
+    count = frame.groupby(["run", "step"])["plan"].transform("size").to_numpy(dtype=np.float64)
+    return {
+        "residual": log_relative - features[:, FEATURES.index("cost_log")],
+        "log_relative": log_relative,
+        "reached": frame["reached"].to_numpy(dtype=np.float64),
+        "weight": 10.0 / count,
+    }
+
+
+def _judge(
+    features: Array, targets: Mapping[str, Array], fold: Ints, settings: Settings, heads: tuple[str, ...]
+) -> dict[str, Array]:
+    """Predictions for every row by heads that were fitted to other networks."""
+    found = {head: np.full(len(features), np.nan) for head in heads}
+    for index in np.unique(fold):
+        inside, outside = fold == index, fold != index
+        chosen = {name: values[outside] for name, values in targets.items()}
+        for head, booster in _fit_heads(features[outside], chosen, settings, heads).items():
+            found[head][inside] = booster.predict(features[inside], num_threads=1)
+    return found
+
+
+def tune(frame: Any, *, budget_s: float, seed: int = 1, told: Callable[[str], None] | None = None) -> Settings:
+    """Random search for settings, judged by how well candidates are chosen, until the budget is spent.
+
+    Args:
+        frame: The table.
+        budget_s: Seconds; at least the defaults are judged.
+        seed: Of the search.
+        told: Told of every trial.
+    """
+    features, fold = matrix(frame), folds(frame, 3)
+    targets = _targets(frame, features)
+    rng = np.random.default_rng(seed)
+    best, least, begin_s, trial = Settings(seed=seed), math.inf, time.monotonic(), 0
+    settings, slowest_s = best, 0.0
+    while trial == 0 or time.monotonic() - begin_s + slowest_s < budget_s:
+        began_s = time.monotonic()
+        judged = _judge(features, targets, fold, settings, ("middle",))
+        cost = judged["middle"] + features[:, FEATURES.index("cost_log")]
+        regret = _regret(frame, cost, targets)
+        slowest_s = max(slowest_s, time.monotonic() - began_s)
+        trial += 1
+        if told is not None:
+            told(f"trial {trial}: choice regret {100.0 * regret:.2f} % with {settings}")
+        if regret < least:
+            best, least = settings, regret
+        drawn = {name: values[int(rng.integers(len(values)))] for name, values in _SPACE.items()}
+        whole = {name: int(drawn[name]) for name in ("rounds", "leaves", "least_rows")}
+        settings = replace(best, **{**drawn, **whole})  # type: ignore[arg-type]
+    return best
+
+
+def fit(frame: Any, settings: Settings | None = None) -> Fit:
+    """Fit all heads, and calibrate and judge them across networks.
+
+    Raises:
+        DatasetError: Too few networks to judge by.
+        ModelError: LightGBM is missing.
+    """
+    networks = frame["network"].nunique()
+    if networks < _LEAST_NETWORKS:
+        raise DatasetError(f"the table has {networks} networks; expected at least {_LEAST_NETWORKS}: collect more")
+    settings = settings or Settings()
+    features, fold = matrix(frame), folds(frame, _FOLDS)
+    targets = _targets(frame, features)
+    judged = _judge(features, targets, fold, settings, HEADS)
+    judged["cost"] = features[:, FEATURES.index("cost_log")]
+    rows = _others(frame)
+    widen = _widen(judged, targets["residual"], rows)
+    width = judged["high"] - judged["low"] + 2.0 * widen
+    widest = float(np.quantile(width[rows], 0.995)) + 0.1
+    return Fit(
+        boosters=_fit_heads(features, targets, settings, HEADS),
+        settings=settings,
+        ranges=np.stack([np.nanmin(features, axis=0), np.nanmax(features, axis=0)], axis=1),
+        widen=widen,
+        widest=widest,
+        metrics=metrics(frame, judged, targets, widen),
+        judged=judged,
+    )
+
+
+def _others(frame: Any) -> npt.NDArray[np.bool_]:
+    """Rows of all modes but `sync`, which is 1 by definition."""
+    return np.asarray((frame["mode"] != "sync").to_numpy())
+
+
+def _widen(judged: Mapping[str, Array], residual: Array, rows: npt.NDArray[np.bool_]) -> float:
+    """Conformal correction (Romano et al. 2019): how far outcomes lie outside, at the level of coverage."""
+    outside = np.maximum(judged["low"] - residual, residual - judged["high"])[rows]
+    return float(np.quantile(outside, min(1.0, COVERAGE * (1.0 + 1.0 / len(outside)))))
+
+
+def metrics(frame: Any, judged: Mapping[str, Array], targets: Mapping[str, Array], widen: float) -> dict[str, float]:
+    """Figures of predictions against what came of the candidates; `cost_` names those of the cost model alone."""
+    rows, residual = _others(frame), targets["residual"]
+    inside = (residual >= judged["low"] - widen) & (residual <= judged["high"] + widen)
+    learned = judged["cost"] + judged["middle"]
+    found = {
+        "error": float(np.abs(residual - judged["middle"])[rows].mean()),
+        "cost_error": float(np.abs(residual)[rows].mean()),
+        "coverage": float(inside[rows].mean()),
+        "width": float((judged["high"] - judged["low"])[rows].mean() + 2.0 * widen),
+        "kendall": kendall(frame, learned, targets["log_relative"]),
+        "cost_kendall": kendall(frame, judged["cost"], targets["log_relative"]),
+        "choice_regret": _regret(frame, learned, targets),
+        "cost_choice_regret": _regret(frame, judged["cost"], targets),
+        "reach_brier": float(np.nanmean((judged["reach"] - targets["reached"])[rows] ** 2)),
+    }
+    return found
+
+
+def kendall(frame: Any, predicted: Array, real: Array) -> float:
+    """Mean over moments of Kendall's tau-a between predicted and real order of the candidates."""
+    taus = []
+    for index in frame.groupby(["run", "step"]).indices.values():
+        if len(index) < 3:
+            continue
+        one = np.sign(predicted[index][:, None] - predicted[index][None, :])
+        two = np.sign(real[index][:, None] - real[index][None, :])
+        taus.append(float((one * two).sum()) / (len(index) * (len(index) - 1)))
+    return float(np.mean(taus)) if taus else math.nan
+
+
+def _regret(frame: Any, predicted: Array, targets: Mapping[str, Array]) -> float:
+    """Mean over moments of what the chosen candidate took over the best one's time, minus 1."""
+    real = np.exp(targets["log_relative"]) + 1.0 - np.nan_to_num(targets["reached"], nan=1.0)
+    lost = []
+    for index in frame.groupby(["run", "step"]).indices.values():
+        chosen = index[int(np.argmin(predicted[index]))]
+        lost.append(min(9.0, float(real[chosen]) / float(real[index].min()) - 1.0))
+    return float(np.mean(lost))
+
+
+def save(found: Fit, path: Path, *, data: Mapping[str, Any], made_by: str = "") -> dict[str, Any]:
+    """Write a model's folder; `model.json` comes last, so that a folder without it is none.
+
+    Returns:
+        What `model.json` says.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "model.json").unlink(missing_ok=True)
+    heads = {}
+    for head in HEADS:
+        text = found.boosters[head].model_to_string().encode("utf-8")
+        (path / f"{head}.txt").write_bytes(text)
+        heads[head] = {"sha256": hashlib.sha256(text).hexdigest()}
+    kept = ("sha256", "rows", "runs", "networks", "sources", "families", "table_version", "horizon_steps", "project")
+    about = {
+        "format": FORMAT,
+        "feature_version": SCHEMA_VERSION,
+        "features": list(FEATURES),
+        "ranges": [[float(f"{low:.6g}"), float(f"{high:.6g}")] for low, high in found.ranges],
+        "heads": heads,
+        "calibration": {"coverage": COVERAGE, "widen": found.widen, "widest": found.widest},
+        "settings": asdict(found.settings),
+        "data": {name: data[name] for name in kept if name in data},
+        "metrics": found.metrics,
+        "made_by": made_by,
+    }
+    (path / "model.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    return about

@@ -1,0 +1,256 @@
+"""Who belongs together: groups by speed, groups of similar times, and the fan-in tree.
+
+Groups that wait for their own members only (grouped mode, Basu et al., HiPC 2018; dynamic x-order of STAR) deliver
+sum_k |S_k| / max_{i in S_k} t_i gradients per second: a slow rank holds up the group it is in and no other. With one
+rank of eight four times slow, run time relative to the undisturbed one is 4.00 in one group, 1.60 and 1.23 in two and
+four groups formed without regard to speed, 1.10 in eight, and 1.10 already in two formed by speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.diagnosis.stragglers import lower_median
+
+__all__ = [
+    "expected_staleness",
+    "fan_in_tree",
+    "progressive_groups",
+    "run_time_ratio",
+    "similar_groups",
+    "speed_groups",
+    "throughput",
+]
+
+Groups = tuple[tuple[int, ...], ...]
+
+SIMILAR = 0.15
+"""Part of the median time up to which ranks count as equally fast. STAR's own 50 ms are 1.6 % of a densenet iteration
+and 45 % of an alexnet one; uncontended compute times vary by 2 to 14 %."""
+
+_TARGET = 1.2
+"""Run time over the undisturbed one that needs no further group: what the paper reports to reach."""
+
+_CEILING_SHARE = 0.95
+"""Nor is a further group worth its staleness for the last 5 % of what all of them could bring."""
+
+
+def throughput(times_s: Sequence[float], groups: Iterable[Sequence[int]]) -> float:
+    """Gradients per second of groups that each wait for their slowest member.
+
+    Args:
+        times_s: Step time of every rank, seconds.
+        groups: The groups, ranks of 0..n-1.
+
+    Raises:
+        ValueError: A time that is no positive number, an empty group, or a rank that does not exist.
+    """
+    _check_times(times_s)
+    total = 0.0
+    for group in groups:
+        if not group or not all(0 <= rank < len(times_s) for rank in group):
+            raise ValueError(f"a group is {list(group)}; expected ranks of 0..{len(times_s) - 1}")
+        total += len(group) / max(times_s[rank] for rank in group)
+    return total
+
+
+def run_time_ratio(
+    times_s: Sequence[float], groups: Iterable[Sequence[int]], *, no_delay_s: float | None = None
+) -> float:
+    """Time for as many gradients as an undisturbed job makes in one unit of time; 1.0 is undisturbed.
+
+    Args:
+        times_s: Step time of every rank, seconds.
+        groups: The groups.
+        no_delay_s: Step time of an undisturbed rank; the lower median if not given.
+    """
+    rate = throughput(times_s, groups)
+    usual_s = lower_median(times_s) if no_delay_s is None else no_delay_s
+    if not 0.0 < usual_s < math.inf:
+        raise ValueError(f"no_delay_s is {usual_s}; expected a positive number of seconds")
+    return len(times_s) / usual_s / rate
+
+
+def expected_staleness(times_s: Sequence[float], groups: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Updates of other groups during one step of each group: sum of the other rates over its own.
+
+    G - 1 where all are equally fast; largest for a straggler alone.
+    """
+    rates = [throughput(times_s, [group]) / len(group) for group in groups]
+    return tuple((sum(rates) - rate) / rate for rate in rates)
+
+
+def speed_groups(times_s: Sequence[float], count: int) -> Groups:
+    """The `count` groups of highest throughput, exactly, in O(count n^2).
+
+    In order of time the best groups are runs of neighbours, because a group pays for its slowest member only:
+    best(j, g) = max_i best(i, g - 1) + (j - i) / t_j.
+
+    Returns:
+        Groups ordered by their lowest rank, each ascending, so that equal partitions compare equal.
+
+    Raises:
+        ValueError: A time that is no positive number, or a count outside 1..n.
+    """
+    _check_times(times_s)
+    _check_count(count, len(times_s))
+    return next(islice(_speed_groups(times_s), count - 1, None))
+
+
+def _speed_groups(times_s: Sequence[float]) -> Iterator[Groups]:
+    """The best groups for every count from 1 to n, one more row of the table for each."""
+    n = len(times_s)
+    order = sorted(range(n), key=lambda rank: (times_s[rank], rank))
+    times = np.asarray([times_s[rank] for rank in order])
+    before = np.full(n + 1, -np.inf)
+    before[0] = 0.0
+    starts: list[npt.NDArray[np.int64]] = []
+    for g in range(1, n + 1):
+        best = np.full(n + 1, -np.inf)
+        start = np.zeros(n + 1, dtype=np.int64)
+        for j in range(g, n + 1):
+            values = before[:j] + (j - np.arange(j)) / times[j - 1]
+            # The first of equal ones: the last group, which is the slowest, takes what costs it nothing.
+            start[j] = int(np.argmax(values))
+            best[j] = values[start[j]]
+        before = best
+        starts.append(start)
+        yield _cut(order, starts)
+
+
+def _cut(order: Sequence[int], starts: Sequence[npt.NDArray[np.int64]]) -> Groups:
+    """Follow the starts of the last groups back to the first rank."""
+    groups, end = [], len(order)
+    for start in reversed(starts):
+        begin = int(start[end])
+        groups.append(tuple(sorted(order[begin:end])))
+        end = begin
+    return tuple(sorted(groups))
+
+
+def progressive_groups(
+    times_s: Sequence[float],
+    *,
+    no_delay_s: float | None = None,
+    target: float = _TARGET,
+    max_staleness: float = 16.0,
+    most: int = 0,
+) -> Groups:
+    """As few groups by speed as needed: progressive grouping of HiPC 2018, decided from the times.
+
+    The number of groups is raised only while the run time exceeds `target` times the undisturbed one, and not for
+    the last few percent of what is attainable, and only as long as no group's expected staleness exceeds
+    `max_staleness`.
+
+    Args:
+        times_s: Step time of every rank, seconds.
+        no_delay_s: Step time of an undisturbed rank; the lower median if not given.
+        target: Run time over the undisturbed one that is good enough, at least 1.
+        max_staleness: Largest expected staleness of a group, in updates.
+        most: Most groups, 0 for as many as ranks.
+
+    Raises:
+        ValueError: A value out of range.
+    """
+    _check_times(times_s)
+    n = len(times_s)
+    _check_count(most or n, n)
+    if not target >= 1.0:
+        raise ValueError(f"target is {target}; expected at least 1")
+    ceiling = sum(1.0 / time_s for time_s in times_s)
+    candidates: list[tuple[float, Groups]] = []
+    for groups in islice(_speed_groups(times_s), most or n):
+        if candidates and max(expected_staleness(times_s, groups)) > max_staleness:
+            break
+        rate = throughput(times_s, groups)
+        candidates.append((rate, groups))
+        if run_time_ratio(times_s, groups, no_delay_s=no_delay_s) <= target or rate >= _CEILING_SHARE * ceiling:
+            break
+    # Where staleness ends it, the ceiling is what was allowed.
+    enough = _CEILING_SHARE * candidates[-1][0]
+    return next(groups for rate, groups in candidates if rate >= enough)
+
+
+def similar_groups(times_s: Sequence[float], relative_threshold: float = SIMILAR) -> Groups:
+    """Groups of similar times, their number free: the dynamic x-order of STAR with a relative threshold.
+
+    Agglomerative with Ward's distance |difference of means| * sqrt(2 n1 n2 / (n1 + n2)): the closest two groups are
+    merged while they are closer than `relative_threshold` times the median. One group is SSGD, n groups are ASGD.
+
+    Returns:
+        Groups ordered by their lowest rank, each ascending.
+
+    Raises:
+        ValueError: A time that is no positive number, or a negative threshold.
+    """
+    _check_times(times_s)
+    if not relative_threshold >= 0.0:
+        raise ValueError(f"relative_threshold is {relative_threshold}; expected 0 or more")
+    limit_s = relative_threshold * lower_median(times_s)
+    order = sorted(range(len(times_s)), key=lambda rank: (times_s[rank], rank))
+    groups = [[rank] for rank in order]
+    mean_s = np.asarray([times_s[rank] for rank in order])
+    size = np.ones(len(order))
+    # On a line the closest two groups by Ward's distance are always neighbours.
+    while len(groups) > 1:
+        distances = np.diff(mean_s) * np.sqrt(2.0 * size[:-1] * size[1:] / (size[:-1] + size[1:]))
+        index = int(np.argmin(distances))
+        # Exactly equal times are one group at any threshold.
+        if not (distances[index] < limit_s or distances[index] == 0.0):
+            break
+        groups[index : index + 2] = [groups[index] + groups[index + 1]]
+        mean_s[index] = math.fsum(times_s[rank] for rank in groups[index]) / len(groups[index])
+        size[index] += size[index + 1]
+        mean_s, size = np.delete(mean_s, index + 1), np.delete(size, index + 1)
+    return tuple(sorted(tuple(sorted(group)) for group in groups))
+
+
+def fan_in_tree(world_size: int, bandwidths_bytes_per_s: Sequence[float], fan_in: int) -> tuple[tuple[int, int], ...]:
+    """The (child, parent) pairs of a tree of one level, for `Plan.parents`: cuts what a server receives.
+
+    Parents are the ranks of highest bandwidth, children the others. Children of similar bandwidth share a parent, so
+    that a slow one holds up few.
+
+    Args:
+        world_size: Number of ranks.
+        bandwidths_bytes_per_s: Link rate of every rank; NaN, not known, counts as the median of the others.
+        fan_in: Most children of a parent; 0 makes no tree.
+
+    Returns:
+        Pairs ordered by child; ranks without a pair push themselves.
+
+    Raises:
+        ValueError: As many rates as ranks are expected, none of them 0 or less; a negative fan-in.
+    """
+    if len(bandwidths_bytes_per_s) != world_size:
+        raise ValueError(f"got {len(bandwidths_bytes_per_s)} bandwidths for {world_size} ranks; expected one each")
+    if fan_in < 0 or any(rate <= 0.0 for rate in bandwidths_bytes_per_s):
+        raise ValueError(
+            f"fan_in is {fan_in} with bandwidths {list(bandwidths_bytes_per_s)}; expected 0 or more children and "
+            "bandwidths above 0"
+        )
+    if fan_in == 0:
+        return ()
+    known = [rate for rate in bandwidths_bytes_per_s if not math.isnan(rate)]
+    usual = lower_median(known) if known else 1.0
+    rates = [usual if math.isnan(rate) else rate for rate in bandwidths_bytes_per_s]
+    order = sorted(range(world_size), key=lambda rank: (-rates[rank], rank))
+    count = math.ceil(world_size / (fan_in + 1))
+    parents, children = order[:count], order[count:]
+    share = len(children) / count
+    return tuple(sorted((child, parents[int(i / share)]) for i, child in enumerate(children)))
+
+
+def _check_times(times_s: Sequence[float]) -> None:
+    if not times_s or not all(0.0 < time_s < math.inf for time_s in times_s):
+        raise ValueError(f"times are {list(times_s)}; expected positive seconds, one for each rank")
+
+
+def _check_count(count: int, most: int) -> None:
+    if not 1 <= count <= most:
+        raise ValueError(f"the number of groups is {count}; expected 1..{most}")

@@ -1,0 +1,146 @@
+"""The names users give to plans, `partial(3)` for example."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from scheduler.plan.plan import Plan, PlanError
+
+__all__ = ["parse_mode"]
+
+_EXPECTED = (
+    "'auto', 'sync', 'partial', 'partial(m)', 'subgroup(0,1,2)', 'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', "
+    "'ps(backup=b)', 'ps(tree=k)', 'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)' or a Plan"
+)
+_NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
+
+
+def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
+    """Turn what the user wrote into a plan; `None` stands for `auto`.
+
+    Args:
+        mode: `auto`, `sync`, `partial` (one rank may be late), `partial(m)`, `subgroup(0,1,2)` (its members),
+            `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`, `ps(backup=b)`, `ps(tree=k)` (x = n, through
+            parents of k children each), `ssgd` (x = n), `asgd` (x = 1), `dynsgd`, `local(H)` (steps), `local(2.5s)`
+            (seconds), or a `Plan`.
+        world_size: Number of ranks in this job.
+        fields: Further fields of a plan made from a name, `max_staleness` for example; a `Plan` has its own.
+            `damping` is that of `partial` and `subgroup`; the server modes have their own defaults.
+
+    Raises:
+        PlanError: Unknown mode, m outside 1..n, or a plan made for another world size.
+    """
+    if isinstance(mode, Plan):
+        if mode.world_size != world_size:
+            raise PlanError(
+                f"the plan is for {mode.world_size} ranks but this job has {world_size}; "
+                "make it with Plan.sync(hvd.size()) or Plan.partial(hvd.size(), m)"
+            )
+        return mode
+    if not isinstance(mode, str):
+        raise PlanError(f"mode is {mode!r}; expected {_EXPECTED}")
+    text = "".join(mode.split()).lower()
+    if text == "auto":
+        return None
+    found = _NAME.fullmatch(text)
+    make = _NAMED.get(found.group(1)) if found else None
+    if found is None or make is None:
+        raise PlanError(f"mode is {mode!r}; expected {_EXPECTED}")
+    given = {"reason": "asked for by the user", **fields}
+    try:
+        return make(world_size, found.group(2), given)
+    except PlanError:
+        raise
+    except ValueError as error:
+        raise PlanError(f"mode is {mode!r}: {error}; expected {_EXPECTED}") from None
+
+
+def _whole(text: str | None, what: str) -> int:
+    if text is None or not re.fullmatch(r"[+-]?\d+", text):
+        raise ValueError(f"expected a whole number {what}")
+    return int(text)
+
+
+def _nothing(argument: str | None) -> None:
+    if argument is not None:
+        raise ValueError("expected no argument")
+
+
+def _server_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "damping"}
+
+
+def _make_sync(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    _nothing(argument)
+    return Plan.sync(n, **fields)
+
+
+def _make_partial(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    return Plan.partial(n, max(1, n - 1) if argument is None else _whole(argument, "m in 'partial(m)'"), **fields)
+
+
+def _make_subgroup(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    members = [_whole(part, "per member in 'subgroup(0,1,2)'") for part in (argument or "").split(",")]
+    return Plan.subgroup(n, members, **fields)
+
+
+def _make_grouped(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    count = 0 if argument is None else _whole(argument, "G in 'grouped(G)'")
+    return Plan.grouped(n, count, **_server_fields(fields))
+
+
+def _make_ps(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    rest = _server_fields(fields)
+    if argument is None:
+        return Plan.ps(n, max(1, n - 1), **rest)
+    if argument == "dynamic":
+        return Plan.ps(n, 1, rule="groups", **rest)
+    name, equals, value = argument.partition("=")
+    if equals and name == "ssp":
+        return Plan.ps(n, 1, rule="ssp", slack=_whole(value, "s in 'ps(ssp=s)'"), **rest)
+    if equals and name == "backup":
+        return Plan.ps(n, n - _whole(value, "b in 'ps(backup=b)'"), rule="backup", lr_rule="none", **rest)
+    if equals and name == "tree":
+        return Plan.ps(n, n, fan_in=_whole(value, "k in 'ps(tree=k)'"), **rest)
+    return Plan.ps(n, _whole(argument, "x in 'ps(x)'"), **rest)
+
+
+def _make_ssp(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    return _make_ps(n, f"ssp={argument}", fields)
+
+
+def _make_ssgd(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    _nothing(argument)
+    return Plan.ps(n, n, **_server_fields(fields))
+
+
+def _make_asgd(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    _nothing(argument)
+    return Plan.ps(n, 1, **{**_server_fields(fields), "damping": "none"})
+
+
+def _make_dynsgd(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    _nothing(argument)
+    return Plan.ps(n, 1, **{**_server_fields(fields), "damping": "inverse", "lr_rule": "none"})
+
+
+def _make_local(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
+    if argument is not None and argument.endswith("s"):
+        return Plan.local(n, seconds=float(argument[:-1]), **fields)
+    return Plan.local(n, steps=4 if argument is None else _whole(argument, "H in 'local(H)'"), **fields)
+
+
+_NAMED: dict[str, Callable[[int, str | None, dict[str, Any]], Plan]] = {
+    "sync": _make_sync,
+    "partial": _make_partial,
+    "subgroup": _make_subgroup,
+    "grouped": _make_grouped,
+    "ps": _make_ps,
+    "ssp": _make_ssp,
+    "ssgd": _make_ssgd,
+    "asgd": _make_asgd,
+    "dynsgd": _make_dynsgd,
+    "local": _make_local,
+}

@@ -1,0 +1,163 @@
+"""The guard of accuracy: back to `sync` when the loss or the noise scale say that a relaxed mode does harm.
+
+Three alarms, all about the plan in force and none before it had time to act:
+
+* the loss is no number any more, or far above its level: divergence;
+* the smoothed loss rises against its own trend: the mean of the last losses is above the level before them by 5
+  standard errors and by 10 %. The level is no extrapolated line: losses fall ever more slowly, so a line would
+  call every flattening a rise. Noise is taken from differences of neighbours, which a trend leaves alone;
+* the noise scale has grown fourfold since the plan was taken up, and its updates of few gradients are more than 2.5
+  times as noisy as those of `sync`: (1 + phi / m) / (1 + phi / n) (McCandlish et al. 2018). Less of it is in the
+  predictions, as slower progress.
+
+After an alarm the relaxed modes are not chosen for a while, twice as long after each further one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+from scheduler.cost.progress import iterations
+from scheduler.plan.plan import Plan
+from scheduler.records import Window
+
+__all__ = ["AccuracyGuard", "loss_alarm", "loudness"]
+
+_RECENT, _BASE, _LEAST_BASE = 24, 96, 32
+"""Losses that are judged, those before them that make the level, and fewer than which make none."""
+
+_ERRORS, _RISE = 5.0, 0.1
+_DIVERGED, _SUDDEN = 3.0, 6
+"""Multiple of the level that needs no smoothing but of a few losses."""
+
+_NOISE_GROWTH, _LOUD = 4.0, 2.5
+
+_HOLD_STEPS, _MOST_DOUBLINGS = 200, 5
+_FORGIVEN = 32  # Times the first hold without an alarm, for which the next one counts one less.
+
+
+def loss_alarm(losses: Sequence[float], before: int) -> str:
+    """What is wrong with the losses under the plan in force; empty where nothing is.
+
+    Args:
+        losses: Oldest first.
+        before: How many of them are from before the plan was taken up: they can be the level, but not the rise.
+    """
+    own = losses[before:]
+    if any(not math.isfinite(loss) for loss in own[-_SUDDEN:]):
+        return "the loss is no number any more"
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    if len(own) >= _SUDDEN and len(finite) >= _LEAST_BASE + _SUDDEN:
+        now, level, _ = _compare(finite, _SUDDEN)
+        if level > 0.0 and now > _DIVERGED * level:
+            return f"the loss diverges, {now:.3g} after {level:.3g}"
+    if len(own) < _RECENT or len(finite) < _LEAST_BASE + _RECENT:
+        return ""
+    now, level, error = _compare(finite, _RECENT)
+    if now - level > max(_ERRORS * error, _RISE * abs(level)):
+        return f"the loss rises against its trend, {now:.3g} after {level:.3g}"
+    return ""
+
+
+def _compare(losses: Sequence[float], recent: int) -> tuple[float, float, float]:
+    """Mean of the recent losses, the level before them, and the standard error of their difference."""
+    now = losses[-recent:]
+    base = losses[max(0, len(losses) - recent - _BASE) : -recent]
+    late = base[len(base) // 2 :]
+    # A mode of servers tells one rank's loss instead of the mean: whichever is noisier counts.
+    spread = max(_spread(base), _spread(now) if len(now) >= _RECENT else 0.0)
+    error = spread * math.sqrt(1.0 / len(now) + 1.0 / len(late))
+    return statistics.fmean(now), statistics.fmean(late), error
+
+
+def _spread(losses: Sequence[float]) -> float:
+    """Standard deviation of the noise, from differences of neighbours."""
+    jumps = [after - before for before, after in itertools.pairwise(losses)]
+    middle = statistics.median(jumps)
+    return 1.4826 * statistics.median(abs(jump - middle) for jump in jumps) / math.sqrt(2.0)
+
+
+def loudness(plan: Plan, noise: float) -> float:
+    """Noise of an update of the plan over that of one of `sync`, late gradients not counted; 1 where equal.
+
+    Args:
+        plan: The plan.
+        noise: phi, in gradients of one rank.
+    """
+    gradients, n = float(plan.quorum), float(plan.world_size)
+    if plan.mode == "grouped":
+        gradients = n / max(1, len(plan.groups) or plan.group_count)
+    ratio = float(iterations(noise, gradients)) / float(iterations(noise, n))
+    # An update of x of n gradients is x / n as long.
+    return ratio * gradients / n if plan.mode in ("ps", "grouped") and plan.lr_rule == "linear" else ratio
+
+
+class AccuracyGuard:
+    """Watches a job's losses and noise scale window by window.
+
+    Args:
+        hold_steps: Steps without relaxed modes after the first alarm.
+
+    Attributes:
+        alarms: How many there were, less those forgiven since.
+        reason: What the last one said.
+        until_step: Relaxed modes wait for this step.
+    """
+
+    def __init__(self, hold_steps: int = _HOLD_STEPS) -> None:
+        if hold_steps < 1:
+            raise ValueError(f"hold_steps is {hold_steps}; expected at least 1")
+        self.alarms = 0
+        self.reason = ""
+        self.until_step = -1
+        self._hold_steps = hold_steps
+        self._epoch: int | None = None
+        self._since_step = 0
+        self._noise = math.nan
+
+    def check(self, window: Window, active: Plan) -> str:
+        """Why the plan in force must be left for `sync`; empty where it need not.
+
+        Raises:
+            ValueError: As many losses as steps were expected.
+        """
+        if len(window.losses) != len(window.loss_steps):
+            raise ValueError(
+                f"the window has {len(window.losses)} losses at {len(window.loss_steps)} steps; expected as many"
+            )
+        if active.mode == "sync":
+            self._epoch = None
+            return ""
+        if self.holds(window.step):
+            return self.reason
+        if self._epoch != active.epoch:
+            self._epoch, self._since_step, self._noise = active.epoch, window.step, window.noise_scale
+        elif not math.isfinite(self._noise):
+            self._noise = window.noise_scale
+        before = sum(step <= self._since_step for step in window.loss_steps)
+        return self._alarm(window.step, loss_alarm(window.losses, before) or self._noise_alarm(window, active))
+
+    def holds(self, step: int) -> bool:
+        """Whether relaxed modes still have to wait."""
+        return step < self.until_step
+
+    def _noise_alarm(self, window: Window, active: Plan) -> str:
+        noise = window.noise_scale
+        if not (math.isfinite(noise) and noise > _NOISE_GROWTH * self._noise):
+            return ""
+        loud = loudness(active, noise)
+        if loud <= _LOUD:
+            return ""
+        return f"the noise scale has grown from {self._noise:.2g} to {noise:.2g}, updates are {loud:.1f}x as noisy"
+
+    def _alarm(self, step: int, reason: str) -> str:
+        if reason:
+            calm_steps = step - self.until_step if self.alarms else 0
+            self.alarms = max(0, self.alarms - calm_steps // (_FORGIVEN * self._hold_steps))
+            self.until_step = step + self._hold_steps * 2 ** min(self.alarms, _MOST_DOUBLINGS)
+            self.alarms += 1
+            self.reason = reason
+        return reason

@@ -1,0 +1,490 @@
+"""A policy that takes the fastest candidate, by the cost model or by any other ranker, once a switch pays.
+
+Ski-rental (`scheduler.policy.ski_rental`): the active plan is left when the loss against the best candidate, added up
+since one was first better, has reached the price of the switch. So a disturbance that ends before costs no switch, and
+one that lasts costs at most twice the best that hindsight knows. Where the best one has a price, a mode without one,
+there and back, like `partial` from `sync`, is taken meanwhile. Hysteresis: a candidate must be better than the active
+plan by 5 %; the return to `sync` when nobody is slow any more needs no gain. Guard of accuracy
+(`scheduler.policy.accuracy_guard`): losses that rise, or a noise scale that does, end a relaxed mode at once and for a
+while.
+
+What followed a switch is measured (`scheduler.policy.switch_outcome`): a plan that makes steps dearer than the one it
+replaced is left again, and its mode waits. A switch for little is not made before the plan in force was measured, as
+nothing could be compared then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from scheduler.cost.bounds import bounded
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import Prediction, predict, rank
+from scheduler.cost.priors import prior_of
+from scheduler.cost.staleness_price import StalenessPrice
+from scheduler.diagnosis.freezes import Freezes
+from scheduler.diagnosis.link_memory import LinkMemory
+from scheduler.diagnosis.slow_episodes import SlowSince
+from scheduler.diagnosis.window_stats import Readings
+from scheduler.plan.plan import SET_IDLE_S, Plan
+from scheduler.policy.accuracy_guard import AccuracyGuard
+from scheduler.policy.candidates import LEAST_SHARE, Trouble, candidates, find_trouble, reachable, same_plan
+from scheduler.policy.explanation import comparison, who
+from scheduler.policy.ski_rental import SkiRental
+from scheduler.policy.switch_outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms
+from scheduler.records import Window
+
+__all__ = ["CostPolicy", "Ranker"]
+
+Ranker = Callable[[Sequence[Plan], Conditions, Window, Plan], list[Prediction]]
+
+_GAIN = 0.05
+"""Least predicted gain. Intervals over 24 rows are known to 2 to 5 % where jitter is 10 %."""
+
+_GAIN_CROWDED = 0.15
+"""The same where most ranks wait for a processor: between two windows of such a job intervals differ by 10 to 20 %."""
+
+_SWITCH_S, _HANDOVER_S = 0.02, 0.2
+"""What a change among modes of Horovod's collectives holds training up, and one to servers or away from them
+(`benchmarks.switches`: 10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
+
+_SET_S = 0.3
+"""Making a process set holds every collective up for so long (`benchmarks.sets`: 307 ms with 4 ranks). It stays for
+`SET_IDLE_S`."""
+
+_SOON = 0.25
+"""Part of a switch's price that has to be lost before its plan is got ready: a server's start takes more than two
+seconds of a processor, and where plans take turns in being best none is switched to."""
+
+_COPIES = 3.0  # Parameters and two moments: what ranks fetch that rejoin the others, or that leave servers.
+_RISK = 1.25
+"""A plan that may well take so many times as long as `sync` (95 % quantile) is not gone to, whatever it promises."""
+
+_ALIKE = 0.02
+"""Predictions of `partial` that differ by less say nothing: the one that waits for more ranks is taken."""
+
+_CALM_STEPS = 12
+"""Steps without trouble before the job returns to `sync`: STAR's stragglers stay 3.4 rounds, 10 at the 95th
+percentile, and come back."""
+
+_CALM_PARTIAL_STEPS = 96
+"""The same for `partial`: it costs nothing while nobody is slow, and who was slow a while ago may be so again."""
+
+_CALM_LOSS = 1.1
+
+_WINDOW_STEPS = 64
+
+_CLEAR, _EARLY_STEPS = 0.85, 40
+"""Predicted time over that of the plan in force below which a switch is made although that was never measured, and the
+steps for which others wait for it."""
+
+
+class CostPolicy:
+    """Decides by predictions.
+
+    Args:
+        world_size: Number of ranks.
+        ranker: Predictions for candidates, in any order; the cost model if None.
+        hosts: Host of every rank, to place servers.
+        gain: Least predicted gain that is worth a switch.
+        least_share: Part of the ranks whose fresh gradients a plan has to wait for (`candidates.enough_ranks`).
+
+    Attributes:
+        price: The price of staleness as learned so far.
+        last: Predictions behind the last decision, best first.
+        coming: A plan that may be chosen soon and takes time to get ready, None without one.
+        guard: The guard of accuracy.
+        outcomes: What became of switches, the latest last; whoever reads them may empty the list.
+
+    Raises:
+        ValueError: Numbers out of range.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        ranker: Ranker | None = None,
+        hosts: Sequence[str] | None = None,
+        gain: float = _GAIN,
+        least_share: float = LEAST_SHARE,
+    ) -> None:
+        if world_size < 1 or not 0.0 <= gain < 1.0:
+            raise ValueError(f"world_size is {world_size} and gain {gain}; expected at least 1, and 0 <= gain < 1")
+        if hosts is not None and len(hosts) != world_size:
+            raise ValueError(f"{len(hosts)} hosts for {world_size} ranks; expected one for each")
+        if not 0.0 < least_share <= 1.0:
+            raise ValueError(f"least_share is {least_share}; expected a part of the ranks, above 0 and at most 1")
+        self.world_size = world_size
+        self.price = StalenessPrice()
+        self._sized_bytes = 0  # What its prior was made for.
+        self.last: list[Prediction] = []
+        self.coming: Plan | None = None
+        self.guard = AccuracyGuard()
+        self._ranker = ranker
+        self._hosts = hosts
+        self._gain = self._least_gain = gain
+        self._least_share = least_share
+        self.outcomes: list[SwitchOutcome] = []
+        self._outcome: SwitchOutcome | None = None  # Of the plan in force or, in `sync`, of the one before.
+        self._check, self._backoff = OutcomeCheck(), ModeBackoff()
+        self._shape = Shape(())
+        self._terms = Terms(1.0, 0.0, math.nan, math.nan)  # Of the plan in force.
+        self._rental, self._near_rental = SkiRental(), SkiRental()
+        self._freezes = Freezes()
+        self._slow_since = SlowSince()
+        self._links = LinkMemory()
+        self._calm_since: int | None = None
+        self._noise = 4.0
+        self._now: tuple[Window, Plan, Trouble | None] | None = None
+        self._waiting: tuple[Prediction, float] | None = None
+        self._going: Plan | None = None
+        self._sets: dict[tuple[int, ...], int] = {}  # Those that plans in force needed, and at which step last.
+
+    @property
+    def window_steps(self) -> int:
+        """Steps, and reports of a rank, that a window should reach back; more does no harm."""
+        return _WINDOW_STEPS
+
+    def decide(self, window: Window, active: Plan) -> Plan | None:
+        """The plan to switch to, or None to keep the active one.
+
+        Raises:
+            ValueError: The window or the plan is for another number of ranks.
+        """
+        for what, size in (("window", window.world_size), ("plan", active.world_size)):
+            if size != self.world_size:
+                raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
+        self._now, self._waiting, self._going, self.coming = (window, active, None), None, None, None
+        if self.world_size < 2:
+            return None
+        self._sets.update(dict.fromkeys(active.sets, window.step))
+        alarm = self.guard.check(window, active)
+        if alarm:
+            return self._safe(active, alarm)
+        if window.comm_bytes != self._sized_bytes and not self.price.observations:
+            self._sized_bytes, self.price = window.comm_bytes, StalenessPrice(prior_of(window.comm_bytes))
+        conditions = Conditions.from_window(window, self.price)
+        if conditions is None:
+            return None
+        self.watch(window, active)
+        conditions = conditions.with_freezes(
+            self._freezes.per_step_s, self._freezes.freezing, self._freezes.froze
+        )
+        conditions = dataclasses.replace(conditions, rate=self._links.note(window, active, conditions.rate))
+        self._noise = conditions.noise
+        self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
+        trouble = find_trouble(conditions, self._least_share)
+        self._now = (window, active, trouble)
+        self._shape, self._terms = Shape.of(conditions, trouble.links), _terms(active, conditions)
+        self._check.see(self._terms.level, trouble.links)
+        back = self._left_again(window, conditions, active)
+        if back is not None:
+            self._going = back
+            return back
+        self._calm_since = None if trouble else window.step if self._calm_since is None else self._calm_since
+        lost_s = self._freezes.take_lost_s()
+        if active.mode == "sync" and (not trouble or self.guard.holds(window.step)):
+            self.coming = self._after_another_freeze(window, conditions, trouble)
+            self._rest(window)
+            self.last = []
+            return None
+        offered = candidates(
+            conditions, active, allowed=window.allowed, hosts=self._hosts, trouble=trouble,
+            least_share=self._least_share,
+        )
+        found = (
+            rank(offered, conditions)
+            if self._ranker is None
+            else self._ranker(offered, conditions, window, active)
+        )
+        self.last = bounded(found, conditions)
+        return self._choose(window, conditions, active, trouble, lost_s) if self.last else None
+
+    def watch(self, window: Window, active: Plan) -> None:
+        """Take notice of ranks that are slow or stand still, also while nothing is decided and a plan is on its way."""
+        self._slow_since.note(window)
+        typical_s = Readings.of(window).typical_s
+        if not math.isnan(typical_s):
+            self._freezes.note(window, active, typical_s)
+        self._check.note(window.step, window.now_s, active, frozen=self._freezes.now)
+
+    def observe(self, plan: Plan, updates: float, decrease: float, drift: float) -> None:
+        """What training achieved under a plan: the price of staleness is learned from it."""
+        length = plan.quorum / self.world_size if plan.mode == "ps" and plan.lr_rule == "linear" else 1.0
+        gradients = float(plan.quorum) if plan.mode in ("ps", "partial", "subgroup") else float(self.world_size)
+        if plan.mode == "grouped":
+            count = max(1, len(plan.groups) or plan.group_count)
+            length, gradients = 1.0 / count, self.world_size / count
+        self.price.observe(
+            decrease=decrease,
+            updates=updates,
+            drift=drift,
+            length=length,
+            gradients=gradients,
+            noise=self._noise,
+            world=self.world_size,
+        )
+
+    def explain(self) -> str:
+        """One sentence about the present choice, also when nothing is changed: `nobody is slow: sync`."""
+        if self._now is None:
+            return "no window has been looked at yet"
+        window, active, trouble = self._now
+        if self.guard.holds(window.step):
+            return f"{self.guard.reason}: sync until step {self.guard.until_step} at least"
+        if trouble is None:
+            return f"not every rank has reported yet: {active.label}"
+        if self._going is not None:
+            return self._going.reason
+        if active.mode != "sync":
+            calm = f"; nobody is slow since step {self._calm_since}" if self._calm_since is not None else ""
+            return f"{active.reason or active.label}{calm}{self._was(active)}"
+        text = who(window, trouble, self._freezes.freezing, self._slow_since.steps)
+        if not trouble or not self.last:
+            return f"{text}: sync{self._held_back(window)}"
+        if self._waiting is not None:
+            best, left_s = self._waiting
+            return f"{text}: {comparison(self.last, best, None)}; sync until that has cost {left_s:.2g} s more"
+        other = next((p for p in self.last if p.plan.mode != "sync"), None)
+        if other is None:
+            return f"{text}: sync, no other mode can run"
+        speed = 1.0 / max(other.relative, 1e-9)
+        held = self._held_back(window)
+        short = " where ranks wait for processors" if self._least_gain > self._gain else ""
+        why = held or f", too little for a switch{short}"
+        return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}"
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _choose(
+        self, window: Window, conditions: Conditions, active: Plan, trouble: Trouble, lost_s: float
+    ) -> Plan | None:
+        now = next((p for p in self.last if same_plan(p.plan, active)), None)
+        sync = next((p for p in self.last if p.plan.mode == "sync"), None)
+        sane = [p for p in self.last if p.high < _RISK or p is now or p is sync] or self.last
+        sane = [p for p in sane if p is now or p is sync or not self._held(window, p, now)] or self.last
+        best = _most_patient(sane)
+        if now is None:
+            return self._go(window, best, active, None, trouble)
+        if sync is not None and active.mode != "sync" and self._calm(window, active, sync.relative / now.relative):
+            self._rest(window)
+            return self._safe(active, f"nobody was slow since step {self._calm_since}")
+        if best is now or not best.relative < (1.0 - self._least_gain) * now.relative:
+            self._rest(window)
+            return None
+        if self._too_early(window, best, now, trouble):
+            return None
+        price_s = self._price_s(conditions, active, best.plan)
+        near_by = [p for p in sane if _same_family(active, p.plan)]
+        free = _most_patient(near_by) if near_by else now
+        near = self._near(window, free, now, _just_lost_s(conditions, active, free.plan)) if free is not best else None
+        if best.plan.mode == "ps":
+            self._rental.lost_s += lost_s  # What its like would have spared.
+        if self._rental.pays(window.step, self._loss_s(best, now) * _steps_of_a_round(active, conditions), price_s):
+            # Not for a few percent more than what there is without a price, there and back.
+            worth = best.relative < (1.0 - self._least_gain) * free.relative
+            return self._go(window, best if worth else free, active, now, trouble)
+        if self._rental.lost_s >= _SOON * price_s:
+            self.coming = best.plan
+        if near is not None:
+            so_far_s = self._rental.lost_s
+            plan = self._go(window, near, active, now, trouble)
+            self._rental.lost_s = so_far_s  # The loss against the best goes on.
+            return plan
+        self._waiting = (best, price_s - self._rental.lost_s)
+        return None
+
+    def _after_another_freeze(self, window: Window, conditions: Conditions, trouble: Trouble) -> Plan | None:
+        """Servers, where a rank froze once: a second time would call for them, and they take seconds to start."""
+        if not self._freezes.froze or "ps" not in window.allowed:
+            return None
+        feared = dataclasses.replace(trouble, frozen=tuple(sorted(self._freezes.froze)))
+        offered = candidates(conditions, allowed=("ps",), hosts=self._hosts, trouble=feared)
+        return next((plan for plan in offered if plan.mode == "ps"), None)
+
+    def _near(self, window: Window, free: Prediction, now: Prediction, just_lost_s: float) -> Prediction | None:
+        """The best plan that costs next to nothing to go to, once that pays."""
+        if free is now or not free.relative < (1.0 - self._least_gain) * now.relative:
+            self._near_rental.rest(window.step)
+            return None
+        loss_s = max(just_lost_s, self._loss_s(free, now))
+        return free if self._near_rental.pays(window.step, loss_s, _SWITCH_S) else None
+
+    @staticmethod
+    def _loss_s(best: Prediction, now: Prediction) -> float:
+        """What a step under the present plan loses against a better one, seconds."""
+        return now.interval_s * (1.0 - best.relative / now.relative)
+
+    def _rest(self, window: Window) -> None:
+        self._rental.rest(window.step)
+        self._near_rental.rest(window.step)
+
+    def _calm(self, window: Window, active: Plan, slower: float) -> bool:
+        """Nobody was in trouble for a while; under servers steps are updates, of which there are more.
+
+        Args:
+            window: The window.
+            active: The plan in force.
+            slower: How many times slower `sync` is predicted to be: where it is, calm is waited for longer.
+        """
+        if self._calm_since is None:
+            return False
+        calm = window.step - self._calm_since
+        if active.mode == "partial":
+            return calm >= _CALM_PARTIAL_STEPS
+        least = _CALM_STEPS if slower <= _CALM_LOSS else _CALM_PARTIAL_STEPS
+        return calm >= least * (self.world_size / active.quorum if active.mode == "ps" else 1.0)
+
+    def _price_s(self, conditions: Conditions, active: Plan, plan: Plan) -> float:
+        """What a switch holds training up, seconds.
+
+        Where rounds end replicas are equal, so that nothing moves on the way into another mode; on the way back the
+        ranks fetch what the others, or the servers, have.
+        """
+        if _same_family(active, plan):
+            return _SWITCH_S
+        price_s = _HANDOVER_S if {active.family, plan.family} & {"ps", "grouped"} else _SWITCH_S
+        price_s += _SET_S * sum(not self._is_there(ranks, conditions) for ranks in plan.sets)
+        if active.family == "rounds":
+            return price_s
+        fetched_s = _COPIES * conditions.comm_bytes / float(conditions.rate.min())
+        return price_s + fetched_s + float(conditions.usual_s.max())
+
+    def _is_there(self, ranks: tuple[int, ...], conditions: Conditions) -> bool:
+        """Whether a process set was in use so short a time ago that it was not removed."""
+        assert self._now is not None
+        window, active, _ = self._now
+        since = window.step - self._sets.get(ranks, -(10**9))
+        return ranks in active.sets or since * float(np.median(conditions.usual_s)) <= SET_IDLE_S
+
+    def _safe(self, active: Plan, why: str) -> Plan:
+        """Back to `sync`. Servers have a damping of their own, unless there is to be none."""
+        damping = active.damping if active.mode not in ("ps", "grouped") or active.damping == "none" else "inverse"
+        return Plan.sync(
+            self.world_size,
+            damping=damping,
+            max_staleness=active.max_staleness,
+            epoch=active.epoch + 1,
+            reason=f"{why}: sync",
+        )
+
+    def _go(
+        self, window: Window, best: Prediction, active: Plan, now: Prediction | None, trouble: Trouble
+    ) -> Plan | None:
+        self._rest(window)
+        if same_plan(best.plan, active):
+            return None
+        why = who(window, trouble, self._freezes.freezing, self._slow_since.steps)
+        if now is None:
+            why = f"{active.label} cannot run any more; {why}"
+        reason = f"{why}: {comparison(self.last, best, now)}"
+        self._going = best.plan.replace(epoch=active.epoch + 1, reason=reason)
+        if now is not None:
+            self._check.expect(
+                self._going,
+                active,
+                predicted=now.relative / best.relative,
+                over_sync=1.0 / best.relative,
+                replaced_s=self._terms.interval_s / self._terms.gain,
+                level=self._terms.level,
+            )
+        return self._going
+
+    # ---- what became of the last switch -----------------------------------------------------------------------------
+
+    def _left_again(self, window: Window, conditions: Conditions, active: Plan) -> Plan | None:
+        """The plan that the one in force replaced, where that turns out to have been the better one; else None."""
+        expected = self._check.expected
+        if expected is None or active.mode == "sync":
+            return None
+        plans = {one.label: one for one in (active, expected.replaced, Plan.sync(self.world_size))}
+        outcome = self._check.judge({label: _terms(one, conditions) for label, one in plans.items()})
+        if outcome is None:
+            return None
+        self._outcome = outcome
+        self.outcomes.append(outcome)
+        if not outcome.harmful:
+            return None
+        self._backoff.hold(active.mode, outcome, self._shape, window.step, window.now_s)
+        self._rest(window)
+        before = plans[outcome.against]
+        if before.mode == "sync" or before.mode not in window.allowed or not reachable(before, active):
+            return self._safe(active, outcome.sentence)
+        back = before.replace(epoch=active.epoch + 1, reason=f"{outcome.sentence}: {before.label}")
+        over_sync = expected.over_sync / expected.predicted
+        self._check.expect(
+            back, Plan.sync(self.world_size), predicted=over_sync, over_sync=over_sync, replaced_s=math.inf,
+            level=math.nan,
+        )
+        return back
+
+    def _held(self, window: Window, one: Prediction, now: Prediction | None) -> bool:
+        """Whether a plan is not to be taken because its mode did harm a while ago."""
+        speed = (now.relative if now is not None else 1.0) / max(one.relative, 1e-9)
+        return self._backoff.holds(one.plan.mode, speed, self._shape, window.step, window.now_s)
+
+    def _too_early(self, window: Window, best: Prediction, now: Prediction, trouble: Trouble) -> bool:
+        """Whether little is promised and the plan in force not measured yet, so that nobody could tell afterwards."""
+        if math.isnan(window.now_s) or trouble.frozen or best.relative < _CLEAR * now.relative:
+            return False
+        # Where trouble comes and goes, so that this never is, it is not waited for without end.
+        return self._check.steps < _EARLY_STEPS and not self._check.measured(now.plan, self._terms.level)
+
+    def _was(self, active: Plan) -> str:
+        """`; predicted 1.1x faster than sync, was 0.83x`, for the plan in force; empty before that is known."""
+        outcome = self._outcome
+        if outcome is None or outcome.label != active.label:
+            return ""
+        return f"; predicted {outcome.predicted:.2g}x faster than {outcome.against}, was {outcome.measured:.2g}x"
+
+    def _held_back(self, window: Window) -> str:
+        """`; partial did harm and waits until step 240`; empty where no mode waits."""
+        held = self._backoff.held(window.step, window.now_s)
+        parts = [f"{mode} did harm and waits until step {until} at least" for mode, until in sorted(held.items())]
+        return "".join(f"; {part}" for part in parts)
+
+
+def _terms(plan: Plan, conditions: Conditions) -> Terms:
+    """How what was measured of a plan counts now."""
+    found, steps = predict(plan, conditions), _steps_of_a_round(plan, conditions)
+    frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
+    level = (found.interval_s - frozen_s) * steps / conditions.typical_s
+    return Terms(max(1e-6, found.progress) * steps, frozen_s, level, found.interval_s * steps)
+
+
+def _same_family(active: Plan, plan: Plan) -> bool:
+    """Whether going to a plan, and coming back, is but a change of rule."""
+    same = active.family == plan.family and plan.mode not in ("subgroup", "grouped")
+    return same and active.servers == plan.servers
+
+
+def _most_patient(ranked: Sequence[Prediction]) -> Prediction:
+    """The first; of plans `partial` as good as that one, the one that waits for most ranks."""
+    first = ranked[0]
+    if first.plan.mode != "partial":
+        return first
+    alike = [p for p in ranked if p.plan.mode == "partial" and p.relative <= (1.0 + _ALIKE) * first.relative]
+    return max(alike, key=lambda p: p.plan.quorum)
+
+
+def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
+    """What the latest step took longer in `sync` than it would have in a plan `partial`; 0 for any other two.
+
+    At first few of the expected steps are slow, so that the expected loss is small whatever a slow one cost.
+    """
+    if active.mode != "sync" or plan.mode != "partial":
+        return 0.0
+    latest = np.sort(conditions.times_s[-1])
+    return float(latest[-1] - latest[plan.quorum - 1])
+
+
+def _steps_of_a_round(plan: Plan, conditions: Conditions) -> float:
+    """Steps of a rank in one of the window's: predictions are per step, and under local steps rounds are counted."""
+    if plan.mode != "local":
+        return 1.0
+    return float(plan.local_steps) or max(1.0, plan.local_s / float(conditions.usual_s.min()))

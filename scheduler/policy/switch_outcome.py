@@ -1,0 +1,457 @@
+"""What followed a switch, measured, against what was predicted of it. Pure: no clock.
+
+A prediction rests on a model of the machine. Where that is wrong (helper threads beside the ranks on few cores, servers
+that share them) a plan can make every step dearer than the plan it replaced, and no report of a rank shows it: all are
+slower alike. So the time between updates is measured under every plan:
+
+    cost = wall time of an update / its progress in synchronous steps + what freezes cost per step
+
+The progress is that of `scheduler.cost.cost_model`, the same that `Prediction.relative` divides by, so an update of 3
+of 4 gradients counts for less than one of all four. Freezes are rare and long: blocks with one are left out, and what
+they cost is added as `scheduler.diagnosis.freezes` expects it, to the plans that a freeze holds up.
+
+Updates are counted in blocks of a fifth of a second at least, since messages come in batches of a tenth. Means of
+blocks are compared, as in a Welch test, not medians: where a rank is slow in a third of the steps, a median sees either
+none of that or nothing else. A block counts as four times the plan's median block at most: an evaluation in the middle
+of training is no step.
+
+Like is compared with like. Every block keeps its level, what the model says an update of its plan takes in units of a
+usual rank's work, so that all ranks slower alike are no other level. Where the level of a plan is by now more than
+1.2 times another, its blocks are scaled to it; where it is more than twice another, or other links are slow, they say
+nothing of the present.
+
+A plan that is dearer by 5 %, and by 2.5 standard errors, is left for the one it replaced. Its mode is not tried again
+for a while, which doubles with each time, unless so much more is predicted of it than then that the error made then
+would not matter. If a rank is late, frozen or dead that changes only what is measured; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler.cost.conditions import Conditions
+from scheduler.plan.plan import Plan
+
+__all__ = ["Block", "Comparison", "ModeBackoff", "OutcomeCheck", "Shape", "SwitchOutcome", "Terms", "compare"]
+
+_BLOCK_STEPS, _BLOCK_S = 2, 0.2
+_SETTLING_STEPS, _SETTLING_S = 3, 0.2  # After a switch, and not counted: caches, connections, ranks that rejoin.
+_KEPT = 64  # Blocks of each plan.
+_OLD_S, _OLD_STEPS = 120.0, 400  # What is older in both is no reference: the machine may be another by now.
+
+_HARM = 0.05
+_ERRORS = 2.5
+_LEAST_STEPS, _LEAST_BLOCKS = 20.0, 3
+_SURE, _ENOUGH_BLOCKS = 0.05, 24  # Standard error, or number of blocks, with which a measurement is reported.
+_ERROR_FLOOR = 0.01
+_PREDICTED_ERROR, _PREDICTED_ROOM = 0.15, 1.05
+"""Standard error of the interval predicted for the replaced plan, which is taken where that was in force too briefly to
+be measured: a switch at step 5 of a job. It counts less the longer that goes on: a way back in vain costs little, and
+what the replaced plan costs is known then."""
+
+_OUTLIER = 4.0
+_SAME, _COMPARABLE = 1.2, 2.0  # Times another level.
+_ALIKE = math.log(1.5)
+"""Trouble is the same while the slowdowns of the slower half of the ranks, in order of size, are within this factor: on
+a busy machine with jitter of 10 to 30 % who is slowest changes all the time, and changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Trouble as far as it changes what a step costs; the same ranks at twice the time are the same shape.
+
+    Attributes:
+        slowdowns: Of the slower half of the ranks over the usual one, largest first.
+        links: Ranks with a slow link.
+    """
+
+    slowdowns: tuple[float, ...]
+    links: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, conditions: Conditions, links: Sequence[int]) -> Shape:
+        """The shape of expected times."""
+        ratios = np.sort(conditions.usual_s / conditions.typical_s)[::-1]
+        half = max(1, conditions.world_size // 2)
+        return cls(tuple(np.maximum(1.0, ratios[:half]).tolist()), tuple(links))
+
+    def alike(self, other: Shape) -> bool:
+        """Whether measurements under both can be compared."""
+        pairs = zip(self.slowdowns, other.slowdowns, strict=False)
+        return self.links == other.links and all(abs(math.log(one / two)) <= _ALIKE for one, two in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some updates in a row.
+
+    Attributes:
+        end_s: When it ended.
+        end_step: With which step.
+        steps: Updates in it.
+        interval_s: Wall time of one.
+        level: What one was predicted to take, in units of a usual rank's work.
+        links: Ranks with a slow link.
+    """
+
+    end_s: float
+    end_step: int
+    steps: int
+    interval_s: float
+    level: float
+    links: tuple[int, ...] = ()
+
+    def scaled_s(self, level: float) -> float:
+        """The interval to expect at another level."""
+        ratio = level / self.level
+        return self.interval_s * (ratio if not 1.0 / _SAME <= ratio <= _SAME else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Measured cost of a plan over that of another one: above 1 is dearer."""
+
+    ratio: float
+    error: float
+    steps: float
+
+    @property
+    def harmful(self) -> bool:
+        """Whether it is dearer by more than is allowed and more than chance."""
+        return self.ratio > 1.0 + _HARM and math.log(self.ratio) > _ERRORS * self.error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchOutcome:
+    """What became of a switch.
+
+    Attributes:
+        epoch: Of the plan.
+        label: Its name.
+        step: The step at which this was known.
+        against: Name of the plan that it is compared with, the replaced one or `sync`.
+        predicted: Its speed over that one's as predicted.
+        measured: The same as measured.
+        steps: Synchronous steps' worth of training that was measured.
+        harmful: Whether the plan is left because of it.
+    """
+
+    epoch: int
+    label: str
+    step: int
+    against: str
+    predicted: float
+    measured: float
+    steps: float
+    harmful: bool
+
+    @property
+    def sentence(self) -> str:
+        """`partial(2) was predicted 1.1x faster than sync, was 0.83x over 24 steps`."""
+        return (
+            f"{self.label} was predicted {self.predicted:.2g}x faster than {self.against}, was {self.measured:.2g}x "
+            f"over {self.steps:.0f} steps"
+        )
+
+
+def compare(new_s: Sequence[float], old_s: Sequence[float], steps: float, *, old_error: float = 0.0) -> Comparison:
+    """Compare costs of blocks.
+
+    Args:
+        new_s: Of the plan in force, seconds per unit of progress.
+        old_s: Of the other one.
+        steps: Worth of training in the first.
+        old_error: Least relative standard error of the second.
+    """
+    (new, new_error), (old, error) = _mean(new_s), _mean(old_s)
+    return Comparison(new / old, math.hypot(new_error, max(error, old_error), _ERROR_FLOOR), steps)
+
+
+def _mean(costs_s: Sequence[float]) -> tuple[float, float]:
+    """Mean and its relative standard error, outliers cut."""
+    most_s = _OUTLIER * statistics.median(costs_s)
+    kept = [min(cost_s, most_s) for cost_s in costs_s]
+    mean_s = statistics.fmean(kept)
+    if len(kept) < 2:
+        return mean_s, 0.0
+    return mean_s, statistics.stdev(kept) / math.sqrt(len(kept)) / mean_s
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How the blocks of a plan count at present.
+
+    Attributes:
+        gain: Progress of an update in synchronous steps.
+        frozen_s: What freezes cost it per synchronous step.
+        level: As in `Block`.
+        interval_s: What an update is predicted to take, freezes counted.
+    """
+
+    gain: float
+    frozen_s: float
+    level: float
+    interval_s: float = math.nan
+
+    def costs_s(self, blocks: Sequence[Block]) -> list[float]:
+        """Seconds per synchronous step's worth of training, of each block."""
+        return [block.scaled_s(self.level) / self.gain + self.frozen_s for block in blocks]
+
+
+@dataclass(slots=True)
+class _Expected:
+    """What a switch was made for, until its plan is in force and then while it is."""
+
+    plan: Plan
+    replaced: Plan
+    predicted: float  # Speed over the replaced plan.
+    over_sync: float  # Speed over `sync`.
+    replaced_s: float  # Predicted cost of the replaced plan,
+    level: float  # at this level of its own.
+
+
+@dataclass(slots=True)
+class _Tenure:
+    """The time of the plan in force."""
+
+    epoch: int
+    label: str
+    begin_s: float
+    begin_step: int
+    expected: _Expected | None
+    blocks: deque[Block] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    open: tuple[float, int] | None = None  # Where the present block began.
+    told: bool = False
+
+
+class OutcomeCheck:
+    """Measures every plan and judges the one in force."""
+
+    def __init__(self) -> None:
+        self._tenure: _Tenure | None = None
+        self._expected: _Expected | None = None
+        self._blocks: dict[str, deque[Block]] = {}
+        self._level = math.nan
+        self._links: tuple[int, ...] = ()
+        self._last_step = 0
+
+    def expect(
+        self, plan: Plan, replaced: Plan, *, predicted: float, over_sync: float, replaced_s: float, level: float
+    ) -> None:
+        """A switch was decided on; it may yet fail.
+
+        Args:
+            plan: The plan to come.
+            replaced: The one in force.
+            predicted: Predicted speed of the first over the second.
+            over_sync: Predicted speed of the first over `sync`.
+            replaced_s: Predicted cost of the second, seconds per synchronous step's progress.
+            level: The level of the second.
+        """
+        self._expected = _Expected(plan, replaced, predicted, over_sync, replaced_s, level)
+
+    def see(self, level: float, links: tuple[int, ...] = ()) -> None:
+        """The level of the plan in force and the ranks with slow links, from now on."""
+        ratio = level / self._level
+        if self._tenure is not None and not (1.0 / _COMPARABLE <= ratio <= _COMPARABLE and links == self._links):
+            self._tenure.open = None  # What is half in one and half in the other says nothing.
+        self._level, self._links = level, links
+
+    def note(self, step: int, now_s: float, active: Plan, *, frozen: bool) -> None:
+        """Take in how far training is; called as often as there is a window.
+
+        Args:
+            step: Updates so far.
+            now_s: Wall time, NaN where it is not known: then nothing is measured.
+            active: The plan in force.
+            frozen: Whether some rank stands still.
+        """
+        if math.isnan(now_s):
+            return
+        tenure, self._last_step = self._tenure, step
+        if tenure is None or tenure.epoch != active.epoch or step < tenure.begin_step:
+            tenure = self._begin(step, now_s, active)
+        if frozen or math.isnan(self._level):
+            tenure.open = None
+            return
+        if step - tenure.begin_step < _SETTLING_STEPS or now_s - tenure.begin_s < _SETTLING_S:
+            return
+        if tenure.open is None:
+            tenure.open = (now_s, step)
+            return
+        began_s, first = tenure.open
+        if step - first >= _BLOCK_STEPS and now_s - began_s >= _BLOCK_S:
+            interval_s = (now_s - began_s) / (step - first)
+            block = Block(now_s, step, step - first, interval_s, self._level, self._links)
+            tenure.blocks.append(block)
+            self._blocks.setdefault(tenure.label, deque(maxlen=_KEPT)).append(block)
+            tenure.open = (now_s, step)
+
+    def measured(self, plan: Plan, level: float) -> bool:
+        """Whether the cost of a plan of the present level is known."""
+        return len(self._comparable(self._blocks.get(plan.label, ()), level)) >= _LEAST_BLOCKS
+
+    @property
+    def steps(self) -> int:
+        """Updates under the plan in force, as far as is known."""
+        if self._tenure is None:
+            return 0
+        return self._last_step - self._tenure.begin_step
+
+    @property
+    def expected(self) -> _Expected | None:
+        """What the plan in force was expected to do, None where it was not chosen for its speed."""
+        return self._tenure.expected if self._tenure is not None else None
+
+    def judge(self, terms: dict[str, Terms]) -> SwitchOutcome | None:
+        """What became of the plan in force; None while that is not known, or was said and has not changed.
+
+        Args:
+            terms: Of the plan in force and those named `references`.
+        """
+        tenure = self._tenure
+        if tenure is None or tenure.expected is None:
+            return None
+        here = terms[tenure.label]
+        blocks = self._comparable(tenure.blocks, here.level)
+        own = here.costs_s(blocks)
+        steps = here.gain * sum(block.steps for block in blocks)
+        if len(own) < _LEAST_BLOCKS or steps < _LEAST_STEPS:
+            return None
+        known = [one for one in (self._against(name, own, steps, terms[name]) for name in self.references) if one]
+        harmful = max((one for one in known if one[1].harmful), key=lambda one: one[1].ratio, default=None)
+        if harmful is not None:
+            return self._outcome(*harmful)
+        if known and not tenure.told and (known[0][1].error < _SURE or len(own) >= _ENOUGH_BLOCKS):
+            return self._outcome(*known[0])
+        return None
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Names of the plans that the one in force is compared with: what it replaced, and `sync`."""
+        tenure = self._tenure
+        if tenure is None or tenure.expected is None:
+            return ()
+        names = (tenure.expected.replaced.label, "sync")
+        return tuple(name for name in dict.fromkeys(names) if name != tenure.label)
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, step: int, now_s: float, active: Plan) -> _Tenure:
+        if self._tenure is not None and step < self._tenure.begin_step:
+            self._blocks.clear()  # Another run.
+        expected, self._expected = self._expected, None
+        if expected is not None and expected.plan.label != active.label:
+            expected = None
+        self._tenure = _Tenure(active.epoch, active.label, now_s, step, expected)
+        return self._tenure
+
+    def _comparable(self, blocks: Sequence[Block] | deque[Block], level: float) -> list[Block]:
+        """Of some blocks of a plan, by now of this level, those that say something of the present."""
+        if not blocks:
+            return []
+        last = self._tenure.blocks[-1] if self._tenure is not None and self._tenure.blocks else blocks[-1]
+        return [
+            block
+            for block in blocks
+            if 1.0 / _COMPARABLE <= level / block.level <= _COMPARABLE
+            and block.links == self._links
+            and (last.end_s - block.end_s <= _OLD_S or last.end_step - block.end_step <= _OLD_STEPS)
+        ]
+
+    def _against(
+        self, name: str, own: Sequence[float], steps: float, there: Terms
+    ) -> tuple[str, Comparison] | None:
+        tenure = self._tenure
+        assert tenure is not None and tenure.expected is not None
+        others = there.costs_s(self._comparable(self._blocks.get(name, ()), there.level))
+        if len(others) >= _LEAST_BLOCKS:
+            return name, compare(own, others, steps)
+        expected = tenure.expected
+        if name == expected.replaced.label and 1.0 / _SAME <= there.level / expected.level <= _SAME:
+            error = _PREDICTED_ERROR * math.sqrt(_LEAST_BLOCKS / len(own))
+            return name, compare(own, [_PREDICTED_ROOM * expected.replaced_s], steps, old_error=error)
+        return None
+
+    def _outcome(self, against: str, found: Comparison) -> SwitchOutcome:
+        tenure = self._tenure
+        assert tenure is not None and tenure.expected is not None
+        tenure.told = True
+        replaced = against == tenure.expected.replaced.label
+        return SwitchOutcome(
+            epoch=tenure.epoch,
+            label=tenure.label,
+            step=tenure.blocks[-1].end_step,
+            against=against,
+            predicted=tenure.expected.predicted if replaced else tenure.expected.over_sync,
+            measured=1.0 / found.ratio,
+            steps=found.steps,
+            harmful=found.harmful,
+        )
+
+
+@dataclass(slots=True)
+class _Hold:
+    until_step: int
+    until_s: float
+    times: int
+    error: float  # Predicted over measured speed.
+    predicted: float
+    shape: Shape
+
+
+class ModeBackoff:
+    """Modes whose plans did harm: not taken for a while, longer after each time.
+
+    Args:
+        steps: Steps of the first time.
+        seconds: And its seconds: it lasts until both have passed.
+    """
+
+    _MOST_DOUBLINGS = 6
+    _MORE = 1.1
+
+    def __init__(self, steps: int = 200, seconds: float = 60.0) -> None:
+        self._steps, self._seconds = steps, seconds
+        self._holds: dict[str, _Hold] = {}
+
+    def hold(self, mode: str, outcome: SwitchOutcome, shape: Shape, step: int, now_s: float) -> None:
+        """A plan of this mode did harm."""
+        before = self._holds.get(mode)
+        times = min(self._MOST_DOUBLINGS, before.times + 1 if before is not None else 0)
+        error = max(outcome.predicted, 1.0) / max(outcome.measured, 1e-6)
+        self._holds[mode] = _Hold(
+            step + self._steps * 2**times, now_s + self._seconds * 2.0**times, times, error, outcome.predicted, shape
+        )
+
+    def holds(self, mode: str, speed: float, shape: Shape, step: int, now_s: float) -> bool:
+        """Whether a plan of this mode is not to be taken now.
+
+        It is taken all the same where trouble is another than then, and so much more is predicted of the plan that it
+        pays even if the prediction errs as much as it did.
+
+        Args:
+            mode: Of the plan.
+            speed: Its predicted speed over the plan in force.
+            shape: The trouble there is.
+            step: The present step.
+            now_s: The present; NaN where no clock is known, and steps alone count.
+        """
+        hold = self._holds.get(mode)
+        if hold is None or (step >= hold.until_step and not now_s < hold.until_s):
+            return False
+        return shape.alike(hold.shape) or speed < self._MORE * hold.error
+
+    def held(self, step: int, now_s: float) -> dict[str, int]:
+        """The modes that are held back now, and until which step at least."""
+        return {
+            mode: hold.until_step
+            for mode, hold in self._holds.items()
+            if step < hold.until_step or now_s < hold.until_s
+        }

@@ -1,0 +1,158 @@
+"""The thread on every rank that talks to the coordinator; nobody else touches its socket.
+
+Messages survive broken connections (`channel.link`), signs of life do not: those that were lost said nothing that the
+next one does not say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from star_hvd.channel.link import Dealer
+from star_hvd.channel.messages.base import Finished, Heartbeat, Hello, Message, decode, encode
+from star_hvd.channel.reliable import CONTROL
+from star_hvd.errors import ChannelError
+from star_hvd.threads import supervised
+
+__all__ = ["Agent"]
+
+logger = logging.getLogger("star_hvd")
+
+_DRAIN_S = 2.0  # At the end the last messages are sent again until the coordinator has them, or for so long.
+
+
+class Agent:
+    """Sends this rank's messages and hands the coordinator's to `handler`, in the agent's thread.
+
+    Args:
+        rank: This rank.
+        connect: Makes the DEALER; called in the agent's thread, which owns the socket.
+        handler: Gets every message of the coordinator. It must return at once.
+        heartbeat_s: Interval of the signs of life.
+        batch_s: Longest time a message that is not urgent waits for others.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connect: Callable[[], zmq.Socket[Any]],
+        handler: Callable[[Message], None],
+        heartbeat_s: float,
+        batch_s: float = 0.1,
+    ) -> None:
+        self.rank = rank
+        self.malformed = 0
+        self.last_heard_s = time.monotonic()
+        self._connect = connect
+        self._handler = handler
+        self._heartbeat_s = heartbeat_s
+        self._batch_s = batch_s
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._stop = threading.Event()
+        self._thread = supervised(self._run, "star-agent")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def send(self, message: Message, *, urgent: bool = True) -> None:
+        """Send a message, from any thread, without waiting.
+
+        Args:
+            message: The message.
+            urgent: Send it at once. Else it goes with the next urgent one, or after `batch_s`: waking this thread in
+                the middle of every step costs the training thread the interpreter, and the host a core.
+        """
+        self._outbox.put(message)
+        if not urgent:
+            return
+        with contextlib.suppress(OSError):  # A full pipe means the thread is awake already.
+            self._wake_write.send(b"x")
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """Send what is queued, end the thread and wait for it."""
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"x")
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(deadline_s)
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _run(self) -> None:
+        dealer = Dealer(self._connect(), CONTROL, copy=True)
+        poller = zmq.Poller()
+        dealer.register(poller)
+        poller.register(self._wake_read, zmq.POLLIN)
+        dealer.send([encode(Hello(self.rank))])
+        next_beat_s = time.monotonic() + self._heartbeat_s
+        try:
+            while True:
+                stopping = self._stop.is_set()
+                self._flush(dealer)
+                if stopping:
+                    if time.monotonic() - self.last_heard_s < _DRAIN_S + 2.0 * self._heartbeat_s:
+                        dealer.drain(_DRAIN_S)
+                    return
+                now_s = time.monotonic()
+                if now_s >= next_beat_s:
+                    dealer.note([encode(Heartbeat(self.rank))])
+                    next_beat_s = now_s + self._heartbeat_s
+                if now_s >= dealer.next_s:
+                    dealer.tick()
+                wait_s = min(next_beat_s - now_s, self._batch_s, dealer.next_s - now_s)
+                events = dict(poller.poll(max(1, round(1e3 * wait_s))))
+                if self._wake_read.fileno() in events:
+                    with contextlib.suppress(OSError):
+                        self._wake_read.recv(4096)
+                if not events.keys().isdisjoint(dealer.sockets):
+                    self._receive(dealer)
+        except (zmq.ZMQError, ChannelError):
+            if not self._stop.is_set():
+                raise  # Without this channel the rank cannot go on; who supervises the thread says so.
+        finally:
+            dealer.close(linger_ms=1000)
+
+    def _flush(self, dealer: Dealer) -> None:
+        while True:
+            try:
+                message = self._outbox.get_nowait()
+            except queue.Empty:
+                return
+            if dealer.stream.ended:
+                continue  # There is no coordinator any more: training goes on without.
+            dealer.send([encode(message)])
+            if isinstance(message, Finished):
+                logger.debug("rank %d: finished", self.rank)
+
+    def _receive(self, dealer: Dealer) -> None:
+        for frames in dealer.receive():
+            self.last_heard_s = time.monotonic()
+            try:
+                if isinstance(frames, ChannelError):
+                    raise frames
+                if len(frames) != 1:
+                    raise ChannelError(f"a control message has {len(frames)} frames; expected one")
+                message = decode(frames[0])
+            except ChannelError as error:
+                self.malformed += 1
+                logger.warning("rank %d: dropped a message of the coordinator: %s", self.rank, error)
+                continue
+            try:
+                self._handler(message)
+            except Exception:
+                logger.exception("rank %d: could not act on a %s message", self.rank, message.kind)
+        if dealer.stream.broken is not None and not dealer.stream.ended:
+            raise ChannelError(dealer.stream.broken)

@@ -1,0 +1,370 @@
+"""Parameters from a rank that has them to one that is behind, in chunks, on sockets of their own.
+
+A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 says how long the manifest
+(msgpack: shapes, types, scalar state) is, the others carry it and then the tensors' bytes, one after another, so that
+no message is larger than a chunk however many parameters there are. Nothing is pickled.
+
+A request changes nothing at the server, so after a broken connection it is simply made again. Every attempt has a
+number of its own, which the reply carries: what is left of the reply to an earlier one is not mistaken for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import torch
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from star_hvd.channel.keys import Keyring
+from star_hvd.engine.records import Snapshot
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.threads import supervised
+
+__all__ = ["PUSH_MAGIC", "Caller", "TensorServer", "ask", "fetch", "pack_snapshot", "unpack_snapshot"]
+
+logger = logging.getLogger("star_hvd")
+
+_HEADER = struct.Struct("<4sBQIIQQ")  # magic, protocol, request, number of the chunk, chunks, offset, size of the body
+_MANIFEST = struct.Struct("<Q")  # size of the manifest
+_REQUEST = struct.Struct("<QIBQ")  # request, engine, whether the optimizer's state is wanted, least version
+_MAGIC, _PROTOCOL = b"STAR", 2
+PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late`.
+_MAX_BODY_BYTES = 1 << 42
+_DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def pack_snapshot(snapshot: Snapshot) -> tuple[bytes, bytes]:
+    """A snapshot as a manifest and a body of raw bytes.
+
+    Raises:
+        ChannelError: The optimizer keeps something that is neither a tensor nor a number.
+    """
+    blobs: list[bytes] = []
+
+    def describe(value: Any, where: str) -> list[Any]:
+        if isinstance(value, torch.Tensor):
+            if str(value.dtype) not in _DTYPES:
+                raise ChannelError(f"{where} has the type {value.dtype}; expected one of {sorted(_DTYPES)}")
+            blobs.append(_raw(value))
+            return ["t", str(value.dtype), list(value.shape)]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return ["v", value]
+        raise ChannelError(f"{where} is a {type(value).__name__}; only tensors and numbers can be fetched")
+
+    params = [describe(p, f"parameter {i}") for i, p in enumerate(snapshot.params)]
+    state = [
+        {k: describe(v, f"state {k!r} of parameter {i}") for k, v in entry.items()}
+        for i, entry in enumerate(snapshot.state)
+    ]
+    return bytes(msgpack.packb([snapshot.version, params, state])), b"".join(blobs)
+
+
+def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
+    """The inverse of `pack_snapshot`.
+
+    Raises:
+        ChannelError: Manifest and body do not fit together.
+    """
+    position = 0
+
+    def restore_value(item: Any) -> Any:
+        kind, value = item
+        if kind != "v" or not (value is None or isinstance(value, (bool, int, float, str))):
+            raise ValueError("a value that is neither a number nor a string")
+        return value
+
+    def restore(item: Any) -> torch.Tensor:
+        nonlocal position
+        kind, name, shape = item
+        if kind != "t" or any(type(n) is not int or n < 0 for n in shape):
+            raise ValueError("not a tensor")
+        dtype = _DTYPES[name]
+        size = math.prod(shape) * dtype.itemsize
+        if position + size > len(body):
+            raise ChannelError(f"a fetched tensor of shape {shape} goes beyond the {len(body)} bytes that came")
+        part = bytearray(body[position : position + size])
+        position += size
+        if not size:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(part, dtype=dtype).reshape(shape)
+
+    try:
+        version, params, state = msgpack.unpackb(manifest, strict_map_key=True)
+        tensors = [restore(item) for item in params]
+        states = [
+            {str(k): restore_value(v) if v[0] == "v" else restore(v) for k, v in entry.items()}
+            for _, entry in zip(tensors, state, strict=True)
+        ]
+    except ChannelError:
+        raise
+    except Exception as error:  # Whatever damage makes msgpack or torch raise.
+        raise ChannelError(f"a fetched manifest cannot be read: {type(error).__name__}: {error}") from error
+    if type(version) is not int or version < 0:
+        raise ChannelError(f"a fetched manifest is of step {version!r}")
+    if position != len(body):
+        raise ChannelError(f"a fetched body has {len(body)} bytes; its manifest describes {position}")
+    return Snapshot(version, tensors, states)
+
+
+class TensorServer:
+    """Thread that answers fetches.
+
+    Args:
+        router: Bound socket; belongs to the server's thread from `start` on.
+        snapshot: Gives the snapshot of an optimizer by its number, with its state or without, of a version or later;
+            None while there is none here.
+        chunk_bytes: Size of a message.
+        push: Takes a message with a part of a late gradient; returns the answer, None where there is none yet.
+    """
+
+    def __init__(
+        self,
+        router: zmq.Socket[Any],
+        snapshot: Callable[[int, bool, int], Snapshot | None],
+        chunk_bytes: int,
+        push: Callable[[list[bytes]], bytes | None] | None = None,
+    ) -> None:
+        self.served = 0
+        self.malformed = 0
+        self._router = router
+        self._snapshot = snapshot
+        self._push = push
+        self._chunk_bytes = chunk_bytes
+        self._stop = threading.Event()
+        self._thread = supervised(self._run, "star-tensors")
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End the thread and wait for it."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if self._router.poll(200):
+                    self._answer(self._router.recv_multipart())
+        except zmq.ZMQError as error:
+            if not self._stop.is_set():
+                logger.error("the tensor server stopped: %s", error)
+        finally:
+            self._router.close(linger=1000)
+
+    def _answer(self, frames: list[bytes]) -> None:
+        if len(frames) == 3 and self._push is not None:
+            self._take_push(frames[0], frames[1:])
+            return
+        if len(frames) != 2 or len(frames[1]) != _REQUEST.size:
+            self.malformed += 1
+            logger.warning("dropped a malformed fetch")
+            return
+        peer, (number, engine, state_too, least) = frames[0], _REQUEST.unpack(frames[1])
+        try:
+            snapshot = self._snapshot(engine, bool(state_too), least)
+            manifest, body = pack_snapshot(snapshot) if snapshot is not None else (b"", b"")
+        except Exception as error:
+            logger.warning("cannot serve a fetch: %s", error)
+            manifest, body = b"", b""
+        self._reply(peer, number, manifest, body)
+        self.served += 1
+
+    def _reply(self, peer: bytes, request: int, manifest: bytes, body: bytes) -> None:
+        step, size = self._chunk_bytes, len(manifest) + len(body)
+        chunks = [(part, begin) for part in (manifest, body) for begin in range(0, len(part), step)]
+        first = _MANIFEST.pack(len(manifest)) if manifest else b""
+        self._send(peer, request, 0, 1 + len(chunks), 0, size, first)
+        offset = 0
+        for number, (part, begin) in enumerate(chunks, 1):
+            payload = part[begin : begin + step]
+            self._send(peer, request, number, 1 + len(chunks), offset, size, payload)
+            offset += len(payload)
+
+    def _send(self, peer: bytes, request: int, number: int, total: int, offset: int, size: int, payload: bytes) -> None:
+        header = _HEADER.pack(_MAGIC, _PROTOCOL, request, number, total, offset, size)
+        self._router.send_multipart([peer, header, payload])
+
+    def _take_push(self, peer: bytes, frames: list[bytes]) -> None:
+        assert self._push is not None
+        try:
+            answer = self._push(frames)
+        except ChannelError as error:
+            self.malformed += 1
+            logger.warning("dropped a late gradient: %s", error)
+            return
+        if answer is not None:
+            self._router.send_multipart([peer, answer])
+
+
+class Caller:
+    """A connection for requests, each of which is made again when the connection broke before its answer was there.
+
+    Args:
+        socket: A DEALER; used by one thread.
+    """
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self.socket = socket
+        self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._broke = False
+        self._requests = secrets.randbits(32) << 31
+
+    def begin(self) -> int:
+        """A new request begins: its number. What befell the connection before does not matter to it."""
+        self.reopened()
+        self._requests += 1
+        return self._requests
+
+    def reopened(self) -> bool:
+        """Whether the connection broke, and there is one again, since the last time this was asked."""
+        found = False
+        while self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
+                self._broke = True
+            elif self._broke:
+                self._broke, found = False, True
+        return found
+
+    def wait(self, limit_s: float) -> list[bytes] | None:
+        """The next message; None when something happened to the connection, or at `limit_s` on the monotonic clock."""
+        left_s = limit_s - time.monotonic()
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        ready = dict(poller.poll(max(1, round(1e3 * left_s)))) if left_s > 0 else {}
+        return self.socket.recv_multipart() if self.socket in ready else None
+
+    def close(self) -> None:
+        """Close the socket."""
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self.socket.close(linger=0)
+
+
+def fetch(
+    keyring: Keyring, source: int, engine: int, deadline_s: float, *, patience_s: float = math.inf
+) -> Snapshot | None:
+    """Get the parameters and state of an optimizer from rank `source`; None when that rank is behind itself.
+
+    Raises:
+        DeadlineError: The reply was not complete within `deadline_s`, or nothing came for `patience_s`.
+        ChannelError: The reply cannot be read.
+    """
+    # Without an identity of its own: the server would ignore a second connection under the same one.
+    caller = Caller(keyring.client(source, b"", port=keyring.peers[source].tensor_port))
+    try:
+        return ask(caller, source, engine, time.monotonic() + deadline_s, state_too=True, patience_s=patience_s)
+    finally:
+        caller.close()
+
+
+def ask(
+    caller: Caller,
+    source: int,
+    engine: int,
+    limit_s: float,
+    *,
+    state_too: bool,
+    least: int = 0,
+    patience_s: float = math.inf,
+) -> Snapshot | None:
+    """Get parameters of step `least` or later from rank `source`; None when there is nothing to be had there now.
+
+    Raises:
+        DeadlineError: The reply was not complete by `limit_s` on the monotonic clock, or nothing came for `patience_s`.
+        ChannelError: The reply cannot be read.
+    """
+    began_s = heard_s = time.monotonic()
+    reply = _Reply(source, caller.begin())
+    caller.socket.send(_REQUEST.pack(reply.request, engine, state_too, least))
+    while not reply.complete:
+        until_s = min(limit_s, heard_s + patience_s)
+        if time.monotonic() >= until_s:
+            waited_s = time.monotonic() - began_s
+            raise DeadlineError(f"parameters of rank {source} were not complete after {waited_s:.3g} s")
+        frames = caller.wait(until_s)
+        if frames is not None:
+            heard_s = time.monotonic()
+            reply.add(frames)
+        elif caller.reopened():
+            reply = _Reply(source, caller.begin())
+            caller.socket.send(_REQUEST.pack(reply.request, engine, state_too, least))
+    return unpack_snapshot(bytes(reply.manifest), bytes(reply.body)) if reply.manifest else None
+
+
+class _Reply:
+    """What has come of the reply to one attempt of a request."""
+
+    def __init__(self, source: int, request: int) -> None:
+        self.request = request
+        self.manifest = bytearray()
+        self.body = bytearray()
+        self._described = 0  # Bytes of the manifest.
+        self._source = source
+        self._received, self._total, self._size = 0, 1, 0
+
+    @property
+    def complete(self) -> bool:
+        return self._received >= self._total
+
+    def add(self, frames: list[bytes]) -> None:
+        """A message of the server.
+
+        Raises:
+            ChannelError: It does not follow the ones before.
+        """
+        if len(frames) == 1 and frames[0][:4] == PUSH_MAGIC:
+            return  # A late gradient was sent twice, and this is the second answer.
+        if len(frames) != 2 or len(frames[0]) != _HEADER.size:
+            raise ChannelError("a tensor message has the wrong frames; expected a header and a payload")
+        magic, protocol, request, number, total, offset, size = _HEADER.unpack(frames[0])
+        if magic != _MAGIC or protocol != _PROTOCOL:
+            raise ChannelError(f"a tensor message is of protocol {magic!r} {protocol}; expected {_PROTOCOL}")
+        if request != self.request:
+            return  # To an earlier attempt, or to a request that was given up.
+        if number != self._received or number >= total or size > _MAX_BODY_BYTES:
+            raise ChannelError(f"a tensor message is number {number} of {total}; expected {self._received}")
+        payload = frames[1]
+        came = len(self.manifest) + len(self.body)
+        if number == 0:
+            self._described, self._total, self._size = _manifest_size(payload), total, size
+        elif (total, size) != (self._total, self._size) or offset != came or came + len(payload) > size:
+            raise ChannelError(f"chunk {number} from rank {self._source} does not follow the {came} bytes before")
+        else:
+            (self.manifest if len(self.manifest) < self._described else self.body).extend(payload)
+        self._received += 1
+        if self.complete:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        if len(self.manifest) != self._described or self._described + len(self.body) != self._size:
+            raise ChannelError(
+                f"rank {self._source} sent a manifest of {len(self.manifest)} bytes and {len(self.body)} bytes of "
+                f"tensors; it had announced {self._described} and {self._size - self._described}"
+            )
+
+
+def _manifest_size(payload: bytes) -> int:
+    if payload and len(payload) != _MANIFEST.size:
+        raise ChannelError(f"a reply begins with {len(payload)} bytes; expected the size of its manifest")
+    return int(_MANIFEST.unpack(payload)[0]) if payload else 0

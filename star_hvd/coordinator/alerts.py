@@ -1,0 +1,96 @@
+"""What rank 0's log says of slow ranks and of steps that nobody can end, each once in a while."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from scheduler.diagnosis.machine import MachineStats, machine_evidence
+from scheduler.diagnosis.slow_episodes import SlowSince
+from scheduler.diagnosis.stragglers import Straggler
+from scheduler.records import Window
+from scheduler.rules.step_closing import Close, ClosingRule
+from star_hvd.config import Config
+
+__all__ = ["Alerts"]
+
+logger = logging.getLogger("star_hvd")
+
+
+class Alerts:
+    """Warnings of one optimizer.
+
+    Args:
+        config: How often.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._slow_since = SlowSince()
+        self._reported_at_s: dict[int, float] = {}
+        self._waiting_since_s: float | None = None
+        self._stall_logged_s = 0.0
+        self._warned_of_uneven_loops = False
+
+    def stragglers(
+        self, window: Window, found: Sequence[Straggler], machines: Sequence[MachineStats], now_s: float
+    ) -> tuple[Straggler, ...]:
+        """Name slow ranks of a window; returns them with what their machines say and the step since which they are."""
+        self._slow_since.note(window)
+        told = tuple(self._with_first_step(_with_machine(straggler, machines)) for straggler in found)
+        for straggler in told:
+            last = self._reported_at_s.get(straggler.rank)
+            if last is None or now_s - last >= self._config.report_interval_s:
+                self._reported_at_s[straggler.rank] = now_s
+                logger.warning("%s", straggler.sentence)
+        return told
+
+    def _with_first_step(self, straggler: Straggler) -> Straggler:
+        if straggler.silent or straggler.cause == "link":  # Those have no history.
+            return straggler
+        step = self._slow_since.steps.get(straggler.rank, straggler.since_step)
+        return dataclasses.replace(straggler, since_step=min(step, straggler.since_step))
+
+    def waiting(self, now_s: float | None) -> None:
+        """A step waits for ranks from now on, or no more where None."""
+        self._waiting_since_s = now_s
+
+    def closing(self, order: Close, *, has_queue: bool) -> None:
+        """A step is closed: say what is unusual about it.
+
+        Args:
+            order: How it is closed.
+            has_queue: Whether the ranks are fed by a work queue.
+        """
+        self.waiting(None)
+        if order.excused and not has_queue and not self._warned_of_uneven_loops:
+            self._warned_of_uneven_loops = True
+            logger.warning(
+                "ranks %s are outside their training loop while others still train; without star_hvd.shard every rank "
+                "makes as many steps as the slow ones, and the fast ranks end up waiting: feed them by star_hvd.shard",
+                list(order.excused),
+            )
+        if order.reason == "deadline":
+            logger.warning(
+                "step %d closes without ranks %s: its quorum did not come together within %g s",
+                order.round,
+                list(order.missing),
+                self._config.quorum_deadline_s,
+            )
+
+    def stall(self, rule: ClosingRule, now_s: float) -> None:
+        """Say for whom a step has been waiting for long."""
+        pause_s = self._config.stall_warning_s
+        if self._waiting_since_s is None or now_s - self._waiting_since_s < pause_s:
+            return
+        waited_s = now_s - self._waiting_since_s
+        if rule.ready and rule.missing and now_s - self._stall_logged_s >= pause_s:
+            self._stall_logged_s = now_s
+            logger.warning("step %d has been waiting for ranks %s for %.0f s", rule.round, list(rule.missing), waited_s)
+
+
+def _with_machine(straggler: Straggler, machines: Sequence[MachineStats]) -> Straggler:
+    said = machine_evidence(straggler.rank, machines)
+    joined = "; ".join(filter(None, (straggler.evidence, said)))
+    return dataclasses.replace(straggler, evidence=joined) if said else straggler

@@ -1,0 +1,144 @@
+"""The thread on rank 0 that runs the board: receives the ranks' messages, sends its answers, wakes in time.
+
+Messages survive broken connections (`channel.link`); signs of life need not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from scheduler.policy.cost_policy import Ranker
+from star_hvd.channel.link import Router
+from star_hvd.channel.messages.base import Heartbeat, decode, encode
+from star_hvd.channel.reliable import CONTROL
+from star_hvd.config import Config
+from star_hvd.coordinator.job_state import ALL, Board
+from star_hvd.errors import ChannelError
+
+__all__ = ["Coordinator"]
+
+logger = logging.getLogger("star_hvd")
+
+_STOOD_STILL_S = 2.0  # Four times the longest wait: this process, not the ranks, was silent.
+
+
+class Coordinator:
+    """Owns the ROUTER that all agents are connected to.
+
+    Args:
+        router: Bound socket; belongs to the coordinator's thread from `start` on.
+        world_size: Number of ranks.
+        config: Settings.
+        hosts: Address of every rank's host; all on one where empty.
+        ranker: The predictor behind mode `auto`, None for the cost model.
+    """
+
+    def __init__(
+        self,
+        router: zmq.Socket[Any],
+        world_size: int,
+        config: Config,
+        hosts: Sequence[str] = (),
+        ranker: Ranker | None = None,
+    ) -> None:
+        self.malformed = 0
+        self._router = Router(router, CONTROL, lambda name: name.isdigit() and int(name[:10]) < world_size, copy=True)
+        self._names = [str(rank).encode() for rank in range(world_size)]
+        self._config = config
+        self._board = Board(world_size, config, time.monotonic(), hosts, ranker)
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="star-coordinator", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End the thread and wait for it."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
+
+    @property
+    def repeated(self) -> int:
+        """Messages of the control channel that travelled again, since a connection broke."""
+        return self._router.repeated
+
+    @property
+    def lost(self) -> int:
+        """Messages for ranks that had left or been given up."""
+        return self._router.lost
+
+    @contextlib.contextmanager
+    def board(self) -> Iterator[Board]:
+        """The board, for reading from another thread."""
+        with self._lock:
+            yield self._board
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router.socket, zmq.POLLIN)
+        next_beat_s = 0.0
+        last_s = time.monotonic()
+        try:
+            while not self._stop.is_set():
+                # What came while this process stood still is heard before anybody is called silent.
+                with self._lock:
+                    while self._receive():
+                        pass  # A part of it at a time.
+                now_s = time.monotonic()
+                stood_s, last_s = now_s - last_s, now_s
+                with self._lock:
+                    if stood_s > _STOOD_STILL_S:
+                        self._board.stood_still(stood_s, now_s)
+                    wake_s = min(self._board.tick(now_s), now_s + 0.5)
+                    self._send_all()
+                if now_s >= next_beat_s:
+                    next_beat_s = now_s + self._config.heartbeat_s
+                    self._beat()
+                self._router.tick()
+                wake_s = min(wake_s, self._router.next_s)
+                poller.poll(max(0, math.ceil(1e3 * (wake_s - time.monotonic()))))
+        except Exception:
+            # Without a coordinator no step closes early any more: training goes on in lockstep.
+            logger.exception("the coordinator stopped; slow ranks hold everybody up from now on")
+        finally:
+            self._router.bye()
+            self._router.socket.close(linger=1000)
+
+    def _receive(self) -> bool:
+        some = False
+        for frames in self._router.receive():
+            some = True
+            try:
+                if isinstance(frames, ChannelError):
+                    raise frames
+                if len(frames) != 2:
+                    raise ChannelError(f"a control message has {len(frames)} frames; expected a rank and a message")
+                self._board.handle(int(frames[0]), decode(frames[1]), time.monotonic())
+            except (ChannelError, ValueError) as error:
+                self.malformed += 1
+                logger.warning("dropped a control message: %s", error)
+        return some
+
+    def _send_all(self) -> None:
+        outbox, self._board.outbox = self._board.outbox, []
+        for destination, message in outbox:
+            data = [encode(message)]
+            ranks = range(self._board.world_size) if destination == ALL else (destination,)
+            for rank in ranks:
+                self._router.send(self._names[rank], data)
+
+    def _beat(self) -> None:
+        data = [encode(Heartbeat(0))]
+        for name in self._names:
+            self._router.note(name, data)

@@ -1,0 +1,193 @@
+"""Who chooses the plan in mode `auto`, how often it is asked, and what it learns from the loss. Pure: no clock."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from scheduler.diagnosis.stragglers import Straggler
+from scheduler.diagnosis.window_stats import Readings
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy, Ranker
+from scheduler.policy.rule_policy import RulePolicy
+from scheduler.policy.switch_outcome import SwitchOutcome
+from scheduler.records import Window
+from star_hvd.config import Config
+
+__all__ = ["Choice"]
+
+logger = logging.getLogger("star_hvd")
+
+_FIRST_INTERVAL_S, _QUIET_INTERVAL_S, _QUIETEST_INTERVAL_S, _SLOWER = 0.1, 0.5, 2.0, 1.25
+"""Between two full decisions while nothing has changed: predictions take milliseconds, so they are made less and less
+often. At a job's beginning, where every report tells something new, they are made more often."""
+_LEAST_INTERVAL_S, _LEAST_MOST_S = 0.3, 1.0
+"""Outside `sync`, whatever changes: a decision holds the interpreter of a rank that trains, which closes the steps too.
+Where who is slow changes all the time and no change is answered, they are made less and less often as well."""
+_PAUSE_S, _MOST_PAUSE_S = 60.0, 3600.0  # Without predictions after one failed: twice as long each time.
+_ALERT = 2  # Slow reports of a rank in a row that are looked at immediately in `sync`: there everybody waits for it.
+_STRETCH_UPDATES = 64  # Under one plan, before the loss is compared: fewer drown in the noise of batches.
+_SMOOTH = 16  # Losses at each end of a stretch that are averaged.
+
+
+class _Pace:
+    """When full decisions are due."""
+
+    def __init__(self) -> None:
+        self._last_s, self._next_s = -math.inf, 0.0
+        self._interval_s, self._least_s = _FIRST_INTERVAL_S / _SLOWER, _LEAST_INTERVAL_S
+        self._seen: tuple[object, ...] | None = None
+
+    def due(self, seen: tuple[object, ...], now_s: float, *, in_sync: bool) -> bool:
+        """Whether one is; it counts as made then.
+
+        Args:
+            seen: What a decision depends on, first of all the epoch of the plan in force.
+            now_s: The present.
+            in_sync: Everybody waits for the slowest: a change is decided on at once.
+        """
+        same = seen == self._seen
+        another_plan = self._seen is None or seen[0] != self._seen[0]
+        if another_plan or now_s - self._last_s >= _QUIETEST_INTERVAL_S:
+            self._least_s = _LEAST_INTERVAL_S
+        restless = self._least_s > _LEAST_INTERVAL_S
+        soonest_s = self._last_s + self._least_s if not in_sync and (restless or not same) else 0.0
+        if now_s < max(soonest_s, self._next_s if same else 0.0):
+            return False
+        if not same and not another_plan:
+            self._least_s = min(_LEAST_MOST_S, _SLOWER * self._least_s)
+        longest_s = _QUIETEST_INTERVAL_S if same or self._seen is None else _QUIET_INTERVAL_S
+        self._interval_s = min(longest_s, _SLOWER * self._interval_s)
+        self._seen, self._last_s, self._next_s = seen, now_s, now_s + self._interval_s
+        return True
+
+
+class Choice:
+    """Decides for one optimizer.
+
+    Args:
+        world_size: Number of ranks.
+        config: Settings.
+        hosts: Address of every rank's host.
+        ranker: The trained predictor, None where there is none.
+    """
+
+    def __init__(
+        self, world_size: int, config: Config, hosts: Sequence[str], ranker: Ranker | None = None
+    ) -> None:
+        self._world_size, self._ranker = world_size, ranker
+        self._known = hosts if len(set(hosts)) > 1 else None
+        self._rule = RulePolicy(world_size, damping=config.damping, hosts=self._known)
+        self._least_share = config.least_quorum
+        self._predicting = self._make_predicting() if config.policy != "rule" else None
+        self._failed = 0
+        self._again_at_s: float | None = None  # When predictions are tried again.
+        self._pace = _Pace()
+        self._stretch: tuple[int, Plan] | None = None
+
+    def decide(
+        self, window: Window, active: Plan, stragglers: Sequence[Straggler], now_s: float
+    ) -> Plan | None:
+        """The plan to switch to, None to keep the active one.
+
+        A change of who is slow is looked at immediately in `sync`, else soon; everything else twice a second, later
+        every two seconds.
+        """
+        if self._again_at_s is not None and now_s >= self._again_at_s:
+            self._again_at_s, self._predicting = None, self._make_predicting()
+        if self._predicting is None:
+            return self._rule.decide(window, active)
+        alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
+        seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed), alert)
+        if not self._pace.due(seen, now_s, in_sync=active.mode == "sync"):
+            self.watch(window, active, now_s)
+            return None
+        self._learn(window, active)
+        try:
+            return self._predicting.decide(window, active)
+        except Exception:
+            self._give_predicting_up(now_s)
+            return None
+
+    def watch(self, window: Window, active: Plan, now_s: float) -> None:
+        """See a window about which nothing is decided: how long a rank is silent shows in the last of them."""
+        if self._predicting is not None:
+            try:
+                self._predicting.watch(window, active)
+            except Exception:
+                self._give_predicting_up(now_s)
+
+    def explain(self) -> str:
+        """One sentence on the present choice; empty where the rule decides, whose plans give their reason."""
+        return self._predicting.explain() if self._predicting is not None else ""
+
+    def take_outcomes(self) -> list[SwitchOutcome]:
+        """What became of switches since this was asked last."""
+        if self._predicting is None:
+            return []
+        found, self._predicting.outcomes = self._predicting.outcomes, []
+        return found
+
+    @property
+    def coming(self) -> Plan | None:
+        """A plan that may be chosen soon and takes time to get ready."""
+        return self._predicting.coming if self._predicting is not None else None
+
+    def predictions(self) -> dict[str, Any]:
+        """What the last decision rested on: time of each candidate relative to `sync`, for the run log."""
+        if self._predicting is None:
+            return {}
+        return {
+            p.plan.label: {
+                "relative": p.relative,
+                "low": p.told[0],
+                "high": p.told[1],
+                "reach": p.reach,
+                "interval_s": p.interval_s,
+            }
+            for p in self._predicting.last[:12]
+        }
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _make_predicting(self) -> CostPolicy:
+        return CostPolicy(
+            self._world_size, ranker=self._ranker, hosts=self._known, least_share=self._least_share
+        )
+
+    def _give_predicting_up(self, now_s: float) -> None:
+        """A defect in a prediction must not end the coordinator: no step would close early any more."""
+        pause_s = min(_MOST_PAUSE_S, _PAUSE_S * 2.0**self._failed)
+        self._failed += 1
+        logger.exception("predicting modes failed; a rule on the measurements decides for %.0f s", pause_s)
+        self._predicting, self._stretch, self._again_at_s = None, None, now_s + pause_s
+
+    def _learn(self, window: Window, active: Plan) -> None:
+        """Tell the policy how much the loss fell in a stretch under one plan: what staleness costs is learned so."""
+        assert self._predicting is not None
+        if self._stretch is None or self._stretch[1].epoch != active.epoch:
+            self._stretch = (window.step, active)
+            return
+        began, plan = self._stretch
+        if window.step - began < _STRETCH_UPDATES:
+            return
+        inside = [
+            loss
+            for step, loss in zip(window.loss_steps, window.losses, strict=True)
+            if step >= began and math.isfinite(loss)
+        ]
+        self._stretch = (window.step, active)
+        if len(inside) < 3 * _SMOOTH:
+            return
+        first, last = inside[:_SMOOTH], inside[-_SMOOTH:]
+        decrease = sum(first) / len(first) - sum(last) / len(last)
+        self._predicting.observe(plan, float(window.step - began), decrease, self._drift(plan))
+
+    def _drift(self, plan: Plan) -> float:
+        """Drift of a plan's gradients as predicted: arrivals are known, what moved between them is not measured."""
+        assert self._predicting is not None
+        if plan.mode == "sync":
+            return 0.0
+        return next((p.drift for p in self._predicting.last if p.plan.label == plan.label), math.nan)

@@ -1,0 +1,489 @@
+"""What the coordinator knows and decides about one optimizer. Pure: no sockets, no clock, no threads."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scheduler.diagnosis.machine import MachineStats, throttled_shares
+from scheduler.diagnosis.noise_scale import NoiseScale
+from scheduler.diagnosis.stragglers import Straggler, find_stragglers
+from scheduler.diagnosis.window_stats import Readings
+from scheduler.plan.completion import resolve
+from scheduler.policy.cost_policy import Ranker
+from scheduler.policy.switch_outcome import SwitchOutcome
+from scheduler.records import MODES, Plan, PlanError, StepReport, Window
+from scheduler.rules.step_closing import Close, ClosingRule
+from star_hvd.channel.messages.base import (
+    Abandon,
+    Arrive,
+    CloseRound,
+    Late,
+    Message,
+    OptimizerDropped,
+    PlanMessage,
+    Refuse,
+    RoundNote,
+)
+from star_hvd.channel.messages.switch import Cannot, CutDone, Moved, Ready, ServerUp, StepNote, Switched
+from star_hvd.config import Config
+from star_hvd.coordinator.alerts import Alerts
+from star_hvd.coordinator.link_relevance import LinkHeed
+from star_hvd.coordinator.losses import Losses
+from star_hvd.coordinator.mode_backoff import Barred
+from star_hvd.coordinator.mode_chooser import Choice
+from star_hvd.coordinator.prewarm import Readiness
+from star_hvd.coordinator.report_trigger import SlowAgain
+from star_hvd.coordinator.reports import History
+from star_hvd.coordinator.set_ledger import SetLedger
+from star_hvd.coordinator.switch import Switch
+from star_hvd.coordinator.waiting_times import Arrivals
+
+__all__ = ["EngineBoard"]
+
+logger = logging.getLogger("star_hvd")
+
+_HISTORY, _HISTORY_MANY, _MANY = 64, 32, 128
+"""Reports that are kept of each rank, of many ranks fewer: as many as a median is made of. A decision's time goes with
+the bytes it looks at."""
+_OUTCOMES = 256  # Kept for the report, and for the log where there is none.
+_UNTOLD = 64  # Plans whose predictions are kept for the log.
+_SOONER = 0.25  # Part of the interval between two windows after which an alarm may have the next one.
+_REGROUP_AFTER = 20  # Decisions in a row that find other groups.
+_OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
+
+
+class EngineBoard:
+    """State of one optimizer on the coordinator.
+
+    Args:
+        engine: Number of the optimizer.
+        world_size: Number of ranks.
+        config: Settings.
+        send: Queues a message to all ranks.
+        hosts: Address of every rank's host.
+        ranker: The predictor behind mode `auto`, None for the cost model.
+        sets: The process sets of all optimizers of the job.
+    """
+
+    def __init__(
+        self,
+        engine: int,
+        world_size: int,
+        config: Config,
+        send: Callable[[Message], None],
+        hosts: Sequence[str] = (),
+        ranker: Ranker | None = None,
+        sets: SetLedger | None = None,
+    ) -> None:
+        self.engine = engine
+        self.world_size = world_size
+        self.active = Plan.sync(world_size)
+        self.rule = ClosingRule(
+            self.active,
+            grace_fraction=config.grace_fraction,
+            grace_mads=config.grace_mads,
+            quorum_deadline_s=config.quorum_deadline_s,
+        )
+        self.history = History(world_size, _HISTORY if world_size <= _MANY else _HISTORY_MANY)
+        self.arrivals = Arrivals(world_size)
+        self.plans: list[tuple[int, Plan]] = [(0, self.active)]
+        self.refused: str | None = None
+        self._refused_by = -1
+        self.barred = Barred()
+        self._sets = SetLedger(world_size) if sets is None else sets
+        self.noise = NoiseScale()
+        self.stragglers: tuple[Straggler, ...] = ()
+        self.losses = Losses()
+        self.steps = 0
+        self.closed = 0
+        self.folds = 0.0  # Late gradients that joined a later step, of all ranks.
+        self.has_queue = False
+        self.dropped: dict[int, OptimizerDropped] = {}  # Ranks that have no use for it any more: their latest word.
+        self.closing = False  # Some ranks have made their last step: a new plan would only be in the way.
+        self._config = config
+        self._send = send
+        self._registered: dict[int, Plan | None] = {}
+        self._warm: set[int] = set()  # Ranks whose first report has come.
+        self.choice: Choice | None = None
+        self.rested_on: dict[int, dict[str, Any]] = {}  # Epoch to the predictions behind its plan.
+        self.outcomes: list[SwitchOutcome] = []  # What became of switches, the latest last.
+        self._ranker = ranker
+        self._hosts = tuple(hosts) or ("localhost",) * world_size
+        self.gradient_bytes = 0
+        self.links = LinkHeed(self.history, self.arrivals, world_size)
+        self.silent_s: Sequence[float] = [0.0] * world_size
+        self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
+        self._other_groups = 0
+        self._switch: Switch | None = None
+        self._wanted: Plan | None = None
+        self._again: Plan | None = None
+        self._restarting = False  # A state is being loaded, and waits for servers that are ending.
+        self._published: dict[int, Plan] = {}
+        self._next_epoch = 1
+        self._decide_at_s = self._decide_next_s = 0.0  # When the next window is made, and when it is without alarm.
+        self._alerts = Alerts(config)
+        self._readiness = Readiness(engine, self._sets, send)
+        self._again_slow = SlowAgain(world_size)
+
+    # ---- events ---------------------------------------------------------------------------------------------
+
+    def register(self, rank: int, initial: Plan, plan: Plan | None, now_s: float) -> None:
+        """A rank has made this optimizer, which starts with `initial`, and asks for `plan`, None for `auto`."""
+        self._registered[rank] = plan
+        if rank == 0:
+            self.active = self.rule.plan = initial
+            self.plans = [(0, initial)]
+        if len(self._registered) < self.world_size:
+            return
+        wanted = self._registered[0]
+        differing = [r for r, p in self._registered.items() if p != wanted]
+        if differing:
+            logger.warning("ranks %s ask for another mode than rank 0; rank 0's is used on all ranks", differing)
+        if wanted is None:
+            self.choice = Choice(self.world_size, self._config, self._hosts, self._ranker)
+        elif wanted.mode != self.active.mode:
+            self._wanted = wanted
+            self.publish(wanted, now_s)
+
+    def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
+        """A fresh gradient."""
+        self._acted(rank, message.epoch, message.round)
+        self._note_report(rank, message.round, message, late=False)
+        self.arrivals.waited(rank, message.previous_wait_s)
+        if self.active.may_close:
+            self.arrivals.came(rank, message.round, now_s)
+        else:
+            self.arrivals.in_lockstep(rank, message.round - 1, message.previous_wait_s)
+        if self.rule.round < message.round or not self.rule.begun:
+            self._alerts.waiting(now_s)
+        self.rule.arrive(rank, message.round, message.compute_s, now_s)
+        if self._again_slow.note(rank, message.compute_s) and self.choice is not None and self.active.mode == "sync":
+            # Where all become slow together, a thousand such reports are still one look.
+            waited_s = (1.0 - _SOONER) * self._config.decide_interval_s
+            self._decide_at_s = min(self._decide_at_s, max(now_s, self._decide_next_s - waited_s))
+
+    def late(self, rank: int, message: Late, now_s: float) -> None:
+        """A gradient that missed its step."""
+        self.arrivals.came(rank, message.version, now_s)
+        self.arrivals.waited(rank, 0.0)  # For nobody. Else its waits in `sync` remain the usual ones.
+        self._note_report(rank, message.version, message, late=True)
+        self.rule.late(rank, message.compute_s)
+
+    def round_note(self, message: RoundNote) -> None:
+        """What the header of a step said, told by rank 0."""
+        self._note_epoch(message.epoch, message.round)
+        self.steps = max(self.steps, message.round + 1)
+        self.losses.note(message.round, message.loss)
+        self.folds += message.folds
+        if message.local_count == self.world_size and message.folds == 0 and message.weight > 0:
+            # Weights are batch sizes over a reference, so both batches and the noise scale are in that unit.
+            mean_weight = message.weight / self.world_size
+            self.noise.update(message.local_sqr / message.weight, message.mean_sqr, mean_weight, message.weight)
+
+    def refuse(self, rank: int, message: Refuse, now_s: float) -> None:
+        """A rank cannot carry out a plan: give it up, and return to `sync` when it is in force already."""
+        if self.refused is None:
+            logger.warning("optimizer %d stays in sync: rank %d: %s", self.engine, rank, message.reason)
+        self.refused = message.reason
+        self._refused_by = rank
+        # A rank that finds out by itself has dropped the plan on its way and names the one in force.
+        switch = self._switch
+        if switch is not None and (switch.plan.relaxed or switch.plan.epoch == message.epoch):
+            self._abandon(message.reason)
+        self._maybe_return_to_sync(now_s)
+
+    def publish(self, plan: Plan, now_s: float) -> None:
+        """Send a plan to all ranks; they take it up together once all are ready."""
+        try:
+            plan = self._resolve(plan)
+        except PlanError as error:
+            logger.warning("plan %s is abandoned: %s", plan.label, error)
+            return
+        plan = plan.replace(epoch=self._next_epoch)
+        self._next_epoch += 1
+        self._switch = Switch(self.engine, plan, self.active, now_s + self._config.plan_deadline_s)
+        self._published[plan.epoch] = plan
+        self._send_all(self._sets.order(self.engine, plan.sets, plan.epoch))
+        self._send(PlanMessage(self.engine, plan.to_dict()))
+
+    def _resolve(self, plan: Plan) -> Plan:
+        return resolve(
+            plan,
+            self.active,
+            times_s=self.history.usual_s(),
+            hosts=self._hosts,
+            slow=[straggler.rank for straggler in self.stragglers],
+            link_bytes_per_s=self.links.bytes_per_s,
+            free_cpu_cores=[math.nan] * self.world_size,
+            state_bytes=2 * self.gradient_bytes,
+        )
+
+    @property
+    def switching(self) -> bool:
+        """Whether a plan is on its way to the ranks. A further one would take its place."""
+        return self._switch is not None
+
+    def cannot(self, rank: int, message: Cannot, now_s: float) -> None:
+        """A rank cannot prepare the plan on its way, for want of something; other plans may be possible."""
+        if self._switch is not None and message.epoch == self._switch.plan.epoch and not self._switch.irrevocable:
+            self._bar(f"rank {rank}: {message.reason}", now_s)
+
+    def ready(self, rank: int, message: Ready) -> None:
+        """A rank has prepared the plan on its way."""
+        if self._switch is not None and message.epoch == self._switch.plan.epoch:
+            self._send_all(self._switch.rank_ready(rank))
+
+    def restart(self, now_s: float) -> None:
+        """All ranks are about to load a state, which the servers do not have: `sync`, and then the same plan again."""
+        self._restarting = False
+        if self._switch is not None and self._switch.irrevocable:
+            self._restarting = True  # Its servers are ending already, and hear of no other plan.
+            return
+        self._again = self._switch.plan if self._switch is not None else self.active
+        if self._switch is not None:
+            self._abandon("a state is being loaded")
+        self.publish(self._sync("a state is being loaded"), now_s)
+
+    def server_up(self, message: ServerUp) -> None:
+        """A rank runs a server of the plan on its way."""
+        if self._switch is not None and message.epoch == self._switch.plan.epoch:
+            self._send_all(self._switch.server_up(message.index, message.address))
+
+    def moved(self, message: CutDone | Switched, now_s: float) -> None:
+        """The old mode has ended, at a step that not all ranks know."""
+        if message.epoch not in self._published and message.epoch != self.active.epoch:
+            return
+        self._send(Moved(self.engine, message.epoch, message.round))
+        self._note_epoch(message.epoch, message.round)
+        self.rule.restart(message.round, now_s)
+
+    def step_note(self, rank: int, message: StepNote) -> None:
+        """A step in a mode without a common reduction."""
+        self._acted(rank, message.epoch, message.version)
+        self._note_report(rank, message.version, message, late=message.staleness > 0, wait_s=message.comm_s)
+        self.arrivals.waited(rank, message.comm_s)
+        served = self.active.family in ("ps", "grouped")  # A subgroup's members say themselves where they are.
+        if served and message.epoch == self.active.epoch:
+            self.rule.skip_to(message.version)
+        self.steps = max(self.steps, message.version)
+        self.losses.note(message.version, message.loss)
+
+    def drop(self, rank: int, message: OptimizerDropped) -> bool:
+        """A rank has no use for this optimizer any more. Whether that holds for all and nothing is under way.
+
+        A step that some ranks have begun is ended by the helpers of all: a reduction that not all ranks have submitted
+        would stay in Horovod's tables until the end of the job.
+        """
+        self.dropped[rank] = message
+        self.rule.leave(rank)
+        if len(self.dropped) < self.world_size:
+            return False
+        steps = [said.step for said in self.dropped.values()]
+        if min(steps) < 0:
+            return True  # Servers have no steps in common.
+        last = max(said.step + said.begun for said in self.dropped.values())
+        if min(steps) < last:
+            self._send(CloseRound(self.engine, last - 1, 0.0))
+            return False
+        return not any(said.in_flight for said in self.dropped.values())
+
+    def _send_all(self, items: Sequence[Message]) -> None:
+        for message in items:
+            self._send(message)
+
+    # ---- time -----------------------------------------------------------------------------------------------
+
+    def decides(self, now_s: float) -> bool:
+        """Whether the next tick makes a window: what is known of the ranks has to be up to date then."""
+        return now_s >= self._decide_at_s
+
+    def tick(self, now_s: float) -> float:
+        """Act on what is due; the time at which to be called again at the latest."""
+        wake_s = now_s + 1.0
+        order, again_s = self.rule.evaluate(now_s)
+        if order is not None:
+            self._close(order)
+        if again_s is not None:
+            wake_s = min(wake_s, again_s)
+        if self._switch is not None and now_s > self._switch.deadline_s and not self._switch.irrevocable:
+            self._bar(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s", now_s)
+        self._maybe_return_to_sync(now_s)
+        if self._restarting and self._switch is None:
+            self._restarting = self.active.family in ("ps", "grouped")
+            if self._restarting:
+                self.restart(now_s)
+        if self.decides(now_s):
+            self._decide_at_s = self._decide_next_s = now_s + self._config.decide_interval_s
+            self.links.look_again()
+            self._decide(now_s)
+        self._alerts.stall(self.rule, now_s)
+        return min(wake_s, self._decide_at_s) if self.choice is not None else wake_s
+
+    def window(self, now_s: float = math.nan) -> Window:
+        """Recent reports of all ranks, as `History.table` tells them.
+
+        Args:
+            now_s: The present, where what follows on switches is to be timed by the window.
+        """
+        return Window(
+            step=self.rule.round,
+            ranks=self.history.table(
+                oversubscribed_share=_OVERSUBSCRIBED,
+                starved_share=throttled_shares(self.machines),
+                link_bytes_per_s=self.links.rates(self.active),
+                silent_s=self.silent_s,
+                comm_s=tuple(self.arrivals.comm_s),
+            ),
+            noise_scale=self.noise.value,
+            comm_bytes=self.gradient_bytes,
+            allowed=frozenset(MODES).difference(self.barred),
+            losses=tuple(self.losses.values),
+            loss_steps=tuple(self.losses.steps),
+            now_s=now_s,
+        )
+
+    def explain(self) -> str:
+        """One sentence: why the plan in force is in force."""
+        return (self.choice.explain() if self.choice is not None else "") or self._plain_reason()
+
+    def _plain_reason(self) -> str:
+        if self.refused is not None:
+            return f"{self.active.label}: {self.refused}"
+        return f"{self.active.label}: {self.active.reason or 'asked for'}"
+
+    @property
+    def suspects_links(self) -> bool:
+        """Whether the links are to be measured: where they matter, and once at the start, while nobody needs them."""
+        return self.choice is not None and self.links.suspects(self.active)
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _sync(self, reason: str) -> Plan:
+        return Plan.sync(
+            self.world_size, damping=self.active.damping, max_staleness=self.active.max_staleness, reason=reason
+        )
+
+    def _maybe_return_to_sync(self, now_s: float) -> None:
+        """After a refusal, also when all ranks took the refused plan up just before they heard of it."""
+        if self.refused is not None and self.active.relaxed and self._switch is None:
+            self.publish(self._sync(f"rank {self._refused_by}: {self.refused}"), now_s)
+
+    def _note_report(
+        self, rank: int, step: int, message: Arrive | Late | StepNote, *, late: bool, wait_s: float = 0.0
+    ) -> None:
+        if rank not in self._warm:
+            # Its first step allocates, compiles and opens files: it tells nothing of the steps to come.
+            self._warm.add(rank)
+            return
+        self.history.append(
+            StepReport(
+                rank=rank,
+                step=step,
+                compute_s=message.compute_s,
+                wait_s=wait_s,
+                input_s=message.input_s,
+                cpu_s=message.cpu_s,
+                runqueue_s=message.runqueue_s,
+                late=late,
+            )
+        )
+
+    def _acted(self, rank: int, epoch: int, round_: int) -> None:
+        if epoch < self._next_epoch:  # A later one was never published: sets would seem to be done with.
+            self._sets.acted(self.engine, rank, epoch)
+        self._note_epoch(epoch, round_)
+
+    def _note_epoch(self, epoch: int, round_: int) -> None:
+        """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""
+        if epoch <= self.active.epoch or epoch not in self._published:
+            return
+        self.active = self._published[epoch]
+        self.barred.succeeded(self.active.mode)
+        self._published = {e: plan for e, plan in self._published.items() if e > epoch}
+        if self._switch is not None and self._switch.plan.epoch <= epoch:
+            self._switch = None
+        self.rule.plan = self.active
+        self.plans.append((round_, self.active))
+        logger.warning("step %d: %s: %s", round_, self.active.label, self.active.reason or "asked for")
+
+    def _bar(self, reason: str, now_s: float) -> None:
+        """Give the plan on its way up, and its mode for a while: other ranks may be no readier if asked at once."""
+        assert self._switch is not None
+        mode = self._switch.plan.mode
+        if mode != "sync":
+            level = logging.WARNING if self.barred.bar(mode, now_s) else logging.INFO
+            logger.log(level, "mode %s is not possible now: %s", mode, reason)
+        self._abandon(reason)
+
+    def _abandon(self, reason: str) -> None:
+        assert self._switch is not None
+        plan = self._switch.plan
+        if not self._switch.committed:
+            self._sets.abandoned(self.engine, plan.epoch)
+        self._switch = None
+        logger.info("plan %s is abandoned: %s", plan.label, reason)
+        self._send(Abandon(self.engine, plan.epoch, reason))
+
+    def _close(self, order: Close) -> None:
+        self.closed += 1
+        self._alerts.closing(order, has_queue=self.has_queue)
+        self._send(CloseRound(self.engine, order.round, order.typical_compute_s))
+
+    def _decide(self, now_s: float) -> None:
+        self.barred.lift(now_s)
+        window = self.window(now_s)
+        self._again_slow.usual(Readings.of(window).typical_s)
+        self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
+        if self._switch is not None or self.refused is not None or self.closing:
+            if self.choice is not None:
+                self.choice.watch(window, self.active, now_s)
+            return
+        if self._again is not None and self.active.mode == "sync" and self.rule.ready:
+            again, self._again = self._again, None
+            self.publish(again.replace(servers=(), reason="the loaded state is in force"), now_s)
+            return
+        if self.choice is None:
+            self._ask_again(now_s)
+            self._regroup(now_s)
+            return
+        plan = self.choice.decide(window, self.active, self.stragglers, now_s)
+        self._note_outcomes(self.choice.take_outcomes())
+        if plan is None or plan.family == "rounds":
+            self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.barred)
+            self._readiness.for_plan(self.choice.coming, self.barred)
+        if plan is not None:
+            self.rested_on[self._next_epoch] = self.choice.predictions()
+            self.rested_on.pop(self._next_epoch - _UNTOLD, None)  # Where nobody logs them.
+            self.publish(plan, now_s)
+
+    def _note_outcomes(self, found: Sequence[SwitchOutcome]) -> None:
+        for outcome in found:
+            logger.log(
+                logging.WARNING if outcome.harmful else logging.INFO, "step %d: %s", outcome.step, outcome.sentence
+            )
+        self.outcomes = [*self.outcomes, *found][-_OUTCOMES:]
+
+    def _ask_again(self, now_s: float) -> None:
+        """Publish the mode that the user asked for once more, where it was not possible for a while."""
+        wanted = self._wanted
+        if wanted is None or self._again is not None:  # A state is being loaded; the plan comes after that.
+            return
+        if self.active.mode != wanted.mode and wanted.mode not in self.barred:
+            self.publish(wanted, now_s)
+            if self._switch is None:  # It makes no sense here, and that was said.
+                self.barred.bar(wanted.mode, now_s)
+
+    def _regroup(self, now_s: float) -> None:
+        """Form the groups anew, where the user left them open, once other ones have fitted better for a while."""
+        wanted = self._wanted
+        if wanted is None or wanted.groups or self.active.mode != wanted.mode or not self.active.groups:
+            return
+        best = self._resolve(wanted).groups
+        same = {frozenset(group) for group in best} == {frozenset(group) for group in self.active.groups}
+        self._other_groups = 0 if same else self._other_groups + 1
+        if self._other_groups >= _REGROUP_AFTER:
+            self._other_groups = 0
+            self.publish(wanted.replace(reason="other ranks are alike by now"), now_s)

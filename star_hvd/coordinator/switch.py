@@ -1,0 +1,63 @@
+"""A published plan until it is in force or given up: who is ready, where servers are, what to say next. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler.plan.plan import Plan
+from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.switch import Commit, Servers
+
+__all__ = ["Switch"]
+
+
+@dataclass(slots=True)
+class Switch:
+    """See the module's text.
+
+    Attributes:
+        engine: Number of the optimizer.
+        plan: The plan, complete.
+        active: The plan in force when it was published.
+        deadline_s: When it is given up.
+        ready: Ranks that have prepared it.
+        committed: Whether the old mode was told to end.
+    """
+
+    engine: int
+    plan: Plan
+    active: Plan
+    deadline_s: float
+    ready: set[int] = field(default_factory=set)
+    committed: bool = False
+    _addresses: dict[int, list[str]] = field(default_factory=dict)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the ranks have to get ready for it, one by one, before any of them may raise its flag."""
+        return not (self.plan.family == self.active.family == "rounds")
+
+    @property
+    def irrevocable(self) -> bool:
+        """Whether servers were told to make their last update for it."""
+        same = self.plan.family == self.active.family == "ps"
+        return self.committed and self.active.family in ("ps", "grouped") and not same
+
+    def server_up(self, index: int, address: list[str]) -> list[Message]:
+        """A server runs, or a parent of the fan-in tree listens; once all do, everybody is told where."""
+        wanted = len(self.plan.servers) + (len(self.plan.relays) if self.plan.mode == "ps" else 0)
+        if not 0 <= index < wanted:
+            return []  # Of no server of this plan.
+        self._addresses[index] = address
+        if len(self._addresses) < wanted:
+            return []
+        flat = [part for i in range(wanted) for part in self._addresses.get(i, [])]
+        return [Servers(self.engine, self.plan.epoch, flat)]
+
+    def rank_ready(self, rank: int) -> list[Message]:
+        """A rank has prepared the plan; once all have, the old mode ends."""
+        self.ready.add(rank)
+        if len(self.ready) < self.plan.world_size or self.committed:
+            return []
+        self.committed = True
+        return [Commit(self.engine, self.plan.epoch)]

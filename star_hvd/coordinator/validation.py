@@ -1,0 +1,182 @@
+"""What a sane rank cannot have said: refused before anything changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from scheduler.diagnosis.machine import MachineStats
+from scheduler.records import Plan, PlanError
+from star_hvd.channel.messages.base import (
+    Arrive,
+    Away,
+    Finished,
+    Heartbeat,
+    Hello,
+    Join,
+    Late,
+    Message,
+    OptimizerDropped,
+    Refuse,
+    Register,
+    RoundNote,
+    Source,
+    Take,
+    Unregister,
+)
+from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.switch import (
+    Cannot,
+    CutDone,
+    LinkRate,
+    MachineNote,
+    Ready,
+    Restart,
+    ServerMoved,
+    ServerUp,
+    StepNote,
+    Switched,
+)
+from star_hvd.errors import ChannelError
+
+__all__ = ["check"]
+
+_FROM_RANKS: tuple[type[Message], ...] = (
+    Arrive,
+    Away,
+    Cannot,
+    CutDone,
+    Finished,
+    Heartbeat,
+    Hello,
+    Join,
+    Late,
+    LeaseAsk,
+    LeaseReturn,
+    LinkRate,
+    MachineNote,
+    OptimizerDropped,
+    Ready,
+    Refuse,
+    Register,
+    Restart,
+    RoundNote,
+    ServerMoved,
+    ServerUp,
+    Source,
+    StepNote,
+    Switched,
+    Take,
+    Unregister,
+)
+_MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
+_MAX_ENGINES = 1 << 20  # Optimizers that a job makes one after another.
+_MAX_BYTES = 1 << 50  # Of an optimizer's gradients.
+_TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
+_TIMES_OF = {
+    kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS
+}
+_STEP_OF: dict[type[Message], str] = {
+    **dict.fromkeys((Arrive, RoundNote, CutDone, Switched), "round"),
+    **dict.fromkeys((Late, Join, StepNote), "version"),
+    OptimizerDropped: "step",
+}
+_ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # Of a server: host, port and public key.
+_NO_STEP = -1  # Of an optimizer that is dropped while servers make its steps.
+
+
+def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> None:
+    """Reject what makes no sense; called for every message, so that what holds for one kind is looked up.
+
+    Args:
+        message: From a rank.
+        world_size: Ranks of the job.
+        round_of: The present step of an optimizer by its number, 0 where there is none.
+
+    Raises:
+        ChannelError: The message says what it cannot.
+    """
+    kind = type(message)
+    times = _TIMES_OF.get(kind)
+    if times is None:
+        raise ChannelError(f"a {message.kind} message came from a rank; only the coordinator sends those")
+    engine = getattr(message, "engine", 0)
+    if not 0 <= engine < _MAX_ENGINES:
+        raise ChannelError(f"optimizer number {engine} is outside 0..{_MAX_ENGINES - 1}")
+    for name in times:
+        value = getattr(message, name)
+        if not 0.0 <= value < 1e9:
+            raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
+    if kind in _STEP_OF:
+        step, now_at = getattr(message, _STEP_OF[kind]), round_of(engine)
+        least = _NO_STEP if kind is OptimizerDropped else 0
+        if not least <= step <= now_at + _MAX_AHEAD:
+            raise ChannelError(f"a {message.kind} message is of step {step}; this job is at step {now_at}")
+    if kind in _SPECIAL:
+        _SPECIAL[kind](message, world_size)
+
+
+def _register(message: Register, world_size: int) -> None:
+    for values in (message.initial, message.plan or message.initial):
+        # Before a plan is made of it, which counts its ranks.
+        claimed = values.get("world_size")
+        if isinstance(claimed, int) and claimed != world_size:
+            raise ChannelError(f"a plan is for {claimed} ranks; this job has {world_size}")
+    if message.gradient_bytes < 0:
+        raise ChannelError(f"gradient_bytes of a register message is {message.gradient_bytes}; expected 0 or more")
+    try:
+        for values in (message.initial, message.plan or message.initial):
+            Plan.from_dict(values)
+    except (PlanError, TypeError) as error:
+        raise ChannelError(f"a plan was refused: {str(error)[:200]}") from error
+
+
+def _link_rate(message: LinkRate, _: int) -> None:
+    if not 0.0 < message.bytes_per_s < 1e15:
+        raise ChannelError(
+            f"bytes_per_s of a {message.kind} message is {message.bytes_per_s!r}; expected a rate above 0"
+        )
+
+
+def _machine(message: MachineNote, _: int) -> None:
+    for name in MachineStats.names():
+        value = getattr(message, name)
+        if not (math.isnan(value) or 0.0 <= value < 1e9):
+            raise ChannelError(f"{name} of a machine message is {value!r}; expected a number from 0, or NaN")
+
+
+def _address(message: ServerUp | ServerMoved, world_size: int) -> None:
+    # A plan has at most a server per rank, and a parent per rank in its tree.
+    if not 0 <= message.index < 2 * world_size:
+        raise ChannelError(f"a {message.kind} message is of server {message.index}; this job has {world_size} ranks")
+    if len(message.address) != _ADDRESS_PARTS or sum(map(len, message.address)) > _MAX_ADDRESS:
+        raise ChannelError(f"a {message.kind} message has an address of {len(message.address)} parts")
+
+
+def _take(message: Take, _: int) -> None:
+    if min(message.loader, message.epoch, message.samples, message.batch - 1, message.number) < 0:
+        raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
+
+
+def _lease_ask(message: LeaseAsk, _: int) -> None:
+    if min(message.loader, message.epoch, message.samples, message.batch - 1, message.begun) < 0:
+        raise ChannelError(f"leases of {message.samples} samples in batches of {message.batch}")
+
+
+def _lease_return(message: LeaseReturn, _: int) -> None:
+    if min(message.loader, message.epoch, message.begun) < 0:
+        raise ChannelError(f"a rank that has begun {message.begun} samples gives leases back")
+
+
+_SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
+    Register: _register,
+    ServerUp: _address,
+    ServerMoved: _address,
+    LinkRate: _link_rate,
+    MachineNote: _machine,
+    Take: _take,
+    LeaseAsk: _lease_ask,
+    LeaseReturn: _lease_return,
+}

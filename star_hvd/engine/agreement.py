@@ -1,0 +1,149 @@
+"""What the ranks agree on in band: the plan in force, the leader, its hyperparameters, equal replicas.
+
+Every rank reads the same header in the same step, so each decision here falls on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from scheduler.records import Plan
+from star_hvd.engine.applier import Applier
+from star_hvd.engine.header import Contribution, Header, HeaderCodec
+from star_hvd.engine.records import Listener, Round
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """Not thread-safe: the engine calls it under its lock.
+
+    Args:
+        rank: This rank.
+        plan: The first plan.
+        applier: Where hyperparameters and checksums are read.
+        listener: Is told of steps, switches and mismatches.
+    """
+
+    def __init__(self, rank: int, plan: Plan, applier: Applier, listener: Listener) -> None:
+        self.rank = rank
+        self.plan = plan
+        self.prepared: Plan | None = None
+        self.pinned: str | None = None
+        self.codec = HeaderCodec(plan.world_size, applier.hyper.size)
+        self._applier = applier
+        self._listener = listener
+        self._leader = 0
+        self._row: tuple[float, ...] | None = None
+        self.mixed = False  # Whether ranks have ever contributed differently, so that they may be at different steps.
+        self._checksum_round: int | None = None
+        self.checksum: tuple[int, int] = (-1, 0)  # A step and the checksum for it, where it was taken beforehand.
+
+    def refusal(self, plan: Plan) -> str | None:
+        """Why this rank cannot take a plan up, None where it can."""
+        if plan.world_size != self.plan.world_size:
+            return f"the plan is for {plan.world_size} ranks, this job has {self.plan.world_size}"
+        if plan.epoch <= self.plan.epoch:
+            return f"the plan's epoch {plan.epoch} is not newer than {self.plan.epoch}"
+        return self.pinned if plan.relaxed else None
+
+    def prepare(self, plan: Plan) -> str | None:
+        """Get ready for a plan and raise its flag in the next headers. A reason why not, or None."""
+        reason = self.refusal(plan)
+        if reason is None:
+            self.prepared = plan
+        return reason
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that reduce together now."""
+        return self.plan.members_or_all
+
+    def resume(self, plan: Plan, round_: int) -> None:
+        """Take up a plan that all ranks enter with a state handed over, as if nothing had been agreed before."""
+        self.plan = plan
+        if self.prepared is not None and self.prepared.epoch <= plan.epoch:
+            self.prepared = None
+        self.mixed = True
+        self._leader, self._row = self.members[0], None
+        self._checksum_round = round_ + 1
+        self._listener.on_switch(round_, plan)
+
+    def abandon(self, epoch: int) -> None:
+        """Lower the flag of a plan that some rank could not prepare."""
+        if self.prepared is not None and self.prepared.epoch == epoch:
+            self.prepared = None
+
+    def pin(self, reason: str) -> None:
+        """Refuse relaxed plans from now on."""
+        self.pinned = reason
+        if self.prepared is not None and self.prepared.relaxed:
+            self.prepared = None
+
+    def layout_changed(self) -> None:
+        """The hyperparameters have a new layout, on all ranks in the same step."""
+        self.codec = HeaderCodec(self.plan.world_size, self._applier.hyper.size)
+        self._row = None
+
+    def contribution(self, round_: Round, own_steps: int, *, fresh: bool, away: bool = False) -> Contribution:
+        """This rank's part of the header: flag, leadership, folds and, of a fresh rank, the checksum when due."""
+        item = Contribution(fresh=fresh, own_steps=own_steps)
+        # Two own steps first: what forbids relaxed modes (a GradScaler, sparse gradients) shows itself in the first.
+        if self.prepared is not None and self._may_flag(self.prepared, own_steps, fresh=fresh, away=away):
+            item.flag_epoch_delta = self.prepared.epoch - self.plan.epoch
+            round_.flagged = self.prepared
+        if self._leader == self.rank:
+            # A leader that is late after all repeats what was agreed last; its own values may have moved on.
+            own_wanted = fresh or self._row is None
+            item.hyper = self._applier.hyper.read(self._applier.optimizer.param_groups) if own_wanted else self._row
+        item.folds = round_.folded / max(1, len(round_.flats))
+        if fresh and self.checksum_due(round_.number):
+            taken, value = self.checksum
+            item.checksum = value if taken == round_.number else self._applier.checksum()
+        return item
+
+    def checksum_due(self, number: int) -> bool:
+        """Whether the header of a step takes a checksum over the parameters along."""
+        return self._checksum_round == number and self.plan.mode != "local"
+
+    def _may_flag(self, prepared: Plan, own_steps: int, *, fresh: bool, away: bool) -> bool:
+        if own_steps < 2 and prepared.relaxed:
+            return False
+        if away and prepared.family != self.plan.family:
+            return False  # A training thread has to be there to enter another family; it comes back soon.
+        # Whoever brings the state into the next plan must have that of the very step it begins with.
+        return fresh or prepared.family == self.plan.family or self.rank not in prepared.sources
+
+    def read(self, round_: Round, header: Header, mean_sqr: float) -> tuple[float, ...] | None:
+        """Act on a reduced header, in the order of the steps.
+
+        Returns:
+            The hyperparameters to apply the step with: the leader's as soon as ranks have ever contributed
+            differently, else None, each rank's own as in Horovod.
+        """
+        if header.hyper is not None:
+            self._row = header.hyper
+        self._leader = header.leader_of(self.members)
+        self.mixed = self.mixed or self.plan.relaxed or not header.complete(self.members)
+        row = self._row if self.mixed else None
+        if header.checksum_ok is False:
+            self._listener.on_mismatch(round_.number)
+        self._listener.on_round(round_.number, header, self.plan, mean_sqr)
+        self._maybe_switch(round_, header)
+        return row
+
+    def _maybe_switch(self, round_: Round, header: Header) -> None:
+        delta = header.agreed_epoch_delta(len(self.members))
+        if delta is None:
+            return
+        # Everybody raised the flag for this plan in this very step, so everybody takes it up now, even if it has
+        # been abandoned or followed by a newer one while the step was in flight.
+        flagged = round_.flagged
+        assert flagged is not None and flagged.epoch - self.plan.epoch == delta
+        self.plan = flagged
+        if flagged.family != "rounds":
+            self.mixed = True  # From now on ranks are at different steps, and nothing more is read here.
+        if self.prepared is not None and self.prepared.epoch <= flagged.epoch:
+            self.prepared = None
+        self._checksum_round = round_.number + 1
+        if self.rank in self.members:
+            self._leader = self._leader if self._leader in self.members else self.members[0]
+        self._listener.on_switch(round_.number + 1, self.plan)

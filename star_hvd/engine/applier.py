@@ -1,0 +1,247 @@
+"""Applying a reduced step to parameters: to the live ones, or to a shadow copy while their rank computes on them.
+
+A rank that is behind still computes on old parameters, so nobody may change them. Its helper applies the closed steps
+to a shadow, made only then, with the same optimizer class, state and hyperparameters; the rank takes the shadow over
+at its next step. The same sequence of the same operations on the same numbers gives bit-equal replicas.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.device import DONE, Fence, Fences, Streams
+from star_hvd.engine.hyperparameters import HyperRow
+
+__all__ = ["Applier", "Shadow", "place_state", "replayable"]
+
+# These keep everything in `param_groups` and `state`, so a copy of both is a copy of the optimizer.
+_KNOWN = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+
+
+def replayable(base: type[torch.optim.Optimizer]) -> bool:
+    """Whether helpers may replay steps of this class; a subclass may keep state elsewhere, so it is fetched."""
+    return base in _KNOWN
+
+
+class Applier:
+    """Steps the live parameters of one optimizer.
+
+    Args:
+        optimizer: The optimizer whose `param_groups` and `state` are live; kept alive by this.
+        base: The user's optimizer class; its `step` is the update rule.
+        buckets: The optimizer's buckets, extended in place when parameters are added.
+        hyper: Layout of the hyperparameters.
+        max_grad_norm: Norm to which the averaged gradient is clipped, None for no clipping.
+        streams: Makes the fences for the buckets' devices.
+        wrapped: Refers to the object that the user has of it and its step hooks are given.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        base: type[torch.optim.Optimizer],
+        buckets: list[Bucket],
+        hyper: HyperRow,
+        max_grad_norm: float | None = None,
+        streams: Streams | None = None,
+        *,
+        wrapped: weakref.ref[torch.optim.Optimizer] | None = None,
+    ) -> None:
+        self.streams = streams or Streams(buckets)
+        self._optimizer = optimizer
+        self._wrapped = wrapped
+        self.base = base
+        self.buckets = buckets
+        self.hyper = hyper
+        self.max_grad_norm = max_grad_norm
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, as the user has it."""
+        return (self._wrapped() if self._wrapped is not None else None) or self._optimizer
+
+    def step(self, row: Sequence[float] | None, *, clip: bool = True) -> Any:
+        """Apply the gradients that are in `param.grad` now, with the step's hyperparameters."""
+        if clip:
+            self.clip()  # The averaged gradient is equal on all ranks, so the factor is equal too.
+        with self.hyper.applied(self.optimizer.param_groups, row):
+            return self.base.step(self.optimizer)
+
+    def clip(self) -> None:
+        """Clip the gradients that are in `param.grad` now to `max_grad_norm`, if one is set."""
+        if self.max_grad_norm is not None:
+            params = [param for bucket in self.buckets for param in bucket.params]
+            torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Parameters, buffers and optimizer state: what a copy of all this reads."""
+        params = [param for bucket in self.buckets for param in bucket.params]
+        states = (value for param in params for value in self.optimizer.state.get(param, {}).values())
+        return [*params, *(b.flat for b in self.buckets), *(v for v in states if isinstance(v, torch.Tensor))]
+
+    def step_with(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
+        """Apply the averaged gradients of a step this rank was late for. The user's step hooks do not run."""
+        for bucket, mean in zip(self.buckets, means, strict=True):
+            bucket.flat.copy_(mean)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+        with _without_hooks(self.optimizer):
+            self.step(row)
+
+    def checksum(self) -> int:
+        """24 bits over the parameters' bytes, equal on replicas that are bit-equal."""
+        sums = []
+        for bucket in self.buckets:
+            for param in bucket.params:
+                raw = param.detach().contiguous().view(-1).view(torch.uint8)
+                whole = raw.numel() - raw.numel() % 4
+                sums.append((raw[:whole].view(torch.int32).sum(dtype=torch.int64), raw[whole:].sum()))
+        self.streams.await_host()
+        total = 0
+        for words, rest in sums:
+            total = (total * 31 + int(words) + int(rest)) % (1 << 24)
+        return total
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    before = {name: optimizer.__dict__[name] for name in names if name in optimizer.__dict__}
+    optimizer.__dict__.update({name: collections.OrderedDict() for name in before})
+    try:
+        yield
+    finally:
+        optimizer.__dict__.update(before)
+
+
+class Shadow:
+    """A copy of the parameters and the optimizer state on which closed steps are replayed.
+
+    Args:
+        applier: The live side; it must not change while the copy is made.
+        version: Steps applied to the live parameters so far.
+
+    Attributes:
+        written: Behind the latest change of this copy.
+        read: Behind others' copying of it: no change may overtake them.
+    """
+
+    def __init__(self, applier: Applier, version: int) -> None:
+        self.version = version
+        self.written: Fence = DONE
+        self.read = Fences()
+        self._live = applier
+        self._twin: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
+        for bucket in applier.buckets:
+            for param in bucket.params:
+                self._twin[param] = torch.nn.Parameter(param.detach().clone())
+        optimizer = _copy_optimizer(applier.optimizer, applier.base, self._twin)
+        buckets = [
+            Bucket(b.index, tuple(self._twin[p] for p in b.params), flat := b.new_flat(), tuple(b.split(flat)), flat)
+            for b in applier.buckets
+        ]
+        self.applier = Applier(
+            optimizer, applier.base, buckets, applier.hyper, applier.max_grad_norm, applier.streams
+        )
+
+    def apply(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
+        """Replay one step.
+
+        Args:
+            means: Averaged gradients, one flat buffer per bucket.
+            row: The step's hyperparameters, None for those this rank had when the shadow was made.
+        """
+        self.applier.step_with(means, row)
+        self.version += 1
+
+    def fill(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
+        """Let `write` put other parameters and state into the copy."""
+        write(self.applier.buckets, self.applier.optimizer)
+
+    def take_over(self) -> None:
+        """Copy the shadow's parameters into the live ones and move its optimizer state there."""
+        live = self._live.optimizer
+        with torch.no_grad():
+            for param, twin in self._twin.items():
+                param.copy_(twin)
+        for param, twin in self._twin.items():
+            if twin in self.applier.optimizer.state:
+                live.state[param] = self.applier.optimizer.state.pop(twin)
+        for mine, theirs in zip(self._live.buckets, self.applier.buckets, strict=True):
+            mine.flat.copy_(theirs.flat)
+            for param, view in zip(mine.params, mine.views, strict=True):
+                param.grad = view
+
+
+def place_state(
+    optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """State of a parameter that came through host memory, where the optimizer wants it.
+
+    What has the parameter's shape goes to its device. Scalars, `step` for example, stay where the optimizer has them
+    already; without any it wants them on the host, except where its kernels read them (capturable, fused) and in ASGD,
+    which always makes them on the device (see "special device hosting for step" in torch.optim).
+    """
+    group = next((g for g in optimizer.param_groups if any(p is param for p in g["params"])), {})
+    on_device = bool(group.get("capturable") or group.get("fused")) or isinstance(optimizer, torch.optim.ASGD)
+    present = optimizer.state.get(param, {})
+
+    def placed(key: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        own = present.get(key)
+        if value.dim() > 0:
+            return value.to(param.device)
+        if isinstance(own, torch.Tensor) and own.dim() == 0:
+            return value.to(own.device)
+        return value.to(param.device) if on_device else value.cpu()
+
+    return {key: placed(key, value) for key, value in state.items()}
+
+
+def _copy_optimizer(
+    optimizer: torch.optim.Optimizer,
+    base: type[torch.optim.Optimizer],
+    twin: dict[torch.nn.Parameter, torch.nn.Parameter],
+) -> torch.optim.Optimizer:
+    """The same optimizer over the twins of its parameters; frozen parameters are shared."""
+    copied: torch.optim.Optimizer = object.__new__(base)
+    plain = {k: v for k, v in optimizer.__dict__.items() if not k.startswith("_star") and k != "step"}
+    copied.__dict__.update(plain)
+    copied.param_groups = [
+        {k: _own(v) for k, v in group.items() if k != "params"}
+        | {"params": [twin.get(p, p) for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    copied.state = collections.defaultdict(dict)
+    for param, own in twin.items():
+        if param in optimizer.state:
+            copied.state[own] = copy.deepcopy(optimizer.state[param])
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        copied.__dict__[name] = collections.OrderedDict()
+    return copied
+
+
+def _own(value: Any) -> Any:
+    """A private copy of a tensor hyperparameter; other values are immutable."""
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,273 @@
+"""Hand-overs of tensors between threads, and with them between the streams of a GPU.
+
+On a GPU an operation is queued on the current stream of the thread that calls it and runs later; operations of
+different streams run in any order. The training thread works on the user's streams, every other thread of ours on a
+stream of its own, so that a proxy contribution does not queue up behind a late rank's kernels. Wherever a tensor goes
+from one thread to another, its giver therefore makes a `Fence` behind its own work, and the taker has its current
+stream wait for it (`Fence.order`), which blocks no thread. Memory that was allocated on another stream is registered
+with the allocator at the same place. A thread waits (`Fence.wait`, with a deadline) only where the host reads what
+the device computes, and never under the engine's lock.
+
+All hand-overs, by the name of their fence (T training thread and autograd's, H helper, S tensor server):
+
+| name          | giver   | taker   | what is handed over                                 | where                   |
+|---------------|---------|---------|-----------------------------------------------------|-------------------------|
+| `gradient`    | T       | H, T    | a bucket's gradient, in modes that close without it | `RoundEngine.defer`     |
+| `norm`        | H, T    | T, host | squared norm of the local gradient                  | `RoundEngine.arrive`    |
+| `kept`        | H, T, S | H, T    | a late gradient until its bucket is next submitted  | `LateGradients`         |
+| `bucket`      | H, T    | T       | a bucket's own buffer, for the next backward pass   | `Replica.reuse_buckets` |
+| `means`       | H       | T, H    | means of a step that ended without T                | `Replica.push`          |
+| `averaged`    | H       | T, H    | an averaging of `local` that ended without T        | `LocalSteps.stood_in`   |
+| `params`      | T       | H, S    | live parameters and optimizer state, to copy        | `Replica.writing`       |
+| `copied`      | H, S    | T       | the same, copied: they may be changed again         | `Replica.copying`       |
+| `shadow`      | H       | T, S    | parameters, state and gradients of the shadow       | `Replica.replay_one`    |
+| `shadow_read` | S       | H       | the same, copied: they may be changed again         | `Replica.snapshot`      |
+| `host`        | T, S    | host    | what goes to a rank or a server: pushes, snapshots  | `Streams.await_host`    |
+
+No row is needed where the same thread gives and takes, where nothing but host memory passes (the preparer's states, a
+parameter server's answers, everything behind `ps.Client`, headers), and for Horovod: a reduction begins after an event
+that Horovod records on the current stream of the thread that submits, and whoever collects it (`finish`) finds it
+complete, or has its own current stream wait for it. The stand-in thread of `grouped` submits buffers of its own, and
+leaves nothing behind but counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from star_hvd.engine.buckets import Bucket
+from star_hvd.errors import DeadlineError
+
+__all__ = [
+    "AVERAGED",
+    "BUCKET",
+    "COPIED",
+    "CUDA",
+    "DONE",
+    "GRADIENT",
+    "HOST",
+    "KEPT",
+    "MEANS",
+    "NAMES",
+    "NORM",
+    "PARAMS",
+    "SHADOW",
+    "SHADOW_READ",
+    "Backend",
+    "Event",
+    "Fence",
+    "Fences",
+    "Streams",
+]
+
+GRADIENT, NORM, KEPT, BUCKET, MEANS, AVERAGED = "gradient", "norm", "kept", "bucket", "means", "averaged"
+PARAMS, COPIED, SHADOW, SHADOW_READ, HOST = "params", "copied", "shadow", "shadow_read", "host"
+NAMES = (GRADIENT, NORM, KEPT, BUCKET, MEANS, AVERAGED, PARAMS, COPIED, SHADOW, SHADOW_READ, HOST)
+
+_POLL_S = 0.0001
+_HOST_DEADLINE_S = 300.0  # A step of a slow rank may take long; a device that hangs must not hang the job silently.
+
+
+class Event(Protocol):
+    """A point in a stream's work, `torch.cuda.Event` for example."""
+
+    def query(self) -> bool:
+        """Whether the device has got there."""
+        ...
+
+
+class Backend(Protocol):
+    """What a kind of device has to offer. `name` is the hand-over's, for tests and traces."""
+
+    def queues(self, tensor: torch.Tensor) -> bool:
+        """Whether operations on this tensor are queued on streams."""
+        ...
+
+    def record(self, device: torch.device, name: str) -> Event:
+        """An event behind everything the calling thread has queued on its current stream of `device`."""
+        ...
+
+    def wait(self, device: torch.device, event: Any, name: str) -> None:
+        """Have the calling thread's current stream of `device` wait for an event; blocks no thread."""
+        ...
+
+    def register(self, tensor: torch.Tensor, name: str) -> None:
+        """Tell the allocator that the calling thread's current stream uses this tensor's memory."""
+        ...
+
+    def own_streams(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+        """Streams of the calling thread's own as its current ones."""
+        ...
+
+
+class _Cuda:
+    """Streams and events of CUDA, and of ROCm under the same names."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def queues(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def record(self, device: torch.device, name: str) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def wait(self, device: torch.device, event: torch.cuda.Event, name: str) -> None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+    def register(self, tensor: torch.Tensor, name: str) -> None:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    @contextlib.contextmanager
+    def own_streams(self, devices: Sequence[torch.device]) -> Iterator[None]:
+        made: dict[torch.device, torch.cuda.Stream] = self._of_thread.__dict__.setdefault("streams", {})
+        with contextlib.ExitStack() as stack:
+            for device in devices:
+                if device not in made:  # Little work that others wait for: it goes before the training's kernels.
+                    made[device] = torch.cuda.Stream(device, priority=-1)
+                stack.enter_context(torch.cuda.stream(made[device]))
+            yield
+
+
+CUDA: Backend = _Cuda()
+
+
+class Fence:
+    """The end of what a thread had queued on some devices when it made this.
+
+    Args:
+        backend: Of the devices.
+        name: The hand-over.
+        events: One per device.
+    """
+
+    __slots__ = ("_backend", "_events", "name")
+
+    def __init__(self, backend: Backend, name: str, events: Sequence[tuple[torch.device, Event]]) -> None:
+        self.name = name
+        self._backend = backend
+        self._events = events
+
+    def done(self) -> bool:
+        """Whether the devices have got there."""
+        return all(event.query() for _, event in self._events)
+
+    def order(self, *tensors: torch.Tensor) -> None:
+        """Have the calling thread's current streams go on only behind this fence; the thread itself goes on at once.
+
+        Args:
+            *tensors: What is taken over, with memory that may be another stream's.
+        """
+        for device, event in self._events:
+            self._backend.wait(device, event, self.name)
+        if self._events:
+            for tensor in tensors:
+                if self._backend.queues(tensor):
+                    self._backend.register(tensor, self.name)
+
+    def wait(self, deadline_s: float = _HOST_DEADLINE_S) -> None:
+        """Block the calling thread until the devices have got there.
+
+        Raises:
+            DeadlineError: They did not within `deadline_s`.
+        """
+        limit_s = time.monotonic() + deadline_s
+        while not self.done():
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"the device did not finish its work (hand-over '{self.name}') within {deadline_s:g} s; a kernel "
+                    "hangs, or other processes have the device"
+                )
+            time.sleep(_POLL_S)
+
+
+DONE = Fence(CUDA, "done", ())  # Of host memory.
+
+
+class Fences:
+    """Fences of several givers, in any thread, for one taker."""
+
+    __slots__ = ("_fences", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # Nothing is called under it.
+        self._fences: list[Fence] = []
+
+    def add(self, fence: Fence) -> None:
+        """One more to wait for."""
+        if fence is not DONE:
+            with self._lock:
+                self._fences.append(fence)
+
+    def order(self) -> None:
+        """`Fence.order` for all of them; none is left afterwards."""
+        if self._fences:
+            with self._lock:
+                taken, self._fences = self._fences, []
+            for fence in taken:
+                fence.order()
+
+
+class Streams:
+    """Makes the fences of one optimizer.
+
+    Args:
+        buckets: The optimizer's buckets, extended in place when parameters are added.
+        backend: Of the devices on which they can be.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], backend: Backend = CUDA) -> None:
+        self._buckets = buckets
+        self._backend = backend
+        self.devices: tuple[torch.device, ...] = ()
+        self.renew()
+
+    def renew(self) -> None:
+        """Buckets were added."""
+        found = {bucket.flat.device: None for bucket in self._buckets if self._backend.queues(bucket.flat)}
+        self.devices = tuple(found)
+
+    def give(self, name: str) -> Fence:
+        """A fence behind everything the calling thread has queued on this optimizer's devices."""
+        if not self.devices:
+            return DONE
+        return Fence(self._backend, name, [(device, self._backend.record(device, name)) for device in self.devices])
+
+    def give_one(self, name: str, tensor: torch.Tensor) -> Fence:
+        """The same for the device of one tensor only."""
+        if not self.devices or not self._backend.queues(tensor):
+            return DONE
+        return Fence(self._backend, name, [(tensor.device, self._backend.record(tensor.device, name))])
+
+    def await_host(self, deadline_s: float = _HOST_DEADLINE_S) -> None:
+        """Block until everything the calling thread has queued is done, before the host reads it.
+
+        Raises:
+            DeadlineError: It was not done within `deadline_s`.
+        """
+        if self.devices:
+            self.give(HOST).wait(deadline_s)
+
+    def use(self, *tensors: torch.Tensor) -> None:
+        """The calling thread goes on with tensors whose contents are complete, after a reduction for example."""
+        if self.devices:
+            for tensor in tensors:
+                if self._backend.queues(tensor):
+                    self._backend.register(tensor, "reduced")
+
+    def queues(self, tensor: torch.Tensor) -> bool:
+        """Whether operations on a tensor are queued on a stream."""
+        return bool(self.devices) and self._backend.queues(tensor)
+
+    def own(self) -> AbstractContextManager[None]:
+        """Streams of the calling thread's own as its current ones; nothing without a GPU."""
+        return self._backend.own_streams(self.devices) if self.devices else contextlib.nullcontext()

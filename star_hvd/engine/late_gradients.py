@@ -1,0 +1,112 @@
+"""Gradients that missed their step, kept until the next submission of their bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.device import KEPT, Fence, Streams
+from star_hvd.engine.records import Counters
+
+__all__ = ["LateGradients", "damping_factor"]
+
+
+def damping_factor(plan: Plan, staleness: int) -> float:
+    """Weight of a late gradient: 1 / (1 + staleness) (DynSGD, Jiang et al., SIGMOD'17), 1, or 0 past the bound."""
+    if staleness > plan.max_staleness:
+        return 0.0
+    return 1.0 if plan.damping == "none" else 1.0 / (1.0 + staleness)
+
+
+@dataclass(slots=True)
+class _Kept:
+    flat: torch.Tensor  # w * g, then w.
+    version: int  # Oldest parameters behind it.
+    weight: float  # w, known without a look at the device.
+    fence: Fence  # Behind what wrote `flat`.
+
+
+class LateGradients:
+    """At most one kept gradient per bucket; a second one is added to it and counts as old as the older.
+
+    Args:
+        buckets: The optimizer's buckets.
+        counters: Where folds, drops and weights are counted.
+        streams: Makes the fences; a gradient is often folded by another thread than the one that kept it.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], counters: Counters, streams: Streams | None = None) -> None:
+        self._buckets = buckets
+        self._streams = streams or Streams(buckets)
+        self._counters = counters
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def pending_weight(self) -> float:
+        """Weight that waits, averaged over the buckets."""
+        return sum(kept.weight for kept in self._kept.values()) / max(1, len(self._buckets))
+
+    def keep(self, bucket: Bucket, weight: float, version: int) -> None:
+        """Keep the gradient that is in `bucket.flat`, computed on the parameters of step `version`."""
+        flat = bucket.flat.clone()
+        if weight != 1.0:
+            flat[:-1].mul_(weight)
+        flat[-1] = weight
+        self.keep_whole(bucket, flat, version, weight)
+
+    def keep_whole(self, bucket: Bucket, flat: torch.Tensor, version: int, weight: float) -> None:
+        """Keep `flat`, gradients times weight and the weight, which belongs to this object from now on.
+
+        The calling thread has made it, or has ordered itself behind whoever did.
+        """
+        older = self._kept.get(bucket.index)
+        if older is None:
+            self._kept[bucket.index] = _Kept(flat, version, weight, self._streams.give_one(KEPT, flat))
+        else:
+            older.fence.order(older.flat)
+            older.flat.add_(flat)
+            older.version, older.weight = min(older.version, version), older.weight + weight
+            older.fence = self._streams.give_one(KEPT, older.flat)
+
+    def drop_all(self) -> None:
+        """Give up everything that waits, and count it."""
+        if self._kept:
+            self._counters.dropped_weight += self.pending_weight
+            self._counters.drops += 1
+            self._kept.clear()
+
+    def fold(self, bucket: Bucket, flat: torch.Tensor, round_: int, plan: Plan, *, count: bool = True) -> bool:
+        """Add what is kept for a bucket to `flat`, damped by its staleness in step `round_`.
+
+        Args:
+            bucket: The bucket.
+            flat: What it joins.
+            round_: The step.
+            plan: The plan in force.
+            count: Whether it counts as applied, because `flat` is sure to be in a step.
+
+        Returns:
+            Whether something was folded; a gradient past the bound is dropped and counted instead.
+        """
+        kept = self._kept.pop(bucket.index, None)
+        if kept is None:
+            return False
+        staleness = round_ - kept.version
+        factor = damping_factor(plan, staleness)
+        weight = kept.weight / len(self._buckets)
+        last = bucket.index == len(self._buckets) - 1
+        if factor == 0.0:
+            self._counters.dropped_weight += weight
+            self._counters.drops += last
+            return False
+        kept.fence.order(kept.flat)
+        flat.add_(kept.flat, alpha=factor)
+        self._counters.applied_weight += weight * factor if count else 0.0
+        self._counters.damped_weight += weight * (1.0 - factor)
+        self._counters.folds += last
+        self._counters.max_staleness = max(self._counters.max_staleness, staleness)
+        return True

@@ -1,0 +1,150 @@
+"""Records and protocols that the parts of the executor share."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.device import DONE, Fence
+from star_hvd.engine.header import Header
+
+__all__ = ["Averaging", "Counters", "Fetch", "Listener", "Result", "Round", "Snapshot"]
+
+
+class Averaging(Protocol):
+    """What `local` averages besides the parameters."""
+
+    def stand_in_flat(self, bucket: Bucket) -> torch.Tensor:
+        """What the helper contributes for a training thread that is away."""
+        ...
+
+    def extras(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and tensors to sum, times this rank's weight."""
+        ...
+
+    def stood_in(self, result: Result, extras: list[torch.Tensor]) -> None:
+        """An averaging has ended without this rank's training thread; called under the engine's lock."""
+        ...
+
+    @property
+    def waiting(self) -> bool:
+        """Whether such an averaging waits to be used."""
+        ...
+
+    def absorb(self) -> bool:
+        """Use it in the helper's thread. Whether there was one."""
+        ...
+
+
+class Listener(Protocol):
+    """Who wants to know what happens in an engine. Called under its lock: it must only note and return."""
+
+    def on_arrive(self, round_: int, epoch: int) -> None: ...
+    def on_late(self, version: int, epoch: int) -> None: ...
+    def on_join(self, version: int) -> None: ...
+    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None: ...
+    def on_switch(self, round_: int, plan: Plan) -> None: ...
+    def on_mismatch(self, round_: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened to this rank's gradients; weights are counted per bucket and divided by the number of buckets.
+
+    At any moment produced = applied + damped + dropped + what still waits for a step.
+    """
+
+    fresh: int = 0
+    late: int = 0
+    folds: int = 0
+    drops: int = 0
+    proxied: int = 0
+    replayed: int = 0
+    fetched: int = 0
+    max_staleness: int = 0
+    produced_weight: float = 0.0
+    applied_weight: float = 0.0
+    damped_weight: float = 0.0
+    dropped_weight: float = 0.0
+
+
+@dataclass(slots=True)
+class Round:
+    """One step in progress on this rank.
+
+    Attributes:
+        number: The step.
+        flats: Per bucket the flat buffer that was submitted, None while nobody has.
+        wires: Per bucket the tensor that travels, `flats[i]` itself unless its type changes.
+        handles: Per bucket the handle of the reduction; the carrier's is the header's.
+        owner: `trainer` or `helper` once the header is claimed; the owner completes the step.
+        early: The training thread has claimed it within backward and has not arrived yet.
+        header: The header's tensor, a part of the carrier's where there is one.
+        header_handle: Its handle.
+        flagged: The plan whose flag this rank raised in the header.
+        folded: Buckets into which a late gradient was folded.
+        waiting: Handles the helper has not collected yet.
+        averaging: Set where the buffers hold parameters (`local`).
+        extras: What is averaged besides them.
+    """
+
+    number: int
+    flats: list[torch.Tensor | None]
+    wires: list[torch.Tensor | None]
+    handles: list[int | None]
+    owner: str = ""
+    early: bool = False
+    header: torch.Tensor | None = None
+    header_handle: int | None = None
+    flagged: Plan | None = None
+    folded: int = 0
+    waiting: collections.deque[int] = field(default_factory=collections.deque)
+    averaging: Averaging | None = None
+    extras: list[torch.Tensor] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, number: int, n_buckets: int) -> Round:
+        """A step nobody has submitted anything for."""
+        return cls(number, [None] * n_buckets, [None] * n_buckets, [None] * n_buckets)
+
+    def claimed(self, index: int) -> bool:
+        """Whether a bucket has been given to this step."""
+        return self.flats[index] is not None
+
+    def all_handles(self) -> list[int]:
+        """Handles of all buckets and the header, after the header was claimed."""
+        assert self.header_handle is not None
+        return [handle for handle in self.handles if handle is not None] + [self.header_handle]
+
+
+@dataclass(slots=True)
+class Result:
+    """A reduced step: averaged gradients, one flat buffer per bucket, and the hyperparameters to apply it with.
+
+    `row` is None where every rank uses its own hyperparameters, exactly as in Horovod. Whoever did not make it orders
+    itself behind `fence` before it uses the means.
+    """
+
+    round: int
+    means: list[torch.Tensor]
+    row: tuple[float, ...] | None
+    fence: Fence = DONE
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Parameters and optimizer state after `version` steps, for a rank that cannot replay."""
+
+    version: int
+    params: list[torch.Tensor]
+    state: list[dict[str, object]]
+
+
+Fetch = Callable[[int, Callable[[], bool]], Snapshot | None]
+"""Gets the state of an optimizer from a rank that has it; None once the second argument says that nobody wants it."""

@@ -1,0 +1,571 @@
+"""Runs a `RoundEngine`: the training thread's waits, the helper thread, timing, and falling back into step."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.channel.messages import base as messages
+from star_hvd.channel.messages.switch import Cannot, Commit, Moved, Ready, Restart, Switched
+from star_hvd.config import Config
+from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.collective import wait_all
+from star_hvd.engine.device import GRADIENT, Fence
+from star_hvd.engine.meeting import Position
+from star_hvd.engine.records import Fetch, Result
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
+from star_hvd.modes.local_sgd import LocalSteps
+from star_hvd.modes.mode_switcher import Handover, Services, Steps
+from star_hvd.modes.step_reporter import Send, StepTeller
+from star_hvd.telemetry.timer import StepTimer
+
+__all__ = ["EngineDriver", "Send"]
+
+logger = logging.getLogger("star_hvd")
+
+_POLL_S = 0.0003
+_POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that was dropped here.
+_MODES_BEHIND = 16  # Far more modes than a rank can be behind by: each of them needed its word.
+
+
+class EngineDriver(StepTeller):
+    """One optimizer's engine with its helper thread; it is also the engine's listener.
+
+    Args:
+        number: Number of the optimizer, equal on all ranks.
+        config: Settings.
+        send: Sends a control message to the coordinator.
+        fetch: Gets parameters from a rank that is up to date, None once they are not wanted any more; raises
+            `StarError` past its deadline.
+        diagnose: Who is gone, as a sentence, asked after a collective failed.
+        preparer: Runs what gets a plan ready, in a thread of its own.
+
+    Attributes:
+        begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
+        mid_step: Says whether the user is between backward and step, where nothing may be changed.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        config: Config,
+        send: Send,
+        fetch: Fetch,
+        diagnose: Callable[[], str],
+        preparer: Callable[[Callable[[], None]], None],
+    ) -> None:
+        super().__init__(number, send)
+        self.timer = StepTimer()
+        self._config = config
+        self._fetch = fetch
+        self._diagnose = diagnose
+        self._preparer = preparer
+        self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
+        self.mid_step: Callable[[], bool] = lambda: False
+        self._last_close_s = 0.0
+        self._typical_s = 0.0
+        self._stop = threading.Event()
+        self.dropped = False  # The user has no reference to the optimizer any more.
+        self._carries_on = False  # The helper has taken over from the training thread for good.
+        self._said: tuple[int, bool, bool] | None = None  # What the coordinator knows of that.
+        self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
+        self.engine: RoundEngine
+        self.handover: Handover
+        self.local: LocalSteps
+        self._previous = Plan.sync(1)
+        self._gradients: dict[torch.device, Fence] = {}  # Behind the latest gradient on each device.
+        self._clock_stopped, self._computed_s = True, 0.0
+        self._unsent: Callable[[], None] | None = None  # A message that waits for the compute time.
+
+    def start(self, engine: RoundEngine, services: Services) -> None:
+        """Take charge of an engine and start its helper."""
+        self.engine = engine
+        self._previous = engine.plan
+        self.local = engine.averaging = LocalSteps(engine, self._await_own)
+        self.handover = Handover(
+            self.number,
+            engine,
+            services,
+            ready=self._tell_ready,
+            fetch=self._fetch,
+            local=self.local.begin,
+            later=self._preparer,
+            deadline_s=self._config.control_deadline_s,
+            push_deadline_s=self._config.step_deadline_s,
+        )
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End the helper and count gradients that never found a step as dropped."""
+        self._stop.set()
+        with self.engine.lock:
+            self.engine.lock.notify_all()
+            self.engine.helper_wake.notify_all()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(deadline_s)
+        outside = self.handover.outside
+        if outside is not None and outside is not self.local:
+            # Connections are closed. `local` has none, and its averaging under way would be waited for: in vain, since
+            # the helper that completes it has ended.
+            outside.leave()
+        self.engine.drop_pending()
+        self.timer.close()
+
+    # ---- an optimizer that was dropped -----------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread.
+
+        The helper does the rest within its longest sleep, at once where the engine's lock happens to be free.
+        """
+        self.dropped = True
+        if self.engine.lock.acquire(blocking=False):
+            try:
+                self.engine.helper_wake.notify_all()
+            finally:
+                self.engine.lock.release()
+
+    @property
+    def over(self) -> bool:
+        """Whether all ranks have dropped the optimizer: nothing waits for its helper."""
+        return self.dropped and self._stop.is_set()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the engine, None where nobody uses it any more."""
+        return None if self.dropped else self.engine.failure
+
+    def _carry_on_dropped(self) -> None:
+        """Contribute for the training thread from now on, and keep the coordinator informed of where this rank is."""
+        if not self._carries_on:
+            self._carries_on = True
+            self.engine.drop()
+            self.handover.set_away(True)
+        state = self.engine.under_way()
+        if state != self._said:
+            self._said = state
+            self._send(messages.OptimizerDropped(self.number, *state))
+
+    # ---- training thread ------------------------------------------------------------------------------------
+
+    def give(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are in its buffer, or will be once the work queued on its device is done.
+
+        On a GPU backward returns long before its kernels end. A relaxed step must not claim a gradient that does
+        not exist yet, since nobody can leave a reduction once it is enqueued; so a fence stands for its readiness.
+        In `sync` Horovod waits for the device itself, on the stream, as ever.
+        """
+        queued = self.engine.streams.queues(bucket.flat)
+        if queued:
+            fence = self._gradients[bucket.flat.device] = self.engine.streams.give_one(GRADIENT, bucket.flat)
+        if self.outside is not None:
+            self.outside.give(bucket)
+        elif queued and self.engine.plan.relaxed:
+            self.engine.defer(bucket.index, fence)
+        else:
+            self.engine.gradient_ready(bucket.index)
+
+    @property
+    def outside(self) -> Steps | None:
+        """How this rank makes its steps where it does not reduce its gradients in rounds, else None."""
+        return self.handover.outside
+
+    def synchronize(self, *, manual: bool) -> Result | None:
+        """Give the step this rank's gradient and wait for its mean; None when the gradient came too late for it."""
+        with self._named_failures():
+            self._await_deferred()
+            loss, step = self.engine.loss, self.engine.version
+            self._clock_stopped, self._unsent = False, None
+            self._look_at_device()
+            if not self.engine.arrive(manual=manual):
+                self._look_at_device(wait=True)
+                self._log_step(step, loss, 0.0, late=True)
+                return None
+            self._await_own()
+            self._look_at_device(wait=True)
+            result = self.engine.finish_own()
+        self._wait_s = time.monotonic() - self._computed_s
+        self._log_step(step, loss, self._wait_s, late=False)
+        return result
+
+    def _await_deferred(self) -> None:
+        limit_s = time.monotonic() + self._config.step_deadline_s
+        while not self.engine.flush_deferred():
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"the device did not finish the gradient of step {self.engine.version} within "
+                    f"{self._config.step_deadline_s:g} s; a kernel hangs, or other processes have the device"
+                )
+            time.sleep(_POLL_S)
+
+    def _look_at_device(self, *, wait: bool = False) -> None:
+        """Stop the clock of this rank's own work once its devices are done.
+
+        Launching kernels takes a fraction of the time they run. In `sync` the step's reduction is under way meanwhile
+        and nothing waits for this; the arrival is then sent to the coordinator when its time is known.
+
+        Args:
+            wait: Until they are done.
+        """
+        if self._clock_stopped:
+            return
+        for fence in self._gradients.values():
+            if wait:
+                fence.wait(self._config.step_deadline_s)
+            elif not fence.done():
+                return
+        self._gradients.clear()
+        self._times, self._computed_s, self._clock_stopped = self.timer.stop(), time.monotonic(), True
+        unsent, self._unsent = self._unsent, None
+        if unsent is not None:
+            unsent()
+
+    def on_arrive(self, round_: int, epoch: int) -> None:
+        self._send_timed(lambda: StepTeller.on_arrive(self, round_, epoch))
+
+    def on_late(self, version: int, epoch: int) -> None:
+        self._send_timed(lambda: StepTeller.on_late(self, version, epoch))
+
+    def _send_timed(self, send: Callable[[], None]) -> None:
+        if self._clock_stopped:
+            send()
+        else:
+            self._unsent = send
+
+    def _await_own(self) -> None:
+        wait_all(
+            self.engine.collective,
+            self.engine.own_handles(),
+            self._config.step_deadline_s,
+            f"the reduction of step {self.engine.version}",
+            None if self._clock_stopped else self._look_at_device,
+        )
+
+    def step_outside(self, *, skip: bool) -> Any:
+        """A whole step in a mode whose gradients are not reduced in rounds; see the steps' own classes."""
+        outside = self.outside
+        assert outside is not None
+        with self._named_failures():
+            self._clock_stopped = False
+            self._look_at_device(wait=True)
+            loss = self.engine.loss  # An averaging takes it along.
+            logged = self.steps_logged
+            value = outside.step(skip=skip)
+            # Of local steps the coordinator hears at averagings, the log of each; and the log alone of a gradient that
+            # came when its servers' mode had ended, and is folded into a step of the next one.
+            if self.steps_logged == logged:
+                self._log_step(self.engine.version, loss, 0.0, late=outside is not self.local)
+            self._settle()
+        self._start_step()
+        return value
+
+    def bring_up(self) -> None:
+        """Bring the parameters up to date at a place where all ranks meet, at the end of an epoch for example."""
+        if self.dropped:
+            return
+        for _ in range(_MODES_BEHIND):
+            outside = self.outside
+            if outside is None:
+                self.catch_up(was_late=False)
+            else:
+                with self._named_failures():
+                    outside.bring_up()
+                    self._settle()
+            if self.outside is outside:  # Else the mode ended meanwhile, and what is newest is in the next one.
+                break
+        self._start_step()
+
+    def position(self) -> Position:
+        """Where this rank is, for a meeting of all ranks."""
+        engine, outside = self.engine, self.outside
+        with engine.lock:
+            local = engine.plan.mode == "local"
+            reduced = engine.taking_part and not local  # By rounds; else others know what is newest.
+            whole = engine.replica.is_whole if reduced or local else True
+            if outside is not None or not reduced:
+                whole = whole and outside is not None and not outside.over
+            return Position(
+                rank=engine.rank,
+                optimizer=self.number,
+                step=engine.version,
+                next_step=engine.next_round,
+                whole=whole and not self.local.waiting,
+                outside=outside is not None or not reduced,
+                mid_step=self.mid_step(),
+                manual_step=-1 if engine.untold_manual is None else engine.untold_manual,
+            )
+
+    def refresh_state(self) -> None:
+        """Make parameters and optimizer state here the newest that this rank can have alone, for a checkpoint.
+
+        In `local` they are this rank's own: the next averaging needs all ranks.
+        """
+        for _ in range(_MODES_BEHIND):
+            outside = self.outside
+            if outside is None:
+                self.catch_up(was_late=False)  # Steps may have ended since this rank's own, while it evaluated.
+                if self.outside is None:
+                    break
+                continue
+            with self._named_failures():
+                outside.refresh_state()
+                if not outside.over:
+                    break
+                self._settle()  # The mode ended meanwhile, and with it went the state that was asked for.
+
+    def accept_late(self, rank: int, version: int, body: bytearray) -> int:
+        """Take over a gradient of a rank outside the subgroup; returns the first version that will contain it.
+
+        Called in the tensor server's thread.
+        """
+        parts, position = [], 0
+        for bucket in self.engine.applier.buckets:
+            size = (bucket.numel + 1) * bucket.flat.element_size()
+            part = body[position : position + size]
+            if len(part) != size:
+                raise ChannelError(f"a late gradient of rank {rank} has {len(body)} bytes; more were expected")
+            parts.append(torch.frombuffer(part, dtype=bucket.flat.dtype))
+            position += size
+        if position != len(body):
+            raise ChannelError(f"a late gradient of rank {rank} has {len(body)} bytes; expected {position}")
+        weights = [float(part[-1]) for part in parts]
+        with self.engine.streams.own():
+            buckets = self.engine.applier.buckets
+            flats = [part.to(bucket.flat.device) for part, bucket in zip(parts, buckets, strict=True)]
+            return self.engine.keep_late(flats, version, foreign=True, weights=weights)
+
+    @property
+    def state_is_elsewhere(self) -> bool:
+        """Whether servers have the optimizer's state, so that loading one here would change nothing."""
+        return self.engine.plan.family in ("ps", "grouped")
+
+    def bring_state_home(self) -> None:
+        """End a mode of servers, on all ranks alike: the state is here afterwards, in `sync`.
+
+        Raises:
+            DeadlineError: It did not end in time.
+        """
+        if self.engine.rank == 0:
+            self._send(Restart(self.number))
+        limit_s = time.monotonic() + self._config.control_deadline_s
+        with self._named_failures():
+            while self.state_is_elsewhere or self.outside is not None:
+                if time.monotonic() > limit_s:
+                    raise DeadlineError(
+                        f"{self.engine.plan.label} did not end within {self._config.control_deadline_s:g} s; "
+                        "load_state_dict has to be called on all ranks alike"
+                    )
+                time.sleep(_POLL_S)
+                if not self.state_is_elsewhere:
+                    if self.outside is not None:
+                        self.outside.finish()
+                    self._settle()
+
+    def set_away(self, away: bool) -> None:
+        """The training thread, which calls this, leaves its training loop, or is back."""
+        if self.dropped:
+            return  # It never comes back to this optimizer.
+        self.engine.set_away(away)
+        self.handover.set_away(away)
+
+    def conclude(self) -> None:
+        """All ranks are away and will make no step of this optimizer again."""
+        self.handover.conclude()
+
+    def _settle(self) -> None:
+        """Where a step ends: leave a mode that has ended, enter the one in force."""
+        self.handover.leave()
+        self.local.take_over()
+        if self.handover.needs_state:
+            self._catch_up()
+        self.handover.enter()
+
+    def catch_up(self, *, was_late: bool) -> None:
+        """Bring the parameters up to date after a step, waiting for a step in flight, and follow a change of mode.
+
+        Args:
+            was_late: This rank's gradient missed its step. If the rank is not slow, only out of phase with the
+                others, it waits here for the next step to end once, so that it starts together with them again.
+        """
+        with self._named_failures():
+            self._settle()
+            if was_late and self.outside is None and self._out_of_phase():
+                ended = self.engine.next_round
+                self._wait_until(lambda: self.engine.next_round > ended, 1.5 * self._typical_s)
+                if not self.engine.needs_fetch:  # Else others apply it only when they like, maybe after this rank came.
+                    self._settle()
+        if was_late:
+            self.engine.note_joined()
+        self._start_step()
+
+    def _start_step(self) -> None:
+        """The rank's own work begins: its kernels may write into the buckets."""
+        self.engine.replica.reuse_buckets()
+        self.timer.start()
+
+    def _catch_up(self) -> None:
+        # An epoch may end between two passes. Applying others' steps leaves their means in `grad`.
+        kept = [(param, param.grad.clone()) for param in self.begun() if param.grad is not None]
+        self._come_up()
+        for param, grad in kept:
+            param.grad = grad
+
+    def _come_up(self) -> None:
+        engine = self.engine
+        target = engine.next_round
+        limit_s = time.monotonic() + self._config.step_deadline_s
+        while not engine.catch_up(target):
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"steps up to {target} did not end within {self._config.step_deadline_s:g} s on a rank at "
+                    f"step {engine.version}; see the log of rank 0 for the rank that is missing"
+                )
+            if not self.handover.needs_state:
+                return  # A plan without this rank came into force; what it lacks comes from elsewhere.
+            if engine.needs_fetch:
+                snapshot = self.handover.state_for(self.number)
+                if snapshot is not None and not engine.adopt(snapshot):
+                    time.sleep(_POLL_S)
+            else:
+                self._wait_until(lambda: not engine.helper_owns(), 1.0)
+
+    def _wait_until(self, done: Callable[[], bool], limit_s: float) -> None:
+        with self.engine.lock:
+            self.engine.lock.wait_for(lambda: done() or self.engine.failure is not None, limit_s)
+
+    def _out_of_phase(self) -> bool:
+        """Whether this rank computes as fast as the others but starts in the middle of their step.
+
+        Right after a step has closed it can go at once: the grace time covers the rest. Waiting costs this rank less
+        than one step, once; not waiting would cost it every step from now on.
+        """
+        if not self._typical_s or self._times.compute_s > 1.25 * self._typical_s:
+            return False
+        since_close_s = time.monotonic() - self._last_close_s
+        return self._config.grace_fraction * self._typical_s < since_close_s < self._typical_s
+
+    # ---- agent thread ---------------------------------------------------------------------------------------
+
+    def on_message(self, message: messages.Message) -> None:
+        """A message of the coordinator about this optimizer."""
+        if isinstance(message, messages.OptimizerOver):
+            self._stop.set()
+            with self.engine.lock:
+                self.engine.helper_wake.notify_all()
+        elif isinstance(message, messages.CloseRound):
+            self._last_close_s, self._typical_s = time.monotonic(), message.typical_compute_s
+            self.engine.close(message.round)
+        elif isinstance(message, messages.PlanMessage):
+            self._prepare(Plan.from_dict(message.plan))
+        elif isinstance(message, Commit):
+            self.handover.commit(message.epoch)
+        elif isinstance(message, Moved):
+            self.handover.moved(message.epoch, message.round)
+        elif isinstance(message, messages.Abandon):
+            self.engine.abandon(message.epoch)
+            self.handover.abandoned(message.epoch)
+
+    def _prepare(self, plan: Plan) -> None:
+        unsuited = self.engine.unsuited(plan)
+        if unsuited is not None:
+            self._tell_ready(plan, unsuited)
+            return
+        if self.handover.needs_preparing(plan):
+            self._preparer(lambda: self.handover.prepare(plan))
+            return
+        reason = self.engine.prepare(plan)
+        if reason is not None:
+            self._send(messages.Refuse(self.number, plan.epoch, reason))
+
+    def _tell_ready(self, plan: Plan, reason: str | None) -> None:
+        if reason is None:
+            self._send(Ready(self.number, plan.epoch))
+        elif self.engine.agreement.pinned:
+            self._send(messages.Refuse(self.number, plan.epoch, reason))
+        else:
+            self._send(Cannot(self.number, plan.epoch, reason))
+
+    def pin(self, reason: str) -> None:
+        """Run exactly as Horovod from now on, because of `reason`."""
+        if self.engine.agreement.pinned is None:
+            prepared = self.engine.agreement.prepared  # Pinning clears it.
+            self.engine.pin(reason)
+            self._send(messages.Refuse(self.number, prepared.epoch if prepared else self.engine.plan.epoch, reason))
+
+    # ---- helper thread --------------------------------------------------------------------------------------
+
+    def _help(self) -> None:
+        with self.engine.streams.own():
+            self._help_until_stopped()
+
+    def _help_until_stopped(self) -> None:
+        engine = self.engine
+        in_flight_since_s: float | None = None
+        while not self._stop.is_set():
+            try:
+                with engine.lock:
+                    engine.helper_wake.wait_for(self._has_work, timeout=1.0)
+                if self.dropped:
+                    self._carry_on_dropped()
+                if engine.failure is not None:
+                    continue
+                if engine.helper_tick():
+                    in_flight_since_s = None
+                    continue
+                if not engine.must_poll():
+                    continue
+                in_flight_since_s = in_flight_since_s or time.monotonic()
+                if time.monotonic() - in_flight_since_s > self._config.step_deadline_s:
+                    raise DeadlineError(
+                        f"step {engine.next_round - 1}, closed without this rank, did not end within "
+                        f"{self._config.step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
+                    )
+                time.sleep(_POLL_DROPPED_S if self.dropped else _POLL_S)
+            except BaseException as error:  # The training thread raises it: a helper has nobody to tell.
+                engine.fail(error)
+
+    def _has_work(self) -> bool:
+        return self._stop.is_set() or (self.dropped and not self._carries_on) or self.engine.helper_has_work()
+
+    # ---- listener, called under the engine's lock -------------------------------------------------------------
+
+    def on_switch(self, round_: int, plan: Plan) -> None:
+        logger.info("rank %d: step %d: switch to %s", self.engine.rank, round_, plan.label)
+        previous, self._previous = self._previous, plan
+        self.handover.taken(plan)
+        if self.handover.told_early:
+            self._preparer(self.handover.switched)
+        if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
+            self._send(Switched(self.number, plan.epoch, round_))  # The children were not asked.
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _named_failures(self) -> _NamedFailures:
+        return _NamedFailures(self)
+
+
+class _NamedFailures:
+    """Turns the failure of a collective into one that names the rank that is gone."""
+
+    def __init__(self, driver: EngineDriver) -> None:
+        self._driver = driver
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        from horovod.common.exceptions import HorovodInternalError
+
+        if error is None or isinstance(error, (RankLostError, StarError)):
+            return
+        if isinstance(error, HorovodInternalError):
+            named = RankLostError(f"{error}; {self._driver._diagnose()}")
+            self._driver.engine.fail(named)
+            raise named from error

@@ -1,0 +1,182 @@
+"""`grouped` on a worker: the ranks of a group sum their gradients in a process set before they go to the servers.
+
+Its first rank, the leader, deals with the servers for all and hands the parameters out inside the set.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.engine.collective import Collective, wait_all
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.errors import DeadlineError
+from star_hvd.modes.ps_worker import Client, Outcome, ServerSteps
+from star_hvd.threads import supervised
+
+__all__ = ["GroupSteps"]
+
+_IDLE_S = 0.005  # Pause of a stand-in whose whole group is away.
+_KINDS = ("params", "moved", "dropped")
+
+
+class GroupSteps(ServerSteps):
+    """`grouped`: the same for a group, whose members sum their gradients first.
+
+    While a member is away its stand-in takes part with nothing, so that the others need not wait for it.
+
+    Args:
+        engine: See `ServerSteps`.
+        client: Pushes on the leader only.
+        collective: The group's own; None for a group of one.
+        ranks: The group, its leader first.
+        **common: See `ServerSteps`.
+    """
+
+    def __init__(
+        self,
+        engine: RoundEngine,
+        plan: Plan,
+        client: Client,
+        collective: Collective | None,
+        ranks: tuple[int, ...],
+        **common: Any,
+    ) -> None:
+        super().__init__(engine, plan, client, **common)
+        self._collective = collective
+        self._ranks = ranks
+        self._one_at_a_time = threading.Lock()
+        self._away = threading.Event()
+        self._concluding = self._concluded = False
+        self._stand_in: threading.Thread | None = None
+
+    def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
+        with self._one_at_a_time:
+            return self._group_step(flats, fresh=True)
+
+    def _group_step(self, flats: list[torch.Tensor], *, fresh: bool) -> Outcome:
+        """One step of the group: sum, the leader's exchange with the servers, hand-out."""
+        if self._collective is None:
+            return self._push(flats, count=1)
+        sums = [flat.clone() for flat in flats]
+        present_concluding = [float(fresh), float(self._concluding), 0.0, 0.0, 0.0, 0.0]
+        head = torch.tensor(present_concluding, dtype=torch.float32, device="cpu")
+        self._reduce([("gh", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
+        present, concluding = round(float(head[0])), round(float(head[1]))
+        outcome = self._lead(sums, present) if self._leads else None
+        found = self._hand_out(outcome, sums)
+        self._concluded = concluding == len(self._ranks)
+        return found
+
+    @property
+    def over(self) -> bool:
+        """The group ends together, in the step in which its leader learns of the end."""
+        return self._moved or self._concluded or (self._collective is None and not self.wanted)
+
+    @property
+    def _acts_on(self) -> int:
+        """Until it is over the members meet once more on their process set, though another plan be in force already."""
+        return self._engine.plan.epoch if self.over else self.plan.epoch
+
+    @property
+    def _leads(self) -> bool:
+        return self._engine.rank == self._ranks[0]
+
+    def _lead(self, sums: list[torch.Tensor], present: int) -> Outcome:
+        if present:
+            return self._push(sums, count=present)
+        time.sleep(_IDLE_S)  # Nobody in the group works: nothing to push.
+        if not self.wanted:
+            return Outcome("moved", self._engine.version, self._engine.plan.epoch, [], applied=False)
+        reply = self.client.pull(self._deadline_s)
+        return Outcome(reply.kind, reply.version, reply.epoch, reply.params, applied=False)
+
+    def _hand_out(self, outcome: Outcome | None, sums: list[torch.Tensor]) -> Outcome:
+        """The leader's parameters for all members: a sum in which nobody else has anything."""
+        head = torch.zeros(8, dtype=torch.float64, device="cpu")
+        for flat in sums:
+            flat.zero_()
+        if outcome is not None:
+            values = (_KINDS.index(outcome.kind), outcome.version, outcome.epoch, outcome.applied, outcome.damped)
+            head[: len(values)] = torch.tensor([float(v) for v in values], dtype=torch.float64, device="cpu")
+            for flat, values_of in zip(sums, outcome.params, strict=bool(outcome.params)):
+                flat[: values_of.numel()].copy_(values_of)
+        self._reduce([("gv", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
+        kind, version, epoch, applied, damped = head.tolist()[:5]
+        params = [flat[:-1] for flat in sums]
+        return Outcome(_KINDS[round(kind)], round(version), round(epoch), params, applied=applied > 0, damped=damped)
+
+    def _reduce(self, items: Sequence[tuple[str, torch.Tensor]]) -> None:
+        assert self._collective is not None
+        prefix = self._engine.prefix
+        handles = [self._collective.submit(f"{prefix}.{name}", tensor) for name, tensor in items]
+        wait_all(self._collective, handles, self._deadline_s, f"a step of the group of ranks {self._ranks}")
+
+    def set_away(self, away: bool, *, settle: bool = True) -> None:
+        """While away, a stand-in takes part in the group's steps with nothing.
+
+        On the way back the step it is in is not waited for: it ends with the other members' next one, and they may be
+        waiting for this rank meanwhile, outside this package. This rank's own next step waits for it.
+        """
+        if self._collective is None:
+            super().set_away(away, settle=settle)
+            return
+        if away:
+            if self._away.is_set():
+                return
+            self._away.set()
+            self._stand_in = supervised(self._take_part, "star-group", args=(self._stand_in,))
+            self._stand_in.start()
+        else:
+            self._away.clear()
+
+    def finish(self) -> None:
+        """Take part, with nothing, until the leader has learned of the end."""
+        while not self.over and self._engine.failure is None:
+            with self._one_at_a_time:
+                outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
+            self._moved = outcome.kind == "moved"
+
+    def conclude(self) -> None:
+        """Go on taking part until a step says that all members are here: the next step would wait for ever for the
+        first of them to go."""
+        self._concluding = True
+        if self._stand_in is not None:
+            self._stand_in.join(self._deadline_s)
+            if self._stand_in.is_alive():
+                raise DeadlineError(
+                    f"the group of ranks {self._ranks} did not end within {self._deadline_s:g} s; some member has not "
+                    "closed its optimizer. See which one in the log of rank 0, or raise Config.step_deadline_s"
+                )
+
+    def _take_part(self, before: threading.Thread | None) -> None:
+        if before is not None:  # It may still be in a step, and goes on with the next while this rank is away again.
+            before.join(self._deadline_s)
+        with self._engine.streams.own():
+            self._contribute_nothing()
+
+    def _contribute_nothing(self) -> None:
+        zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]
+        try:
+            while (self._away.is_set() or self._concluding) and not self.over and self._engine.failure is None:
+                with self._one_at_a_time:
+                    outcome = self._group_step(zeros, fresh=False)
+                self._moved = outcome.kind == "moved"
+        except Exception as error:
+            self._engine.fail(error)
+
+    def bring_up(self) -> None:
+        """Get the newest parameters, together with the group."""
+        if self._collective is None:
+            super().bring_up()
+        elif not self.over:
+            with self._one_at_a_time:
+                outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
+            self._moved = outcome.kind == "moved"
+            if outcome.kind == "params":
+                self._write(outcome)

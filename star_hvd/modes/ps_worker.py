@@ -1,0 +1,285 @@
+"""`ps` on a worker: gradients go to parameter servers, parameters come back; nothing is reduced here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from scheduler.records import Plan
+from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.records import Snapshot
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.errors import DeadlineError
+
+__all__ = ["Client", "Outcome", "ServerSteps", "StepInfo"]
+
+logger = logging.getLogger("star_hvd")
+
+_LOOK_S = 5.0  # Between two looks whether this rank has failed.
+
+
+class Client(Protocol):
+    """The part of `star_hvd.ps.worker.client.Client` used here."""
+
+    def push(
+        self,
+        *,
+        step: int,
+        version: int,
+        flats: Sequence[torch.Tensor],
+        weight: float,
+        count: int,
+        own_steps: int,
+        row: Sequence[float],
+        loss: float,
+        keep: bool,
+    ) -> None: ...
+    def wait(self, deadline_s: float) -> Any: ...
+    def pull(self, deadline_s: float) -> Any: ...
+    def state(self, deadline_s: float) -> Snapshot: ...
+    def absent(self, away: bool) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """What became of one gradient: staleness, seconds between its push and the reply, the epoch that was acted on."""
+
+    version: int
+    staleness: int
+    comm_s: float
+    epoch: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Parameters after a push: `moved` where the servers have made their last update."""
+
+    kind: str
+    version: int
+    epoch: int
+    params: list[torch.Tensor]
+    applied: bool = True
+    damped: float = 0.0
+
+
+class ServerSteps:
+    """See the module's text.
+
+    Args:
+        engine: This rank's engine; its rounds rest meanwhile.
+        plan: The plan.
+        client: Connection to the servers.
+        deadline_s: Longest wait for the servers.
+        on_step: Told about every step.
+        on_notes: Gets the servers' notes of their updates.
+        plan_of: The plan of an epoch that the servers have taken up, None where it is unknown here.
+        same_session: Whether two plans are served without an end between them.
+    """
+
+    def __init__(
+        self,
+        engine: RoundEngine,
+        plan: Plan,
+        client: Client,
+        *,
+        deadline_s: float,
+        on_step: Callable[[StepInfo], None],
+        on_notes: Callable[[list[Any]], None],
+        plan_of: Callable[[int], Plan | None],
+        same_session: Callable[[Plan, Plan], bool],
+    ) -> None:
+        self.plan = plan
+        self.client = client
+        self._engine = engine
+        self._deadline_s = deadline_s
+        self._on_step = on_step
+        self._on_notes = on_notes
+        self._plan_of = plan_of
+        self._same_session = same_session
+        self._pushes = 0
+        self._moved = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the plan in force is still served by this object's servers."""
+        plan = self._engine.plan
+        return plan.epoch == self.plan.epoch or self._same_session(self.plan, plan)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the plan in force is served by others."""
+        return not self.wanted
+
+    @property
+    def over(self) -> bool:
+        """Whether this rank has nothing more to do with these servers."""
+        return self._moved or not self.wanted
+
+    @property
+    def _acts_on(self) -> int:
+        """Epoch of the newest plan of which nothing earlier is left to do here."""
+        return self._engine.plan.epoch
+
+    # ---- training thread ------------------------------------------------------------------------------------
+
+    def give(self, bucket: Bucket) -> None:
+        """A gradient is whole."""
+        self._engine.outside_gradient(bucket.index)
+
+    def step(self, *, skip: bool) -> Any:
+        """Push this rank's gradient, wait for parameters.
+
+        If a rank is late: nobody waits for it longer than the servers' rule says; its gradient becomes part of a
+        later update.
+        """
+        engine = self._engine
+        engine.own_steps += 1
+        engine.applier.clip()  # Nobody ever has the averaged gradient in one piece.
+        flats, version = self._contribution(), engine.version
+        if self.over:  # The mode ended while this rank was computing.
+            engine.keep_late([flat.clone() for flat in flats], version)
+            return None
+        began_s = time.monotonic()
+        outcome = self._exchange(flats)
+        self._account(flats, version, outcome)
+        if outcome.kind == "moved":
+            self._moved = True
+        else:
+            self._write(outcome)
+            staleness = max(0, outcome.version - 1 - version)
+            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self._acts_on))
+        return None
+
+    def _contribution(self) -> list[torch.Tensor]:
+        """The buckets' buffers as they are reduced: gradients times weight, the weight, late gradients folded in."""
+        weight = self._engine.weight
+        for bucket in self._engine.applier.buckets:
+            if weight != 1.0:
+                bucket.flat[:-1].mul_(weight)
+            bucket.flat[-1] = weight
+            self._engine.fold_late(bucket, bucket.flat)
+        return [bucket.flat for bucket in self._engine.applier.buckets]
+
+    def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
+        return self._push(flats, count=1)
+
+    def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
+        engine = self._engine
+        engine.streams.await_host(self._deadline_s)
+        total = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
+        self._pushes += 1
+        self.client.push(
+            step=self._pushes,
+            version=engine.version,
+            flats=flats,
+            weight=total,
+            count=count,
+            own_steps=engine.own_steps,
+            row=engine.applier.hyper.read(engine.applier.optimizer.param_groups),
+            loss=engine.loss,
+            keep=True,
+        )
+        return self._await_reply()
+
+    def _await_reply(self) -> Outcome:
+        limit_s = time.monotonic() + self._deadline_s
+        while time.monotonic() < limit_s:
+            if self._engine.failure is not None:
+                raise self._engine.failure
+            try:
+                reply = self.client.wait(_LOOK_S)
+            except DeadlineError:
+                continue
+            if reply.kind == "interrupted":
+                continue
+            self._on_notes(reply.notes)
+            return Outcome(
+                reply.kind,
+                reply.version,
+                reply.epoch,
+                reply.params,
+                applied=reply.applied,
+                damped=_damped(reply.notes, self._engine.rank) if reply.applied else 0.0,
+            )
+        raise DeadlineError(
+            f"the parameter servers of {self._engine.plan.label} gave no parameters within {self._deadline_s:g} s; "
+            "see the log of rank 0 for a server or a rank that is missing"
+        )
+
+    def _account(self, flats: Sequence[torch.Tensor], version: int, outcome: Outcome) -> None:
+        """Count what became of this rank's own gradient; one that came after the last update waits for the next."""
+        counters = self._engine.counters
+        weight = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
+        if outcome.applied:
+            counters.fresh += 1
+            counters.applied_weight += weight * (1.0 - outcome.damped)
+            counters.damped_weight += weight * outcome.damped
+            counters.max_staleness = max(counters.max_staleness, outcome.version - 1 - version)
+        elif outcome.kind == "moved":
+            self._engine.keep_late([flat.clone() for flat in flats], version)
+        else:
+            counters.drops += 1
+            counters.dropped_weight += weight
+
+    def _write(self, outcome: Outcome) -> None:
+        engine = self._engine
+        with engine.replica.apply_lock:
+            engine.replica.overwritten()
+            with engine.replica.writing(), torch.no_grad():
+                for bucket, flat in zip(engine.applier.buckets, outcome.params, strict=True):
+                    for param, view in zip(bucket.params, bucket.split(flat), strict=True):
+                        param.copy_(view)
+            engine.note_outside(outcome.version)
+        if outcome.epoch > engine.plan.epoch:
+            plan = self._plan_of(outcome.epoch)
+            if plan is not None and plan.family == self.plan.family == "ps":
+                engine.adopt_plan(plan)
+
+    def bring_up(self) -> None:
+        """Get the newest parameters, at the end of an epoch for example."""
+        if not self.over:
+            reply = self.client.pull(self._deadline_s)
+            if reply.kind == "params":
+                self._write(Outcome("params", reply.version, reply.epoch, reply.params))
+
+    def refresh_state(self) -> None:
+        """Bring parameters and optimizer state of one consistent version here, for a checkpoint."""
+        if not self.over:
+            self._engine.adopt_state(self.client.state(self._deadline_s))
+
+    def set_away(self, away: bool, *, settle: bool = True) -> None:
+        """This rank delivers no gradients for now: servers do not wait for it.
+
+        Args:
+            away: Whether it leaves or is back.
+            settle: Wait until the servers have taken it in.
+        """
+        self.client.absent(away)
+        if away and settle and not self.over:
+            self.client.pull(self._deadline_s)  # Answered after the word: whoever comes here later finds it taken.
+
+    def wake(self) -> None:
+        """Something changed that a wait should notice."""
+        self.client.wake()
+
+    def finish(self) -> None:
+        """Nobody waits for this rank here."""
+
+    def conclude(self) -> None:
+        """Nobody waits for this rank here."""
+
+    def leave(self) -> None:
+        """The mode has ended; the client stays until the final state has been fetched."""
+
+
+def _damped(notes: Sequence[dict[str, Any]], rank: int) -> float:
+    """The part of this rank's latest gradient that damping took away, from the servers' notes."""
+    found = [note["damped"][note["ranks"].index(rank)] for note in notes if rank in note["ranks"]]
+    return float(found[-1]) if found else 0.0

@@ -1,0 +1,237 @@
+"""What an optimizer's driver tells: the coordinator of every step, the run log, and who asks for counters."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from scheduler.diagnosis.window_stats import slow_limit_s
+from scheduler.records import Plan, StepReport
+from star_hvd.channel.messages import base as messages
+from star_hvd.channel.messages.switch import StepNote
+from star_hvd.engine.header import Header
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.modes.ps_worker import StepInfo
+from star_hvd.telemetry.resources import Resources
+from star_hvd.telemetry.timer import ComputeTimes
+
+__all__ = ["Send", "StepLog", "StepTeller"]
+
+logger = logging.getLogger("star_hvd")
+
+_NO_TIMES = ComputeTimes(0.0, 0.0, 0.0, 0.0)
+_FIRST_ARRIVALS = 8  # All of which are news to the coordinator.
+_LATEST = 8  # Updates that a mean for the log is of.
+_SMOOTHING = 0.2  # Weight of the newest step in what is usual for this rank.
+
+
+class Send(Protocol):
+    """Sends a control message; one that is not urgent may wait for others."""
+
+    def __call__(self, message: messages.Message, *, urgent: bool = True) -> None: ...
+
+
+class StepLog(Protocol):
+    """Takes what the run log is told; never blocks."""
+
+    def step(self, report: StepReport) -> None: ...
+
+    def metric(self, name: str, value: float, step: int, monotonic_s: float | None = None) -> None: ...
+
+    def resources(self, readings: Resources) -> None: ...
+
+    def close(self, status: str = "FINISHED") -> None: ...
+
+
+class StepTeller:
+    """One optimizer's messages about its own steps; most are sent by the engine as its listener, under its lock.
+
+    Args:
+        number: Number of the optimizer, equal on all ranks.
+        send: Sends a control message to the coordinator.
+
+    Attributes:
+        log: Its run log, None before there is one.
+        timeline: One entry per step on the rank that leads it: step, time_s, members, mode, folds, weight.
+        mismatches: Steps after which the ranks' parameters differed.
+        steps_logged: Steps of this rank's own that the run log was told of, or would have been if there were one.
+        hurry: Somebody waits for steps to end: messages are not held back.
+        batch: Samples per batch of the loader that feeds the training, 0 before it has given one.
+        reference_samples: Samples that count as weight 1, 0 likewise.
+    """
+
+    engine: RoundEngine
+
+    def __init__(self, number: int, send: Send) -> None:
+        self.number = number
+        self.log: StepLog | None = None
+        self.timeline: deque[dict[str, Any]] = deque(maxlen=100_000)
+        self.mismatches = 0
+        self.steps_logged = 0
+        self.hurry = False
+        self.batch = 0
+        self.reference_samples = 0.0
+        self._loader = -1
+        self._samples = 0  # Since the last step of this rank's own.
+        self._send = send
+        self._times = _NO_TIMES
+        self._wait_s = 0.0
+        self._usual_s, self._arrivals = 0.0, 0
+        self._began_s = time.monotonic()
+
+    def note_samples(self, loader: int, samples: int, batch: int, reference_samples: float) -> None:
+        """A loader hands out a batch. The first one to do so feeds the training; others may be for evaluation."""
+        if self._loader < 0:
+            self._loader, self.batch, self.reference_samples = loader, batch, reference_samples
+        if loader == self._loader:
+            self._samples += samples
+
+    def note_step(self, info: StepInfo) -> None:
+        """A step outside the rounds has ended."""
+        t, loss = self._times, self.engine.loss
+        self.engine.loss = math.nan
+        self._wait_s = info.comm_s
+        self._log_step(info.version, loss, info.comm_s, late=info.staleness > 0)
+        self._send(
+            StepNote(
+                self.number,
+                info.version,
+                info.epoch,
+                t.compute_s,
+                t.input_s,
+                t.cpu_s,
+                t.runqueue_s,
+                info.comm_s,
+                loss,
+                info.staleness,
+            ),
+            urgent=False,
+        )
+
+    def note_updates(self, notes: Sequence[Any]) -> None:
+        """What servers told of their updates."""
+        if self.engine.rank != 0:
+            return
+        for note in notes:
+            self.timeline.append(
+                {
+                    "step": note["version"],
+                    "time_s": time.monotonic() - self._began_s,
+                    "members": list(note["ranks"]),
+                    "mode": self.engine.plan.label,
+                    "folds": 0.0,
+                    "weight": float(note["gradients"]),
+                }
+            )
+
+    def update_samples(self, mode: str) -> float:
+        """Samples behind an update, mean of the latest ones; NaN where `mode` has none yet that this rank leads."""
+        weights = []
+        with contextlib.suppress(IndexError):  # The deque grows meanwhile: it may be indexed, not iterated over.
+            for back in range(1, _LATEST + 1):
+                entry = self.timeline[-back]
+                if entry["mode"] != mode:
+                    break
+                weights.append(float(entry["weight"]))
+        known = weights and self.reference_samples
+        return self.reference_samples * sum(weights) / len(weights) if known else math.nan
+
+    def _log_step(self, step: int, loss: float, wait_s: float, *, late: bool) -> None:
+        samples, self._samples = self._samples, 0
+        self.steps_logged += 1
+        if self.log is None:
+            return
+        t = self._times
+        self.log.step(
+            StepReport(
+                rank=self.engine.rank,
+                step=step,
+                compute_s=t.compute_s,
+                wait_s=wait_s,
+                input_s=t.input_s,
+                cpu_s=t.cpu_s,
+                runqueue_s=t.runqueue_s,
+                late=late,
+                samples=float(samples),
+                loss=loss,
+            )
+        )
+
+    def on_arrive(self, round_: int, epoch: int) -> None:
+        t = self._times
+        news = self._is_news(t.compute_s)
+        self._send(
+            messages.Arrive(self.number, round_, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
+            urgent=news or self._urgent(),
+        )
+
+    def _urgent(self) -> bool:
+        return self.engine.plan.may_close or self.hurry
+
+    def _is_news(self, compute_s: float) -> bool:
+        """Whether a step in `sync` tells of a rank that is slow all of a sudden; at the beginning all are news."""
+        usual_s, self._arrivals = self._usual_s, self._arrivals + 1
+        self._usual_s = compute_s if self._arrivals == 1 else usual_s + _SMOOTHING * (compute_s - usual_s)
+        return self._arrivals <= _FIRST_ARRIVALS or compute_s > slow_limit_s(usual_s)
+
+    def on_late(self, version: int, epoch: int) -> None:
+        t = self._times
+        self._send(messages.Late(self.number, version, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s))
+
+    def on_join(self, version: int) -> None:
+        self._send(messages.Join(self.number, version))
+
+    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+        if self.engine.rank != plan.members_or_all[0]:
+            return
+        fresh = [rank for rank, is_fresh in enumerate(header.fresh) if is_fresh]
+        self.timeline.append(
+            {
+                "step": round_,
+                "time_s": time.monotonic() - self._began_s,
+                "members": fresh,
+                "mode": plan.label,
+                "folds": header.folds,
+                "weight": header.weight,
+            }
+        )
+        self._send(
+            messages.RoundNote(
+                self.number,
+                round_,
+                plan.epoch,
+                fresh,
+                header.loss,
+                header.weight,
+                header.weight_sqr,
+                header.local_sqr,
+                header.local_count,
+                mean_sqr,
+                header.folds,
+            ),
+            urgent=self._urgent(),
+        )
+
+    def on_mismatch(self, round_: int) -> None:
+        self.mismatches += 1
+        if self.mismatches == 1:
+            logger.error(
+                "parameters differ between ranks at step %d; call hvd.broadcast_parameters before training and change "
+                "parameters on all ranks alike",
+                round_,
+            )
+
+    def stats(self) -> dict[str, float]:
+        """This rank's counters, and the steps that have ended here."""
+        with self.engine.lock:
+            values: dict[str, float] = dataclasses.asdict(self.engine.counters)
+            values["steps"] = self.engine.version
+            values["pending_weight"] = self.engine.pending_weight
+            values["mismatches"] = self.mismatches
+        return values

@@ -1,0 +1,146 @@
+"""A rank outside the subgroup: sends its gradient to a member, its parent, and gets current parameters back.
+
+The members never wait for it. The parent folds the gradient into its own next submission, as late as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from scheduler.records import Plan
+from star_hvd.channel.late_push import ParentLink
+from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.records import Snapshot
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.modes.ps_worker import StepInfo
+
+__all__ = ["ChildSteps"]
+
+
+_PATIENCE_S = 1.0  # For a parent's newest parameters; a step of the members is usually far shorter.
+_MEETING_PATIENCE_S = 10.0  # Where all ranks meet the parent soon has what is newest.
+_SHORT_PATIENCE_S = 0.02  # As long as the parent is known to be elsewhere.
+
+
+class ChildSteps:
+    """See the module's text.
+
+    Args:
+        engine: This rank's engine; its rounds rest meanwhile.
+        plan: The plan, which may be in force no more.
+        link: Connection to the parent.
+        others: Gets the state from whoever has it, None once its argument says that it is not wanted any more.
+        deadline_s: Longest wait for the parent.
+        on_step: Told about every step.
+    """
+
+    def __init__(
+        self,
+        engine: RoundEngine,
+        plan: Plan,
+        link: ParentLink,
+        *,
+        others: Callable[[Callable[[], bool]], Snapshot | None],
+        deadline_s: float,
+        on_step: Callable[[StepInfo], None],
+    ) -> None:
+        self.plan = plan
+        self._engine = engine
+        self._link = link
+        self._others = others
+        self._deadline_s = deadline_s
+        self._on_step = on_step
+        self._answered = True
+
+    @property
+    def gone(self) -> bool:
+        """Whether another plan is in force."""
+        return self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether another plan is in force."""
+        return self._engine.plan.epoch != self.plan.epoch
+
+    def give(self, bucket: Bucket) -> None:
+        """A gradient is whole."""
+        self._engine.outside_gradient(bucket.index)
+
+    def step(self, *, skip: bool) -> Any:
+        """Send this rank's gradient to the parent and take the parameters of the step that contains it.
+
+        If a rank is late: this one always is; nobody waits for it.
+        """
+        engine = self._engine
+        engine.own_steps += 1
+        engine.applier.clip()
+        weight, version = engine.weight, engine.version
+        for bucket in engine.applier.buckets:
+            if weight != 1.0:
+                bucket.flat[:-1].mul_(weight)
+            bucket.flat[-1] = weight
+            engine.fold_late(bucket, bucket.flat)
+        flats = [bucket.flat for bucket in engine.applier.buckets]
+        if self.over:
+            engine.keep_late([flat.clone() for flat in flats], version)
+            return None
+        engine.streams.await_host(self._deadline_s)
+        began_s = time.monotonic()
+        contained = self._link.push(flats, version)
+        engine.counters.late += 1
+        # The parent counts it as produced there, and what becomes of it.
+        engine.counters.produced_weight -= sum(float(flat[-1]) for flat in flats) / len(flats)
+        # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
+        self._receive(contained, _PATIENCE_S if self._answered else _SHORT_PATIENCE_S)
+        # Of this plan, though the next may be in force by now: under that the step that was to contain it may be none.
+        staleness, epoch = max(0, contained - 1 - version), self.plan.epoch
+        self._on_step(StepInfo(contained, staleness, time.monotonic() - began_s, epoch))
+        return None
+
+    def _receive(self, least: int, patience_s: float) -> None:
+        snapshot = self._link.parameters(least, patience_s, self._given_up)
+        self._answered = snapshot is not None
+        if snapshot is not None and not self.over:
+            snapshot = self._engine.replica.placed(snapshot)
+            with self._engine.replica.apply_lock:
+                self._engine.replica.load(snapshot)
+                self._engine.note_outside(snapshot.version)
+
+    def _given_up(self) -> bool:
+        if self._engine.failure is not None:
+            raise self._engine.failure
+        return self.over
+
+    def bring_up(self) -> None:
+        """Get the parent's parameters, at the end of an epoch for example."""
+        if not self.over:
+            self._receive(self._engine.version, _MEETING_PATIENCE_S)
+
+    def refresh_state(self) -> None:
+        """The optimizer's state is the members'; a checkpoint of this rank needs theirs.
+
+        The parent may be in a barrier of the user's, behind itself: then anybody who has it gives it.
+        """
+        if not self.over:
+            snapshot = self._link.parameters(0, _PATIENCE_S, self._given_up, state_too=True)
+            snapshot = snapshot or self._others(lambda: not self._given_up())
+            if snapshot is not None and not self.over:
+                self._engine.adopt_state(snapshot)
+
+    def set_away(self, away: bool, *, settle: bool = True) -> None:
+        """Nobody waits for a child anyway."""
+
+    def wake(self) -> None:
+        """Waits here look for the end of the mode themselves."""
+
+    def finish(self) -> None:
+        """Nobody waits for this rank here."""
+
+    def conclude(self) -> None:
+        """Nobody waits for this rank here."""
+
+    def leave(self) -> None:
+        """The mode has ended."""
+        self._link.close()

@@ -1,0 +1,125 @@
+"""Who may talk to the parameter servers, and the sockets they do it on.
+
+The keys are the job's own (`star_hvd.channel.keys`): a server admits the public keys of all ranks and of their servers,
+and each side knows the other's before it connects, so nothing secret travels. Everything is encrypted (CURVE), except
+on Unix sockets, which serve a job that is on one host and asked not to encrypt there (`Config.encryption`): only
+processes of the same user can open those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from star_hvd.channel.door import DoorWatch, set_limits
+from star_hvd.channel.keys import JobKey
+from star_hvd.errors import ChannelError
+from star_hvd.ps.common.wire import MAX_MESSAGE_BYTES
+
+__all__ = ["Door", "Endpoint", "JobKey", "connect"]
+
+_KEY_BYTES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a server listens: host, port, and its public key; on a Unix socket its path, 0 and no key."""
+
+    host: str
+    port: int
+    public_key: bytes = b""
+
+    @property
+    def local(self) -> bool:
+        """Whether it is a Unix socket."""
+        return self.host.startswith("/")
+
+    @property
+    def address(self) -> str:
+        """As ZeroMQ writes it."""
+        return f"ipc://{self.host}" if self.local else f"tcp://{self.host}:{self.port}"
+
+    def to_list(self) -> list[Any]:
+        """Plain values, for the wire."""
+        return [self.host, self.port, self.public_key]
+
+    @classmethod
+    def from_list(cls, values: Any) -> Endpoint:
+        """The inverse of `to_list`.
+
+        Raises:
+            ChannelError: It is none.
+        """
+        try:
+            host, port, public_key = values
+            found = cls(str(host), int(port), bytes(public_key))
+        except (TypeError, ValueError) as error:
+            raise ChannelError(f"an endpoint cannot be read: {error}") from error
+        if not 0 <= found.port < 65536 or len(found.public_key) != (0 if found.local else _KEY_BYTES):
+            raise ChannelError(f"an endpoint has port {found.port} and a key of {len(found.public_key)} characters")
+        return found
+
+
+class Door:
+    """A listening ROUTER of this job that counts who is turned away.
+
+    Args:
+        context: The process's ZeroMQ context.
+        key: The job's keys, of which the own pair is used.
+        host: Address to listen on, or a folder of this user's alone for a Unix socket.
+        port: Port to listen on if it is free, 0 for any.
+    """
+
+    def __init__(self, context: zmq.Context[Any], key: JobKey, host: str, port: int = 0) -> None:
+        self._watch = DoorWatch()
+        self._watch.expect(len(key.admitted))
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", credentials_provider=key)
+        self.router: zmq.Socket[Any] = context.socket(zmq.ROUTER)
+        set_limits(self.router, MAX_MESSAGE_BYTES)
+        self.router.linger = 1000
+        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # A client that comes back takes its place again.
+        if host.startswith("/"):
+            self.endpoint = Endpoint(f"{host}/{secrets.token_hex(4)}" if os.path.isdir(host) else host, 0)
+            self.router.bind(self.endpoint.address)
+            return
+        key.own.serve(self.router)
+        self._watch.watch(self.router)
+        self.endpoint = Endpoint(host, self._bind(host, port), key.own.public)
+
+    def _bind(self, host: str, port: int) -> int:
+        if port:
+            with contextlib.suppress(zmq.ZMQError):  # Somebody else has it by now: any other will do.
+                self.router.bind(f"tcp://{host}:{port}")
+                return port
+        return int(self.router.bind_to_random_port(f"tcp://{host}"))
+
+    @property
+    def denied(self) -> int:
+        """Connections turned away because they are not of this job."""
+        return self._watch.denied
+
+    def close(self) -> None:
+        """Stop listening; called by the thread that uses the socket."""
+        self.router.close()
+        self._watch.stop()
+        self._authenticator.stop()
+
+
+def connect(context: zmq.Context[Any], key: JobKey, endpoint: Endpoint, identity: bytes) -> zmq.Socket[Any]:
+    """A DEALER to a server, known there as `identity`; it reconnects by itself."""
+    dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
+    set_limits(dealer, MAX_MESSAGE_BYTES)
+    dealer.linger = 500
+    dealer.setsockopt(zmq.IDENTITY, identity)
+    if not endpoint.local:
+        key.own.join(dealer, endpoint.public_key)
+    dealer.connect(endpoint.address)
+    return dealer

@@ -1,0 +1,499 @@
+"""Which part of which parameter lives on which server.
+
+A chunk is a contiguous range of one bucket and the unit of a message; a piece is a slice of one parameter inside a
+chunk. Optimizers that treat every element by itself are cut anywhere; any other gets whole tensors, so a chunk then
+holds whole tensors only. Chunks go to the servers by size, largest first to the one with the least.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from star_hvd.engine.buckets import Bucket, memory_format_of
+
+__all__ = ["BucketLayout", "Chunk", "Layout", "LayoutError", "Piece", "class_path", "elementwise", "load_class"]
+
+_ELEMENTWISE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+)
+_ALIGN = 64
+"""Cuts inside a parameter are at multiples of this many elements from its begin: the vector loops of a kernel and
+their scalar ends then fall on the same elements as without the cut, and results stay equal bit for bit."""
+
+_MOST_ELEMENTS, _MOST_SERVERS = 1 << 42, 1 << 16
+
+State = dict[str, Any]
+
+
+class LayoutError(ValueError):
+    """A model or an optimizer that servers cannot take; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A slice of one parameter.
+
+    Attributes:
+        param: Position of the parameter in the order of the buckets.
+        start, stop: Elements of the parameter, in row-major order.
+        group: Its parameter group.
+        shape: Shape on the server: the parameter's own where the piece is all of it, else one dimension.
+    """
+
+    param: int
+    start: int
+    stop: int
+    group: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A range of one bucket that lives on one server.
+
+    Attributes:
+        index: Position among all chunks.
+        bucket: Which bucket.
+        start, stop: Elements of the bucket.
+        server: Index of the shard.
+        pieces: What it consists of, in order, without gaps.
+    """
+
+    index: int
+    bucket: int
+    start: int
+    stop: int
+    server: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """A bucket: its type, the shapes of its parameters, and the order in which their dimensions lie in memory.
+
+    Servers are not told the orders: elementwise, an element is an element.
+    """
+
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    groups: tuple[int, ...]
+    orders: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, the weight not counted."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All chunks of one optimizer.
+
+    Attributes:
+        buckets: The buckets, in the optimizer's order.
+        chunks: The chunks, in order of bucket and position.
+        n_servers: Number of shards; some have nothing where there are more of them than chunks.
+        device_type: Where the workers' parameters live, `cuda` for example.
+    """
+
+    buckets: tuple[BucketLayout, ...]
+    chunks: tuple[Chunk, ...]
+    n_servers: int
+    device_type: str = "cpu"
+
+    # ---- building -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def build(
+        cls,
+        buckets: Sequence[Bucket],
+        param_groups: Sequence[Mapping[str, Any]],
+        base_class: type[torch.optim.Optimizer],
+        n_servers: int,
+        chunk_bytes: int,
+    ) -> Layout:
+        """Divide the buckets among the servers.
+
+        Args:
+            buckets: The optimizer's buckets.
+            param_groups: Its parameter groups; every parameter of a bucket is in one.
+            base_class: The user's optimizer class.
+            n_servers: Number of shards.
+            chunk_bytes: Largest chunk; a tensor that may not be cut can be larger.
+
+        Raises:
+            LayoutError: Servers cannot run this optimizer or hold these parameters.
+            ValueError: The number of servers or the size is not positive.
+        """
+        if n_servers < 1 or chunk_bytes < 1:
+            raise ValueError(f"servers {n_servers} and chunk bytes {chunk_bytes}: expected 1 or more of both")
+        class_path(base_class)
+        group_of = {id(p): number for number, group in enumerate(param_groups) for p in group["params"]}
+        described = tuple(_describe(bucket, group_of) for bucket in buckets)
+        cut = elementwise(base_class)
+        if not cut:
+            _check_order(described, base_class)
+        ranges: list[tuple[int, int, int, tuple[Piece, ...]]] = []
+        first = 0
+        for index, bucket in enumerate(described):
+            capacity = max(1, chunk_bytes // bucket.dtype.itemsize)
+            for pieces in _cut(bucket, first, capacity) if cut else _whole(bucket, first, capacity):
+                start = ranges[-1][2] if ranges and ranges[-1][0] == index else 0
+                ranges.append((index, start, start + sum(piece.numel for piece in pieces), pieces))
+            first += len(bucket.shapes)
+        servers = _spread([(r[2] - r[1]) * described[r[0]].dtype.itemsize for r in ranges], n_servers)
+        chunks = tuple(
+            Chunk(number, bucket, start, stop, servers[number], pieces)
+            for number, (bucket, start, stop, pieces) in enumerate(ranges)
+        )
+        device = next((str(bucket.flat.device.type) for bucket in buckets), "cpu")
+        return cls(described, chunks, n_servers, device)
+
+    # ---- reading ------------------------------------------------------------------------------------------
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of all parameters, in the order of the buckets."""
+        return [shape for bucket in self.buckets for shape in bucket.shapes]
+
+    @property
+    def orders(self) -> list[tuple[int, ...]]:
+        """Dimensions of all parameters in the order in which they lie in memory, in the order of the buckets."""
+        return [order for bucket in self.buckets for order in bucket.orders]
+
+    def dtype(self, chunk: Chunk) -> torch.dtype:
+        """Type of a chunk's elements."""
+        return self.buckets[chunk.bucket].dtype
+
+    def nbytes(self, chunk: Chunk) -> int:
+        """Size of a chunk."""
+        return chunk.numel * self.dtype(chunk).itemsize
+
+    def of_server(self, index: int) -> tuple[Chunk, ...]:
+        """The chunks of a shard."""
+        return tuple(chunk for chunk in self.chunks if chunk.server == index)
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """Shards that have any chunk."""
+        return frozenset(chunk.server for chunk in self.chunks)
+
+    # ---- parameters and optimizer state -------------------------------------------------------------------
+
+    def cut_params(self, params: Sequence[torch.Tensor], chunk: Chunk) -> torch.Tensor:
+        """A chunk's parameters as one flat CPU tensor of its own.
+
+        Args:
+            params: All parameters, in the order of the buckets.
+            chunk: Which chunk.
+        """
+        flat, orders = torch.empty(chunk.numel, dtype=self.dtype(chunk), device="cpu"), self.orders
+        position = 0
+        for piece in chunk.pieces:
+            source = params[piece.param].detach().permute(orders[piece.param]).reshape(-1)[piece.start : piece.stop]
+            flat[position : position + piece.numel].copy_(source)
+            position += piece.numel
+        return flat
+
+    def cut_state(self, states: Sequence[Mapping[str, Any]], chunk: Chunk) -> list[State]:
+        """Optimizer state of a chunk's pieces, copied; tensors of the parameter's shape are cut, others copied whole.
+
+        Args:
+            states: State per parameter, in the order of the buckets; empty where there is none yet.
+            chunk: Which chunk.
+        """
+        shapes, orders = self.shapes, self.orders
+        found: list[State] = []
+        for piece in chunk.pieces:
+            state: State = {}
+            for key, value in states[piece.param].items():
+                if isinstance(value, torch.Tensor) and tuple(value.shape) == shapes[piece.param]:
+                    part = value.detach().permute(orders[piece.param]).reshape(-1)[piece.start : piece.stop]
+                    state[key] = part.to("cpu", copy=True).reshape(piece.shape)
+                else:
+                    state[key] = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            found.append(state)
+        return found
+
+    def join_params(self, flats: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """Parameters in their shapes, in the order of the buckets.
+
+        Args:
+            flats: The flat tensor of every chunk, by its index.
+        """
+        orders = self.orders
+        joined = [
+            torch.empty(math.prod(shape), dtype=b.dtype, device="cpu") for b in self.buckets for shape in b.shapes
+        ]
+        for chunk in self.chunks:
+            position = 0
+            for piece in chunk.pieces:
+                target = joined[piece.param][piece.start : piece.stop]
+                target.copy_(flats[chunk.index][position : position + piece.numel])
+                position += piece.numel
+        return [_from_memory(*each) for each in zip(joined, self.shapes, orders, strict=True)]
+
+    def join_state(self, states: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[State]:
+        """The inverse of `cut_state`.
+
+        Args:
+            states: State of every chunk's pieces, by the chunk's index.
+
+        Raises:
+            LayoutError: An entry is a tensor of the parameter's shape in one chunk and something else in another.
+        """
+        shapes, orders = self.shapes, self.orders
+        joined: list[State] = [{} for _ in shapes]
+        for chunk in self.chunks:
+            for piece, state in zip(chunk.pieces, states[chunk.index], strict=True):
+                target = joined[piece.param]
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape:
+                        if key not in target:
+                            flat = torch.empty(math.prod(shapes[piece.param]), dtype=value.dtype, device="cpu")
+                            target[key] = _from_memory(flat, shapes[piece.param], orders[piece.param])
+                        before = target[key]
+                        if not isinstance(before, torch.Tensor) or before.shape != torch.Size(shapes[piece.param]):
+                            raise LayoutError(f"state {key!r} of parameter {piece.param} differs between its chunks")
+                        whole = before.permute(orders[piece.param]).view(-1)
+                        whole[piece.start : piece.stop].copy_(value.reshape(-1))
+                    elif key not in target:
+                        target[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        return joined
+
+    # ---- wire ---------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for msgpack."""
+        return {
+            "buckets": [[str(b.dtype), [list(s) for s in b.shapes], list(b.groups)] for b in self.buckets],
+            "chunks": [
+                [c.bucket, c.start, c.stop, c.server, [[p.param, p.start, p.stop, p.group] for p in c.pieces]]
+                for c in self.chunks
+            ],
+            "n_servers": self.n_servers,
+            "device_type": self.device_type,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Layout:
+        """The inverse of `to_dict`.
+
+        Raises:
+            LayoutError: The values are no layout.
+        """
+        try:
+            layout = cls._read(values)
+            _check_layout(layout)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            if isinstance(error, LayoutError):
+                raise
+            raise LayoutError(f"a layout cannot be read: {type(error).__name__}: {str(error)[:200]}") from None
+        return layout
+
+    @classmethod
+    def _read(cls, values: Mapping[str, Any]) -> Layout:
+        buckets = tuple(
+            BucketLayout(
+                _dtype(name),
+                tuple(map(tuple, shapes)),
+                tuple(groups),
+                tuple(tuple(range(len(shape))) for shape in shapes),
+            )
+            for name, shapes, groups in values["buckets"]
+        )
+        shapes = [shape for bucket in buckets for shape in bucket.shapes]
+        chunks = tuple(
+            Chunk(i, bucket, start, stop, server, tuple(_piece(p, a, b, g, shapes[p]) for p, a, b, g in pieces))
+            for i, (bucket, start, stop, server, pieces) in enumerate(values["chunks"])
+        )
+        return cls(buckets, chunks, int(values["n_servers"]), str(values["device_type"]))
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise LayoutError(f"a bucket's type is {str(name)[:40]!r}; expected a float of torch's")
+    return found
+
+
+def _check_layout(layout: Layout) -> None:
+    """Whether all that is read fits together: sizes are allocated, and places written to, by what it says."""
+    numbers = [layout.n_servers, *(n for b in layout.buckets for n in (*b.groups, *(k for s in b.shapes for k in s)))]
+    for chunk in layout.chunks:
+        numbers += [chunk.bucket, chunk.start, chunk.stop, chunk.server]
+        numbers += [n for piece in chunk.pieces for n in (piece.param, piece.start, piece.stop, piece.group)]
+    if not all(type(number) is int and 0 <= number <= _MOST_ELEMENTS for number in numbers):
+        raise LayoutError(f"a layout has a number that is none of 0 to {_MOST_ELEMENTS}")
+    shapes = layout.shapes
+    if sum(map(math.prod, shapes)) > _MOST_ELEMENTS or not 1 <= layout.n_servers <= _MOST_SERVERS:
+        raise LayoutError(f"a layout is for {layout.n_servers} servers; expected 1 to {_MOST_SERVERS}")
+    groups = [group for bucket in layout.buckets for group in bucket.groups]
+    if any(len(bucket.groups) != len(bucket.shapes) for bucket in layout.buckets):
+        raise LayoutError("a bucket of a layout has not one group for every parameter")
+    for chunk in layout.chunks:
+        held = sum(piece.numel for piece in chunk.pieces)
+        fits = chunk.server < layout.n_servers and chunk.stop <= layout.buckets[chunk.bucket].numel
+        if not fits or not 0 < held == chunk.numel:
+            raise LayoutError(f"chunk {chunk.index} of a layout holds {held} elements in the place of {chunk.numel}")
+        for piece in chunk.pieces:
+            whole = math.prod(shapes[piece.param])
+            if not piece.start < piece.stop <= whole or piece.group != groups[piece.param]:
+                raise LayoutError(f"chunk {chunk.index} of a layout has a piece that its parameter has not")
+
+
+def elementwise(base: type[torch.optim.Optimizer]) -> bool:
+    """Whether a step treats every element by itself; a subclass may not."""
+    return base in _ELEMENTWISE
+
+
+def class_path(base: type[torch.optim.Optimizer]) -> str:
+    """`module:name` by which a server imports the class.
+
+    Raises:
+        LayoutError: No other process can import it, or servers cannot run it.
+    """
+    if issubclass(base, torch.optim.LBFGS):
+        raise LayoutError("LBFGS evaluates the loss several times per step, which a server cannot; use another")
+    path = f"{base.__module__}:{base.__qualname__}"
+    if base.__module__ == "__main__" or "<locals>" in base.__qualname__:
+        raise LayoutError(
+            f"optimizer class {base.__qualname__} is defined in {base.__module__}, where a server process cannot "
+            "import it; move it to the top level of a module"
+        )
+    if load_class(path) is not base:
+        raise LayoutError(f"importing {path} gives another class than the optimizer's; give it a name of its own")
+    return path
+
+
+def load_class(path: str) -> type[torch.optim.Optimizer]:
+    """The class named by `class_path`.
+
+    Raises:
+        LayoutError: It cannot be imported.
+    """
+    module, _, name = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # Importing runs the user's code, which may raise anything.
+        raise LayoutError(f"optimizer class {path} cannot be imported: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise LayoutError(f"{path} is no torch optimizer")
+    return found
+
+
+def _describe(bucket: Bucket, group_of: Mapping[int, int]) -> BucketLayout:
+    for param in bucket.params:
+        if param.layout != torch.strided:
+            raise LayoutError(f"a parameter of shape {tuple(param.shape)} is sparse; servers hold dense ones only")
+        if not param.dtype.is_floating_point:
+            raise LayoutError(f"a parameter of shape {tuple(param.shape)} is {param.dtype}; servers hold floats only")
+        if id(param) not in group_of:
+            raise LayoutError(f"a parameter of shape {tuple(param.shape)} is in no parameter group of the optimizer")
+    return BucketLayout(
+        bucket.flat.dtype,
+        tuple(tuple(param.shape) for param in bucket.params),
+        tuple(group_of[id(param)] for param in bucket.params),
+        tuple(_order_in_memory(param) for param in bucket.params),
+    )
+
+
+def _order_in_memory(param: torch.Tensor) -> tuple[int, ...]:
+    strides = memory_format_of(param)
+    return tuple(sorted(range(param.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def _from_memory(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
+    """Elements in the order of memory as a tensor of its shape, without a copy."""
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return flat.view([shape[dim] for dim in order]).permute(inverse)
+
+
+def _check_order(buckets: Sequence[BucketLayout], base: type[torch.optim.Optimizer]) -> None:
+    for bucket in buckets:
+        for shape, order in zip(bucket.shapes, bucket.orders, strict=True):
+            if order != tuple(range(len(shape))):
+                raise LayoutError(
+                    f"a parameter of shape {shape} is channels_last or transposed; servers hold such parameters only "
+                    f"for elementwise optimizers, and {base.__name__} is not known to be one"
+                )
+
+
+def _piece(param: int, start: int, stop: int, group: int, shape: tuple[int, ...]) -> Piece:
+    whole = stop - start == math.prod(shape)
+    return Piece(param, start, stop, group, shape if whole else (stop - start,))
+
+
+def _cut(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Piece, ...]]:
+    """Pieces of chunks of at most `capacity` elements (or `_ALIGN`, if that is more)."""
+    capacity, filled, pieces = max(capacity, _ALIGN), 0, list[Piece]()
+    for number, (shape, group) in enumerate(zip(bucket.shapes, bucket.groups, strict=True)):
+        numel, start = math.prod(shape), 0
+        while start < numel:
+            room = capacity - filled
+            take = numel - start
+            if take > room:
+                take = room // _ALIGN * _ALIGN
+            if take:
+                pieces.append(_piece(first + number, start, start + take, group, shape))
+                filled, start = filled + take, start + take
+            if start < numel:
+                yield tuple(pieces)
+                filled, pieces = 0, []
+    if pieces:
+        yield tuple(pieces)
+
+
+def _whole(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Piece, ...]]:
+    """Whole tensors, as many per chunk as fit into `capacity` elements."""
+    filled, pieces = 0, list[Piece]()
+    for number, (shape, group) in enumerate(zip(bucket.shapes, bucket.groups, strict=True)):
+        numel = math.prod(shape)
+        if pieces and filled + numel > capacity:
+            yield tuple(pieces)
+            filled, pieces = 0, []
+        if numel:
+            pieces.append(_piece(first + number, 0, numel, group, shape))
+            filled += numel
+    if pieces:
+        yield tuple(pieces)
+
+
+def _spread(sizes: Sequence[int], n_servers: int) -> list[int]:
+    """A server for every size: largest first to the least loaded, ties to the lower index."""
+    loads = [(0, server) for server in range(n_servers)]
+    chosen = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        load, server = heapq.heappop(loads)
+        chosen[index] = server
+        heapq.heappush(loads, (load + sizes[index], server))
+    return chosen

@@ -1,0 +1,122 @@
+"""A server's memory that outlives it: the last whole state of every chunk, in anonymous memory its owner holds.
+
+Every record has two slots. The older one is marked empty, filled, and marked with the next number, so whenever the
+server is killed one of the two is whole. The memory has no name, so nothing is left behind and the size of /dev/shm,
+64 MB in a container, does not matter.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from typing import Any
+
+import torch
+
+from star_hvd.ps.common.wire import Lent
+from star_hvd.ps.server.chunk_store import Record
+
+__all__ = ["Mirror", "new_memory"]
+
+_SLOT = struct.Struct("<QQQQ")  # offset, capacity, length, number of the write; 0 while empty
+_TAG = struct.Struct("<Q")
+_TAG_AT = 24
+
+
+def new_memory() -> int:
+    """A file descriptor of an empty piece of memory, or of an unlinked file where the system has none."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("star-ps")
+    descriptor, path = tempfile.mkstemp(prefix="star-ps-")
+    os.unlink(path)
+    return descriptor
+
+
+class Mirror:
+    """Records in such a memory.
+
+    Args:
+        descriptor: From `new_memory`; closed by `close`.
+        entries: Number of records; the same at every opening.
+    """
+
+    def __init__(self, descriptor: int, entries: int) -> None:
+        self._fd = descriptor
+        size = _pages(max(1, entries) * 2 * _SLOT.size)
+        if os.fstat(descriptor).st_size < size:
+            os.ftruncate(descriptor, size)
+        self._table = mmap.mmap(descriptor, size)
+        self._regions: dict[int, torch.Tensor] = {}
+        self._places: dict[int, dict[int, int]] = {}
+        self._lent: dict[int, Lent] = {}
+
+    def write(self, entry: int, record: Record) -> Lent:
+        """Replace a record; a reader sees the old one or the new one, never a mixture.
+
+        Returns:
+            The bytes of the record's first tensor there. They stay as they are until the next write but one, and for
+            as long as they are being sent.
+        """
+        slots = [self._slot(entry, 0), self._slot(entry, 1)]
+        which = 0 if slots[0][3] <= slots[1][3] else 1
+        at, need = self._at(entry, which), record.nbytes
+        _TAG.pack_into(self._table, at + _TAG_AT, 0)
+        offset, capacity = self._free(entry, slots, slots[1 - which][0], need)
+        _SLOT.pack_into(self._table, at, offset, capacity, need, 0)
+        region = self._region(offset, capacity)
+        record.write(region)
+        _TAG.pack_into(self._table, at + _TAG_AT, slots[1 - which][3] + 1)
+        self._lent[offset] = Lent(region[record.first])
+        return self._lent[offset]
+
+    def _free(self, entry: int, slots: list[Any], current: int, need: int) -> tuple[int, int]:
+        """A place that is neither the current record's nor being sent; a new one if a slow receiver has them all."""
+        known = self._places.setdefault(entry, {slot[0]: slot[1] for slot in slots if slot[1]})
+        for offset, capacity in known.items():
+            idle = offset not in self._lent or self._lent[offset].free()
+            if offset != current and capacity >= need and idle:
+                return offset, capacity
+        offset, capacity = self._allocate(need)
+        known[offset] = capacity
+        return offset, capacity
+
+    def read(self, entry: int) -> torch.Tensor | None:
+        """The bytes of the last whole record, not copied; None if there is none."""
+        which = 0 if self._slot(entry, 0)[3] > self._slot(entry, 1)[3] else 1
+        offset, capacity, length, tag = self._slot(entry, which)
+        if not tag:
+            return None
+        pages = not offset % mmap.ALLOCATIONGRANULARITY and offset > 0
+        if not pages or not 0 < length <= capacity <= os.fstat(self._fd).st_size - offset:
+            return None  # Nothing that was written whole; the shard is seeded again.
+        return self._region(offset, capacity)[:length]
+
+    def close(self) -> None:
+        """Give the memory up on this side."""
+        self._regions.clear()
+        self._lent.clear()
+        self._table.close()
+        os.close(self._fd)
+
+    def _at(self, entry: int, which: int) -> int:
+        return (2 * entry + which) * _SLOT.size
+
+    def _slot(self, entry: int, which: int) -> Any:
+        return _SLOT.unpack_from(self._table, self._at(entry, which))
+
+    def _allocate(self, need: int) -> tuple[int, int]:
+        offset = os.fstat(self._fd).st_size
+        capacity = _pages(need)
+        os.ftruncate(self._fd, offset + capacity)
+        return offset, capacity
+
+    def _region(self, offset: int, capacity: int) -> torch.Tensor:
+        if offset not in self._regions:
+            self._regions[offset] = torch.frombuffer(mmap.mmap(self._fd, capacity, offset=offset), dtype=torch.uint8)
+        return self._regions[offset]
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -1,0 +1,231 @@
+"""Where servers come from: a process (`forker`) that has imported what a server needs, and forks one when asked.
+
+Importing torch takes a server seconds of a processor, and a job stands still as long as one of its servers is being
+started again. A fork takes milliseconds, and shares the memory of what was imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from star_hvd.errors import DeadlineError
+from star_hvd.ps.owner.vigil import thread_state
+
+__all__ = ["ENDED", "REPORT", "SERVER_NAME", "STARTED", "Forked", "Nursery", "end_with_parent", "name_server"]
+
+REPORT = struct.Struct("<Bqq")  # What, process id, exit status.
+STARTED, ENDED = 1, 2
+_LOOK_S = 0.2
+_POLL_S = 0.02
+_WARM_S = 5.0  # Once it has imported everything, it forks within this, or is of no use any more.
+_STATUS_S = 1.0  # For the exit status behind a server's end.
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+
+SERVER_NAME = "star-ps-server"  # As `ps -o comm` shows it.
+
+
+class Forked:
+    """A server process, with what is used of a `subprocess.Popen`; it is a child of the nursery.
+
+    Args:
+        pid: Its id.
+        nursery: Where it comes from.
+    """
+
+    def __init__(self, pid: int, nursery: Nursery) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._nursery = nursery
+        self._handle: int | None = None
+        # Some builds of Python lack the calls, old kernels and some sandboxes refuse them.
+        self._has_handles = hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
+        try:
+            self._handle = os.pidfd_open(pid) if self._has_handles else None
+        except ProcessLookupError:
+            pass  # It has ended already.
+        except OSError:
+            self._has_handles = False
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs; does not wait, and may not know the status yet."""
+        if self.returncode is None and self._ended(0.0):
+            return self._nursery.status_of(self.pid, 0.0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait for its end.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
+        """
+        if self.returncode is None:
+            if not self._ended(timeout):
+                raise subprocess.TimeoutExpired("a parameter server", timeout)
+            self.returncode = self._nursery.status_of(self.pid, _STATUS_S)
+        return self.returncode
+
+    def _ended(self, seconds: float) -> bool:
+        if not self._has_handles:
+            limit_s = time.monotonic() + seconds
+            while self._is_there():
+                if time.monotonic() >= limit_s:
+                    return False
+                time.sleep(_POLL_S)
+            return True
+        if self._handle is None:
+            return True
+        poller = select.poll()
+        poller.register(self._handle, select.POLLIN)
+        return bool(poller.poll(1e3 * seconds))
+
+    def kill(self) -> None:
+        """Kill it; the handle makes sure that it is no other process by now."""
+        if self._handle is not None and self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        elif not self._has_handles and self.returncode is None and self._is_there():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _is_there(self) -> bool:
+        found = thread_state(self.pid)
+        return found is not None and found[0] not in "ZX"
+
+    def __del__(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+
+
+class Nursery:
+    """The owner's side. Its methods are called by one thread, `status_of` by any.
+
+    Args:
+        environment: Of the servers.
+    """
+
+    def __init__(self, environment: Callable[[], Mapping[str, str]]) -> None:
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._warm = False
+        self._lock = threading.Lock()  # Of reading, which does not wait.
+        self._started: deque[int] = deque()
+        self._statuses: dict[int, int] = {}
+
+    def fork(self, end: socket.socket, deadline_s: float, stopped: Callable[[], bool]) -> Forked:
+        """Have a server forked.
+
+        Args:
+            end: Its end of the pipe.
+            deadline_s: Longest wait.
+            stopped: Looked at while waiting: whether the wait has become pointless.
+
+        Raises:
+            DeadlineError: There was none in time.
+            OSError: No process can be made.
+        """
+        limit_s = time.monotonic() + deadline_s
+        while not stopped() and time.monotonic() < limit_s:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            was_warm = self._warm
+            self._started.clear()
+            pid = self._ask(end, min(_WARM_S, limit_s - time.monotonic()) if was_warm else deadline_s, stopped)
+            if pid is not None:
+                self._warm = True
+                return Forked(pid, self)
+            self.stop()  # Frozen itself, or killed: a new one has to import everything once more.
+            if not was_warm:
+                break
+        raise DeadlineError(f"no parameter server was started within {deadline_s:g} s")
+
+    def _start(self) -> None:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "star_hvd.ps.server.forker", str(os.getpid())]
+        with theirs:
+            # At the usual priority: at the lowest one a job of four ranks on two cores stalled more, not less.
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=dict(self._environment()))
+        self._socket, self._warm = mine, False
+
+    def _ask(self, end: socket.socket, deadline_s: float, stopped: Callable[[], bool]) -> int | None:
+        assert self._socket is not None
+        limit_s = time.monotonic() + deadline_s
+        try:
+            socket.send_fds(self._socket, [b"f"], [end.fileno()])
+            while not self._started and not stopped() and time.monotonic() < limit_s:
+                self._read(_LOOK_S)
+        except OSError:
+            pass  # It is gone.
+        return self._started.popleft() if self._started else None
+
+    def _read(self, seconds: float) -> None:
+        """Wait for a report and note what it says."""
+        end = self._socket
+        if end is None:
+            raise BrokenPipeError("there is no process that forks parameter servers")
+        poller = select.poll()
+        poller.register(end.fileno(), select.POLLIN)
+        poller.poll(1e3 * seconds)
+        with self._lock, contextlib.suppress(BlockingIOError):
+            data = end.recv(REPORT.size, socket.MSG_DONTWAIT)
+            if not data:
+                raise BrokenPipeError("the process that forks parameter servers is gone")
+            what, pid, status = REPORT.unpack(data)
+            if what == STARTED:
+                self._started.append(pid)
+            else:
+                self._statuses[pid] = status
+
+    def status_of(self, pid: int, seconds: float) -> int:
+        """Exit status of a server that has ended; that of a killed one where it cannot be had in time."""
+        limit_s = time.monotonic() + seconds
+        with contextlib.suppress(OSError, ValueError):  # It is gone.
+            while pid not in self._statuses:
+                left_s = limit_s - time.monotonic()
+                self._read(max(0.0, min(_LOOK_S, left_s)))
+                if left_s <= 0.0:
+                    break
+        return self._statuses.get(pid, -signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End it, and with it its servers."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_WARM_S)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def end_with_parent(parent: int) -> bool:
+    """Have the system kill this process when the thread that started it ends; False if it has ended already.
+
+    A closed socket tells that too, but only a process that reads it: not one that is stopped, or busy.
+    """
+    if sys.platform == "linux":
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
+def _prctl(what: int, value: int | bytes) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0)
+
+
+def name_server() -> None:
+    """Give this process the name by which a server is known."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_NAME, SERVER_NAME.encode())

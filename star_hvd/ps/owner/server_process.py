@@ -1,0 +1,488 @@
+"""A server from its owner's side: a rank starts the process, watches it, and can start it again where it died."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from scheduler.plan.plan import Plan
+from star_hvd.engine.records import Snapshot
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.ps.common.auth import Endpoint, JobKey
+from star_hvd.ps.common.layout import Layout
+from star_hvd.ps.common.mirror import new_memory
+from star_hvd.ps.common.pipe import Pipe, PipeFull
+from star_hvd.ps.owner.nursery import Forked, Nursery
+from star_hvd.ps.owner.vigil import Verdict, Vigil
+from star_hvd.ps.server.chunk_store import OptimizerSpec, Record, make_record
+from star_hvd.threads import supervised
+
+__all__ = ["ServerProcess"]
+
+logger = logging.getLogger("star_hvd")
+
+Event = dict[str, Any]
+
+_LOOK_S = 0.25  # Between two looks at the process.
+_IDLE_S = 60.0
+_KILL_S = 5.0  # A killed process is gone within this, unless the system itself hangs.
+
+
+@dataclass
+class _Opened:
+    """What a server has to be told again after a death."""
+
+    message: dict[str, Any]
+    layout: Layout
+    memory: int | None
+    seed: Snapshot | None = None
+    cut: int | None = None
+    members: dict[int, str] = field(default_factory=dict)
+
+
+class ServerProcess:
+    """A parameter server that this rank owns. All methods may be called from any thread; none of them waits but
+    `start`, `ensure`, `recover` and `stop`, and no lock is held while they do.
+
+    A thread of this object starts the process, passes its events on and watches over it: a server that is frozen or
+    hung is killed, which its owner hears as any other death. The process asks the system to be killed with the thread
+    that started it, so it has no life of its own.
+
+    Args:
+        rank: The owner, for messages.
+        key: The job's keys.
+        host: Address under which the others reach this host, or a folder for a Unix socket.
+        on_event: Called on the supervising thread with a mapping: `event` is `ready`, `seeded`, `update` (`version`,
+            `ranks`, `staleness`, `gradients`, `damped`, `loss`) or `drop` (`ranks`, `reason`), both left out while the
+            owner does not keep up, `refused` (a plan; `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed`
+            (`reason`) or `died` (`returncode`); all but `died` name `engine`, `session` and the shard's `index` where
+            they concern one. It must only note and return.
+        mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
+        threads: Threads a server computes with.
+        faults: For tests, see `Shard`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        key: JobKey,
+        host: str,
+        *,
+        on_event: Callable[[Event], None] | None = None,
+        mirror: bool = True,
+        threads: int = 1,
+        faults: dict[str, Any] | None = None,
+    ) -> None:
+        self._rank, self._key, self._host = rank, key, host
+        self._on_event = on_event or (lambda event: None)
+        self._mirror, self._threads, self._faults = mirror, threads, faults
+        self._changed = threading.Condition()  # Guards what follows; nothing that may block is done under it.
+        self._opened: dict[tuple[int, int], _Opened] = {}
+        self._process: Forked | None = None
+        self._pipe: Pipe | None = None
+        self._thread: threading.Thread | None = None
+        self._wanted_s: float | None = None  # A start is asked for, or under way: its deadline in seconds.
+        self._failure: DeadlineError | None = None
+        self._stopping = False
+        self._nursery = Nursery(self._environment)  # The thread's own, as is what follows.
+        self._patience = 1.0
+        self._owner = os.getpid()
+        self.endpoint: Endpoint | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        process = self._process
+        return process is not None and process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, None before `start`."""
+        process = self._process
+        return process.pid if process is not None else None
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def start(self, deadline_s: float) -> Endpoint:
+        """Start the process and wait until it listens.
+
+        Raises:
+            DeadlineError: It does not listen within `deadline_s`.
+            ChannelError: It runs already.
+        """
+        if self.alive:
+            raise ChannelError(f"the parameter server of rank {self._rank} runs already")
+        return self.ensure(deadline_s)
+
+    def recover(self, deadline_s: float) -> Endpoint:
+        """Start a new process where the old one died, at its last whole version; on the same port if that is free.
+
+        The caller then tells all clients (`Client.replace`) and, if this is shard 0, the owners of the other shards
+        (`ServerProcess.replace`).
+
+        Raises:
+            DeadlineError: It does not listen within `deadline_s`.
+        """
+        return self.ensure(deadline_s)
+
+    def ensure(self, deadline_s: float) -> Endpoint:
+        """Start the process unless it runs, and wait until it listens.
+
+        A new process is told everything that the one before it knew.
+
+        Raises:
+            DeadlineError: It does not listen within `deadline_s`.
+        """
+        limit_s = time.monotonic() + deadline_s + _KILL_S  # The thread keeps the deadline; this only must not hang.
+        with self._changed:
+            if self._wanted_s is None and not self.alive:
+                self._stopping, self._failure, self._wanted_s = False, None, deadline_s
+                if self._thread is None or not self._thread.is_alive():
+                    self._thread = supervised(self._own, "star-ps-owner")
+                    self._thread.start()
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._wanted_s is None, max(0.0, limit_s - time.monotonic()))
+            if self._failure is not None:
+                raise self._failure
+            if self._wanted_s is not None or self.endpoint is None:
+                raise DeadlineError(f"the parameter server of rank {self._rank} was not started in {deadline_s:g} s")
+            return self.endpoint
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End the process: ask, then kill. Without effect in a child made by fork: the server is its parent's."""
+        if os.getpid() != self._owner:
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+            process, pipe, thread = self._process, self._pipe, self._thread
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.send({"do": "stop"})
+            for key in list(self._opened):
+                self._release(key)
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(deadline_s)
+            _kill(process)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(deadline_s)
+
+    def kill(self) -> None:
+        """Kill the process as if by accident; for tests."""
+        assert self._process is not None
+        self._process.kill()
+
+    # ---- the owner's thread -------------------------------------------------------------------------------
+
+    def _own(self) -> None:
+        """Thread: start the process when it is wanted, watch it until it ends, again and again until `stop`."""
+        while (deadline_s := self._await_order()) is not None:
+            launched = self._launch(deadline_s)
+            if launched is not None:
+                self._watch(*launched)
+        self._nursery.stop()
+
+    def _await_order(self) -> float | None:
+        with self._changed:
+            while self._wanted_s is None and not self._stopping:
+                self._changed.wait(_IDLE_S)
+            if self._stopping:
+                self._failed("it was stopped", None)
+                return None
+            return self._wanted_s
+
+    def _failed(self, why: str, cause: BaseException | None) -> None:
+        """Under the lock: whoever waits for the start hears that it failed."""
+        if self._wanted_s is not None:
+            self._failure = DeadlineError(
+                f"the parameter server of rank {self._rank} did not listen within {self._wanted_s:g} s ({why}); "
+                "its messages are in the output of this rank"
+            )
+            self._failure.__cause__ = cause
+            self._wanted_s = None
+            self._changed.notify_all()
+
+    def _launch(self, deadline_s: float) -> tuple[Forked, Pipe] | None:
+        """Start a process and tell it what the one before it knew; None where it does not listen in time."""
+        mine, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process, pipe = self._spawn(theirs, deadline_s), Pipe(mine)
+        except (DeadlineError, OSError) as error:  # No process can be made.
+            mine.close()
+            with self._changed:
+                self._failed(str(error), error)
+            return None
+        config = {
+            "rank": self._rank,
+            "key": self._key.for_server(),
+            # The same place: whoever was told of it before finds the new process there.
+            "host": self._host if self.endpoint is None else self.endpoint.host,
+            "port": self.endpoint.port if self.endpoint is not None else 0,
+            "threads": self._threads,
+            "io_threads": 1,
+            "path": [path for path in sys.path if path],
+            "faults": self._faults,
+        }
+        self._faults = None  # They strike once.
+        try:
+            pipe.send(config)
+            answer = pipe.wait(deadline_s, lambda: self._stopping)
+            if "endpoint" not in answer:
+                raise ChannelError(f"a parameter server could not start: {answer.get('reason', answer)}")
+            endpoint = Endpoint.from_list(answer["endpoint"])
+        except (DeadlineError, ChannelError, OSError) as error:
+            code = process.poll()
+            _kill(process)
+            pipe.close()
+            with self._changed:
+                why = str(error) if isinstance(error, ChannelError) else f"exit code {code}"
+                self._failed(why, error)
+            return None
+        with self._changed:
+            self._process, self._pipe, self.endpoint = process, pipe, endpoint
+            self._tell_all(endpoint)
+            if self._stopping:  # `stop` has not seen this one.
+                with contextlib.suppress(OSError):
+                    pipe.send({"do": "stop"})
+            self._wanted_s = None
+            self._changed.notify_all()
+        return process, pipe
+
+    def _spawn(self, end: socket.socket, deadline_s: float) -> Forked:
+        return self._nursery.fork(end, deadline_s, lambda: self._stopping)
+
+    def _environment(self) -> dict[str, str]:
+        found = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMI_"))}
+        found["OMP_NUM_THREADS"] = str(self._threads)
+        # Messages come and go all the time: do not give their memory back to the system and take page faults anew.
+        found |= {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+        found["CUDA_VISIBLE_DEVICES"] = ""  # Servers compute in host memory.
+        found["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        return found
+
+    def _tell_all(self, endpoint: Endpoint) -> None:
+        """Under the lock: tell a new process all that its predecessor was told."""
+        for opened in self._opened.values():
+            message = opened.message
+            message["endpoints"][message["index"]] = endpoint.to_list()
+            self._send({**message, "recover": True}, opened.memory)
+            if opened.seed is not None:
+                self._send_seed(opened)
+            for rank, what in opened.members.items():
+                self._send({**_named(message), "do": "member", "rank": rank, "what": what})
+            if opened.cut is not None:
+                self._send({**_named(message), "do": "cut", "epoch": opened.cut})
+
+    def _watch(self, process: Forked, pipe: Pipe) -> None:
+        """Pass events on until the process is gone, and see to it that it goes if it has stopped working."""
+        vigil = Vigil(process.pid, time.monotonic(), patience=self._patience)
+        while True:
+            if pipe.poll(_LOOK_S):
+                vigil.heard()
+                for event in pipe.receive():
+                    if event is None:
+                        self._ended(process, pipe)
+                        return
+                    self._handle(event)
+            elif process.poll() is not None:  # A process that the program forked may hold the pipe's other end.
+                self._ended(process, pipe)
+                return
+            if process.pid > 0 and not self._stopping:
+                self._look(vigil, process, pipe)
+
+    def _look(self, vigil: Vigil, process: Forked, pipe: Pipe) -> None:
+        now_s = time.monotonic()
+        if vigil.ping_due(now_s):
+            with contextlib.suppress(OSError):
+                pipe.send({"do": "ping"}, advisory=True)
+        if vigil.look(now_s) is Verdict.LOST and process.poll() is None:
+            if not vigil.stopped:  # It may have been only slow: the next one is given more time.
+                self._patience *= 2.0
+            logger.error("the parameter server of rank %d is killed: %s", self._rank, vigil.reason)
+            process.kill()  # The pipe's end follows.
+
+    def _handle(self, event: Event) -> None:
+        if event["event"] == "pong":
+            return
+        if event["event"] == "seeded" and self._mirror:
+            with self._changed:
+                opened = self._opened.get((event["engine"], event["session"]))
+                if opened is not None:
+                    opened.seed = None  # From here on the mirror has it.
+        self._report(event)
+
+    def _ended(self, process: Forked, pipe: Pipe) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_S)
+        _kill(process)
+        pipe.close()
+        if not self._stopping:
+            self._report({"event": "died", "returncode": process.returncode})
+
+    def _report(self, event: Event) -> None:
+        try:
+            self._on_event(event)
+        except Exception:
+            logger.exception("an event of a parameter server could not be handled: %s", event)
+
+    # ---- orders -------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        engine: int,
+        session: int,
+        index: int,
+        endpoints: Sequence[Endpoint],
+        layout: Layout,
+        plan: Plan,
+        optimizer: OptimizerSpec,
+        version: int,
+    ) -> None:
+        """Make this process shard `index` of an optimizer. `ready` follows, or `failed`.
+
+        Args:
+            engine: Number of the optimizer.
+            session: Counts up each time the optimizer enters a mode of servers; all but the last two are closed.
+            index: Which shard; 0 orders the updates.
+            endpoints: Of all shards, in order.
+            layout: The layout.
+            plan: The plan in force.
+            optimizer: The user's optimizer.
+            version: Version of the parameters that `seed` will bring.
+        """
+        message = {
+            "do": "open",
+            "engine": engine,
+            "session": session,
+            "index": index,
+            "endpoints": [endpoint.to_list() for endpoint in endpoints],
+            "layout": layout.to_dict(),
+            "plan": plan.to_dict(),
+            "spec": optimizer.to_dict(),
+            "version": version,
+            "mirror": self._mirror,
+            "recover": False,
+        }
+        with self._changed:
+            for key in sorted(key for key in self._opened if key[0] == engine)[:-1]:
+                self._release(key)
+            opened = _Opened(message, layout, new_memory() if self._mirror else None)
+            self._opened[engine, session] = opened
+            self._send(message, opened.memory)
+
+    def seed(self, engine: int, session: int, snapshot: Snapshot) -> None:
+        """Give the shard its part of the parameters and the optimizer state. `seeded` follows.
+
+        The snapshot is kept until then, in case the server dies, and must not change.
+        """
+        with self._changed:
+            opened = self._opened[engine, session]
+            opened.seed = snapshot
+            self._send_seed(opened)
+
+    def _send_seed(self, opened: _Opened) -> None:
+        assert opened.seed is not None
+        for chunk in opened.layout.of_server(opened.message["index"]):
+            params = opened.layout.cut_params(opened.seed.params, chunk)
+            states = opened.layout.cut_state(opened.seed.state, chunk)
+            record = make_record(params, states, opened.seed.version)
+            head = {**_named(opened.message), "do": "seed", "chunk": chunk.index}
+            self._send(functools.partial(_with_record, head, record))
+
+    def set_plan(self, engine: int, plan: Plan) -> None:
+        """Go on under another plan of servers; matters on shard 0. `refused` follows if the rule does not take it."""
+        with self._changed:
+            for opened in self._of(engine):
+                opened.message["plan"] = plan.to_dict()
+            self._send({"do": "plan", "engine": engine, "plan": plan.to_dict()})
+
+    def cut(self, engine: int, epoch: int) -> None:
+        """End the mode: shard 0 makes the last update and answers everybody; `cut` follows when all shards have it."""
+        with self._changed:
+            for opened in self._of(engine)[-1:]:
+                opened.cut = epoch
+            self._send({"do": "cut", "engine": engine, "epoch": epoch})
+
+    def member(self, engine: int, rank: int, what: str) -> None:
+        """Tell shard 0 that a rank is `absent`, `present`, `lost` (its process died) or to `forget` (a new process
+        has the rank and counts its steps anew).
+
+        Raises:
+            ValueError: Something else.
+        """
+        if what not in ("absent", "present", "lost", "forget"):
+            raise ValueError(f"rank {rank} is said to be {what!r}; expected absent, present, lost or forget")
+        with self._changed:
+            for opened in self._of(engine)[-1:]:
+                if what != "forget":
+                    opened.members[rank] = what
+            self._send({"do": "member", "engine": engine, "rank": rank, "what": what})
+
+    def replace(self, engine: int, session: int, index: int, endpoint: Endpoint) -> None:
+        """Another shard of a session has a new process. In other sessions its number may be that of another rank's."""
+        with self._changed:
+            opened = self._opened.get((engine, session))
+            if opened is not None:
+                opened.message["endpoints"][index] = endpoint.to_list()
+                values = {**_named(opened.message), "do": "replace", "index": index, "endpoint": endpoint.to_list()}
+                self._send(values)
+
+    def close(self, engine: int, session: int) -> None:
+        """Give an optimizer's shard up."""
+        with self._changed:
+            if (engine, session) in self._opened:
+                self._release((engine, session))
+                self._send({"do": "close", "engine": engine, "session": session})
+
+    def _release(self, key: tuple[int, int]) -> None:
+        opened = self._opened.pop(key)
+        if opened.memory is not None:
+            os.close(opened.memory)
+
+    def _of(self, engine: int) -> list[_Opened]:
+        return [opened for (each, _), opened in sorted(self._opened.items()) if each == engine]
+
+    def _send(self, message: Event | Callable[[], Event], descriptor: int | None = None) -> None:
+        """Send an order; a server that is dead, or is being started, is told again."""
+        if self._pipe is None:
+            raise ChannelError(f"the parameter server of rank {self._rank} has not been started")
+        try:
+            self._pipe.send(message, descriptor)
+        except PipeFull as error:
+            logger.error("the parameter server of rank %d is killed: %s", self._rank, error)
+            if self._process is not None:
+                self._process.kill()
+        except OSError:
+            pass  # It is gone.
+
+def _named(message: Event) -> Event:
+    return {"engine": message["engine"], "session": message["session"]}
+
+
+
+def _with_record(head: Event, record: Record) -> Event:
+    data = bytearray(record.nbytes)
+    record.write(torch.frombuffer(data, dtype=torch.uint8))
+    return {**head, "data": data}
+
+
+def _kill(process: Forked) -> None:
+    """End a process, if it is still there, and wait for its end."""
+    if process.poll() is None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_S)

@@ -1,0 +1,82 @@
+"""`python -m star_hvd.ps.server.forker OWNER`: forks servers for the owner behind its standard input; see `nursery`.
+
+It does nothing else: it has no threads, so that a fork is whole. It ends with the thread of the owner that started it,
+and its servers end with it. Over its standard input come single bytes with one end of a server's pipe each; back go the
+server's process id, and its exit status when it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+
+from star_hvd.ps.owner.nursery import ENDED, REPORT, STARTED, end_with_parent, name_server
+from star_hvd.ps.server import server
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Fork servers until the owner is gone; the exit status, of a server in its process."""
+    if not end_with_parent(int(sys.argv[1])):
+        return 0
+    owner, own_pid = socket.socket(fileno=0), os.getpid()
+    woken, wake = socket.socketpair()
+    wake.setblocking(False)
+    woken.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The rank ends its servers itself.
+    gc.collect()
+    gc.freeze()  # Else every collection in a server would copy the memory that it shares.
+    while True:
+        ready, _, _ = select.select([owner, woken], [], [])
+        if woken in ready:
+            with contextlib.suppress(BlockingIOError):
+                woken.recv(4096)
+            _report_ended(owner)
+        if owner not in ready:
+            continue
+        try:
+            data, descriptors, _, _ = socket.recv_fds(owner, 1, 1)
+        except OSError:
+            return 0
+        if not data:
+            return 0
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in (woken, wake):
+                end.close()
+            os.dup2(descriptors[0], 0)  # In the place of the socket to the owner.
+            os.close(descriptors[0])
+            owner.detach()
+            name_server()
+            return server.main(own_pid)
+        os.close(descriptors[0])
+        with contextlib.suppress(OSError):
+            owner.send(REPORT.pack(STARTED, pid, 0))
+
+
+def _report_ended(owner: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        with contextlib.suppress(OSError):
+            owner.send(REPORT.pack(ENDED, pid, os.waitstatus_to_exitcode(status)), socket.MSG_DONTWAIT)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # Taking the interpreter and torch down in order takes seconds and serves nobody.

@@ -1,0 +1,125 @@
+"""What a server sends: chunks in buffers that are used again once they have arrived, and short messages.
+
+A stream keeps what it sends, not copied, until the receiver has acknowledged it. Here that is safe because the memory
+is taken again only when nobody refers to it: `Lent` tracks the last reference to every part, the stream's among them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgpack
+import torch
+
+from star_hvd.channel.link import Router
+from star_hvd.ps.common.wire import Header, Kind, Lent, pack, parts
+from star_hvd.ps.server.chunk_store import ChunkStore
+
+__all__ = ["Outbox", "is_identity", "session_prefix", "shard_identity", "worker_identity"]
+
+_IDENTITY = struct.Struct("<cIII")
+_SESSION = struct.Struct("<cII")
+_UNIQUE_BYTES = 8
+_POOLED = 256
+
+
+def worker_identity(engine: int, session: int, rank: int) -> bytes:
+    """How a worker's socket is known to the servers."""
+    return _IDENTITY.pack(b"W", engine, session, rank)
+
+
+def shard_identity(engine: int, session: int, index: int) -> bytes:
+    """How a shard's socket is known to the primary; behind it come bytes of this connection alone."""
+    return _IDENTITY.pack(b"S", engine, session, index)
+
+
+def session_prefix(kind: bytes, engine: int, session: int) -> bytes:
+    """How the identities of a session's workers (`W`) or shards (`S`) begin."""
+    return _SESSION.pack(kind, engine, session)
+
+
+def is_identity(name: bytes) -> bool:
+    """Whether a peer of a server can have such an identity."""
+    return len(name) == _IDENTITY.size + (_UNIQUE_BYTES if name[:1] == b"S" else 0) and name[:1] in (b"W", b"S")
+
+
+class Outbox:
+    """Sends on the server's ROUTER.
+
+    A chunk goes out of the mirror's memory, which the next update leaves alone; without a mirror it is copied once,
+    however many it goes to.
+    What is meant for somebody who has not said hello here yet waits for that.
+
+    Args:
+        router: Used by the thread that calls.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._known: set[bytes] = set()
+        self._parked: dict[bytes, dict[tuple[int, ...], Any]] = {}
+        self._pool: list[Lent] = []
+        self._last: tuple[tuple[int, ...], Lent] | None = None
+
+    def welcome(self, identity: bytes) -> None:
+        """Somebody said hello: send what waited for him."""
+        self._known.add(identity)
+        for header, item in self._parked.pop(identity, {}).values():
+            if isinstance(item, ChunkStore):
+                self.chunk(identity, header._replace(version=item.version), item)
+            else:
+                self.meta(identity, header, item)
+
+    def forget(self, prefix: bytes) -> None:
+        """A session has ended: keep nothing of the peers whose identity begins so but what is on its way to them."""
+        self._router.forget(prefix)
+        self._known = {identity for identity in self._known if not identity.startswith(prefix)}
+        self._parked = {identity: kept for identity, kept in self._parked.items() if not identity.startswith(prefix)}
+
+    def meta(self, identity: bytes, header: Header, values: dict[str, Any]) -> None:
+        """Send a short message."""
+        if identity in self._known:
+            self._router.send(identity, [pack(header), msgpack.packb(values)])
+        else:
+            self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, values)
+
+    def chunk(self, identity: bytes, header: Header, store: ChunkStore) -> None:
+        """Send a chunk as it is now: all of it with the optimizer's state if the message is `STATED`."""
+        if identity not in self._known:
+            self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, store)
+            return
+        buffer = self._filled(header, store)
+        size = buffer.data.numel()
+        for begin, end in parts(size):
+            head = pack(header._replace(offset=begin, size=size))
+            self._router.send(identity, [head, buffer.frame(begin, end)])
+
+    def _filled(self, header: Header, store: ChunkStore) -> Lent:
+        whole = header.kind == Kind.STATED
+        if not whole and store.mirrored is not None:
+            return store.mirrored
+        key = (header.engine, header.session, header.chunk, store.version, int(whole))
+        if self._last is not None and self._last[0] == key:
+            return self._last[1]
+        if whole:
+            record = store.record()
+            buffer = Lent(torch.empty(record.nbytes, dtype=torch.uint8))  # Rare: not worth keeping.
+            record.write(buffer.data)
+        else:
+            source = store.params.view(torch.uint8)
+            buffer = self._take(source.numel())
+            buffer.data.copy_(source)
+        self._last = (key, buffer)
+        return buffer
+
+    def _take(self, size: int) -> Lent:
+        self._last = None
+        for position, buffer in enumerate(self._pool):
+            if buffer.data.numel() == size and buffer.free():
+                self._pool.append(self._pool.pop(position))
+                return buffer
+        buffer = Lent(torch.empty(size, dtype=torch.uint8))
+        if len(self._pool) < _POOLED:
+            self._pool.append(buffer)
+        return buffer

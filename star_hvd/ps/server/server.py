@@ -1,0 +1,471 @@
+"""A parameter server: started by `ServerProcess` through `nursery`, and of no use without it.
+
+Its standard input is a socket to its owner: configuration, secrets and orders come in there and events go back, so
+nothing shows in the process list or the environment. When the owner dies the socket closes and the server ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import math
+import os
+import resource
+import socket
+import stat
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import torch
+import zmq
+
+from scheduler.plan.plan import Plan
+from star_hvd.channel.link import Dealer, Router
+from star_hvd.channel.reliable import TENSORS
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.ps.common.auth import Door, Endpoint, JobKey, connect
+from star_hvd.ps.common.layout import Layout, LayoutError
+from star_hvd.ps.common.mirror import Mirror
+from star_hvd.ps.common.pipe import Pipe
+from star_hvd.ps.common.validation import check_products, check_push, is_whole
+from star_hvd.ps.common.wire import Header, Kind, pack, read_meta, unpack
+from star_hvd.ps.owner.nursery import end_with_parent
+from star_hvd.ps.server.chunk_store import ChunkStore, OptimizerSpec, Record
+from star_hvd.ps.server.no_compiler import leave_out
+from star_hvd.ps.server.outbox import Outbox, is_identity, session_prefix, shard_identity, worker_identity
+from star_hvd.ps.server.primary import Links, Primary
+from star_hvd.ps.server.shard import Outlet, Shard, ShardError
+
+__all__ = ["Server", "main", "serve"]
+
+logger = logging.getLogger("star_hvd")
+
+_BATCH = 64  # messages taken from one socket before the others get a turn
+_LOGGED = 10  # Dropped messages; the others are counted.
+_EARLY_MESSAGES, _EARLY_KEYS = 4096, 64  # Of sessions that are not open yet, all together.
+_BETWEEN = frozenset((Kind.JOIN, Kind.ARRIVED, Kind.DONE, Kind.ORDER))  # From shard to shard.
+_CONFIG_S = 600.0  # Within this the owner says what to serve, or is gone.
+_FLUSH_S = 2.0  # For the last events to be read.
+Key = tuple[int, int]
+
+
+class _Job(Outlet):
+    """One optimizer in one session on this server."""
+
+    def __init__(self, server: Server, values: dict[str, Any], mirror: Mirror | None, recover: bool) -> None:
+        self.server = server
+        self.engine, self.session, self.index = values["engine"], values["session"], values["index"]
+        self.endpoints = [Endpoint.from_list(each) for each in values["endpoints"]]
+        self.mirror = mirror
+        self.peers: dict[int, bytes] = {}
+        layout = Layout.from_dict(values["layout"])
+        spec = OptimizerSpec.from_dict(values["spec"])
+        plan = Plan.from_dict(values["plan"])
+        self.world_size, self.n_servers = plan.world_size, layout.n_servers
+        if layout.device_type != "cpu":
+            spec = spec.on_host()
+        faults = server.faults
+        self.shard = Shard(self.index, layout, spec, mirror, self, guard=plan.guard != "none", faults=faults)
+        recovered = recover and self.shard.recover()
+        self.link: Dealer | None = None
+        self.primary: Primary | None = None
+        if self.index == 0:
+            links = Links(self._order, self._verdict, self._event, self._journal)
+            n, journal = layout.n_servers, self._old_journal() if recovered else None
+            self.primary = Primary(plan, values["version"], n, layout.holders, links, journal)
+            self.primary.join(0, self.shard.seq)
+        else:
+            self.join()
+        self._event({"event": "ready"})
+        if self.shard.seeded:
+            self._event({"event": "seeded"})
+
+    # ---- between servers ----------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Connect to the primary, or to the one that took its place, and tell what is known here."""
+        if self.link is not None:
+            self.server.drop_link(self.link)
+        # A name of its own: a new process must not get orders meant for the old one before those it has missed.
+        identity = shard_identity(self.engine, self.session, self.index) + os.urandom(8)
+        self.link = Dealer(connect(self.server.context, self.server.key, self.endpoints[0], identity), TENSORS)
+        self.server.add_link(self.link, self)
+        self._report(Kind.JOIN, version=self.shard.seq)
+        self._report(Kind.DONE, version=self.shard.finished)
+        for rank, step, products in self.shard.whole():
+            self.arrived(rank, step, products)
+
+    def _report(self, kind: Kind, *, step: int = 0, version: int = 0, meta: Any = None) -> None:
+        assert self.link is not None
+        header = Header(kind, self.engine, self.session, self.index, step, version=version)
+        if self.link.stream.broken is None:  # Else the primary's successor is told everything when it is known.
+            self.link.send([pack(header), msgpack.packb(meta or {})])
+
+    def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
+        if self.primary is not None:
+            self.primary.arrived(0, rank, step, products)
+        else:
+            self._report(Kind.ARRIVED, step=step, meta={"rank": rank, "products": products})
+
+    def done(self, seq: int) -> None:
+        if self.primary is not None:
+            self.primary.done(0, seq)
+        elif self.link is not None:
+            self._report(Kind.DONE, version=seq)
+
+    def _order(self, shard: int, order: dict[str, Any]) -> None:
+        if shard == 0:
+            self.shard.order(order)
+        elif shard in self.peers:  # Else it gets the log when it joins.
+            header = Header(Kind.ORDER, self.engine, self.session, shard)
+            self.server.outbox.meta(self.peers[shard], header, order)
+
+    # ---- to workers and the owner -------------------------------------------------------------------------
+
+    def send(self, rank: int, kind: Kind, step: int, store: ChunkStore) -> None:
+        header = Header(kind, self.engine, self.session, rank, step, store.chunk.index, store.version)
+        self.server.outbox.chunk(worker_identity(self.engine, self.session, rank), header, store)
+
+    def _verdict(self, rank: int, step: int, verdict: dict[str, Any]) -> None:
+        identity = worker_identity(self.engine, self.session, rank)
+        self.server.outbox.meta(identity, Header(Kind.VERDICT, self.engine, self.session, rank, step), verdict)
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self.server.event({**event, "engine": self.engine, "session": self.session, "index": self.index})
+
+    def _journal(self, data: bytes) -> None:
+        if self.mirror is not None:
+            self.mirror.write(0, Record(data, []))
+        if self.primary is not None:
+            self.shard.fault("after_journal", self.primary.version - 1)
+
+    def _old_journal(self) -> bytes | None:
+        data = self.mirror.read(0) if self.mirror is not None else None
+        if data is None:
+            return None
+        (length,) = struct.unpack("<Q", bytes(data[:8].numpy()))
+        return bytes(data[8 : 8 + length].numpy())
+
+    # ---- messages -----------------------------------------------------------------------------------------
+
+    def take(self, header: Header, payload: Any) -> None:
+        """A message of a worker or of another shard."""
+        kind, rank, step = header.kind, header.rank, header.step
+        if rank >= (self.n_servers if kind in _BETWEEN else self.world_size):
+            raise ChannelError(f"a message is of {rank}; there are {self.world_size} ranks, {self.n_servers} servers")
+        if kind == Kind.CHUNK:
+            self.shard.part(rank, step, header.chunk, header.offset, header.size, payload.buffer)
+        elif kind == Kind.ORDER:
+            if self.primary is not None:
+                raise ChannelError("an order came to the primary, which gives them")
+            self.shard.order(read_meta(payload))
+        elif kind == Kind.HELLO:
+            pass
+        elif self.primary is None:
+            raise ChannelError(f"shard {self.index} got a message of kind {Kind(kind).name}; expected it at shard 0")
+        elif kind == Kind.PUSH:
+            meta = read_meta(payload)
+            check_push(meta, self.shard.row_size)
+            self.shard.check_row(meta.get("row"))
+            self.primary.push(rank, step, meta)
+        elif kind in (Kind.PULL, Kind.STATE):
+            self.primary.read("pull" if kind == Kind.PULL else "state", rank, step)
+        elif kind == Kind.PRESENCE:
+            self.primary.member(rank, str(read_meta(payload).get("what")))
+        elif kind == Kind.JOIN:
+            self.primary.join(rank, header.version)
+        elif kind == Kind.ARRIVED:
+            meta = read_meta(payload)
+            products = meta.get("products")
+            check_products(products)
+            if not is_whole(meta.get("rank"), most=self.world_size - 1):
+                raise ChannelError(f"shard {rank} told of a push of rank {str(meta.get('rank'))[:40]}")
+            self.primary.arrived(rank, meta["rank"], step, products)
+        elif kind == Kind.DONE:
+            self.primary.done(rank, header.version)
+        else:
+            raise ChannelError(f"a server got a message of kind {Kind(kind).name}")
+
+    def close(self) -> None:
+        """Give everything up."""
+        if self.link is not None:
+            self.server.drop_link(self.link)
+        if self.mirror is not None:
+            self.mirror.close()
+
+
+class Server:
+    """The process.
+
+    Args:
+        pipe: The socket to the owner.
+        config: Its first message.
+    """
+
+    def __init__(self, pipe: Pipe, config: dict[str, Any]) -> None:
+        self.key = JobKey.of_server(config["key"])
+        self.faults: dict[str, Any] = config.get("faults") or {}
+        self.context = zmq.Context(io_threads=int(config["io_threads"]))
+        self.door = Door(self.context, self.key, config["host"], config["port"])
+        self.peers = Router(self.door.router, TENSORS, is_identity)
+        self.outbox = Outbox(self.peers)
+        self.malformed = 0
+        self._pipe = pipe
+        self._jobs: dict[Key, _Job] = {}
+        self._links: dict[Dealer, _Job] = {}
+        self._early: dict[Key, list[list[Any]]] = {}
+        self._poller = zmq.Poller()
+        self._poller.register(self.door.router, zmq.POLLIN)
+        self._poller.register(pipe.fileno(), zmq.POLLIN)
+        self.event({"event": "listening", "endpoint": self.door.endpoint.to_list()})
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Tell the owner."""
+        self._pipe.send(event, advisory=event["event"] in ("update", "drop", "pong"))
+
+    def add_link(self, link: Dealer, job: _Job) -> None:
+        """Listen to the primary of a job."""
+        self._links[link] = job
+        link.register(self._poller)
+
+    def drop_link(self, link: Dealer) -> None:
+        """Listen there no longer."""
+        link.unregister(self._poller)
+        del self._links[link]
+        link.close()
+
+    def run(self) -> None:
+        """Serve until the owner says stop or is gone."""
+        while True:
+            ready = dict(self._poller.poll(self._tick()))
+            if self._pipe.fileno() in ready and not self._control():
+                return
+            if self.door.router in ready:
+                self._drain(self.peers, None)
+            for link, job in list(self._links.items()):
+                if not ready.keys().isdisjoint(link.sockets):
+                    self._drain(link, job)
+
+    def _tick(self) -> int | None:
+        """Let acknowledgements and the like go out; milliseconds to the next time, None for never."""
+        ends: list[Dealer | Router] = [self.peers, *self._links]
+        for end in ends:
+            if end.next_s <= time.monotonic():
+                end.tick()
+        for link in self._links:  # The owner starts another process, which is told what this one would have missed.
+            if link.stream.broken is not None and not link.stream.replaced and not link.stream.ended:
+                raise ChannelError(link.stream.broken)
+        next_s = min(end.next_s for end in ends)
+        return None if math.isinf(next_s) else max(0, math.ceil(1e3 * (next_s - time.monotonic())))
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for job in self._jobs.values():
+            job.close()
+        self.peers.bye()
+        self.door.close()
+        self.context.destroy(linger=500)
+
+    # ---- messages of workers and shards -------------------------------------------------------------------
+
+    def _drain(self, source: Router | Dealer, job: _Job | None) -> None:
+        for frames in source.receive(_BATCH):
+            self._guarded(lambda frames=frames: self._received(job, frames))  # type: ignore[misc]
+
+    def _received(self, job: _Job | None, frames: list[Any] | ChannelError) -> None:
+        if isinstance(frames, ChannelError):
+            raise frames
+        if job is not None:
+            job.take(*_two(frames))
+        else:
+            self._message(frames)
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """Act on a message; one that cannot be acted on is counted, and the server goes on."""
+        try:
+            act()
+        except (ShardError, OSError, MemoryError):
+            raise  # No peer's fault: an update was not made, or was not written down.
+        except Exception as error:  # Whatever a peer's message leads to, it is that message which is dropped.
+            self.malformed += 1
+            if self.malformed <= _LOGGED:
+                declared = isinstance(error, ChannelError)
+                logger.warning("a parameter server dropped a message: %s", error, exc_info=not declared)
+
+    def _message(self, frames: list[Any]) -> None:
+        header, _ = _two(frames[1:])
+        identity = frames[0].bytes
+        key, between = (header.engine, header.session), header.kind in (Kind.JOIN, Kind.ARRIVED, Kind.DONE)
+        expected = (shard_identity if between else worker_identity)(*key, header.rank)
+        if between:
+            identity = identity[: len(expected)]
+        if header.kind == Kind.ORDER:
+            raise ChannelError(f"an order came from {identity!r}; expected orders of the primary only")
+        if identity != expected:
+            raise ChannelError(f"a message of {header.rank} came from {identity!r}; expected {expected!r}")
+        job = self._jobs.get(key)
+        if job is None:
+            self._keep(key, frames)
+            return
+        if header.kind in (Kind.HELLO, Kind.JOIN):
+            self.outbox.welcome(frames[0].bytes)
+        if header.kind == Kind.JOIN:
+            before = job.peers.get(header.rank, frames[0].bytes)
+            job.peers[header.rank] = frames[0].bytes
+            if before != frames[0].bytes:
+                self.outbox.forget(before)
+        job.take(header, frames[2])
+
+    def _keep(self, key: Key, frames: list[Any]) -> None:
+        """Messages may come before their optimizer is opened here; those of one that is closed are dropped."""
+        newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)
+        held = sum(map(len, self._early.values()))
+        if key[1] <= newest or held >= _EARLY_MESSAGES:
+            raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is not open here")
+        if key not in self._early and len(self._early) >= _EARLY_KEYS:
+            self._drop_early(next(iter(self._early)))  # The oldest: its plan was given up.
+        self._early.setdefault(key, []).append(frames)
+
+    def _drop_early(self, key: Key) -> None:
+        """A session will not be opened: forget its messages and the streams of those who sent them."""
+        del self._early[key]
+        for kind in (b"W", b"S"):
+            self.outbox.forget(session_prefix(kind, *key))
+
+    # ---- orders of the owner ------------------------------------------------------------------------------
+
+    def _control(self) -> bool:
+        """Carry out what the owner sent; False when it is time to end."""
+        for message in self._pipe.receive():
+            if message is None or message["do"] == "stop":
+                return False
+            if message["do"] == "ping":
+                self.event({"event": "pong"})
+                continue
+            try:
+                self._do(message)
+            except (LayoutError, ChannelError, ValueError) as error:
+                named: dict[str, Any] = {k: message[k] for k in ("engine", "session") if k in message}
+                self.event({**named, "event": "failed", "reason": str(error), "while": message["do"]})
+        return True
+
+    def _do(self, message: dict[str, Any]) -> None:
+        what, engine = message["do"], int(message["engine"])
+        if what == "open":
+            self._open(message)
+            return
+        sessions = [s for e, s in self._jobs if e == engine]
+        session = message.get("session")
+        key = (engine, max(sessions, default=-1) if session is None else int(session))
+        job = self._jobs.get(key)
+        if job is None:
+            if what not in ("close", "member"):  # Who is absent is told again once it is open.
+                raise ChannelError(f"optimizer {engine} is not open here (session {key[1]})")
+        elif what == "seed":
+            data = torch.frombuffer(bytearray(message["data"]), dtype=torch.uint8)
+            before = job.shard.seeded
+            if job.shard.seed(message["chunk"], data) and not before:
+                self.event({"event": "seeded", "engine": engine, "session": key[1], "index": job.index})
+        elif what == "replace":
+            job.endpoints[message["index"]] = Endpoint.from_list(message["endpoint"])
+            if message["index"] == 0 and job.primary is None:
+                job.join()
+        elif what == "close":
+            del job  # Or it would outlive its end by this frame.
+            self._end(key)
+        elif job.primary is not None:
+            if what == "plan":
+                job.primary.set_plan(Plan.from_dict(message["plan"]))
+            elif what == "cut":
+                job.primary.cut(message["epoch"])
+            elif what == "member":
+                job.primary.member(message["rank"], message["what"])
+
+    def _end(self, key: Key) -> None:
+        self._jobs.pop(key).close()
+        self.outbox.forget(session_prefix(b"W", *key))
+        self.outbox.forget(session_prefix(b"S", *key))
+        gc.collect()  # Its parts refer to each other, and hold descriptors and memory that Python does not count.
+
+    def _open(self, message: dict[str, Any]) -> None:
+        key = (int(message["engine"]), int(message["session"]))
+        descriptor = self._pipe.descriptor() if message["mirror"] else None
+        mirror = None
+        if descriptor is not None:
+            mirror = Mirror(descriptor, len(message["layout"]["chunks"]) + 1)
+        for old in sorted(each for each in self._jobs if each[0] == key[0])[:-1]:
+            self._end(old)
+        if key in self._jobs:
+            raise ChannelError(f"optimizer {key[0]} is open here already in session {key[1]}")
+        self._jobs[key] = _Job(self, message, mirror, bool(message["recover"]))
+        early = self._early.pop(key, [])
+        for old in [each for each in self._early if each[0] == key[0] and each[1] < key[1]]:
+            self._drop_early(old)
+        for frames in early:
+            self._guarded(lambda frames=frames: self._message(frames))  # type: ignore[misc]
+
+
+def _two(frames: list[Any]) -> tuple[Header, Any]:
+    if len(frames) != 2:
+        raise ChannelError(f"a message has {len(frames)} frames; expected a header and a payload")
+    return unpack(frames[0]), frames[1]
+
+
+def main(parent: int) -> int:
+    """Serve the owner behind standard input.
+
+    Args:
+        parent: The process with which this one is to end.
+    """
+    if not end_with_parent(parent):
+        return 0
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        sys.stderr.write("this is a parameter server; star_hvd starts it, and it cannot be started by hand\n")
+        return 2
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # Every mapping of the mirror holds a descriptor.
+    pipe = Pipe(socket.socket(fileno=0))
+    try:
+        config = pipe.wait(_CONFIG_S)
+    except DeadlineError:
+        return 0  # The owner is gone, or has not needed this process after all.
+    logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
+    sys.path.extend(path for path in config["path"] if path not in sys.path)
+    torch.set_num_threads(int(config["threads"]))
+    leave_out()
+    try:
+        server = Server(pipe, config)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # The owner may be gone: then nobody is to be told.
+            pipe.send({"event": "failed", "reason": f"{type(error).__name__}: {error}", "while": "starting"})
+            pipe.close(_FLUSH_S)
+        return 1
+    return serve(server, pipe)
+
+
+def serve(server: Server, pipe: Pipe) -> int:
+    """Serve until the owner says stop or is gone, then close server and pipe; the process's exit status."""
+    try:
+        server.run()
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # The owner is gone.
+    except Exception as error:
+        logger.exception("a parameter server failed")
+        with contextlib.suppress(OSError):
+            pipe.send({"event": "failed", "reason": f"{type(error).__name__}: {error}", "while": "serving"})
+        return 1
+    finally:
+        server.close()
+        pipe.close(_FLUSH_S)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(os.getppid())
+    sys.stderr.flush()
+    os._exit(code)  # Taking the interpreter and torch down in order takes seconds and serves nobody.

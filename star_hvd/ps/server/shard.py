@@ -1,0 +1,375 @@
+"""One shard of one optimizer: takes pushes in, carries the primary's orders out, sends parameters back.
+
+Every chunk has its own queue of orders and goes through it by itself: a chunk whose pushes are in is updated and on
+its way back while others still arrive. Orders have the same sequence everywhere, so what a reply holds is exactly the
+version it names, whatever chunk it is of.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from star_hvd.errors import ChannelError
+from star_hvd.ps.common.layout import Layout
+from star_hvd.ps.common.mirror import Mirror
+from star_hvd.ps.common.validation import check_order
+from star_hvd.ps.common.wire import Assembly, Kind
+from star_hvd.ps.server.chunk_store import ChunkStore, OptimizerSpec, RowReader
+
+__all__ = ["Outlet", "Shard", "ShardError"]
+
+logger = logging.getLogger("star_hvd")
+PushId = tuple[int, int]
+
+
+class ShardError(Exception):
+    """An update failed half-way, by the user's optimizer for example: the shard's state is not to be used any more."""
+
+
+class Outlet(Protocol):
+    """How a shard talks to the others; the server implements it."""
+
+    def send(self, rank: int, kind: Kind, step: int, store: ChunkStore) -> None:
+        """Send a chunk as it is now to a rank: its parameters, or all of it if `kind` is `STATED`."""
+
+    def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
+        """Tell the primary that all chunks of a push are in."""
+
+    def done(self, seq: int) -> None:
+        """Tell the primary that all orders up to `seq` are carried out."""
+
+
+class _Running:
+    """An order and the number of chunks that have not carried it out."""
+
+    __slots__ = ("left", "order")
+
+    def __init__(self, order: dict[str, Any], left: int) -> None:
+        self.order, self.left = order, left
+
+
+class Shard:
+    """See the module's text.
+
+    Args:
+        index: Which shard.
+        layout: The whole layout.
+        spec: The user's optimizer.
+        mirror: Where every chunk is written after each update, None for nowhere.
+        outlet: Where messages go.
+        guard: Whether pushes are compared with the recent updates.
+        faults: For tests: `{"at": "after_journal" | "before_mirror" | "after_mirror" | "after_reply", "update": k}`
+            kills this process while it makes version k + 1, at the chunk in the middle.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: Layout,
+        spec: OptimizerSpec,
+        mirror: Mirror | None,
+        outlet: Outlet,
+        *,
+        guard: bool = False,
+        faults: dict[str, Any] | None = None,
+    ) -> None:
+        self.index = index
+        self.layout = layout
+        reader = RowReader(spec)
+        self._reader, self.row_size = reader, reader.size
+        self.stores = {c.index: ChunkStore(layout, c, spec, reader) for c in layout.of_server(index)}
+        self.seeded = False
+        self.duplicates = 0
+        self.finished = 0
+        self._mirror, self._outlet, self._faults = mirror, outlet, faults or {}
+        self._queues: dict[int, deque[_Running]] = {chunk: deque() for chunk in self.stores}
+        self._staged: dict[PushId, dict[int, torch.Tensor]] = {}
+        self._seen: dict[PushId, set[int]] = {}
+        self._parts: dict[tuple[int, int, int], Assembly] = {}
+        self._over: dict[int, int] = {}
+        self._skipped: set[PushId] = set()
+        self._seq = 0
+        self._unseeded = set(self.stores)
+        self._cut = False
+        self._guard = guard
+        self._watch(guard)
+        if not self.stores:
+            self.seeded = True
+
+    # ---- parameters ---------------------------------------------------------------------------------------
+
+    def seed(self, chunk: int, data: torch.Tensor) -> bool:
+        """Take a chunk's first parameters and state, a record's bytes; whether the shard is complete now.
+
+        Raises:
+            ChannelError: It does not fit.
+        """
+        if chunk not in self.stores:
+            raise ChannelError(f"shard {self.index} was given chunk {chunk}, which it does not hold")
+        if chunk in self._unseeded:
+            self.stores[chunk].restore(data)
+            self._write(chunk)
+            self._unseeded.discard(chunk)
+        if not self._unseeded and not self.seeded:
+            self.seeded = True
+            for each in self.stores:
+                self._run(each)
+        return self.seeded
+
+    def recover(self) -> bool:
+        """Take the mirror's records over; whether all were there, else the shard has to be seeded again."""
+        if self._mirror is None:
+            return not self.stores
+        found = {chunk: self._mirror.read(chunk + 1) for chunk in self.stores}
+        if any(data is None for data in found.values()):
+            return False
+        for chunk, data in found.items():
+            assert data is not None
+            self.stores[chunk].restore(data)
+        self._unseeded.clear()
+        self.seeded = True
+        self._seq = self.finished = self.written
+        return True
+
+    def check_row(self, row: Sequence[float] | None) -> None:
+        """Whether hyperparameters can be stepped with: one that is a whole number cannot become infinite.
+
+        Raises:
+            ChannelError: They cannot.
+        """
+        if row is not None:
+            try:
+                self._reader.values(row)
+            except (OverflowError, ValueError, RuntimeError) as error:
+                raise ChannelError(f"a row of hyperparameters cannot be used: {error}") from None
+
+    @property
+    def seq(self) -> int:
+        """Number of the last order that has come."""
+        return self._seq
+
+    @property
+    def written(self) -> int:
+        """Number of the last order that is in the parameters of every chunk."""
+        return min((store.seq for store in self.stores.values()), default=0)
+
+    def _write(self, chunk: int) -> None:
+        if self._mirror is not None:
+            self.stores[chunk].mirrored = self._mirror.write(chunk + 1, self.stores[chunk].record())
+
+    # ---- pushes -------------------------------------------------------------------------------------------
+
+    def part(self, rank: int, step: int, chunk: int, offset: int, size: int, data: Any) -> None:
+        """A message of a push.
+
+        Raises:
+            ChannelError: It fits no chunk of this shard.
+        """
+        store = self.stores.get(chunk)
+        expected = self.layout.nbytes(store.chunk) if store is not None else -1
+        if store is None or size != expected:
+            raise ChannelError(f"rank {rank} pushed {size} bytes of chunk {chunk}; expected {expected} (-1: none)")
+        # A worker has one push in flight: what is of an earlier one has been sent again, or goes back on purpose.
+        if chunk in self._seen.get((rank, step), ()) or step <= self._over.get(rank, -1) or step < self._newest(rank):
+            self.duplicates += 1
+            return
+        dtype = self.layout.dtype(store.chunk)
+        if offset == 0 and len(data) == size:
+            whole = torch.frombuffer(data, dtype=torch.uint8)
+            self._chunk(rank, step, store, _typed(whole, dtype))
+            return
+        key = (rank, step, chunk)
+        assembly = self._parts[key] if key in self._parts else Assembly(size)
+        complete = assembly.add(offset, data)
+        self._parts[key] = assembly  # Not before: nothing is kept for a part that does not fit.
+        if complete:
+            del self._parts[key]
+            self._chunk(rank, step, store, assembly.buffer.view(dtype))
+
+    def _newest(self, rank: int) -> int:
+        """The step of a rank's last push of which something has come, -1 where nothing has."""
+        return max((step for each, step in self._seen if each == rank), default=-1)
+
+    def _chunk(self, rank: int, step: int, store: ChunkStore, gradient: torch.Tensor) -> None:
+        push, chunk = (rank, step), store.chunk.index
+        if push not in self._seen:
+            self._purge(rank, step)
+        seen = self._seen.setdefault(push, set())
+        seen.add(chunk)
+        if step > store.applied.get(rank, -1) and not self._cut_off(push):
+            self._staged.setdefault(push, {})[chunk] = gradient
+            self._run(chunk)
+        if len(seen) == len(self.stores):
+            self._outlet.arrived(rank, step, self._products(push))
+
+    def _cut_off(self, push: PushId) -> bool:
+        """Whether nothing can come of a push any more: the optimizer has moved and no order waits for it."""
+        if not self._cut:
+            return False
+        waiting = (run.order for queue in self._queues.values() for run in queue if run.order["op"] == "update")
+        return not any([*push] == part[:2] for order in waiting for part in order["parts"])
+
+    def _products(self, push: PushId) -> list[float] | None:
+        staged = self._staged.get(push)
+        if not self._guard or staged is None:
+            return None
+        values = [self.stores[chunk].compare(gradient) for chunk, gradient in staged.items()]
+        return [sum(column) for column in zip(*values, strict=True)]
+
+    def _purge(self, rank: int, step: int) -> None:
+        """Forget what a rank pushed before `step`: it would not push again without an answer."""
+        for push in [push for push in self._seen if push[0] == rank and push[1] < step]:
+            del self._seen[push]
+        for push in [push for push in self._staged if push[0] == rank and push[1] < step]:
+            del self._staged[push]
+        for key in [key for key in self._parts if key[0] == rank and key[1] < step]:
+            del self._parts[key]
+
+    def whole(self) -> list[tuple[int, int, list[float] | None]]:
+        """Pushes that are in and undecided, to be reported to a new primary."""
+        complete = [push for push, seen in self._seen.items() if len(seen) == len(self.stores)]
+        return [(rank, step, self._products((rank, step))) for rank, step in complete]
+
+    # ---- orders -------------------------------------------------------------------------------------------
+
+    def order(self, order: dict[str, Any]) -> None:
+        """Carry out an order of the primary; one that came before is ignored.
+
+        Raises:
+            ChannelError: It is none; nothing of it is carried out.
+        """
+        check_order(order, self.row_size)
+        self.check_row(order.get("row"))
+        if order["seq"] <= self._seq:
+            return
+        self._seq = order["seq"]
+        kind = order["op"]
+        if kind in ("drop", "skip", "forget", "guard"):
+            self._at_once(order)
+        if not self.stores:
+            self._done(order["seq"])
+            return
+        running = _Running(order, len(self.stores))
+        for chunk, queue in self._queues.items():
+            queue.append(running)
+            self._run(chunk)
+
+    def _at_once(self, order: dict[str, Any]) -> None:
+        rank, step = order.get("rank", -1), order.get("step", -1)
+        if order["op"] == "drop":
+            self._over[rank] = max(step, self._over.get(rank, -1))
+            self._staged.pop((rank, step), None)
+        elif order["op"] == "skip":
+            self._skipped.add((rank, step))
+            for chunk in self._queues:
+                self._run(chunk)
+        elif order["op"] == "forget":
+            self._over.pop(rank, None)
+            self._purge(rank, step=1 << 62)
+            for store in self.stores.values():
+                store.applied.pop(rank, None)
+        else:
+            self._guard = bool(order["on"])
+            self._watch(self._guard)
+
+    def _watch(self, on: bool) -> None:
+        for store in self.stores.values():
+            store.watch(on)
+
+    def _run(self, chunk: int) -> None:
+        """Carry out what a chunk can of its queue."""
+        if not self.seeded:
+            return
+        queue = self._queues[chunk]
+        while queue and self._carried_out(queue[0].order, self.stores[chunk]):
+            running = queue.popleft()
+            running.left -= 1
+            if running.left == 0:
+                self._finish(running.order)
+
+    def _carried_out(self, order: dict[str, Any], store: ChunkStore) -> bool:
+        try:
+            return self._carry_out(order, store)
+        except Exception as error:  # The user's optimizer may raise anything, and then half of the order is done.
+            raise ShardError(f"{type(error).__name__}: {error}") from error
+
+    def _carry_out(self, order: dict[str, Any], store: ChunkStore) -> bool:
+        """Whether the order is carried out on a chunk; not if it waits for a push."""
+        kind = order["op"]
+        if kind == "update":
+            if store.version > order["version"]:
+                return True  # In the mirror already when this process began.
+            return self._update(order, store)
+        if kind == "send" and order.get("only") in (None, self.index):
+            for rank, step in order["to"]:
+                self._outlet.send(rank, Kind.PARAMS, step, store)
+        elif kind in ("pull", "state"):
+            self._outlet.send(order["rank"], Kind.PULLED if kind == "pull" else Kind.STATED, order["request"], store)
+        return True
+
+    def _update(self, order: dict[str, Any], store: ChunkStore) -> bool:
+        chunk = store.chunk.index
+        factors, buffers, left_out = [], [], 0.0
+        for rank, step, factor in order["parts"]:
+            gradient = self._staged.get((rank, step), {}).get(chunk)
+            if gradient is not None:
+                factors.append(factor)
+                buffers.append(gradient)
+            elif (rank, step) in self._skipped:
+                left_out += factor
+            else:
+                return False
+        if left_out and sum(factors):
+            # The rank died before it had sent this chunk: the others stand for it.
+            scale = 1.0 + left_out / sum(factors)
+            factors = [factor * scale for factor in factors]
+        store.apply(factors, buffers, order["row"])
+        store.seq = order["seq"]
+        for rank, step, _ in order["parts"]:
+            store.applied[rank] = step
+            self._staged.get((rank, step), {}).pop(chunk, None)
+        self.fault("before_mirror", order["version"], chunk)
+        self._write(chunk)
+        self.fault("after_mirror", order["version"], chunk)
+        for rank, step in order["send"]:
+            self._outlet.send(rank, Kind.PARAMS, step, store)
+        self.fault("after_reply", order["version"], chunk)
+        return True
+
+    def _finish(self, order: dict[str, Any]) -> None:
+        if order["op"] == "update":
+            for rank, step, _ in order["parts"]:
+                self._staged.pop((rank, step), None)
+                self._seen.pop((rank, step), None)
+                self._skipped.discard((rank, step))
+                self._over[rank] = max(step, self._over.get(rank, -1))
+        elif order["op"] == "cut":
+            self._cut = True
+            self._staged.clear()
+            self._parts.clear()
+        self._done(order["seq"])
+
+    def _done(self, seq: int) -> None:
+        self.finished = seq
+        self._outlet.done(seq)
+
+    def fault(self, where: str, update: int, chunk: int | None = None) -> None:
+        """Die here if a test wants it."""
+        if self._faults.get("at") == where and self._faults.get("update") == update:
+            held = list(self.stores)
+            if chunk in (None, held[len(held) // 2]):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of a message as numbers; copied where the message lies at an address that does not suit the type."""
+    if data.data_ptr() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype)

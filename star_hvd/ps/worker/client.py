@@ -1,0 +1,249 @@
+"""A worker's side of the parameter servers: one per optimizer, with a thread of its own for the sockets."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from star_hvd.engine.records import Snapshot
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.ps.common.auth import Endpoint, JobKey
+from star_hvd.ps.common.layout import Layout
+from star_hvd.ps.common.wire import Kind
+from star_hvd.ps.worker.connection import Line, Push
+from star_hvd.ps.worker.exchange import Exchange, Reply, StateExchange
+
+__all__ = ["Client", "Reply"]
+
+
+class Client:
+    """Pushes gradients and gets parameters.
+
+    The methods may be called from any thread, `push` and `wait` by one at a time: a worker has one push in flight.
+
+    Args:
+        rank: This worker.
+        engine: Number of the optimizer.
+        session: As given to `ServerProcess.open`.
+        endpoints: Of all shards, in order.
+        layout: The layout.
+        key: The job's key.
+    """
+
+    def __init__(
+        self, rank: int, engine: int, session: int, endpoints: Sequence[Endpoint], layout: Layout, key: JobKey
+    ) -> None:
+        self.rank = rank
+        self._layout = layout
+        self._line = Line(rank, engine, session, endpoints, layout, key)
+        self._woken = False
+        self._flats: list[torch.Tensor] = []
+        self._lent: list[torch.Tensor] = []
+        self._orphaned = False
+        self._taken_back = False  # The push under way goes nowhere: its parent is, or was, absent.
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def adopt(self, children: Iterable[int], host: str) -> Endpoint:
+        """Before `start`: take these ranks' pushes in, add them to every own push, and pass answers on.
+
+        A push then goes out when all children that are not absent have pushed too.
+
+        Returns:
+            Where the children find this client (`follow`).
+        """
+        return self._line.adopt(children, host)
+
+    def follow(self, parent: Endpoint) -> None:
+        """Before `start`: push through a parent, and get its answers, instead of through the servers."""
+        self._line.parent = parent
+
+    def reach(self, endpoints: Sequence[Endpoint]) -> None:
+        """Before `start`: the servers, where they were not known when this client was made."""
+        self._line.endpoints = list(endpoints)
+
+    def start(self) -> None:
+        """Connect to the servers; they need not listen yet."""
+        self._line.start()
+
+    def close(self, deadline_s: float = 5.0) -> None:
+        """Disconnect; whoever waits gets a `ChannelError`."""
+        self._line.close(deadline_s)
+
+    @property
+    def malformed(self) -> int:
+        """Messages of the servers that made no sense."""
+        return self._line.malformed
+
+    # ---- what the worker does -----------------------------------------------------------------------------
+
+    def push(
+        self,
+        *,
+        step: int,
+        version: int,
+        flats: Sequence[torch.Tensor],
+        weight: float,
+        count: int = 1,
+        own_steps: int = 0,
+        row: Sequence[float] | None = None,
+        loss: float | None = None,
+        keep: bool = False,
+    ) -> None:
+        """Send a gradient; returns at once, `wait` gives the answer.
+
+        Args:
+            step: This worker's own counter, higher than in any push before it.
+            version: Version of the parameters the gradient was computed on.
+            flats: Per bucket the sum of weight * gradient, the weight behind it, as in `Bucket.flat`.
+            weight: The sum of the weights.
+            count: Gradients in the sum.
+            own_steps: Steps this worker has made; the hyperparameters of the one with most count.
+            row: Its hyperparameters (`HyperRow.read`).
+            loss: Its loss, for the log.
+            keep: The buffers are lent: nobody changes them until the answer has come, and no copy is made.
+
+        Raises:
+            ChannelError: The push before has no answer yet, or the client is closed.
+        """
+        with self._line.changed:
+            self._line.check()
+            before = self._line.push
+            if before is not None:
+                raise ChannelError(f"rank {self.rank} pushed step {step}; the answer to {before.step} has not come")
+            if len(flats) != len(self._layout.buckets):
+                raise ValueError(f"a push has {len(flats)} buffers; expected {len(self._layout.buckets)}")
+            lent = self._borrow(flats, keep)
+            meta = {
+                "version": version,
+                "weight": float(weight),
+                "count": count,
+                "own_steps": own_steps,
+                "row": None if row is None else [float(number) for number in row],
+                "loss": None if loss is None else float(loss),
+            }
+            if not self._flats:
+                self._flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
+            self._line.push = Push(step, meta, lent, Exchange(self._layout, self._flats))
+            self._taken_back = self._orphaned
+        if not self._taken_back:
+            self._line.do("push", self._line.push)
+
+    def _borrow(self, flats: Sequence[torch.Tensor], keep: bool) -> list[torch.Tensor]:
+        """The buffers themselves where they may be kept, else copies in memory that is used again."""
+        usable = all(flat.device.type == "cpu" and flat.is_contiguous() for flat in flats)
+        if keep and usable and self._line.relay is None:
+            return list(flats)
+        if not self._lent:
+            self._lent = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
+        for mine, flat in zip(self._lent, flats, strict=True):
+            mine.copy_(flat[: mine.numel()])
+        return self._lent
+
+    def wait(self, deadline_s: float) -> Reply:
+        """The answer to the push.
+
+        Returns:
+            `params`: parameters to go on with. `dropped`: the same, but the push was thrown away. `moved`: the mode
+            ended; `state` gives what there is. `interrupted`: somebody called `wake`; the push is still under way.
+
+        Raises:
+            DeadlineError: No answer within `deadline_s`; the push is still under way.
+            ChannelError: There was no push, the servers refused it, or the client was closed.
+        """
+        line, limit_s = self._line, time.monotonic() + deadline_s
+        with line.changed:
+            if line.push is None:
+                raise ChannelError(f"rank {self.rank} waits for an answer without having pushed")
+            while True:
+                line.check()
+                if line.push.answered:
+                    reply, line.push = line.push.exchange.reply(), None
+                    if reply.kind == "error":
+                        raise ChannelError(f"the servers refused the push of rank {self.rank}: {reply.reason}")
+                    return reply
+                if self._taken_back:
+                    break
+                if self._woken:
+                    self._woken = False
+                    return Reply("interrupted")
+                if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
+                    raise DeadlineError(
+                        f"rank {self.rank} waited {deadline_s:g} s for parameters; "
+                        f"{line.push.exchange.describe()} (is a server dead or a rank very late?)"
+                    )
+
+        # Only parents push: until it is back this worker follows the parameters, and its gradients count as dropped.
+        reply = self.pull(max(0.0, limit_s - time.monotonic()))
+        with self._line.changed:
+            self._line.push, self._taken_back = None, False
+        return dataclasses.replace(reply, kind="dropped", reason="the parent in the fan-in tree is absent")
+
+    def wake(self) -> None:
+        """Interrupt `wait`, now or the next time."""
+        with self._line.changed:
+            self._woken = True
+            self._line.changed.notify_all()
+
+    def pull(self, deadline_s: float) -> Reply:
+        """The parameters of one version, as `params`.
+
+        Raises:
+            DeadlineError: Not within `deadline_s`.
+            ChannelError: The client was closed.
+        """
+        flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
+        return self._read(Exchange(self._layout, flats, kind=Kind.PULLED), deadline_s).reply()
+
+    def state(self, deadline_s: float) -> Snapshot:
+        """Parameters and optimizer state of one version; after the end of the mode those it ended with.
+
+        Raises:
+            DeadlineError: Not within `deadline_s`.
+            ChannelError: The client was closed, or the state cannot be read.
+        """
+        exchange = StateExchange(self._layout)
+        self._read(exchange, deadline_s)
+        return exchange.snapshot()
+
+    def _read(self, exchange: Exchange, deadline_s: float) -> Exchange:
+        line, limit_s = self._line, time.monotonic() + deadline_s
+        with line.changed:
+            line.check()
+        line.do("read", exchange)
+        with line.changed:
+            try:
+                while not exchange.complete:
+                    line.check()
+                    if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
+                        raise DeadlineError(
+                            f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()}"
+                        )
+            finally:
+                line.reads = {number: each for number, each in line.reads.items() if each is not exchange}
+        return exchange
+
+    def child(self, rank: int, *, present: bool) -> None:
+        """A child is absent, or back: own pushes go on without it."""
+        self._line.do("child", (rank, present))
+
+    def orphan(self, alone: bool) -> None:
+        """The parent is absent, or back. A push it has not answered is taken back and counts as dropped."""
+        with self._line.changed:
+            if alone == self._orphaned or self._line.parent is None:
+                return
+            self._orphaned = alone
+            self._taken_back = self._taken_back or (alone and self._line.push is not None)
+            self._line.changed.notify_all()
+        self._line.do("presence", "withdrawn" if alone else "present")
+
+    def absent(self, away: bool) -> None:
+        """Tell the servers that this worker will not push for a while, or that it will again."""
+        self._line.do("presence", "absent" if away else "present")
+
+    def replace(self, index: int, endpoint: Endpoint) -> None:
+        """A shard has a new process: connect to it and send it again what it may have lost."""
+        self._line.do("replace", (index, endpoint))

@@ -1,0 +1,345 @@
+"""A worker's connection to the parameter servers: the thread and the sockets behind `Client`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgpack
+import torch
+import zmq
+
+from star_hvd.channel.link import Dealer, Router
+from star_hvd.channel.reliable import TENSORS
+from star_hvd.errors import ChannelError
+from star_hvd.ps.common.auth import Endpoint, JobKey, connect
+from star_hvd.ps.common.layout import Layout
+from star_hvd.ps.common.wire import Header, Kind, pack, parts, raw, read_meta, unpack
+from star_hvd.ps.server.outbox import worker_identity
+from star_hvd.ps.worker.exchange import Exchange, StateExchange
+from star_hvd.ps.worker.relay import Relay
+
+__all__ = ["Line", "Push"]
+
+logger = logging.getLogger("star_hvd")
+
+_POLL_MS = 500
+_BATCH = 1024  # Messages taken from one socket before the others get a turn.
+
+
+class Push:
+    """A push without a complete reply: what has to be sent again to a server that died.
+
+    Attributes:
+        carriers: Where its parts were sent, and the number of the last of them there.
+    """
+
+    __slots__ = ("carriers", "exchange", "flats", "meta", "step")
+
+    def __init__(self, step: int, meta: dict[str, Any], flats: list[torch.Tensor], exchange: Exchange) -> None:
+        self.step, self.meta, self.flats, self.exchange = step, meta, flats, exchange
+        self.carriers: dict[Dealer, int] = {}
+
+    @property
+    def answered(self) -> bool:
+        """Whether the answer is complete and nobody will read the buffers any more.
+
+        The connections keep the buffers, not copies, and send them again if they must. As a rule that does not matter
+        any more once there is an answer: the parameters in it were made with this gradient, or it was dropped. Only
+        the end of a mode may be told of a gradient that counts and is still on its way.
+        """
+        if not self.exchange.complete:
+            return False
+        if not self.exchange.counts_at_the_end:
+            return True
+        carriers = list(self.carriers.items())  # The line's thread may replace one at this moment.
+        return all(dealer.stream.acknowledged >= number or dealer.stream.ended for dealer, number in carriers)
+
+
+class Line:
+    """Carries out what its client asks for, one thing after another, on a thread that alone touches the sockets.
+
+    Args:
+        rank: This worker.
+        engine: Number of the optimizer.
+        session: As given to `ServerProcess.open`.
+        endpoints: Of all shards, in order.
+        layout: The layout.
+        key: The job's key.
+
+    Attributes:
+        changed: Guards the following, and is notified when an answer is complete or the line broke.
+        push: The push that has no answer yet.
+        reads: Reads without an answer, by their number.
+        error: Why the line broke, if it did.
+        closed: Whether it was closed.
+        malformed: Messages that made no sense.
+    """
+
+    def __init__(
+        self, rank: int, engine: int, session: int, endpoints: Sequence[Endpoint], layout: Layout, key: JobKey
+    ) -> None:
+        self.rank, self.engine, self.session = rank, engine, session
+        self.endpoints = list(endpoints)
+        self.parent: Endpoint | None = None
+        self.relay: Relay | None = None
+        self.changed = threading.Condition()
+        self.push: Push | None = None
+        self.reads: dict[int, Exchange] = {}
+        self.error: str | None = None
+        self.closed = False
+        self.malformed = 0
+        self._layout, self._key = layout, key
+        self._context = zmq.Context()
+        self._sockets: list[Dealer] = []
+        self._gate: Dealer = None  # type: ignore[assignment]  # Made by the thread: where pushes go.
+        self._poller = zmq.Poller()
+        self._todo: deque[tuple[str, Any]] = deque()
+        self._bell = os.pipe()
+        os.set_blocking(self._bell[0], False)
+        os.set_blocking(self._bell[1], False)
+        self._requests = 0
+        self._held: Push | None = None
+        self._presence: str | None = None  # The last that the servers were told of this worker's.
+        self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
+
+    # ---- for the client -----------------------------------------------------------------------------------
+
+    def adopt(self, children: Iterable[int], host: str) -> Endpoint:
+        """Before `start`: see `Client.adopt`."""
+        self.relay = Relay(self._context, self._key, host, self.engine, self.session, self._layout, children)
+        return self.relay.endpoint
+
+    def start(self) -> None:
+        """Connect to the servers; they need not listen yet."""
+        self._thread.start()
+
+    def close(self, deadline_s: float) -> None:
+        """Disconnect; whoever waits gets a `ChannelError`."""
+        with self.changed:
+            if self.closed:
+                return
+            self.closed = True
+            self.changed.notify_all()
+        if self._thread.ident is not None:
+            self._ring()
+            self._thread.join(deadline_s)
+        elif self.relay is not None:  # Else the thread closes it.
+            self.relay.close()
+        self._context.destroy(linger=500)
+        for end in self._bell:
+            os.close(end)
+
+    def check(self) -> None:
+        """Raise a `ChannelError` if the line is closed or broken."""
+        if self.closed:
+            raise ChannelError(f"the connection of rank {self.rank} to the parameter servers is closed")
+        if self.error is not None:
+            raise ChannelError(self.error)
+
+    def do(self, what: str, argument: Any) -> None:
+        """Have the thread carry something out (`_carry_out`), after what it was asked for before."""
+        self._todo.append((what, argument))
+        self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # Full: it rings already.
+            os.write(self._bell[1], b"!")
+
+    # ---- the thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._poller.register(self._bell[0], zmq.POLLIN)
+            for index in range(len(self.endpoints)):
+                self._sockets.append(self._connect(self.endpoints[index]))
+            self._gate = self._sockets[0] if self.parent is None else self._connect(self.parent)
+            if self.relay is not None:
+                self._poller.register(self.relay.router.socket, zmq.POLLIN)
+            while not self.closed:
+                ready = dict(self._poller.poll(self._tick()))
+                if self._bell[0] in ready:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._bell[0], 4096)
+                if self.relay is not None and self.relay.router.socket in ready:
+                    self._drain(self.relay.router, self.relay)
+                    self._send_held()
+                for dealer in self._dealers():
+                    if not ready.keys().isdisjoint(dealer.sockets):
+                        self._drain(dealer)
+                while self._todo:
+                    self._carry_out(*self._todo.popleft())
+        except Exception as error:
+            logger.exception("the connection of rank %d to the parameter servers failed", self.rank)
+            with self.changed:
+                self.error = f"the connection to the parameter servers failed: {type(error).__name__}: {error}"
+                self.changed.notify_all()
+        finally:
+            for each in self._dealers():
+                each.close(linger_ms=500)
+            if self.relay is not None:
+                self.relay.close()
+
+    def _dealers(self) -> list[Dealer]:
+        parent = [] if self.parent is None or self._gate is None else [self._gate]
+        return [*self._sockets, *parent]
+
+    def _tick(self) -> int:
+        """Let acknowledgements and the like go out; milliseconds to the next time."""
+        ends: list[Dealer | Router] = [*self._dealers(), *([self.relay.router] if self.relay is not None else [])]
+        now_s = time.monotonic()
+        for end in ends:
+            if end.next_s <= now_s:
+                end.tick()
+        for dealer in self._dealers():
+            if dealer.stream.broken is not None and not dealer.stream.replaced and not dealer.stream.ended:
+                raise ChannelError(dealer.stream.broken)
+        left_s = min((end.next_s for end in ends), default=math.inf) - now_s
+        return _POLL_MS if left_s > 1e-3 * _POLL_MS else max(0, math.ceil(1e3 * left_s))
+
+    def _connect(self, endpoint: Endpoint) -> Dealer:
+        identity = worker_identity(self.engine, self.session, self.rank)
+        dealer = Dealer(connect(self._context, self._key, endpoint, identity), TENSORS)
+        dealer.register(self._poller)
+        self._send(dealer, [pack(self._header(Kind.HELLO)), b""])
+        return dealer
+
+    def _send(self, dealer: Dealer, frames: list[Any]) -> None:
+        """Send a message, or leave it: a server that was started again gets what counts when it is known (`replace`),
+        and one that has closed its end wants nothing more.
+
+        Raises:
+            ChannelError: The connection was given up.
+        """
+        stream = dealer.stream
+        if not stream.replaced and not stream.ended:
+            dealer.send(frames)
+
+    def _header(self, kind: Kind, step: int = 0) -> Header:
+        return Header(kind, self.engine, self.session, self.rank, step)
+
+    def _carry_out(self, what: str, argument: Any) -> None:
+        if what == "push":
+            self._held = argument
+            self._send_held()
+        elif what == "read":
+            self._ask(argument)
+        elif what == "presence":
+            self._presence = argument
+            self._meta(Kind.PRESENCE, 0, {"what": argument})
+        elif what == "child":
+            if self.relay is not None:
+                self.relay.note(*argument)
+                self._send_held()
+        else:
+            self._reconnect(*argument)
+
+    def _send_held(self) -> None:
+        """Send the push, once the children's are in."""
+        push = self._held
+        if push is None or (self.relay is not None and not self.relay.ready()):
+            return
+        self._held = None
+        if self.relay is not None:
+            push.meta = self.relay.add(push.meta, push.flats)
+        self._announce(push)
+        for index, socket in enumerate(self._sockets):
+            self._send_chunks(push, index, socket if self.parent is None else self._gate)
+
+    def _announce(self, push: Push, again: int | None = None) -> None:
+        self._meta(Kind.PUSH, push.step, push.meta if again is None else {**push.meta, "again": again})
+
+    def _meta(self, kind: Kind, step: int, meta: dict[str, Any]) -> None:
+        through = self._gate if kind in (Kind.PUSH, Kind.PRESENCE) else self._sockets[0]
+        self._send(through, [pack(self._header(kind, step)), msgpack.packb(meta)])
+
+    def _send_chunks(self, push: Push, index: int, dealer: Dealer) -> None:
+        header = self._header(Kind.CHUNK, push.step)
+        for chunk in self._layout.of_server(index):
+            data = raw(push.flats[chunk.bucket][chunk.start : chunk.stop])
+            for begin, end in parts(len(data)):
+                head = pack(header._replace(chunk=chunk.index, offset=begin, size=len(data)))
+                self._send(dealer, [head, data[begin:end]])
+        push.carriers[dealer] = dealer.stream.sent
+
+    def _ask(self, exchange: Exchange) -> None:
+        self._requests += 1
+        exchange.reset()
+        self.reads[self._requests] = exchange
+        kind = Kind.STATE if isinstance(exchange, StateExchange) else Kind.PULL
+        self._meta(kind, self._requests, {})
+
+    def _reconnect(self, index: int, endpoint: Endpoint) -> None:
+        if self.push is not None:
+            self.push.carriers.pop(self._sockets[index], None)
+        self._sockets[index].unregister(self._poller)
+        self._sockets[index].close()
+        self.endpoints[index] = endpoint
+        self._sockets[index] = self._connect(endpoint)
+        if self.parent is None:
+            self._gate = self._sockets[0]
+        if index == 0 and self._presence is not None:  # The new process may not know it.
+            self._meta(Kind.PRESENCE, 0, {"what": self._presence})
+        push = self.push
+        # What goes through a parent is sent again by the parent.
+        if push is not None and not push.answered and push is not self._held and self.parent is None:
+            self._announce(push, again=index)
+            self._send_chunks(push, index, self._sockets[index])
+        with self.changed:
+            unanswered = [each for each in self.reads.values() if not each.complete]
+            self.reads.clear()
+        for exchange in unanswered:
+            self._ask(exchange)
+
+    def _drain(self, source: Dealer | Router, relay: Relay | None = None) -> None:
+        for frames in source.receive(_BATCH):
+            try:
+                if isinstance(frames, ChannelError):
+                    raise frames
+                if relay is not None:
+                    relay.take(frames)
+                    continue
+                if len(frames) != 2:
+                    raise ChannelError(f"a message has {len(frames)} frames; expected a header and a payload")
+                self._take(unpack(frames[0]), frames[1])
+            except (ChannelError, KeyError, TypeError, ValueError) as error:
+                self.malformed += 1
+                if self.malformed <= 10:
+                    logger.warning("rank %d dropped a message of a parameter server: %s", self.rank, error)
+        push = self.push
+        if push is not None and push.exchange.complete and push.answered:
+            with self.changed:  # What it still waited for may have been an acknowledgement.
+                self.changed.notify_all()
+
+    def _take(self, header: Header, payload: Any) -> None:
+        push = self.push
+        exchange: Exchange | None = None
+        if header.kind in (Kind.PARAMS, Kind.VERDICT):
+            exchange = push.exchange if push is not None and push.step == header.step else None
+        elif header.kind in (Kind.PULLED, Kind.STATED):
+            exchange = self.reads.get(header.step)
+        else:
+            raise ChannelError(f"a worker got a message of kind {Kind(header.kind).name}")
+        if exchange is None or exchange.complete:
+            return  # Sent twice after a server's death.
+        if self.relay is not None and header.kind in (Kind.PARAMS, Kind.VERDICT):
+            self.relay.forward(header, payload.buffer)
+        if header.kind == Kind.VERDICT:
+            exchange.judge(read_meta(payload))
+        else:
+            exchange.add(header, payload.buffer)
+        self._announce_complete(exchange)
+
+    def _announce_complete(self, exchange: Exchange) -> None:
+        if exchange.complete:
+            if self.relay is not None and self.push is not None and exchange is self.push.exchange:
+                self.relay.done()
+            with self.changed:
+                self.changed.notify_all()

@@ -1,0 +1,193 @@
+"""A request of a worker and what has come of the answer so far: chunks from all shards, a verdict from the primary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from star_hvd.engine.records import Snapshot
+from star_hvd.errors import ChannelError
+from star_hvd.ps.common.layout import Layout, LayoutError, State
+from star_hvd.ps.common.validation import check_verdict
+from star_hvd.ps.common.wire import PART_BYTES, Gathering, Header, Kind, parts
+from star_hvd.ps.server.chunk_store import read_record
+
+_STATE_TIMES, _STATE_BYTES = 64, 16 << 20
+"""A chunk's state beside its parameters, at most: Adam's is twice as large, in half precision four times."""
+
+__all__ = ["Exchange", "Reply", "StateExchange"]
+
+
+@dataclass(slots=True)
+class Reply:
+    """What the servers answered.
+
+    Attributes:
+        kind: `params`, `dropped`, `moved` or `interrupted`.
+        version: Of the parameters; with `moved` the final one.
+        epoch: Of the plan in force at the server; with `moved` the one it ended for.
+        applied: Whether the push is in the parameters.
+        reason: Why a push was dropped.
+        params: Flat parameters per bucket, without the weight; used again by the next push.
+        notes: Updates since the last answer: `version`, `ranks`, `staleness` (per rank), `gradients`, `damped`, `loss`.
+    """
+
+    kind: str
+    version: int = 0
+    epoch: int = 0
+    applied: bool = False
+    reason: str = ""
+    params: list[torch.Tensor] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Exchange:
+    """An answer in the making.
+
+    Args:
+        layout: The layout.
+        flats: Where the parameters go, per bucket.
+        kind: The messages that bring them.
+    """
+
+    def __init__(self, layout: Layout, flats: list[torch.Tensor], kind: Kind = Kind.PARAMS) -> None:
+        self._layout, self._kind = layout, kind
+        self._bytes = [flat.view(torch.uint8) for flat in flats]
+        self._flats = flats
+        self._verdict: dict[str, Any] | None = None
+        self._missing: set[tuple[int, int]] = set()
+        self._versions: set[int] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew: nothing has come."""
+        self._versions.clear()
+        self._missing = {
+            (chunk.index, begin) for chunk in self._layout.chunks for begin, _ in parts(self._layout.nbytes(chunk))
+        }
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing."""
+        if self._kind != Kind.PARAMS:
+            return not self._missing
+        if self._verdict is None:
+            return False
+        return not self._missing or self._verdict["kind"] in ("moved", "error")
+
+    @property
+    def counts_at_the_end(self) -> bool:
+        """Whether the mode ended with this push in its last update."""
+        verdict = self._verdict
+        return verdict is not None and verdict["kind"] == "moved" and bool(verdict["applied"])
+
+    def describe(self) -> str:
+        """What is missing, for an error."""
+        judged = "" if self._kind != Kind.PARAMS or self._verdict is not None else " and no decision"
+        servers = sorted({self._layout.chunks[chunk].server for chunk, _ in self._missing})
+        return f"{len(self._missing)} messages of the servers {servers} are missing{judged}"
+
+    def judge(self, verdict: dict[str, Any]) -> None:
+        """The primary's word on a push.
+
+        Raises:
+            ChannelError: It lacks something.
+        """
+        if not {"kind", "version", "epoch", "applied", "reason", "notes"} <= verdict.keys():
+            raise ChannelError(f"a decision on a push has the fields {sorted(verdict)}")
+        check_verdict(verdict)
+        self._verdict = verdict
+
+    def add(self, header: Header, data: Any) -> None:
+        """A part of a chunk.
+
+        Raises:
+            ChannelError: It does not fit.
+        """
+        if header.chunk >= len(self._layout.chunks):
+            raise ChannelError(f"a server sent chunk {header.chunk}; there are {len(self._layout.chunks)}")
+        chunk = self._layout.chunks[header.chunk]
+        size, end = self._layout.nbytes(chunk), header.offset + len(data)
+        if header.size != size or header.offset % PART_BYTES or end != min(size, header.offset + PART_BYTES):
+            raise ChannelError(f"{len(data)} of {header.size} bytes at {header.offset} do not fit a chunk of {size}")
+        key = (header.chunk, header.offset)
+        if key in self._missing:
+            begin = chunk.start * self._layout.dtype(chunk).itemsize + header.offset
+            self._bytes[chunk.bucket][begin : begin + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+            self._versions.add(header.version)
+            self._missing.discard(key)
+
+    def reply(self) -> Reply:
+        """The answer, once complete. After a server's death chunks can differ in version: the least counts."""
+        version = min(self._versions, default=0)
+        if self._verdict is None:
+            return Reply("params", version, params=self._flats)
+        kind = str(self._verdict["kind"])
+        moved = kind in ("moved", "error")
+        return Reply(
+            kind,
+            int(self._verdict["version"]) if moved else version,
+            int(self._verdict["epoch"]),
+            bool(self._verdict["applied"]),
+            str(self._verdict["reason"]),
+            [] if moved else self._flats,
+            list(self._verdict["notes"]),
+        )
+
+
+class StateExchange(Exchange):
+    """Parameters and optimizer state: a record per chunk."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._parts: dict[int, Gathering] = {}
+        self._whole: dict[int, torch.Tensor] = {}
+        super().__init__(layout, [], kind=Kind.STATED)
+
+    def reset(self) -> None:
+        self._parts.clear()
+        self._whole.clear()
+
+    @property
+    def complete(self) -> bool:
+        return len(self._whole) == len(self._layout.chunks)
+
+    def describe(self) -> str:
+        """What is missing, for an error."""
+        return f"{len(self._layout.chunks) - len(self._whole)} of {len(self._layout.chunks)} chunks are missing"
+
+    def add(self, header: Header, data: Any) -> None:
+        if header.chunk >= len(self._layout.chunks):
+            raise ChannelError(f"a server sent chunk {header.chunk}; there are {len(self._layout.chunks)}")
+        chunk = self._layout.chunks[header.chunk]
+        if header.size > _STATE_TIMES * self._layout.nbytes(chunk) + _STATE_BYTES:
+            raise ChannelError(f"a server sent {header.size} bytes for a chunk of {self._layout.nbytes(chunk)}")
+        gathering = self._parts.setdefault(header.chunk, Gathering(header.size))
+        if header.size != gathering.size:
+            raise ChannelError(f"chunk {header.chunk} comes as {header.size} and as {gathering.size} bytes")
+        whole = gathering.add(header.offset, data)
+        if whole is not None:
+            self._whole[header.chunk] = whole
+
+    def snapshot(self) -> Snapshot:
+        """What came, in the parameters' shapes.
+
+        Raises:
+            ChannelError: A record is damaged, or the chunks are of different versions.
+        """
+        params: dict[int, torch.Tensor] = {}
+        states: dict[int, list[State]] = {}
+        versions = set()
+        for chunk in self._layout.chunks:
+            like = torch.empty(chunk.numel, dtype=self._layout.dtype(chunk), device="cpu")
+            record = read_record(self._whole[chunk.index], like)
+            versions.add(record[0])
+            params[chunk.index], states[chunk.index] = record[4], record[5]
+        if len(versions) > 1:
+            raise ChannelError(f"the servers sent chunks of the versions {sorted(versions)}; expected one")
+        version = versions.pop() if versions else 0
+        try:
+            return Snapshot(version, self._layout.join_params(params), self._layout.join_state(states))
+        except LayoutError as error:
+            raise ChannelError(f"the servers sent a state that does not fit together: {error}") from error

@@ -1,0 +1,169 @@
+"""What a process asks the coordinator for: ranges of samples, the end of an epoch, a place where all ranks meet."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import time
+
+from star_hvd.channel.agent import Agent
+from star_hvd.channel.messages import base as messages
+from star_hvd.channel.messages.leases import Lease, LeaseRecall
+from star_hvd.config import Config
+from star_hvd.errors import DeadlineError, StarError
+from star_hvd.modes.driver import EngineDriver
+from star_hvd.runtime.lease_stock import LeaseStock
+
+__all__ = ["Requests"]
+
+_ASK_AGAIN_S = 5.0  # Nothing is lost on the way as a rule; a request may be repeated as often as one likes.
+_MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
+
+
+class Requests:
+    """The part of a runtime that waits for answers of the coordinator; nothing waits without a deadline.
+
+    Args:
+        config: Settings.
+        rank: This rank.
+    """
+
+    agent: Agent
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self.config = config
+        self.rank = rank
+        self.drivers: dict[int, EngineDriver] = {}
+        self.batch_weights: list[float] = []
+        self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
+        self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
+        self._stocks: dict[tuple[int, int], LeaseStock] = {}  # By loader and epoch, of the last two epochs.
+        # Epochs whose end came while something else was waited for.
+        self._ended: dict[tuple[int, int], messages.EpochEnd] = {}
+        self._asked: collections.deque[messages.Take] = collections.deque()
+        self._requests = 0
+        self._next_loader = 0
+        self._meetings = 0
+
+    def loader_number(self) -> int:
+        """A number for the next `shard` loader, equal on all ranks that make them in the same order."""
+        self._next_loader += 1
+        return self._next_loader - 1
+
+    def open_stock(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> LeaseStock:
+        """This rank's stock of samples of an epoch; the one of the loader's epoch before may still be in use."""
+        send = self.agent.send
+        stock = LeaseStock(
+            self.rank, loader, epoch, samples=samples, batch=batch, drop_last=drop_last, send=lambda m: send(m)
+        )
+        kept = {key: each for key, each in self._stocks.items() if key[0] != loader or key[1] >= epoch - 1}
+        self._stocks = {**kept, (loader, epoch): stock}
+        stock.open()
+        return stock
+
+    def begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
+        """The next range of an epoch's permutation, None when the epoch is over for this rank.
+
+        Raises:
+            DeadlineError: The coordinator did not answer.
+        """
+        return stock.next(
+            self.config.control_deadline_s,
+            self.raise_failure,
+            lambda: time.monotonic() - self.agent.last_heard_s,
+            longest_s=self.config.step_deadline_s,
+        )
+
+    def on_lease(self, message: Lease | LeaseRecall) -> None:
+        """In the agent's thread."""
+        stock = self._stocks.get((message.loader, message.epoch))
+        if stock is not None:
+            stock.on_message(message)
+
+    def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
+        """Ask for the next range; `granted` collects it."""
+        self._requests += 1
+        self._asked.append(messages.Take(loader, epoch, samples, batch, drop_last, self._requests))
+        self.agent.send(self._asked[-1])
+
+    def granted(self, loader: int, epoch: int) -> tuple[int, int] | None:
+        """The answer to the oldest `request` of that epoch."""
+        asked = next(each for each in self._asked if (each.loader, each.epoch) == (loader, epoch))
+        self._asked.remove(asked)
+        grant = self._await_loader(messages.Grant, loader, epoch, self.config.control_deadline_s, "a batch", asked)
+        assert isinstance(grant, messages.Grant)
+        return None if grant.stop <= grant.start else (grant.start, grant.stop)
+
+    def await_epoch_end(self, loader: int, epoch: int) -> bool:
+        """Wait until all ranks have ended an epoch, helping those that have not.
+
+        Returns:
+            Whether all came to its end and meet now; False where one left its loop before.
+        """
+        deadline_s = self.config.step_deadline_s
+        end = self._await_loader(messages.EpochEnd, loader, epoch, deadline_s, "the end of the epoch on all ranks")
+        assert isinstance(end, messages.EpochEnd)
+        return end.together
+
+    def _await_loader(
+        self,
+        kind: type[messages.Message],
+        loader: int,
+        epoch: int,
+        deadline_s: float,
+        what: str,
+        asked: messages.Take | None = None,
+    ) -> messages.Message:
+        if kind is messages.EpochEnd and (loader, epoch) in self._ended:
+            return self._ended.pop((loader, epoch))
+        limit_s = time.monotonic() + deadline_s
+        again_s = time.monotonic() + _ASK_AGAIN_S
+        while True:
+            try:
+                message = self._grants.get(timeout=0.5)
+            except queue.Empty:
+                self.raise_failure()
+                if time.monotonic() > limit_s:
+                    raise DeadlineError(
+                        f"rank {self.rank} waited {deadline_s:g} s for {what}; the coordinator on rank 0 "
+                        f"was last heard {time.monotonic() - self.agent.last_heard_s:.1f} s ago"
+                    ) from None
+                if asked is not None and time.monotonic() > again_s:
+                    self.agent.send(asked)
+                    again_s += _ASK_AGAIN_S
+                continue
+            same = getattr(message, "loader", -1) == loader and getattr(message, "epoch", -1) == epoch
+            answers = asked is None or getattr(message, "number", 0) == asked.number
+            if isinstance(message, kind) and same and answers:
+                return message
+            if isinstance(message, messages.EpochEnd):  # Of another loader, evaluated with in this one's loop.
+                self._ended[message.loader, message.epoch] = message
+
+    def await_all(self, what: str, deadline_s: float) -> None:
+        """Wait until all ranks are here, helping those that still train.
+
+        It is an epoch, without samples, of a work queue of its own.
+        """
+        self._meetings += 1
+        self.request(_MEETING, self._meetings, 0, 1, False)
+        assert self.granted(_MEETING, self._meetings) is None
+        self._await_loader(messages.EpochEnd, _MEETING, self._meetings, deadline_s, f"{what} on all ranks")
+
+    def note_batch(self, weight: float, input_s: float) -> None:
+        """The loader hands out a batch: its weight, and how long the training thread waited for it."""
+        self.batch_weights = [*self.batch_weights[-63:], weight]
+        for driver in self.drivers.values():
+            driver.timer.add_input(input_s)
+
+    def batch_weight(self, passes: int) -> float:
+        """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
+        recent = self.batch_weights[-passes:]
+        return sum(recent) / len(recent) if recent else 1.0
+
+    def raise_failure(self) -> None:
+        """Raise what stopped one of this process's engines or threads, if anything did."""
+        if self.thread_failure is not None:
+            raise self.thread_failure
+        for driver in self.drivers.values():
+            if driver.failure is not None:
+                raise driver.failure

@@ -1,0 +1,219 @@
+"""Feeds the run log of one optimizer: own steps on every rank; windows, plans and facts of the job on rank 0.
+
+One run per optimizer, so that time to accuracy counts from its first step, not from the start of a program that trains
+several networks. Nothing here runs on the training thread but the hand-over of a step's times to a queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from scheduler.records import StepReport
+from scheduler.target import Target
+from star_hvd import env
+from star_hvd.coordinator.coordinator import Coordinator
+from star_hvd.coordinator.optimizer_state import EngineBoard
+from star_hvd.run_log import RunLog, enabled, run_directory, window_values
+from star_hvd.run_log.facts import environment, optimizer_facts
+from star_hvd.telemetry.resources import Resources
+from star_hvd.threads import supervised
+
+if TYPE_CHECKING:
+    from star_hvd.modes.driver import EngineDriver
+    from star_hvd.runtime.model_loader import LazyRanker
+
+__all__ = ["JobLog", "check_curves"]
+
+logger = logging.getLogger("star_hvd")
+
+_LOOK_INTERVAL_S = 0.5  # At a window; the log keeps one per second.
+_PACE_S = 5.0  # Of which steps per second are counted.
+
+
+class JobLog:
+    """The log of one optimizer, as one rank sees it.
+
+    Args:
+        job: Name of the job, the same on all ranks.
+        driver: The optimizer's driver, its engine started.
+        hosts: Address of every rank's host.
+        coordinator: On rank 0, where windows and plans come from.
+        facts: Parameters of the job known already.
+        ranker: What predicts for this optimizer, where it runs in `auto` and a learned policy decides.
+        curves: Gets the names of curves told, for `check_curves`; one for all optimizers of a process.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        driver: EngineDriver,
+        hosts: Sequence[str],
+        coordinator: Coordinator | None,
+        facts: Mapping[str, Any],
+        ranker: LazyRanker | None = None,
+        curves: set[str] | None = None,
+    ) -> None:
+        self._driver = driver
+        self._applier = driver.engine.applier
+        self._hosts = hosts
+        self._coordinator = coordinator
+        self._ranker = ranker
+        self._plans_told = 0
+        self._outcome_told = (-1, -1)  # Epoch and step of the last one.
+        self._pace = _Pace()
+        self._curves = set() if curves is None else curves
+        # Now, on the training thread: a schedule changes them soon, and runs of one job are known by the first ones.
+        self._optimizer = self._optimizer_facts() if coordinator is not None and enabled() else {}
+        self._batch_told = self._model_told = False
+        self._stop = threading.Event()
+        name = job if driver.number == 0 else f"{job}-{driver.number}"
+        self._target = env.target()
+        told = {"target": self._target, "tags": env.tags()}
+        known = {**facts, **{name: value for name, value in told.items() if value}}
+        self._log = RunLog(
+            run_directory(name), rank=driver.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
+        )
+        self._thread = supervised(self._run, "star-job-log", critical=False)
+
+    def start(self) -> None:
+        """Start the threads; without effect where the log is switched off or cannot be written."""
+        if not self._log.enabled:
+            return
+        if self._coordinator is not None:
+            self._check_target()
+            self._thread.start()
+
+    def step(self, report: StepReport) -> None:
+        """A gradient of this rank's own; called by the training thread."""
+        self._log.step(report)
+
+    def metric(self, name: str, value: float, step: int, monotonic_s: float | None = None) -> None:
+        """A point of a curve of the user's, of now or of an earlier time of `time.monotonic()`."""
+        self._curves.add(name)
+        self._log.metric(name, value, step, None if monotonic_s is None else self._log.since_s(monotonic_s))
+
+    def resources(self, readings: Resources) -> None:
+        """What this rank's process gets of its machine."""
+        self._log.resources(readings)
+
+    def close(self, status: str = "FINISHED") -> None:
+        """Write what is left and end; the sender to MLflow goes on by itself for a while.
+
+        Args:
+            status: `FINISHED`, `FAILED` or `KILLED`.
+        """
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(2.0)
+        self._log.close(status)
+
+    # ---- rank 0, own thread -----------------------------------------------------------------------------------------
+
+    def _check_target(self) -> None:
+        """Say at once, not after a night of training, that a target is none."""
+        if self._driver.number == 0 and self._target and Target.parse(self._target) is None:
+            logger.warning(
+                "STAR_TARGET is %r; expected NAME>=NUMBER, accuracy>=0.9 for example; the run has no time to target",
+                self._target,
+            )
+
+    def _optimizer_facts(self) -> dict[str, Any]:
+        sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in self._applier.buckets]
+        return optimizer_facts(self._applier.optimizer, sizes)
+
+    def _run(self) -> None:
+        try:
+            ended = self._stop.wait(_LOOK_INTERVAL_S)  # Reading the environment is not for the first step to wait for.
+            self._log.facts({**environment(self._hosts), "optimizer": self._optimizer})
+            while not ended:
+                self._look()
+                ended = self._stop.wait(_LOOK_INTERVAL_S)
+            self._look()
+        except Exception:
+            logger.exception("the run log gets no more windows; training goes on")
+
+    def _tell_late_facts(self) -> None:
+        """What is known only some time after the start: what the loader gives, which model was loaded."""
+        if not self._batch_told and self._driver.batch:
+            self._batch_told = True
+            self._log.facts({"batch": self._driver.batch})
+        if not self._model_told and self._ranker is not None and self._ranker.facts is not None:
+            self._model_told = True
+            self._log.facts({"model": self._ranker.facts})
+
+    def _look(self) -> None:
+        assert self._coordinator is not None
+        self._tell_late_facts()
+        with self._coordinator.board() as board:
+            engine = board.engines.get(self._driver.number)
+            if engine is None:
+                return
+            plans, values = engine.plans[self._plans_told :], self._values(engine)
+            rested_on = [engine.rested_on.pop(plan.epoch, {}) for _, plan in plans]
+            outcomes = [one for one in engine.outcomes if (one.epoch, one.step) > self._outcome_told]
+        for (step, plan), predictions in zip(plans, rested_on, strict=True):
+            self._log.plan(step, plan, predictions)
+            self._plans_told += 1
+        for outcome in outcomes:
+            self._log.outcome(outcome)
+            self._outcome_told = (outcome.epoch, outcome.step)
+        self._log.window(values)
+
+    def _values(self, engine: EngineBoard) -> dict[str, Any]:
+        window = engine.window()
+        return window_values(
+            window,
+            mode=engine.active.label,
+            stragglers=engine.stragglers,
+            ranks={
+                "wait_s": engine.arrivals.waits_s(),
+                "offset_s": engine.arrivals.offsets_s(),
+                "silent_s": [s.silent_s for s in window.ranks],
+                "link_bytes_per_s": [s.link_bytes_per_s for s in window.ranks],
+            },
+            loss=engine.losses.usual,
+            closed_early=engine.closed,
+            comm_bytes=window.comm_bytes,
+            comm_s=engine.arrivals.usual_comm_s,
+            steps_per_s=self._pace.note(time.monotonic(), engine.steps),
+            effective_batch=self._driver.update_samples(engine.active.label),
+            folds=engine.folds,
+            rank0_drops=self._driver.stats()["drops"],  # Nobody tells those of the others.
+        )
+
+
+def check_curves(curves: Collection[str]) -> None:
+    """Say at the end of a job, on rank 0, that its target's curve was never told: the name is misspelt, for example.
+
+    Args:
+        curves: Names of those that were.
+    """
+    target = Target.parse(env.target())
+    if enabled() and target is not None and target.name not in curves:
+        logger.warning(
+            "STAR_TARGET is %r, but %s was never told by hvd.record_metric (told: %s); the run has no time to target",
+            env.target(),
+            target.name,
+            ", ".join(sorted(curves)) or "nothing",
+        )
+
+
+class _Pace:
+    """Steps per second over the last few seconds."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int]] = deque()
+
+    def note(self, now_s: float, steps: int) -> float:
+        """Take in how many steps there have been; their rate, NaN at first."""
+        while len(self._points) > 1 and self._points[0][0] < now_s - _PACE_S:
+            self._points.popleft()
+        self._points.append((now_s, steps))
+        began_s, first = self._points[0]
+        return (steps - first) / (now_s - began_s) if now_s > began_s else math.nan

@@ -1,0 +1,245 @@
+"""What a process offers to the modes of its optimizers: process sets, servers, connections, and a thread to prepare."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from scheduler.records import Plan
+from star_hvd.channel.keys import Keyring
+from star_hvd.channel.late_push import ParentLink, probe
+from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.switch import (
+    DropSet,
+    LinkRate,
+    MakeSet,
+    Presence,
+    Probe,
+    ServerMoved,
+    Servers,
+    WarmServers,
+)
+from star_hvd.config import Config
+from star_hvd.engine.collective import HorovodCollective
+from star_hvd.engine.records import Snapshot
+from star_hvd.errors import StarError
+from star_hvd.modes.driver import EngineDriver, Send
+from star_hvd.modes.grouped import GroupSteps
+from star_hvd.modes.mode_switcher import Steps
+from star_hvd.modes.ps_worker import ServerSteps
+from star_hvd.modes.subgroup_child import ChildSteps
+from star_hvd.ps import JobKey
+from star_hvd.runtime.process_sets import SetKeeper
+from star_hvd.runtime.server_sessions import ServerHouse
+from star_hvd.threads import supervised
+
+__all__ = ["JobServices"]
+
+logger = logging.getLogger("star_hvd")
+
+Ranks = tuple[int, ...]
+
+
+class JobServices:
+    """See the module's text.
+
+    Args:
+        rank: This rank.
+        config: Settings.
+        keyring: Keys and addresses of the job.
+        key: The job's key for the servers' channel.
+        host: This rank's address.
+        send: Sends a control message.
+        drivers: The drivers of all optimizers by number; filled by the runtime.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        config: Config,
+        keyring: Keyring,
+        key: JobKey,
+        host: str,
+        send: Send,
+        drivers: dict[int, EngineDriver],
+    ) -> None:
+        self._rank = rank
+        self._config = config
+        self._keyring = keyring
+        self._send = send
+        self._drivers = drivers
+        self._sets = SetKeeper(len(keyring.peers), self._set_done)
+        self._changed = threading.Condition()
+        self._set_reasons: dict[Ranks, str | None] = {}
+        self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = supervised(self._run, "star-prepare")
+        self.house = ServerHouse(rank, config, key, host, send, drivers)
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._sets.start()
+        self._thread.start()
+
+    def stop(self, deadline_s: float = 5.0) -> None:
+        """End threads and servers."""
+        self._tasks.put(None)
+        self.house.stop()
+        self._sets.stop(deadline_s)
+        if self._thread.ident is not None:
+            self._thread.join(deadline_s)
+
+    def later(self, task: Callable[[], None]) -> None:
+        """Run `task` in the preparing thread, after those before it."""
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            except Exception:  # The plan is abandoned for want of this rank's word.
+                logger.exception("rank %d: preparing a plan failed", self._rank)
+
+    def on_message(self, message: Message) -> None:
+        """An order of the coordinator, in the agent's thread."""
+        if isinstance(message, (MakeSet, DropSet)):
+            with self._changed:  # What was told of it before does not hold any more.
+                self._set_reasons.pop(tuple(message.ranks), None)
+            (self._sets.add if isinstance(message, MakeSet) else self._sets.remove)(message.ranks)
+        elif isinstance(message, WarmServers):
+            if self._rank in message.ranks:
+                self.later(self.house.warm)
+        elif isinstance(message, Probe):
+            supervised(self._probe, "star-probe", args=(message,), critical=False).start()
+        elif isinstance(message, (Servers, ServerMoved, Presence)):
+            self.house.on_message(message)
+
+    def _probe(self, message: Probe) -> None:
+        """Measure this rank's link, in a thread of its own."""
+        with contextlib.suppress(StarError, zmq.ZMQError):
+            rate = probe(
+                self._keyring,
+                message.target,
+                self._rank,
+                message.size_bytes,
+                chunk_bytes=self._config.chunk_bytes,
+                deadline_s=self._config.control_deadline_s,
+            )
+            self._send(LinkRate(rate))
+
+    def give_up(self, engine: int, epoch: int) -> None:
+        """Plans of an optimizer up to `epoch` are not wanted any more.
+
+        What prepares one stops waiting, or it would hold up the preparation of the next plan, of any optimizer.
+        """
+        with self._changed:
+            self._given_up[engine] = max(epoch, self._given_up.get(engine, -1))
+            self._changed.notify_all()
+        self.house.give_up(engine, epoch)
+
+    def forget(self, engine: int) -> None:
+        """An optimizer is closed on all ranks."""
+        self.give_up(engine, sys.maxsize)
+        self.house.forget(engine)
+
+    # ---- process sets -----------------------------------------------------------------------------------------
+
+    def _set_done(self, ranks: Ranks, reason: str | None) -> None:
+        with self._changed:
+            self._set_reasons[ranks] = reason
+            self._changed.notify_all()
+
+    def process_set(self, ranks: Ranks) -> Any:
+        """A process set that a prepared plan has asked for.
+
+        Raises:
+            StarError: It is not there.
+        """
+        found = self._sets.get(ranks)
+        if found is None:
+            raise StarError(f"process set {list(ranks)} does not exist; the plan that needs it was never prepared here")
+        return found
+
+    def _await_sets(self, engine: int, plan: Plan) -> str | None:
+        limit_s = time.monotonic() + self._config.plan_deadline_s
+
+        def is_told(ranks: Ranks) -> bool:
+            return ranks in self._set_reasons or plan.epoch <= self._given_up.get(engine, -1)
+
+        for ranks in plan.sets:
+            with self._changed:
+                self._changed.wait_for(functools.partial(is_told, ranks), max(0.0, limit_s - time.monotonic()))
+                if plan.epoch <= self._given_up.get(engine, -1):
+                    return f"{plan.label} was given up"
+                if ranks not in self._set_reasons:
+                    return f"process set {list(ranks)} was not made within {self._config.plan_deadline_s:g} s"
+                reason = self._set_reasons[ranks]
+            if reason is not None:
+                return reason
+        return None
+
+    # ---- for handovers ----------------------------------------------------------------------------------------
+
+    def prepare(self, engine: int, plan: Plan) -> str | None:
+        """Get process sets, servers and connections of a plan ready. A reason why not, or None; blocks."""
+        reason = self._await_sets(engine, plan)
+        if reason is None and plan.family in ("ps", "grouped"):
+            reason = self.house.prepare(engine, plan)
+        return reason
+
+    def steps(self, engine: int, plan: Plan) -> Steps:
+        """The steps of a prepared plan that does not run in rounds."""
+        driver = self._drivers[engine]
+        deadline_s = self._config.step_deadline_s
+        if plan.family == "subgroup":
+            parent = plan.parent_of(self._rank)
+            assert parent is not None
+            link = ParentLink(
+                self._keyring,
+                parent,
+                self._rank,
+                engine,
+                chunk_bytes=self._config.chunk_bytes,
+                pace_bytes_per_s=self._config.late_bytes_per_s,
+                deadline_s=deadline_s,
+            )
+            others = driver.handover.state_of_others
+            return ChildSteps(driver.engine, plan, link, others=others, deadline_s=deadline_s, on_step=driver.note_step)
+        common: dict[str, Any] = {
+            "deadline_s": deadline_s,
+            "on_step": driver.note_step,
+            "on_notes": driver.note_updates,
+            "plan_of": driver.handover.plan_of,
+            "same_session": lambda one, other: self.house.same_session(engine, one, other),
+        }
+        client = self.house.client(engine, plan)
+        if plan.mode == "ps":
+            return ServerSteps(driver.engine, plan, client, **common)
+        group = next(ranks for ranks in plan.groups if self._rank in ranks)
+        collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None
+        return GroupSteps(driver.engine, plan, client, collective, group, **common)
+
+    def seed(self, engine: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
+        """The state with which servers begin, where this rank runs any."""
+        self.house.seed(engine, plan, snapshot())
+
+    def end(self, engine: int, plan: Plan, new: Plan) -> None:
+        """All ranks are ready to go on to `new`: let servers here change their rule, or make their last update."""
+        self.house.end(engine, plan, new)
+
+    def begun(self, engine: int, plan: Plan) -> None:
+        """A plan of servers is in force."""
+        self.house.begun(engine, plan)
+
+    def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
+        """The state with which the servers of a plan ended at `version`."""
+        return self.house.final_state(engine, plan, version, deadline_s)

@@ -1,0 +1,569 @@
+"""What a process has once: channel, agent, coordinator on rank 0, and the drivers of its optimizers."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import dataclasses
+import gc
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import zmq
+from horovod.torch import mpi_ops
+from horovod.torch.functions import allgather_object
+
+from scheduler.records import Plan
+from star_hvd import env, threads
+from star_hvd.build_check import own_build, require_equal
+from star_hvd.channel.agent import Agent
+from star_hvd.channel.door import CONTROL_BYTES, SLACK_BYTES
+from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
+from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes
+from star_hvd.channel.messages import base as messages
+from star_hvd.channel.messages.leases import Lease, LeaseRecall
+from star_hvd.channel.messages.switch import (
+    Commit,
+    DropSet,
+    MachineNote,
+    MakeSet,
+    Moved,
+    Presence,
+    Probe,
+    ServerMoved,
+    Servers,
+    WarmServers,
+)
+from star_hvd.channel.state_transfer import TensorServer, fetch
+from star_hvd.config import Config
+from star_hvd.coordinator.coordinator import Coordinator
+from star_hvd.engine.meeting import Position, gather_positions, settled, unsettled_text
+from star_hvd.engine.records import Snapshot
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.errors import ChannelError, DeadlineError, StarError
+from star_hvd.modes.driver import EngineDriver
+from star_hvd.run_log import new_run_name
+from star_hvd.runtime import program_end
+from star_hvd.runtime.coordinator_client import Requests
+from star_hvd.runtime.job_log import JobLog, check_curves
+from star_hvd.runtime.mode_services import JobServices
+from star_hvd.runtime.model_loader import LazyRanker
+from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity
+
+__all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
+
+logger = logging.getLogger("star_hvd")
+
+_MEETING_POLL_S = 0.002
+_SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
+
+_FOR_A_DRIVER = (
+    messages.CloseRound, messages.PlanMessage, messages.Abandon, messages.OptimizerOver, Commit, Moved
+)
+
+_current: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    """The running runtime of this process, if any."""
+    return _current
+
+
+def ensure(config: Config | None = None) -> Runtime:
+    """The running runtime, started when there is none. Collective: all ranks call it at the same point.
+
+    Raises:
+        StarError: Horovod is not initialized.
+    """
+    global _current
+    if not mpi_ops.is_initialized():
+        raise StarError("Horovod is not initialized; call star_hvd.init() first")
+    if _current is None:
+        _current = Runtime(config or Config())
+        try:
+            _current.start()
+        except BaseException:  # A further rank was lost while the ranks met: nothing half made is left behind.
+            on_reset()
+            raise
+    return _current
+
+
+def on_reset() -> None:
+    """Forget the runtime of a world that is gone (elastic): its sockets and threads are closed, nothing is awaited."""
+    global _current
+    if _current is not None:
+        _current.stop(drain=False)
+        _current = None
+
+
+def shutdown() -> None:
+    """Wait until all ranks have finished, helping those that have not, then stop."""
+    global _current
+    if _current is not None:
+        _current.stop(drain=not program_end.failed())
+        _current = None
+
+
+class Runtime(Requests):
+    """See the module's text.
+
+    Args:
+        config: Settings, equal on all ranks.
+    """
+
+    def __init__(self, config: Config) -> None:
+        # Here, on every rank: a name that is none must end the job, not only what rank 0's coordinator does.
+        told = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
+        changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
+        super().__init__(dataclasses.replace(config, **changes), int(mpi_ops.rank()))
+        self.world_size = int(mpi_ops.size())
+        self.keyring = Keyring()
+        self.coordinator: Coordinator | None = None
+        self.agent: Agent
+        self.tensors: TensorServer
+        self.services: JobServices
+        self._job = ""
+        self._folder: PrivateFolder | None = None
+        self._ranker: LazyRanker | None = None
+        self._sampler: ResourceSampler | None = None
+        self._curves: set[str] = set()
+        self.user_calls: collections.Counter[str] = collections.Counter()
+        self.reference_samples = float(config.reference_samples)
+        self._away_depth = 0
+        self._away_lock = threading.Lock()
+        self._had_dropped = self._had_mixed = False
+        self._training_thread = threading.get_ident()
+        self._sources: queue.SimpleQueue[messages.SourceReply] = queue.SimpleQueue()
+        self._bye = threading.Event()
+        self._lost: list[int] = []
+        self._next_engine = 0
+        self._stopped = False
+        self._pid = os.getpid()
+        self._unwatch_threads = threads.on_death(self._thread_died)
+
+    def start(self) -> None:
+        """Exchange addresses and keys over Horovod and start the threads. Collective."""
+        if self.rank == 0 and self.config.policy == "learned":
+            self._ranker = LazyRanker()
+        single_host = int(mpi_ops.local_size()) == self.world_size
+        host = own_address(single_host=single_host)
+        control, control_port = self.keyring.server(host, CONTROL_BYTES) if self.rank == 0 else (None, 0)
+        router, data_host, port, path = self._data_server(host, single_host=single_host)
+        own = (self.keyring.public_key, host, control_port, port, self.keyring.server_pair.public, path)
+        job = new_run_name() if self.rank == 0 else None
+        gathered = allgather_object((own, job, own_build()), name="star.peers")
+        require_equal(build for _, _, build in gathered)
+        peers, self._job = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
+        self.keyring.admit(peers)
+        # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
+        mpi_ops.barrier()
+        if control is not None:
+            hosts = [peer.host for peer in peers]
+            self.coordinator = Coordinator(control, self.world_size, self.config, hosts, self._ranker)
+            self.coordinator.start()
+        self._late_pushes = LatePushes(self._accept_late, self._most_late_bytes)
+        self.tensors = TensorServer(router, self._snapshot, self.config.chunk_bytes, self._late_pushes.take)
+        self.tensors.start()
+        identity = str(self.rank).encode()
+        self.agent = Agent(
+            self.rank,
+            lambda: self.keyring.client(0, identity, port=peers[0].control_port),
+            self._on_message,
+            self.config.heartbeat_s,
+        )
+        self.services = JobServices(
+            self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers
+        )
+        self.services.start()
+        self.agent.start()
+        _install_exit_hooks()
+
+    def _data_server(self, host: str, *, single_host: bool) -> tuple[Any, str, int, str]:
+        """The socket for tensors, where parameter servers of this rank listen, and the socket's port or path."""
+        if self.config.encryption == "network" and single_host:
+            self._folder = _shared_folder(wanted=host == "127.0.0.1")
+        if self._folder is not None:
+            router, path = self.keyring.local_server(self._folder.path)
+            return router, str(self._folder.path), 0, path
+        router, port = self.keyring.server(host, self.config.chunk_bytes + SLACK_BYTES)
+        return router, host, port, ""
+
+    def new_driver(self) -> EngineDriver:
+        """A driver for the next optimizer; optimizers must be made in the same order on all ranks."""
+        for driver in [driver for driver in self.drivers.values() if driver.over]:
+            self._end(driver)
+        self._next_engine += 1
+        return EngineDriver(
+            self._next_engine - 1,
+            self.config,
+            self.agent.send,
+            self._fetch,
+            self.diagnose,
+            self.services.later,
+        )
+
+    def attach(self, driver: EngineDriver, engine: RoundEngine, initial: Plan, plan: Plan | None) -> None:
+        """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
+        if driver.number > 0:
+            gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
+        self.drivers[driver.number] = driver
+        driver.start(engine, self.services)
+        if self._ranker is not None and plan is None:
+            first = engine.version
+            self._ranker.load_after(lambda: engine.version > first)
+        wanted = plan.to_dict() if plan is not None else {}
+        hosts = [peer.host for peer in self.keyring.peers]
+        facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}
+        ranker = None if plan else self._ranker
+        driver.log = JobLog(self._job, driver, hosts, self.coordinator, facts, ranker, self._curves)
+        driver.log.start()
+        if self._sampler is None:
+            self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
+            self._sampler.start()
+        size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
+        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size))
+
+    def _note_resources(self, readings: Resources) -> None:
+        """Once per second, in the sampler's thread."""
+        self.agent.send(
+            MachineNote(
+                throttled_share=readings.throttled_share,
+                pressure_share=readings.psi_host_share,
+                gpu_clock_share=readings.gpu_sm_mhz / (readings.gpu_sm_max_mhz or math.nan),
+                gpu_throttled=readings.gpu_throttled,
+                gpu_temperature_c=readings.gpu_temperature_c,
+                nic_drops_per_s=readings.nic_drops_per_s,
+            ),
+            urgent=False,
+        )
+        for driver in list(self.drivers.values()):
+            if driver.log is not None:
+                driver.log.resources(readings)
+
+    def detach(self, driver: EngineDriver) -> None:
+        """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
+        with self.meeting(messages.CLOSE, out_of_data=True):
+            driver.conclude()
+            # Whoever runs a server keeps it until the last group has had its last answer.
+            self.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
+        self._end(driver)
+        self.agent.send(messages.Unregister(driver.number))
+
+    def _end(self, driver: EngineDriver) -> None:
+        """Let go of an optimizer for which no rank waits any more."""
+        self.drivers.pop(driver.number, None)
+        self._had_dropped |= driver.dropped
+        self._had_mixed |= driver.engine.agreement.mixed
+        driver.stop()
+        self.services.forget(driver.number)
+        _close_log(driver)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer, or was one that ended by being dropped, of which ranks hear one by one."""
+        return bool(self.drivers) or self._had_dropped
+
+    @property
+    def mixed(self) -> bool:
+        """Whether ranks may be at different steps, as all of them know after the same one of their own."""
+        return self._had_mixed or any(driver.engine.agreement.mixed for driver in list(self.drivers.values()))
+
+    # ---- the training thread is elsewhere -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def away(self, reason: str, *, out_of_data: bool = True) -> Iterator[None]:
+        """The calling thread delivers no gradients inside the block; others go on without waiting for it.
+
+        Args:
+            reason: For the log.
+            out_of_data: There is nothing to train on for now. False inside a collective of the user's.
+        """
+        began_s = time.monotonic()
+        self.enter_away(reason, out_of_data=out_of_data)
+        try:
+            yield
+        finally:
+            self.leave_away(reason)
+            for driver in self.drivers.values():
+                driver.timer.add_outside(time.monotonic() - began_s)
+
+    @contextlib.contextmanager
+    def meeting(self, reason: str, *, out_of_data: bool = False) -> Iterator[None]:
+        """Away, with all ranks: inside the block all replicas are the same, at the furthest step.
+
+        Collective. Ranks in the middle of a step take part and stay as they are. Inside another time away, and in
+        threads that do not train, it is no more than that.
+
+        Raises:
+            DeadlineError: Not all ranks came, or they did not get to one step, within `step_deadline_s`.
+        """
+        with self.away(reason, out_of_data=out_of_data):
+            if self._away_depth == 1 and threading.get_ident() == self._training_thread:
+                self._meet(reason, self.config.step_deadline_s, out_of_data=out_of_data)
+            yield
+
+    def _meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
+        limit_s, asked = time.monotonic() + deadline_s, False
+        while True:
+            # Of one that was dropped nobody has a reference, and its helper may have ended on some ranks already.
+            own = [driver.position() for driver in list(self.drivers.values()) if not driver.dropped]
+            found = gather_positions(own, self.raise_failure, deadline_s, reason)
+            if settled(found, asked=asked):
+                return
+            for position in found:
+                if position.manual_step >= 0 and position.optimizer in self.drivers:
+                    self.drivers[position.optimizer].engine.note_manual(position.manual_step)
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}"
+                )
+            if asked:
+                time.sleep(_MEETING_POLL_S)  # Something is on its way: a step that ends, or word of it.
+            self._catch_up_together(own, reason, out_of_data=out_of_data)
+            asked = True
+
+    def _catch_up_together(self, own: list[Position], reason: str, *, out_of_data: bool) -> None:
+        """Present, as long as nothing forbids it: an averaging of local steps, for one, is made of those present."""
+        stays_away = any(position.mid_step for position in own)
+        if not stays_away:
+            self.leave_away(reason)
+        try:
+            for position in own:
+                driver = self.drivers.get(position.optimizer)
+                if driver is not None and not position.mid_step:
+                    behind = not position.outside and position.step < position.next_step
+                    driver.bring_up()
+                    if behind and driver.outside is None:
+                        driver.engine.note_joined()
+        finally:
+            if not stays_away:
+                self.enter_away(reason, out_of_data=out_of_data)
+
+    def enter_away(self, reason: str, *, out_of_data: bool = True) -> None:
+        """Begin of a time without gradients; may be nested."""
+        with self._away_lock:
+            self._away_depth += 1
+            if self._away_depth == 1:
+                self._set_away(True, out_of_data, reason)
+
+    def leave_away(self, reason: str) -> None:
+        """End of it."""
+        with self._away_lock:
+            self._away_depth -= 1
+            if self._away_depth == 0:
+                self._set_away(False, False, reason)
+
+    def _set_away(self, away: bool, out_of_data: bool, reason: str) -> None:
+        for driver in self.drivers.values():
+            driver.set_away(away)
+        if self.drivers:
+            self.agent.send(messages.Away(away, out_of_data, reason))
+
+    # ---- looking after the job -----------------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """Bring the parameters of all optimizers up to date; only outside forward and backward."""
+        for driver in self.drivers.values():
+            driver.bring_up()
+
+    def _thread_died(self, name: str, error: Exception) -> None:
+        """A thread of this process ended that training cannot go on without: the training thread raises it."""
+        kind = ChannelError if isinstance(error, (ChannelError, OSError, zmq.ZMQError)) else StarError
+        self.thread_failure = kind(
+            f"rank {self.rank} cannot go on: its thread {name} ended by {type(error).__name__}: {error}"
+        )
+        for driver in list(self.drivers.values()):
+            driver.engine.fail(self.thread_failure)
+            if driver.outside is not None:
+                driver.outside.wake()
+
+    def diagnose(self) -> str:
+        """Which rank is gone, as far as signs of life tell. Waits a moment for the silence to show."""
+        time.sleep(2.5 * self.config.heartbeat_s)
+        silent_for_s = 2.0 * self.config.heartbeat_s
+        if self.coordinator is None:
+            silent_s = time.monotonic() - self.agent.last_heard_s
+            if silent_s > silent_for_s:
+                return f"rank 0 has given no sign of life for {silent_s:.1f} s"
+            return "rank 0 is alive; its log names the rank that is gone"
+        with self.coordinator.board() as board:
+            silence_s = board.silent_for_s(time.monotonic())
+        gone = [f"rank {r} ({s:.1f} s)" for r, s in enumerate(silence_s) if s > silent_for_s]
+        sentence = f"no sign of life from {', '.join(gone)}" if gone else "all ranks still give signs of life"
+        logger.error("a collective failed: %s", sentence)
+        return sentence
+
+    # ---- end ------------------------------------------------------------------------------------------------
+
+    def stop(self, *, drain: bool) -> None:
+        """Stop the threads and close the sockets.
+
+        Args:
+            drain: First wait until all ranks have finished; until then the helpers stand in for this rank.
+        """
+        if self._stopped or os.getpid() != self._pid:
+            return
+        self._stopped = True
+        self._unwatch_threads()
+        if drain and self.trains and not any(d.failure for d in self.drivers.values()):
+            self._drain()
+        for driver in self.drivers.values():
+            driver.stop()
+            _close_log(driver)
+        if drain and self.rank == 0 and self._next_engine:
+            check_curves(self._curves)
+        if hasattr(self, "services"):  # The world may have broken while it was being started.
+            self.services.stop()
+        if self._sampler is not None:
+            self._sampler.stop(0.5)
+        for name in ("agent", "tensors"):
+            if hasattr(self, name):
+                getattr(self, name).stop()
+        if self.coordinator is not None:
+            self.coordinator.stop()
+        self.keyring.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _drain(self) -> None:
+        self.enter_away("finished")
+        self.agent.send(messages.Finished(self.rank))
+        limit_s = time.monotonic() + self.config.shutdown_deadline_s
+        while not self._bye.wait(0.2):
+            if any(d.failure for d in self.drivers.values()):
+                return
+            if time.monotonic() > limit_s:
+                logger.error(
+                    "rank %d leaves although other ranks still train: they took longer than %g s after its end",
+                    self.rank,
+                    self.config.shutdown_deadline_s,
+                )
+                return
+            if time.monotonic() - self.agent.last_heard_s > self.config.lost_after_s:
+                return
+        if self._lost:
+            logger.error("ranks %s were lost", self._lost)
+            return
+        # Whoever looks at its parameters after `shutdown` sees those of the last step, on every rank the same.
+        try:
+            self._meet("shutdown", self.config.control_deadline_s, out_of_data=True)
+        except Exception as error:  # Whatever stopped an engine, the threads and sockets still have to end.
+            logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
+
+    # ---- agent thread ---------------------------------------------------------------------------------------
+
+    def _on_message(self, message: messages.Message) -> None:
+        if isinstance(message, _FOR_A_DRIVER):
+            driver = self.drivers.get(message.engine)
+            if driver is not None:
+                driver.on_message(message)
+        elif isinstance(message, (Lease, LeaseRecall)):
+            self.on_lease(message)
+        elif isinstance(message, (messages.Grant, messages.EpochEnd)):
+            self._grants.put(message)
+        elif isinstance(message, messages.Hurry):
+            for driver in list(self.drivers.values()):
+                driver.hurry = message.now
+        elif isinstance(message, messages.SourceReply):
+            self._sources.put(message)
+        elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerMoved, Presence, Probe)):
+            self.services.on_message(message)
+        elif isinstance(message, messages.Bye):
+            self._lost = message.lost
+            self._bye.set()
+
+    # ---- fetch ----------------------------------------------------------------------------------------------
+
+    def _snapshot(self, engine: int, state_too: bool, least: int) -> Snapshot | None:
+        driver = self.drivers.get(engine)
+        if driver is None or (driver.engine.version < least and not driver.engine.away):
+            return None  # Where nobody trains, what is here is the newest for now.
+        with driver.engine.streams.own():
+            return driver.engine.replica.snapshot(state_too=state_too)
+
+    def _accept_late(self, engine: int, rank: int, version: int, body: bytearray) -> int:
+        if engine == PROBE:
+            return 0
+        driver = self.drivers.get(engine)
+        if driver is None:
+            raise ChannelError(f"a late gradient of rank {rank} is for optimizer {engine}, which is not here")
+        return driver.accept_late(rank, version, body)
+
+    def _most_late_bytes(self, engine: int) -> int:
+        if engine == PROBE:
+            return MAX_PROBE_BYTES
+        driver = self.drivers.get(engine)
+        buckets = driver.engine.applier.buckets if driver is not None else []
+        return sum((bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets)
+
+    def _fetch(self, engine: int, wanted: Callable[[], bool]) -> Snapshot | None:
+        deadline_s = self.config.control_deadline_s
+        limit_s = time.monotonic() + deadline_s
+        while time.monotonic() < limit_s:
+            self.raise_failure()
+            if not wanted():
+                return None
+            self.agent.send(messages.Source(engine))
+            # A rank that says nothing for long, being frozen for example, need not be the only one with the state.
+            with contextlib.suppress(queue.Empty, DeadlineError):
+                reply = self._sources.get(timeout=5.0)
+                if reply.rank >= 0 and reply.engine == engine:
+                    left_s = max(0.1, limit_s - time.monotonic())
+                    snapshot = fetch(self.keyring, reply.rank, engine, left_s, patience_s=deadline_s / _SOURCES)
+                    if snapshot is not None:
+                        return snapshot
+            time.sleep(0.002)
+        raise DeadlineError(
+            f"rank {self.rank} is behind and found no rank to fetch parameters from within "
+            f"{self.config.control_deadline_s:g} s"
+        )
+
+
+def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
+    """A folder for this rank's Unix sockets; None, on all ranks, where not all of them reach each other's. Collective.
+
+    Args:
+        wanted: Whether this rank is to use one. With addresses of the user's own, of network namespaces for example,
+            ranks of one host are to use those.
+    """
+    folder = PrivateFolder()
+    told = allgather_object((wanted, str(folder.path)), name="star.folders")
+    # In containers ranks may share a host's name and address, and no files.
+    reached = all(each and PrivateFolder.is_own(path) for each, path in told)
+    if all(allgather_object(reached, name="star.reached")):
+        return folder
+    folder.close()
+    return None
+
+
+def _close_log(driver: EngineDriver) -> None:
+    if driver.log is not None:
+        driver.log.close("FAILED" if program_end.failed() or driver.engine.failure is not None else "FINISHED")
+
+
+_hooks_installed = False
+
+
+def _install_exit_hooks() -> None:
+    """Finish before Horovod's own exit handler does, which would end the other ranks' steps."""
+    global _hooks_installed
+    program_end.watch()
+    if not _hooks_installed:
+        _hooks_installed = True
+        atexit.register(shutdown)
+        os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _forget_parent() -> None:
+    """In a child made by fork: the runtime is the parent's, whose threads, sockets and servers go on there."""
+    global _current
+    _current = None
+    program_end.forget()
+    atexit.unregister(mpi_ops._basics.shutdown)  # Horovod would wait for a thread that is not there, for ever.

@@ -1,0 +1,344 @@
+"""The parameter servers that this rank runs, and its connections to all servers, for every optimizer.
+
+A session is what lies between entering a mode of servers and leaving it; its number is the epoch of the plan that
+began it. Server processes stay for the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.plan.plan import Plan
+from star_hvd.channel.messages.base import Message, Refuse
+from star_hvd.channel.messages.switch import CutDone, Presence, ServerMoved, Servers, ServerUp
+from star_hvd.config import Config
+from star_hvd.engine.records import Snapshot
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
+from star_hvd.modes.driver import EngineDriver, Send
+from star_hvd.ps import Client, Endpoint, JobKey, Layout, LayoutError, OptimizerSpec, ServerProcess
+from star_hvd.threads import supervised
+
+__all__ = ["ServerHouse"]
+
+logger = logging.getLogger("star_hvd")
+
+_ENDPOINT_PARTS = 3
+
+
+@dataclass(slots=True)
+class _Session:
+    number: int
+    plan: Plan
+    client: Client
+    endpoints: list[Endpoint]
+    layout: Layout
+    spec: OptimizerSpec
+    begun: bool = False  # Whether its plan came into force, on this rank's training thread or past it: many do not.
+
+
+class ServerHouse:
+    """See the module's text.
+
+    Args:
+        rank: This rank.
+        config: Settings.
+        key: The job's key for the servers' channel.
+        host: This rank's address.
+        send: Sends a control message.
+        drivers: The drivers of all optimizers by number.
+    """
+
+    def __init__(
+        self, rank: int, config: Config, key: JobKey, host: str, send: Send, drivers: dict[int, EngineDriver]
+    ) -> None:
+        self._rank = rank
+        self._config = config
+        self._key = key
+        self._host = host
+        self._send = send
+        self._drivers = drivers
+        self._process = ServerProcess(rank, key, host, on_event=self._on_event)
+        self._changed = threading.Condition()
+        self._found: dict[tuple[int, int], list[Endpoint]] = {}
+        self._sessions: dict[int, list[_Session]] = {}
+        self._serves: dict[tuple[int, int], int] = {}  # (optimizer, epoch of a plan) -> session
+        self._absent: set[int] = set()
+        self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Close all connections and end this rank's server."""
+        self._stopped = True
+        with self._changed:
+            self._changed.notify_all()
+            sessions = [session for each in self._sessions.values() for session in each]
+        for session in sessions:
+            session.client.close()
+        if self._process.pid is not None:
+            self._process.stop()
+
+    # ---- getting ready, in the preparer's thread ------------------------------------------------------------------
+
+    def prepare(self, engine: int, plan: Plan) -> str | None:
+        """Start this rank's server where the plan wants one, learn where all are, connect.
+
+        Returns:
+            Why the plan cannot be carried out here, or None.
+        """
+        driver = self._drivers[engine]
+        if driver.engine.plan.family == plan.family == "ps":  # The same servers go on under another rule.
+            self._serves[engine, plan.epoch] = self._session_of(engine, driver.engine.plan).number
+            return None
+        applier = driver.engine.applier
+        groups = applier.optimizer.param_groups
+        try:
+            chunk_bytes = self._config.server_chunk_bytes
+            layout = Layout.build(applier.buckets, groups, applier.base, len(plan.servers), chunk_bytes)
+            spec = OptimizerSpec.of(applier.base, groups, applier.hyper)
+            if self._rank in plan.servers:
+                self._announce(engine, plan)
+            client = Client(self._rank, engine, plan.epoch, [], layout, self._key)
+            endpoints = self._connect(client, engine, plan)
+        except (LayoutError, DeadlineError) as error:
+            return str(error)
+        session = _Session(plan.epoch, plan, client, endpoints, layout, spec)
+        self._serves[engine, plan.epoch] = plan.epoch
+        self._tidy(engine, driver.engine.plan)
+        with self._changed:
+            self._sessions.setdefault(engine, []).append(session)
+        return None
+
+    def _tidy(self, engine: int, active: Plan) -> None:
+        """Close an optimizer's sessions that are over, or were never begun because their plan was abandoned."""
+        live = self._serves.get((engine, active.epoch))
+        with self._changed:
+            kept = self._sessions.get(engine, [])
+            past = [each for each in kept if each.number <= active.epoch and each.number != live]
+            begun = [each for each in past if each.begun]
+            # The last one may still be asked for its last state; in another mode that is the last but one.
+            old = [each for each in past if not each.begun] + begun[: -1 if live is not None else -2]
+            self._sessions[engine] = [each for each in kept if each not in old]
+        self._close(engine, old)
+
+    def forget(self, engine: int) -> None:
+        """An optimizer is closed on all ranks: let go of its connections and of its shards on this rank's server."""
+        with self._changed:
+            sessions = self._sessions.pop(engine, [])
+            for known in (self._found, self._serves):
+                for key in [key for key in known if key[0] == engine]:
+                    del known[key]
+        self._close(engine, sessions)
+
+    def _close(self, engine: int, sessions: list[_Session]) -> None:
+        for session in sessions:
+            session.client.close()
+            self._process.close(engine, session.number)
+
+    def give_up(self, engine: int, epoch: int) -> None:
+        """A plan is given up: what prepares it, or an earlier one, stops waiting."""
+        with self._changed:
+            self._given_up[engine] = max(epoch, self._given_up.get(engine, -1))
+            self._changed.notify_all()
+
+    def warm(self) -> None:
+        """Start this rank's server before any plan wants it."""
+        if not self._stopped:
+            with contextlib.suppress(DeadlineError):  # A plan that wants it tries again, and tells.
+                self._process.ensure(self._config.plan_deadline_s)
+
+    def _connect(self, client: Client, engine: int, plan: Plan) -> list[Endpoint]:
+        """Tell where this rank's children find it, learn where all are, start; the servers' endpoints."""
+        count = len(plan.servers)
+        if self._rank in plan.relays:
+            own = client.adopt(plan.children_of(self._rank), self._host)
+            self._send(ServerUp(engine, plan.epoch, count + plan.relays.index(self._rank), _to_parts(own)))
+        try:
+            endpoints = self._await_endpoints(engine, plan)
+        except DeadlineError:
+            client.close()
+            raise
+        client.reach(endpoints[:count])
+        parent = plan.parent_of(self._rank)
+        if parent is not None:
+            client.follow(endpoints[count + plan.relays.index(parent)])
+        client.start()
+        return endpoints[:count]
+
+    def _announce(self, engine: int, plan: Plan) -> None:
+        address = _to_parts(self._process.ensure(self._config.plan_deadline_s))
+        self._send(ServerUp(engine, plan.epoch, plan.servers.index(self._rank), address))
+
+    def _await_endpoints(self, engine: int, plan: Plan) -> list[Endpoint]:
+        key, limit_s = (engine, plan.epoch), self._config.plan_deadline_s
+
+        def given_up() -> bool:
+            return self._stopped or plan.epoch <= self._given_up.get(engine, -1)
+
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._found or given_up(), limit_s)
+            if key not in self._found or given_up():
+                raise DeadlineError(f"the servers of {plan.label} on ranks {list(plan.servers)} were not up in time")
+            return list(self._found.pop(key))
+
+    # ---- orders, in the agent's thread ------------------------------------------------------------------------------
+
+    def on_message(self, message: Message) -> None:
+        """An order of the coordinator."""
+        if isinstance(message, Servers):
+            parts = message.addresses
+            endpoints = [
+                _from_parts(parts[i : i + _ENDPOINT_PARTS]) for i in range(0, len(parts), _ENDPOINT_PARTS)
+            ]
+            with self._changed:
+                self._found[message.engine, message.epoch] = endpoints
+                self._changed.notify_all()
+        elif isinstance(message, ServerMoved):
+            self._replace(message)
+        elif isinstance(message, Presence):
+            self._presence(message.rank, present=message.present)
+
+    def _replace(self, message: ServerMoved) -> None:
+        endpoint = _from_parts(message.address)
+        with self._changed:
+            sessions = list(self._sessions.get(message.engine, []))
+        for session in sessions:
+            if session.number == message.epoch:
+                session.endpoints[message.index] = endpoint
+                session.client.replace(message.index, endpoint)
+                if self._rank in session.plan.servers and session.plan.servers.index(self._rank) != message.index:
+                    self._process.replace(message.engine, message.epoch, message.index, endpoint)
+
+    def _presence(self, rank: int, *, present: bool) -> None:
+        (self._absent.discard if present else self._absent.add)(rank)
+        for engine, driver in list(self._drivers.items()):
+            if driver.engine.plan.family not in ("ps", "grouped") or rank == self._rank:
+                continue
+            if self._leads(engine):
+                with contextlib.suppress(KeyError):
+                    self._process.member(engine, rank, "present" if present else "absent")
+            with contextlib.suppress(StarError):
+                session = self._session_of(engine, driver.engine.plan)
+                if session.plan.parent_of(rank) == self._rank:
+                    session.client.child(rank, present=present)
+                if session.plan.parent_of(self._rank) == rank:
+                    session.client.orphan(not present)
+
+    def _leads(self, engine: int) -> bool:
+        """Whether this rank runs the first server of an optimizer's present session, which orders the updates."""
+        with contextlib.suppress(StarError):
+            return self._session_of(engine, self._drivers[engine].engine.plan).plan.servers[0] == self._rank
+        return False
+
+    def _session_of(self, engine: int, plan: Plan) -> _Session:
+        """The session that serves a plan."""
+        number = self._serves.get((engine, plan.epoch))
+        with self._changed:
+            for session in self._sessions.get(engine, []):
+                if session.number == number:
+                    return session
+        raise StarError(f"{plan.label} has no servers here: its plan was never prepared")
+
+    def end(self, engine: int, plan: Plan, new: Plan) -> None:
+        """All ranks are ready to go on to `new`: change the servers' rule, or let them make their last update."""
+        session = self._session_of(engine, plan)
+        if session.plan.servers[0] != self._rank:
+            return
+        if new.family == plan.family == "ps":
+            self._process.set_plan(engine, new)
+        else:
+            self._process.cut(engine, new.epoch)
+
+    def same_session(self, engine: int, one: Plan, other: Plan) -> bool:
+        """Whether two plans are served by the same servers without an end between them."""
+        numbers = [self._serves.get((engine, plan.epoch), -1 - i) for i, plan in enumerate((one, other))]
+        return numbers[0] == numbers[1]
+
+    def begun(self, engine: int, plan: Plan) -> None:
+        """A plan is in force: with its servers may lie, one day, the only state there is."""
+        with contextlib.suppress(StarError):
+            self._session_of(engine, plan).begun = True
+
+    # ---- for the training thread --------------------------------------------------------------------------------
+
+    def client(self, engine: int, plan: Plan) -> Client:
+        """The connection to the servers of a plan, which begins, or goes on, with it."""
+        return self._session_of(engine, plan).client
+
+    def seed(self, engine: int, plan: Plan, snapshot: Snapshot) -> None:
+        """Open this rank's shard with the state in which the plan begins."""
+        session = self._session_of(engine, plan)
+        index = plan.servers.index(self._rank)
+        self._process.open(
+            engine, session.number, index, session.endpoints, session.layout, plan, session.spec, snapshot.version
+        )
+        self._process.seed(engine, session.number, snapshot)
+        if index == 0:
+            for rank in self._absent - {self._rank}:  # Told of while nothing was open.
+                self._process.member(engine, rank, "absent")
+                if rank not in self._absent:  # Back in this very moment: its own word may have been overtaken.
+                    self._process.member(engine, rank, "present")
+
+    def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
+        """The state with which the servers of a plan ended at `version`, None where it is not to be had any more."""
+        with contextlib.suppress(ChannelError, DeadlineError, StarError):
+            snapshot = self._session_of(engine, plan).client.state(deadline_s)
+            if snapshot.version == version:
+                return snapshot
+        return None
+
+    # ---- events of the own server, in its supervising thread --------------------------------------------------------
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        kind, engine = event["event"], event.get("engine", -1)
+        if kind == "cut":
+            self._send(CutDone(engine, event["epoch"], event["version"]))
+        elif kind == "refused":
+            self._send(Refuse(engine, event["epoch"], event["reason"]))
+        elif kind == "failed":
+            self._fail(engine, StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}"))
+        elif kind == "died" and not self._stopped:
+            logger.error(
+                "rank %d: its parameter server died (exit code %s) and is started again from its copy",
+                self._rank,
+                event["returncode"],
+            )
+            supervised(self._recover, "star-ps-recover").start()
+
+    def _recover(self) -> None:
+        began_s = time.monotonic()
+        try:
+            endpoint = self._process.recover(self._config.control_deadline_s)
+        except (DeadlineError, ChannelError, OSError) as error:
+            self._fail(-1, RankLostError(f"the parameter server of rank {self._rank} could not be recovered: {error}"))
+            return
+        logger.warning("rank %d: its parameter server is back after %.1f s", self._rank, time.monotonic() - began_s)
+        with self._changed:
+            sessions = [(engine, session) for engine, each in self._sessions.items() for session in each]
+        for engine, session in sessions:
+            if self._rank in session.plan.servers:
+                index = session.plan.servers.index(self._rank)
+                self._send(ServerMoved(engine, session.number, index, _to_parts(endpoint)))
+
+    def _fail(self, engine: int, error: Exception) -> None:
+        for number, driver in list(self._drivers.items()):
+            if engine in (-1, number):
+                driver.engine.fail(error)
+                if driver.outside is not None:
+                    driver.outside.wake()
+
+
+def _to_parts(endpoint: Endpoint) -> list[str]:
+    host, port, public_key = endpoint.to_list()
+    return [str(host), str(port), bytes(public_key).hex()]
+
+
+def _from_parts(parts: list[str]) -> Endpoint:
+    host, port, public_key = parts
+    return Endpoint(host, int(port), bytes.fromhex(public_key))
+
+

@@ -1,0 +1,465 @@
+"""Between autograd and the executor: hooks that fill the buckets, and one step of the user's optimizer."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
+from horovod.torch.functions import allgather_object, broadcast_object
+
+from scheduler.records import Plan
+from star_hvd import env
+from star_hvd.config import Config
+from star_hvd.engine.applier import Applier, replayable
+from star_hvd.engine.buckets import Bucket, memory_format_of, pack
+from star_hvd.engine.collective import HorovodCollective
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.records import Result
+from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.errors import StarError
+from star_hvd.modes.driver import EngineDriver
+from star_hvd.runtime import runtime
+from star_hvd.wrapper.dropped import note_dropped
+from star_hvd.wrapper.sparse import SparseGradients
+
+__all__ = ["BucketCore", "mean_loss", "too_many_passes"]
+
+logger = logging.getLogger("star_hvd")
+
+Closure = Callable[[], Any]
+
+_LEAST_BUCKETS = 4
+
+_DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
+
+
+def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_set) -> Any:
+    """The mean of a closure's loss over the ranks: an optimizer that decides on it has to decide alike on all."""
+    if loss is None:
+        return None
+    own = torch.as_tensor(float(loss), dtype=torch.float64, device="cpu")
+    return mpi_ops.allreduce(own, name=name, op=mpi_ops.Average, process_set=process_set)
+
+
+def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> str | None:
+    """Why parameters on these devices can be trained in `sync` only, None where every mode is possible."""
+    kinds = {bucket.flat.device.type for bucket in buckets} - {"cpu"}
+    if not kinds:
+        return None
+    if kinds != {"cuda"}:
+        return f"relaxed modes know CPUs and CUDA devices only, and parameters are on {sorted(kinds)}; training in sync"
+    if any(isinstance(value, torch.Tensor) and value.is_cuda for group in groups for value in group.values()):
+        return "a hyperparameter is a CUDA tensor, which only its own rank can read in time; training in sync"
+    if env.relaxed_cuda():
+        return None
+    return (
+        "relaxed modes on CUDA parameters are refused until tests/gpu have passed on a device, so this trains in sync; "
+        "set STAR_RELAXED_CUDA=1 to use them all the same"
+    )
+
+
+def too_many_passes() -> AssertionError:
+    """What both cores raise, as Horovod does, when backward ran more often than the optimizer expects."""
+    return AssertionError(
+        "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+        "backward_passes_per_step to accumulate gradients locally."
+    )
+
+
+class BucketCore:
+    """The optimizer's flat buckets, hooks and engine.
+
+    Args:
+        inner: The user's own optimizer, which shares its `__dict__` with the wrapped one.
+        base: Its class.
+        wrapped: Refers to the wrapped one, which nothing here may keep alive.
+        passes: Backward passes per step.
+        scale_by_ranks: Whether `op=Sum` was asked for.
+        fp16: Whether gradients travel as float16.
+        sparse_as_dense: Whether sparse gradients are made dense for the reduction.
+        plan: What the user asked for, None for `auto`.
+        run: The running runtime. None in an elastic job, where a new worker must not call collectives before
+            `hvd.elastic.run`; the optimizer is attached there.
+        config: Settings of this optimizer; those of channel and control are the runtime's.
+        names: Name of every parameter.
+        max_grad_norm: Norm to which the averaged gradient is clipped.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        base: type[torch.optim.Optimizer],
+        *,
+        wrapped: weakref.ref[torch.optim.Optimizer],
+        passes: int,
+        scale_by_ranks: bool,
+        fp16: bool,
+        sparse_as_dense: bool,
+        plan: Plan | None,
+        run: runtime.Runtime | None,
+        config: Config,
+        names: dict[torch.nn.Parameter, str],
+        max_grad_norm: float | None,
+    ) -> None:
+        self.base = base
+        self._inner = inner
+        self._wrapped = wrapped
+        self._dropped = False
+        self.passes = passes
+        self.requires_update: set[torch.nn.Parameter] = set()
+        self._fp16 = fp16
+        self._scale_by_ranks = scale_by_ranks
+        self._plan = plan
+        self._max_grad_norm = max_grad_norm
+        self._sparse = SparseGradients(sparse_as_dense, summed=scale_by_ranks)
+        self._delay: dict[torch.nn.Parameter, int] = {}
+        self._where: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
+        self._unready: list[int] = []
+        self._given: set[torch.nn.Parameter] = set()
+        self._hooks: list[Any] = []
+        self._result: Result | None = None
+        self._outcome = ""
+        self._buckets: list[Bucket] = []
+        self._names = names
+        self._config = config
+        self._attached: tuple[runtime.Runtime, EngineDriver] | None = None
+        params = _trainable(inner.param_groups)
+        self._add(params if run is None else same_on_all_ranks(params, names))
+        if run is not None:
+            self._attached = run, self._attach(run)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What the user's step hooks are given: the wrapped optimizer."""
+        return self._wrapped() or self._inner
+
+    @property
+    def run(self) -> runtime.Runtime:
+        """The runtime this optimizer is attached to.
+
+        Raises:
+            StarError: None yet: an elastic job that trains outside `hvd.elastic.run`.
+        """
+        if self._attached is None:
+            raise StarError(_DETACHED)
+        return self._attached[0]
+
+    @property
+    def driver(self) -> EngineDriver:
+        """The driver of this optimizer's engine; raises as `run` does."""
+        if self._attached is None:
+            raise StarError(_DETACHED)
+        return self._attached[1]
+
+    def attached_to(self, run: runtime.Runtime | None) -> bool:
+        """Whether this optimizer works in `run`."""
+        return self._attached is not None and self._attached[0] is run
+
+    def _attach(self, run: runtime.Runtime) -> EngineDriver:
+        hyper = HyperRow(self._inner.param_groups)
+        applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
+        driver = run.new_driver()
+        driver.begun = self._begun
+        driver.mid_step = lambda: bool(self._given) or bool(self._outcome)
+        initial = Plan.sync(
+            run.world_size,
+            damping=self._config.damping,
+            max_staleness=self._config.max_staleness,
+            reason="every job starts in sync",
+        )
+        engine = RoundEngine(
+            rank=run.rank,
+            plan=initial,
+            applier=applier,
+            collective=HorovodCollective(),
+            listener=driver,
+            collective_of=lambda members: HorovodCollective(run.services.process_set(members)),
+            prefix=f"star.{driver.number}",
+            scale_by_ranks=self._scale_by_ranks,
+            can_replay=replayable(self.base),
+            replay_queue=self._config.replay_queue,
+            noise_interval_steps=self._config.noise_interval_steps,
+        )
+        plan = self._plan
+        if plan is not None and plan.world_size != run.world_size:  # Elastic: as many ranks as before may be late.
+            late = plan.world_size - plan.quorum
+            plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
+        run.attach(driver, engine, initial, plan)
+        if issubclass(self.base, torch.optim.LBFGS):
+            driver.pin("LBFGS evaluates its closure several times per step")
+        reason = lockstep_only(self._buckets, self.optimizer.param_groups)
+        if reason is not None:
+            if plan is None or plan.relaxed:
+                logger.warning("%s", reason)
+            driver.pin(reason)
+        return driver
+
+    # ---- hooks ----------------------------------------------------------------------------------------------
+
+    def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
+        size = sum(param.numel() * param.element_size() for param in params)
+        # A quarter: else the first gradients of a small network would wait for its last ones.
+        capacity = min(self._config.bucket_bytes, max(1, -(-size // _LEAST_BUCKETS)))
+        buckets = pack(params, capacity, fp16=self._fp16, first_index=len(self._buckets))
+        self._buckets.extend(buckets)
+        for bucket in buckets:
+            self._unready.append(len(bucket.params))
+            for position, param in enumerate(bucket.params):
+                self._where[param] = (bucket, position)
+                self._delay[param] = self.passes
+                self.requires_update.add(param)
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
+
+    def remove_hooks(self) -> None:
+        """Let go of the parameters, for example before they are wrapped again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def drop(self) -> None:
+        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread."""
+        self._dropped = True  # Its hooks cannot be removed here: a backward pass may be going through them.
+        note_dropped(self)
+        if self._attached is not None:
+            self._attached[1].drop()
+
+    def release(self) -> None:
+        """Let go of the parameters of an optimizer that was dropped: hooks, and gradients that are in its buffers."""
+        self.remove_hooks()
+        for param, (bucket, position) in self._where.items():
+            if param.grad is bucket.views[position]:
+                param.grad = param.grad.clone()
+
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        if self._dropped:
+            return
+        if self._delay[param] <= 0:
+            raise too_many_passes()
+        assert param.grad is not None and not param.grad.requires_grad
+        self._delay[param] -= 1
+        if self._delay[param] == 0:
+            self._give(param)
+
+    def _give(self, param: torch.nn.Parameter) -> None:
+        """The gradient of one parameter is whole, or missing: put it into its bucket."""
+        if param in self._given:
+            return
+        self._settle()
+        self._given.add(param)
+        bucket, position = self._where[param]
+        if self._sparse.is_sparse(param):
+            self.driver.pin("sparse gradients are reduced by Horovod itself")
+            self._sparse.give(param, bucket.views[position], f"{self.driver.engine.prefix}.s{bucket.index}.{position}")
+        else:
+            bucket.adopt(position)
+        self._unready[bucket.index] -= 1
+        if self._unready[bucket.index] == 0:
+            self.driver.engine.weight = self.run.batch_weight(self.passes)
+            self.driver.give(bucket)
+
+    # ---- a step ---------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> bool:
+        """Whether backward has produced gradients that no `synchronize` has collected."""
+        return bool(self.handles)
+
+    @property
+    def handles(self) -> dict[torch.nn.Parameter, Any]:
+        """Parameters whose gradients are on their way, or are accumulated for a later pass to send."""
+        return {p: None for p, passes in self._delay.items() if passes < self.passes or p in self._given}
+
+    def _begun(self) -> list[torch.nn.Parameter]:
+        """Parameters whose gradients are accumulated for a later pass to send."""
+        if self.passes == 1:  # Asked in every step.
+            return []
+        return [param for param, left in self._delay.items() if 0 < left < self.passes]
+
+    def set_passes(self, passes: int) -> None:
+        """Change the number of backward passes per step; gradients on their way stay in the step."""
+        self.passes = passes
+        self._delay = dict.fromkeys(self._delay, passes)
+
+    def refresh_state(self) -> None:
+        """Make the optimizer's state here that of the job, for a checkpoint."""
+        running = runtime.current()  # None between two worlds of an elastic job: the state is what it is.
+        if running is not None and self.attached_to(running) and not self._given:
+            self.driver.refresh_state()
+
+    def bring_state_home(self) -> None:
+        """Before a state is loaded, on all ranks alike: where servers have the optimizer's, end that mode first."""
+        running = runtime.current()
+        if running is None or not self.attached_to(running):
+            return
+        if self.driver.state_is_elsewhere:
+            with running.away("load_state_dict"):
+                running.await_all("load_state_dict", self._config.step_deadline_s)
+            self.driver.bring_state_home()
+
+    def forget(self) -> None:
+        """Give up a step that was begun, on all ranks alike: what is on its way is reduced and not applied."""
+        alive = self._attached is not None and self.attached_to(runtime.current())
+        if self._given and alive and self.driver.engine.failure is None:
+            try:
+                self.synchronize(manual=True)
+            except HorovodInternalError:
+                logger.info("a step that was begun went down with its world")  # Elastic: restored to its commit.
+        self._settle()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._delay = dict.fromkeys(self._delay, self.passes)
+        self._unready = [len(bucket.params) for bucket in self._buckets]
+        self._given.clear()
+
+    def _settle(self) -> None:
+        """Count a step that was synchronized and never applied: the next gradient belongs to the next step."""
+        outcome, result = self._outcome, self._result
+        self._outcome, self._result = "", None
+        if outcome == "member" and result is not None and self.driver.engine.failure is None:
+            self.driver.engine.apply_own(result, lambda row: None)
+
+    def synchronize(self, *, manual: bool) -> None:
+        """Give what is missing and wait for the mean; on return every gradient is the mean over the step's members.
+
+        If this rank is late: its gradient is kept for a later step and `apply` will bring the parameters up to date.
+        """
+        self._settle()
+        for param in self.requires_update - self._given:
+            self._give(param)
+        if self.driver.outside is not None:  # The gradients stay this rank's own; `apply` makes the whole step.
+            self._reset()
+            self._outcome = "outside"
+            return
+        result = self.driver.synchronize(manual=manual)
+        if result is not None:
+            self._sparse.collect()
+        self._reset()
+        self._result, self._outcome = result, "late" if result is None else "member"
+        if manual:
+            self.driver.timer.start()  # No step() may follow; the wait is not this rank's own work.
+
+    def apply(self, *, skip: bool = False) -> Any:
+        """Apply the step that `synchronize` ended, or catch up with those that ended without this rank.
+
+        Args:
+            skip: Count the step without changing parameters (a GradScaler found infinities, on all ranks alike).
+        """
+        outcome, result = self._outcome, self._result
+        self._outcome, self._result = "", None
+        engine, value = self.driver.engine, None
+        if outcome == "member" and result is not None:
+            step = (lambda row: None) if skip else None
+            value = engine.apply_own(result, step)
+            self.driver.catch_up(was_late=False)
+        elif outcome == "outside":
+            with _hooks_around(self.optimizer):
+                value = self.driver.step_outside(skip=skip)
+        elif outcome == "late":
+            with _hooks_around(self.optimizer):
+                self.driver.catch_up(was_late=True)
+        else:  # step() inside skip_synchronize() without a synchronize(): a purely local step, as in Horovod.
+            with engine.replica.writing():
+                value = engine.applier.step(None, clip=False)
+        return value
+
+    def step_with_closure(self, closure: Closure) -> Any:
+        """A step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
+
+        def reduced() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize(manual=True)
+            assert self._outcome == "member", "closures run in sync only"
+            self._settle()
+            return mean_loss(loss, f"{self.driver.engine.prefix}.loss")
+
+        value = self.base.step(self.optimizer, reduced)
+        self.driver.catch_up(was_late=False)
+        return value
+
+    # ---- life -----------------------------------------------------------------------------------------------
+
+    def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Include parameters of a new group. Collective: all ranks add them after the same step."""
+        raise_if_relaxed(self.driver.engine)
+        self._add([param for param in params if param.requires_grad and param not in self._where])
+        self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
+
+    def restart(self, run: runtime.Runtime) -> None:
+        """Go on in a new world (elastic): nothing of the old one is kept but parameters and optimizer state."""
+        self._reset()
+        self._result, self._outcome = None, ""
+        same_on_all_ranks([param for bucket in self._buckets for param in bucket.params], self._names, ordered=True)
+        self._attached = run, self._attach(run)
+
+
+def same_on_all_ranks(
+    params: Sequence[torch.nn.Parameter], names: dict[torch.nn.Parameter, str], *, ordered: bool = False
+) -> list[torch.nn.Parameter]:
+    """The parameters in rank 0's order: buckets are matched by position, where Horovod matches by name.
+
+    Collective.
+
+    Args:
+        params: This rank's parameters.
+        names: Their names.
+        ordered: Whether the order has to be the same already.
+
+    Raises:
+        ValueError: Ranks have different parameters; raised on all ranks.
+    """
+    mine = [f"{names.get(p, '?')} {tuple(p.shape)} {p.dtype} {_format(p)}" for p in params]
+    own = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (mine, sorted(mine))]
+    digests = allgather_object(own, name="star.parameters")
+    differing = [rank for rank, digest in enumerate(digests) if digest[1] != digests[0][1]]
+    out_of_order = any(digest[0] != digests[0][0] for digest in digests)
+    if differing or (ordered and out_of_order):
+        raise ValueError(
+            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, types, order or "
+            "memory format); build the same model and the same optimizer on all ranks"
+        )
+    if not out_of_order:
+        return list(params)
+    first = broadcast_object(mine, root_rank=0, name="star.parameter_order")
+    place = {line: i for i, line in enumerate(first)}
+    return [param for _, param in sorted(zip(mine, params, strict=True), key=lambda pair: place[pair[0]])]
+
+
+def _format(param: torch.Tensor) -> str:
+    """Its memory format, where that is not the usual one: ranks add up what lies at the same place in memory."""
+    return "" if param.is_contiguous() else str(memory_format_of(param))
+
+
+def raise_if_relaxed(engine: RoundEngine) -> None:
+    """Refuse what all ranks have to do after the same step.
+
+    Raises:
+        RuntimeError: A relaxed mode is in force, in which ranks are at different steps.
+    """
+    if engine.plan.relaxed:
+        raise RuntimeError(
+            f"add_param_group was called in mode {engine.plan.label}, in which ranks are at different steps; add all "
+            "groups before training, or make the optimizer with mode='sync'"
+        )
+
+
+def _trainable(groups: Sequence[dict[str, Any]]) -> list[torch.nn.Parameter]:
+    return [param for group in groups for param in group["params"] if param.requires_grad]
+
+
+@contextmanager
+def _hooks_around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Run the user's step hooks once around a catch-up, in which no step of the user's own is applied."""
+    for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
+        hook(optimizer, (), {})
+    yield
+    for hook in list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values()):
+        hook(optimizer, (), {})

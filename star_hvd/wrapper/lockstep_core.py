@@ -1,0 +1,241 @@
+"""One all-reduce per parameter or group, exactly as `horovod.torch.DistributedOptimizer` does it.
+
+For everything that only works in lockstep on Horovod's own terms: groups the user fixed, a process set of the user's,
+a predivide factor, a compressor of the user's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from horovod.common.util import split_list
+from horovod.torch import mpi_ops
+from horovod.torch.functions import broadcast_object
+
+from star_hvd.wrapper.dropped import note_dropped
+
+__all__ = ["NativeCore"]
+
+Group = tuple[torch.nn.Parameter, ...]
+
+
+class NativeCore:
+    """Hooks that reduce each parameter, or each group, on its own.
+
+    Args:
+        inner: The user's own optimizer.
+        base: Its class.
+        wrapped: Refers to the wrapped one, which nothing here may keep alive.
+        names: Name of every parameter.
+        compression: Class with `compress` and `decompress`.
+        passes: Backward passes per step.
+        op: Horovod's reduction.
+        predivide: `gradient_predivide_factor`.
+        groups: Number of groups, or lists of parameters.
+        sparse_as_dense: Whether sparse gradients are made dense for the reduction.
+        process_set: Where the reductions take place.
+        max_grad_norm: Norm to which the averaged gradient is clipped.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        base: type[torch.optim.Optimizer],
+        *,
+        wrapped: weakref.ref[torch.optim.Optimizer],
+        names: dict[torch.nn.Parameter, str],
+        compression: Any,
+        passes: int,
+        op: Any,
+        predivide: float,
+        groups: int | list[Any] | None,
+        sparse_as_dense: bool,
+        process_set: Any,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.base = base
+        self._inner = inner
+        self._wrapped = wrapped
+        self._dropped = False
+        self.passes = passes
+        self.names = names
+        self.requires_update: set[torch.nn.Parameter] = set()
+        self.handles: dict[Any, tuple[Any, Any]] = {}
+        self.driver = None
+        self._compression = compression
+        self._op = op
+        self._predivide = predivide
+        self._sparse_as_dense = sparse_as_dense
+        self._process_set = process_set
+        self._max_grad_norm = max_grad_norm
+        self._delay: dict[torch.nn.Parameter, int] = {}
+        self._group_of: dict[torch.nn.Parameter, Group] = {}
+        self._count: dict[Group, int] = {}
+        self._hooks: list[Any] = []
+        if process_set.included() and mpi_ops.size() > 1:
+            params = [p for g in inner.param_groups for p in g["params"] if p.requires_grad]
+            if groups:
+                self._form_groups(params, groups)
+            self.add_params(params)
+
+    def _form_groups(self, params: list[torch.nn.Parameter], groups: int | list[Any]) -> None:
+        order = broadcast_object(
+            [self.names[p] for p in params], root_rank=0, name="star.groups", process_set=self._process_set
+        )
+        params = sorted(params, key=lambda p: order.index(self.names[p]))
+        if isinstance(groups, list):
+            own = set(params)  # Groups may name parameters of another optimizer.
+            wanted = [tuple(p for p in group if p in own) for group in groups]
+            inside = {p for group in wanted for p in group}
+            formed = [*wanted, *((p,) for p in params if p not in inside)]
+        else:
+            formed = [tuple(group) for group in split_list(params, groups)]
+        for group in formed:
+            self._count[group] = 0
+            self._group_of.update(dict.fromkeys(group, group))
+
+    def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Put hooks on parameters."""
+        for param in params:
+            if param.requires_grad and param not in self.requires_update:
+                self.requires_update.add(param)
+                self.names.setdefault(param, f"allreduce.added.{len(self.names)}")
+                self._delay[param] = self.passes
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What the user's step hooks are given: the wrapped optimizer."""
+        return self._wrapped() or self._inner
+
+    def drop(self) -> None:
+        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread."""
+        self._dropped = True  # Its hooks cannot be removed here: a backward pass may be going through them.
+        note_dropped(self)
+
+    def release(self) -> None:
+        """Let go of the parameters of an optimizer that was dropped."""
+        self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """Let go of the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def pending(self) -> bool:
+        """Whether backward has produced gradients that no `synchronize` has collected."""
+        return bool(self.handles) or any(passes < self.passes for passes in self._delay.values())
+
+    def set_passes(self, passes: int) -> None:
+        """Change the number of backward passes per step."""
+        self.passes = passes
+        self._delay = dict.fromkeys(self._delay, passes)
+
+    def forget(self) -> None:
+        """Give up a step that was begun."""
+        self.handles.clear()
+        self._delay = dict.fromkeys(self._delay, self.passes)
+        self._count = dict.fromkeys(self._count, 0)
+
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        from star_hvd.wrapper.bucket_core import too_many_passes
+
+        if self._dropped:
+            return
+        if self._delay[param] <= 0:
+            raise too_many_passes()
+        self._delay[param] -= 1
+        if self._delay[param] > 0:
+            return
+        group = self._group_of.get(param)
+        if group is None:
+            self.handles[param] = self._reduce(param)
+            return
+        self._count[group] += 1
+        if self._count[group] == len(group):
+            self._give_group(group)
+
+    def _give_group(self, group: Group) -> None:
+        for param in group:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        packed, contexts = zip(*[self._compression.compress(p.grad) for p in group], strict=True)
+        handle = mpi_ops.grouped_allreduce_async_(
+            packed, name=self.names[group[0]], op=self._op, process_set=self._process_set
+        )
+        self.handles[group] = (handle, contexts)
+
+    def _reduce(self, param: torch.nn.Parameter) -> tuple[Any, Any]:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        tensor, name = param.grad, self.names[param]
+        if tensor.is_sparse:
+            if not self._sparse_as_dense:
+                handle = mpi_ops.sparse_allreduce_async(
+                    tensor, name=name, op=self._op, process_set=self._process_set
+                )
+                return handle, None
+            tensor = tensor.to_dense()
+        packed, context = self._compression.compress(tensor)
+        factor = self._predivide if self._op == mpi_ops.Average else 1.0
+        handle = mpi_ops.allreduce_async_(
+            packed,
+            name=name,
+            op=self._op,
+            prescale_factor=1.0 / factor,
+            postscale_factor=factor,
+            process_set=self._process_set,
+        )
+        return handle, context
+
+    def synchronize(self, *, manual: bool) -> None:
+        """Reduce what is missing, wait, and put the results into the gradients."""
+        if not self._process_set.included():
+            return
+        for param in self.requires_update:
+            group = self._group_of.get(param)
+            if group is None and param not in self.handles:
+                self.handles[param] = self._reduce(param)
+            elif group is not None and group not in self.handles:
+                self._give_group(group)
+        for key, (handle, context) in self.handles.items():
+            if isinstance(key, tuple):
+                for param, output, own in zip(key, mpi_ops.synchronize(handle), context, strict=True):
+                    self._put(param, self._compression.decompress(output, own))
+            else:
+                output = handle() if callable(handle) else mpi_ops.synchronize(handle)
+                self._put(key, self._compression.decompress(output, context))
+        self.forget()
+
+    def _put(self, param: torch.nn.Parameter, reduced: torch.Tensor) -> None:
+        assert param.grad is not None
+        if param.grad.is_sparse and not reduced.is_sparse:
+            reduced = reduced.to_sparse()
+        if param.grad is not reduced:
+            param.grad = reduced
+
+    def apply(self, *, skip: bool = False) -> Any:
+        """Step the user's optimizer on the reduced gradients."""
+        if skip:
+            return None
+        if self._max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.requires_update, self._max_grad_norm)
+        return self.base.step(self.optimizer)
+
+    def step_with_closure(self, closure: Any) -> Any:
+        """A step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
+        from star_hvd.wrapper.bucket_core import mean_loss
+
+        def reduced() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.synchronize(manual=True)
+            everywhere = self._process_set.included() and mpi_ops.size() > 1
+            return mean_loss(loss, "star.loss", self._process_set) if everywhere else loss
+
+        return self.base.step(self.optimizer, reduced)
