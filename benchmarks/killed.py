@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from star_hvd.ps.owner.nursery import SERVER_NAME
+from star_hvd.ps.common.forking import SERVER_NAME
 
 __all__ = ["Watch", "kill_server"]
 

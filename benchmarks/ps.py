@@ -33,7 +33,11 @@ from star_hvd.channel.keys import PrivateFolder
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Snapshot
-from star_hvd.ps import Client, Endpoint, JobKey, Layout, OptimizerSpec, ServerProcess
+from star_hvd.ps.common.auth import Endpoint, JobKey
+from star_hvd.ps.common.layout import Layout
+from star_hvd.ps.common.optimizer_spec import OptimizerSpec
+from star_hvd.ps.owner.server_process import ServerProcess
+from star_hvd.ps.worker.client import Client
 
 __all__ = ["main", "measure", "summarize"]
 

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-from star_hvd import doctor
+from star_hvd import patches
 from star_hvd.errors import StarError
 
 __all__ = ["Build", "BuildMismatchError", "compare_before_init", "mismatch", "own_build", "require_equal"]
@@ -73,14 +73,14 @@ class Build:
 
 def own_build() -> Build:
     """The build of this process; Horovod itself is not imported."""
-    facts = doctor.build_list()
+    facts = patches.build_list()
     entries = facts.get("patches", [])
     content = "".join(f"{entry['number']}:{entry['sha256']};" for entry in entries)
     digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     numbers = [entry["number"] for entry in entries]
-    patches = f"patches {numbers[0]}-{numbers[-1]} ({digest})" if numbers else "no patches"
+    named = f"patches {numbers[0]}-{numbers[-1]} ({digest})" if numbers else "no patches"
     nccl = facts.get("build", {}).get("nccl")
-    return Build(facts.get("horovod") or doctor.horovod_release() or "unknown", patches, nccl, socket.gethostname())
+    return Build(facts.get("horovod") or patches.horovod_release() or "unknown", named, nccl, socket.gethostname())
 
 
 def mismatch(builds: Iterable[Build]) -> str | None:

@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
-from scheduler.diagnosis.stragglers import MIN_REPORTS, PERSISTENCE, Readings, lower_median
+from scheduler.diagnosis.stragglers import MIN_REPORTS, PERSISTENCE, Readings
 from scheduler.records import Window
+from scheduler.stats import lower_median
 
 __all__ = ["CYCLE_S", "NOISE", "Array", "Conditions"]
 

@@ -23,7 +23,6 @@ job. When more than half are slow, slow is what this job is, and nobody is named
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,9 +30,9 @@ import numpy.typing as npt
 
 from scheduler.diagnosis.window_stats import MIN_REPORTS, RECENT, RESOLUTION_S, THRESHOLD, Readings
 from scheduler.records import Window
+from scheduler.stats import duration, lower_median
 
-__all__ = [
-    "CAUSES",
+__all__ = ["CAUSES",
     "LINK_CALM",
     "LINK_RATIO",
     "MIN_REPORTS",
@@ -42,11 +41,8 @@ __all__ = [
     "THRESHOLD",
     "Readings",
     "Straggler",
-    "duration",
     "find_stragglers",
-    "link_ratio",
-    "lower_median",
-]
+    "link_ratio"]
 
 _Floats = npt.NDArray[np.float64]
 
@@ -283,22 +279,6 @@ class _Excess:
 
 def _lower_median(values: _Floats) -> float:
     return float(np.sort(values)[(len(values) - 1) // 2])
-
-
-def lower_median(values: Sequence[float]) -> float:
-    """The ceil(k/2)-th smallest of k values, always one of them.
-
-    Raises:
-        ValueError: No values.
-    """
-    if not values:
-        raise ValueError("lower_median got no values; expected at least one")
-    return sorted(values)[(len(values) - 1) // 2]
-
-
-def duration(time_s: float) -> str:
-    """`45 ms`, `1.2 s`, for a sentence."""
-    return f"{time_s * 1e3:.3g} ms" if time_s < 0.9995 else f"{time_s:.3g} s"
 
 
 def _percent(part: float) -> str:

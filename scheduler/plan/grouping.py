@@ -15,7 +15,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.diagnosis.stragglers import lower_median
+from scheduler.stats import lower_median
 
 __all__ = [
     "expected_staleness",

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from scheduler.diagnosis.stragglers import duration, lower_median
+from scheduler.stats import duration, lower_median
 
 __all__ = ["HostLoad", "PlacementDecision", "place_servers"]
 

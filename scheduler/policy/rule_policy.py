@@ -29,9 +29,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.diagnosis.stragglers import PERSISTENCE, RESOLUTION_S, THRESHOLD, Readings, find_stragglers, lower_median
+from scheduler.diagnosis.stragglers import PERSISTENCE, RESOLUTION_S, THRESHOLD, Readings, find_stragglers
 from scheduler.policy.cause_policy import CausePolicy, listing
 from scheduler.records import Plan, Window
+from scheduler.stats import lower_median
 
 __all__ = ["RulePolicy"]
 

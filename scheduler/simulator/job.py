@@ -17,7 +17,6 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduler.diagnosis.stragglers import lower_median
 from scheduler.plan.grouping import progressive_groups, similar_groups, speed_groups
 from scheduler.plan.plan import SET_IDLE_S, Plan
 from scheduler.records import RankStats, Window
@@ -29,6 +28,7 @@ from scheduler.simulator.scenario import Scenario
 from scheduler.simulator.servers import Arrivals, Server
 from scheduler.simulator.stream import Stream, streams
 from scheduler.simulator.subsets import Local, Subgroup
+from scheduler.stats import lower_median
 
 __all__ = ["Job", "Outcome", "Policy", "make_mode", "mean_times_s", "run_plans", "vectorised"]
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from scheduler.diagnosis.stragglers import LINK_RATIO, lower_median
+from scheduler.diagnosis.stragglers import LINK_RATIO
 from scheduler.plan.plan import Plan
+from scheduler.stats import lower_median
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.switch import WarmServers
 from star_hvd.coordinator.set_ledger import MOST_SETS, SetLedger

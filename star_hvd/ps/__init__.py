@@ -26,11 +26,3 @@ in an asynchronous mode a reply can hold chunks of neighbouring versions; its ve
 
 The data channel authenticates and, by default, does not encrypt; see `auth`.
 """
-
-from star_hvd.ps.common.auth import Endpoint, JobKey
-from star_hvd.ps.common.layout import Layout, LayoutError
-from star_hvd.ps.owner.server_process import ServerProcess
-from star_hvd.ps.server.chunk_store import OptimizerSpec
-from star_hvd.ps.worker.client import Client, Reply
-
-__all__ = ["Client", "Endpoint", "JobKey", "Layout", "LayoutError", "OptimizerSpec", "Reply", "ServerProcess"]

@@ -37,7 +37,7 @@ from star_hvd.modes.grouped import GroupSteps
 from star_hvd.modes.mode_switcher import Steps
 from star_hvd.modes.ps_worker import ServerSteps
 from star_hvd.modes.subgroup_child import ChildSteps
-from star_hvd.ps import JobKey
+from star_hvd.ps.common.auth import JobKey
 from star_hvd.runtime.process_sets import SetKeeper
 from star_hvd.runtime.server_sessions import ServerHouse
 from star_hvd.threads import supervised

@@ -19,7 +19,7 @@ from typing import Any
 from horovod.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horovod.torch import mpi_ops
 
-from star_hvd import doctor
+from star_hvd import patches
 from star_hvd.threads import supervised
 
 __all__ = ["MAX_SETS", "SetKeeper", "prepare_init", "static_catalogue", "unavailable_reason"]
@@ -54,21 +54,21 @@ def _dynamic() -> bool:
 
 def unavailable_reason() -> str | None:
     """Why no process set can be used in this job, None where they can."""
-    patches = doctor.horovod_patches()
-    if _elastic() and doctor.SURVIVE_DEATH not in patches:
+    present = patches.horovod_patches()
+    if _elastic() and patches.SURVIVE_DEATH not in present:
         return (
-            f"this Horovod lacks patch {doctor.SURVIVE_DEATH}: under elastic training one dead rank would abort "
+            f"this Horovod lacks patch {patches.SURVIVE_DEATH}: under elastic training one dead rank would abort "
             "every survivor of a job with process sets; build it with scripts/build_horovod.py"
         )
-    if doctor.UNEVEN_HOSTS not in patches and mpi_ops.is_initialized() and int(mpi_ops.cross_size()) > 1:
+    if patches.UNEVEN_HOSTS not in present and mpi_ops.is_initialized() and int(mpi_ops.cross_size()) > 1:
         return (
-            f"this Horovod lacks patch {doctor.UNEVEN_HOSTS}: a process set with different numbers of ranks on "
+            f"this Horovod lacks patch {patches.UNEVEN_HOSTS}: a process set with different numbers of ranks on "
             "different hosts would end the job; build it with scripts/build_horovod.py"
         )
     if not _dynamic() and not _static:
         return (
             f"process sets are neither dynamic nor made at the start ({_DYNAMIC} is "
-            f"{os.environ.get(_DYNAMIC, 'unset')}, Horovod's patches are {', '.join(sorted(patches)) or 'none'}); call "
+            f"{os.environ.get(_DYNAMIC, 'unset')}, Horovod's patches are {', '.join(sorted(present)) or 'none'}); call "
             f"star_hvd.init() instead of horovod.torch.init(), or set {_DYNAMIC}=1"
         )
     return None
@@ -97,12 +97,12 @@ def prepare_init(comm: Any, process_sets: Any) -> Any:
     if mpi_ops.is_initialized():
         return process_sets
     _static.clear()
-    patches = doctor.horovod_patches()
-    if _DYNAMIC not in os.environ and doctor.CHEAP_DYNAMIC in patches:
+    present = patches.horovod_patches()
+    if _DYNAMIC not in os.environ and patches.CHEAP_DYNAMIC in present:
         os.environ[_DYNAMIC] = "1"
     if _dynamic() or _elastic() or comm is not None or process_sets is not None:
         return process_sets
-    if doctor.UNEVEN_HOSTS not in patches and os.environ.get("HOROVOD_CROSS_SIZE", "1") != "1":
+    if patches.UNEVEN_HOSTS not in present and os.environ.get("HOROVOD_CROSS_SIZE", "1") != "1":
         return process_sets
     world_size = int(os.environ.get("HOROVOD_SIZE", "1"))  # Set by the launcher; Horovod tells only afterwards.
     _static.update({ranks: ProcessSet(ranks) for ranks in static_catalogue(world_size)})
@@ -133,7 +133,7 @@ class SetKeeper:
         self._sets: dict[Ranks, ProcessSet] = {}
         self._foreign: set[Ranks] = set()
         self._began_s: float | None = None
-        self._keeps_all = bool(mpi_ops.nccl_built()) and doctor.NCCL_REMOVAL not in doctor.horovod_patches()
+        self._keeps_all = bool(mpi_ops.nccl_built()) and patches.NCCL_REMOVAL not in patches.horovod_patches()
         self._thread = supervised(self._run, "star-sets")
 
     def start(self) -> None:

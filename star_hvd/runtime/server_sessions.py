@@ -20,7 +20,11 @@ from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.modes.driver import EngineDriver, Send
-from star_hvd.ps import Client, Endpoint, JobKey, Layout, LayoutError, OptimizerSpec, ServerProcess
+from star_hvd.ps.common.auth import Endpoint, JobKey
+from star_hvd.ps.common.layout import Layout, LayoutError
+from star_hvd.ps.common.optimizer_spec import OptimizerSpec
+from star_hvd.ps.owner.server_process import ServerProcess
+from star_hvd.ps.worker.client import Client
 from star_hvd.threads import supervised
 
 __all__ = ["ServerHouse"]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from scheduler.plan.plan import Plan
-from star_hvd.ps.owner.nursery import SERVER_NAME
+from star_hvd.ps.common.forking import SERVER_NAME
 from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 from tests.support.ps_cluster import DEADLINE_S, cluster, run_all
 

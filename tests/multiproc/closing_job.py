@@ -10,7 +10,7 @@ import psutil
 import torch
 
 import star_hvd as hvd
-from star_hvd.ps.owner.nursery import SERVER_NAME
+from star_hvd.ps.common.forking import SERVER_NAME
 from star_hvd.runtime import runtime
 from tests.multiproc.scenarios import _wait_without_spinning
 from tests.support.launch import write_result

@@ -17,8 +17,10 @@ from benchmarks.ps import summarize
 from scheduler.plan.plan import Plan
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.ps import Client, JobKey, ServerProcess
-from star_hvd.ps.owner.nursery import SERVER_NAME
+from star_hvd.ps.common.auth import JobKey
+from star_hvd.ps.common.forking import SERVER_NAME
+from star_hvd.ps.owner.server_process import ServerProcess
+from star_hvd.ps.worker.client import Client
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, run_all
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(900)]

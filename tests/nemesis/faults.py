@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from benchmarks.netns import Network
-from star_hvd.ps.owner.nursery import SERVER_NAME
+from star_hvd.ps.common.forking import SERVER_NAME
 
 __all__ = ["FAULTS", "ROLES", "Nemesis", "possible"]
 

@@ -17,9 +17,13 @@ from scheduler.plan.plan import Plan
 from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Snapshot
-from star_hvd.ps import Client, Endpoint, JobKey, Layout, OptimizerSpec, ServerProcess
+from star_hvd.ps.common.auth import Endpoint, JobKey
+from star_hvd.ps.common.layout import Layout
+from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.common.pipe import Pipe
+from star_hvd.ps.owner.server_process import ServerProcess
 from star_hvd.ps.server.server import Server, serve
+from star_hvd.ps.worker.client import Client
 
 __all__ = ["DEADLINE_S", "Cluster", "ThreadServer", "cluster", "plain_steps", "run_all"]
 

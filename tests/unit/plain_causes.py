@@ -6,17 +6,10 @@ import bisect
 import math
 from collections.abc import Sequence
 
-from scheduler.diagnosis.stragglers import (
-    LINK_RATIO,
-    LINK_SHARE,
-    PERSISTENCE,
-    SILENT_STEPS,
-    Straggler,
-    duration,
-    lower_median,
-)
+from scheduler.diagnosis.stragglers import LINK_RATIO, LINK_SHARE, PERSISTENCE, SILENT_STEPS, Straggler
 from scheduler.diagnosis.window_stats import MIN_REPORTS, RECENT, RESOLUTION_S, THRESHOLD
 from scheduler.records import RankStats, Window
+from scheduler.stats import duration, lower_median
 
 __all__ = ["Readings", "find_stragglers", "link_ratio"]
 

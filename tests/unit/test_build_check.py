@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from horovod.runner.http.http_server import RendezvousServer
 
-from star_hvd import build_check, doctor
+from star_hvd import build_check, doctor, patches
 from star_hvd.build_check import Build, BuildMismatchError, compare_before_init, mismatch, own_build, require_equal
 
 PATCHED = Build("0.28.1", "patches 0001-0010 (ab12cd34)", None, "host1")
@@ -60,7 +60,7 @@ def test_the_own_build_follows_the_contents_of_the_patches(monkeypatch: pytest.M
 
 def test_a_horovod_of_another_make_has_a_build_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "build_list", dict)
-    assert own_build().patches == "no patches" and own_build().horovod == doctor.horovod_release()
+    assert own_build().patches == "no patches" and own_build().horovod == patches.horovod_release()
 
 
 # ---- before Horovod starts ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.config import Config
 from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.engine.records import Snapshot
-from star_hvd.ps import Client
+from star_hvd.ps.worker.client import Client
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster
 from tests.support.tap import Tap
 

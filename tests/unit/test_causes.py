@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.diagnosis.stragglers import CAUSES, Readings, Straggler, find_stragglers, link_ratio, lower_median
+from scheduler.diagnosis.stragglers import CAUSES, Readings, Straggler, find_stragglers, link_ratio
 from scheduler.records import RankStats, Window
+from scheduler.stats import lower_median
 
 USUAL_S = 0.1
 

@@ -19,7 +19,8 @@ from star_hvd.channel.keys import Keyring, Peer
 from star_hvd.channel.late_push import LatePushes, ParentLink
 from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.engine.records import Snapshot
-from star_hvd.ps import Endpoint, Reply
+from star_hvd.ps.common.auth import Endpoint
+from star_hvd.ps.worker.exchange import Reply
 from tests.support.proxy import TO_CLIENT, TO_SERVER, Proxy
 from tests.support.ps_cluster import DEADLINE_S, Cluster, plain_steps, run_all
 from tests.unit.test_channel import within

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import pytest
 
 from scheduler.plan.plan import MODES
-from star_hvd import cli, doctor
+from star_hvd import cli, doctor, patches
 
 ALL = frozenset(f"{number:04}" for number in range(1, 11))
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    doctor.horovod_patches.cache_clear()
+    patches.horovod_patches.cache_clear()
     yield
-    doctor.horovod_patches.cache_clear()
+    patches.horovod_patches.cache_clear()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, numbers: frozenset[str] | None) -> None:
@@ -34,36 +34,36 @@ def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path, numbers: frozenset[st
 
 def test_patches_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, tmp_path, ALL)
-    assert doctor.horovod_patches() == ALL
+    assert patches.horovod_patches() == ALL
     (tmp_path / "star_patches.json").unlink()
-    assert doctor.horovod_patches() == ALL
+    assert patches.horovod_patches() == ALL
 
 
 def test_a_horovod_of_another_make_has_no_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, tmp_path, None)
-    assert doctor.horovod_patches() == frozenset()
+    assert patches.horovod_patches() == frozenset()
 
 
 def test_without_horovod_there_are_no_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert doctor.horovod_patches() == frozenset()
+    assert patches.horovod_patches() == frozenset()
 
 
 def test_with_all_patches_every_mode_is_free() -> None:
-    assert doctor.mode_limits(ALL) == {mode: {} for mode in MODES}
+    assert patches.mode_limits(ALL) == {mode: {} for mode in MODES}
 
 
 @pytest.mark.parametrize(
     ("missing", "where"),
     [
-        (doctor.SURVIVE_DEATH, {"elastic"}),
-        (doctor.CHEAP_DYNAMIC, {"always", "elastic"}),
-        (doctor.UNEVEN_HOSTS, {"hosts"}),
-        (doctor.NO_GIL, set()),
+        (patches.SURVIVE_DEATH, {"elastic"}),
+        (patches.CHEAP_DYNAMIC, {"always", "elastic"}),
+        (patches.UNEVEN_HOSTS, {"hosts"}),
+        (patches.NO_GIL, set()),
     ],
 )
 def test_a_missing_patch_limits_the_modes_with_process_sets_alone(missing: str, where: set[str]) -> None:
-    limits = doctor.mode_limits(ALL - {missing})
+    limits = patches.mode_limits(ALL - {missing})
     for mode in MODES:
         expected = where if mode in ("subgroup", "grouped") else set()
         assert set(limits[mode]) == expected, mode
@@ -71,7 +71,7 @@ def test_a_missing_patch_limits_the_modes_with_process_sets_alone(missing: str, 
 
 
 @pytest.mark.parametrize(
-    "missing", [None, doctor.SURVIVE_DEATH, doctor.CHEAP_DYNAMIC, doctor.NO_GIL, doctor.SHARED_SETS]
+    "missing", [None, patches.SURVIVE_DEATH, patches.CHEAP_DYNAMIC, patches.NO_GIL, patches.SHARED_SETS]
 )
 def test_the_exit_status_says_whether_anything_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str | None
@@ -90,7 +90,7 @@ def test_the_table_names_patches_modes_and_problems(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    pretend(monkeypatch, tmp_path, ALL - {doctor.SURVIVE_DEATH})
+    pretend(monkeypatch, tmp_path, ALL - {patches.SURVIVE_DEATH})
     assert cli.main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "patch 0004" in shown and "patch-0004 (000400040004)" in shown
@@ -99,7 +99,7 @@ def test_the_table_names_patches_modes_and_problems(
 
 def test_a_broken_horovod_is_a_problem_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"patches": [], "gloo": False, "nccl": False, "mpi": False, "error": "ImportError: undefined symbol"}
-    (problem,) = doctor._problems(facts, doctor.mode_limits(frozenset()))
+    (problem,) = doctor._problems(facts, patches.mode_limits(frozenset()))
     assert "undefined symbol" in problem and "build_horovod.py" in problem
 
 
@@ -139,18 +139,18 @@ def test_a_minor_version_of_cuda_may_differ() -> None:
     assert doctor.build_problems({"build": BUILD, **GPU}, {**NOW, "cuda": "13.2"}) == []
 
 
-@pytest.mark.parametrize(("missing", "library"), [(doctor.OWN_STREAM, "cuda"), (doctor.NCCL_REMOVAL, "nccl")])
+@pytest.mark.parametrize(("missing", "library"), [(patches.OWN_STREAM, "cuda"), (patches.NCCL_REMOVAL, "nccl")])
 def test_patches_for_gpus_are_missed_where_there_are_gpus(
     monkeypatch: pytest.MonkeyPatch, missing: str, library: str
 ) -> None:
     monkeypatch.setattr(doctor, "torch_facts", lambda: NOW)
     entries = [{"number": number, "name": "", "sha256": ""} for number in sorted(ALL - {missing})]
     facts = {"patches": entries, "build": BUILD, "gloo": True, "mpi": False, "error": None, **GPU}
-    (problem,) = doctor._problems(facts, doctor.mode_limits(ALL - {missing}))
+    (problem,) = doctor._problems(facts, patches.mode_limits(ALL - {missing}))
     assert f"lacks the patch {missing}" in problem
     monkeypatch.setattr(doctor, "torch_facts", lambda: {"torch": "2.13.0+cu130", "cuda": None, "nccl": None})
     facts |= {"build": {}, "cuda": False, "nccl": False}
-    assert doctor._problems(facts, doctor.mode_limits(ALL - {missing})) == []
+    assert doctor._problems(facts, patches.mode_limits(ALL - {missing})) == []
 
 
 def test_the_table_says_what_horovod_was_built_for(

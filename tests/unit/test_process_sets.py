@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd import doctor
+from star_hvd import doctor, patches
 from star_hvd.runtime import process_sets
 from star_hvd.runtime.process_sets import MAX_SETS, SetKeeper, prepare_init, static_catalogue, unavailable_reason
 
@@ -174,7 +174,7 @@ def test_under_nccl_sets_are_removed_if_their_communicators_go_too(
     horovod: Horovod, monkeypatch: pytest.MonkeyPatch, patched: bool
 ) -> None:
     monkeypatch.setattr(process_sets.mpi_ops, "nccl_built", lambda: 22809)
-    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL | ({doctor.NCCL_REMOVAL} if patched else set()))
+    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL | ({patches.NCCL_REMOVAL} if patched else set()))
     told = Told()
     told.add(0, 1)
     told.keeper.remove((0, 1))
@@ -293,7 +293,7 @@ def test_the_users_choice_is_kept(horovod: Horovod, monkeypatch: pytest.MonkeyPa
 def test_elastic_training_needs_the_patch_against_aborts(horovod: Horovod, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     assert unavailable_reason() is None
-    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL - {doctor.SURVIVE_DEATH})
+    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL - {patches.SURVIVE_DEATH})
     assert "lacks patch 0003" in str(unavailable_reason())
     told = Told()
     assert "lacks patch 0003" in str(told.add(0, 1))
@@ -305,7 +305,7 @@ def test_several_hosts_need_the_patch_for_uneven_sets(horovod: Horovod, monkeypa
     monkeypatch.setattr(process_sets.mpi_ops, "is_initialized", lambda: True)
     monkeypatch.setattr(process_sets.mpi_ops, "cross_size", lambda: 2)
     assert unavailable_reason() is None
-    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL - {doctor.UNEVEN_HOSTS})
+    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL - {patches.UNEVEN_HOSTS})
     assert "lacks patch 0006" in str(unavailable_reason())
 
 

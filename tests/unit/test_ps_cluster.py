@@ -17,10 +17,10 @@ from scheduler.plan.plan import Plan
 from star_hvd.channel.link import Dealer
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.ps import Reply
 from star_hvd.ps.common.auth import connect
+from star_hvd.ps.common.identities import shard_identity
 from star_hvd.ps.common.wire import Header, Kind, pack, read_meta
-from star_hvd.ps.server.outbox import shard_identity
+from star_hvd.ps.worker.exchange import Reply
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
 
 pytestmark = pytest.mark.timeout(900)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
-from star_hvd.ps import Layout, LayoutError, OptimizerSpec
-from star_hvd.ps.common.layout import class_path
+from star_hvd.ps.common.layout import Layout, LayoutError, class_path
+from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 

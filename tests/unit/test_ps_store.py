@@ -12,9 +12,11 @@ import torch
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.errors import ChannelError
-from star_hvd.ps import Layout, OptimizerSpec
+from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.mirror import Mirror, new_memory
-from star_hvd.ps.server.chunk_store import ChunkStore, Record, RowReader
+from star_hvd.ps.common.optimizer_spec import OptimizerSpec, RowReader
+from star_hvd.ps.common.record import Record
+from star_hvd.ps.server.chunk_store import ChunkStore
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),

@@ -19,6 +19,7 @@ from star_hvd.channel.link import Dealer
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.auth import JobKey, connect
+from star_hvd.ps.common.identities import shard_identity, worker_identity
 from star_hvd.ps.common.wire import (
     HEADER_BYTES,
     PART_BYTES,
@@ -32,7 +33,6 @@ from star_hvd.ps.common.wire import (
     read_meta,
     unpack,
 )
-from star_hvd.ps.server.outbox import shard_identity, worker_identity
 from star_hvd.ps.worker.exchange import StateExchange
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster
 

@@ -19,8 +19,8 @@ from scheduler.plan.plan import Plan
 from star_hvd.channel import door
 from star_hvd.channel.door import CONTROL_BYTES, DoorWatch
 from star_hvd.channel.keys import JobKey, Keyring, Peer
-from star_hvd.ps import Client
 from star_hvd.ps.common.auth import connect
+from star_hvd.ps.worker.client import Client
 from tests.support.ps_cluster import DEADLINE_S, cluster
 from tests.support.strangers import GREETING, KINDS, strangers
 

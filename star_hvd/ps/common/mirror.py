@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from star_hvd.ps.common.record import Record
 from star_hvd.ps.common.wire import Lent
-from star_hvd.ps.server.chunk_store import Record
 
 __all__ = ["Mirror", "new_memory"]
 

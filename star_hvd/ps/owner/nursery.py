@@ -7,12 +7,10 @@ started again. A fork takes milliseconds, and shares the memory of what was impo
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -21,20 +19,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from star_hvd.errors import DeadlineError
+from star_hvd.ps.common.forking import REPORT, STARTED
 from star_hvd.ps.owner.vigil import thread_state
 
-__all__ = ["ENDED", "REPORT", "SERVER_NAME", "STARTED", "Forked", "Nursery", "end_with_parent", "name_server"]
+__all__ = ["Forked", "Nursery"]
 
-REPORT = struct.Struct("<Bqq")  # What, process id, exit status.
-STARTED, ENDED = 1, 2
 _LOOK_S = 0.2
 _POLL_S = 0.02
 _WARM_S = 5.0  # Once it has imported everything, it forks within this, or is of no use any more.
 _STATUS_S = 1.0  # For the exit status behind a server's end.
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-
-SERVER_NAME = "star-ps-server"  # As `ps -o comm` shows it.
-
 
 class Forked:
     """A server process, with what is used of a `subprocess.Popen`; it is a child of the nursery.
@@ -210,22 +203,3 @@ class Nursery:
             self._socket.close()
             self._socket = None
 
-
-def end_with_parent(parent: int) -> bool:
-    """Have the system kill this process when the thread that started it ends; False if it has ended already.
-
-    A closed socket tells that too, but only a process that reads it: not one that is stopped, or busy.
-    """
-    if sys.platform == "linux":
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    return os.getppid() == parent
-
-
-def _prctl(what: int, value: int | bytes) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(what, value, 0, 0, 0)
-
-
-def name_server() -> None:
-    """Give this process the name by which a server is known."""
-    if sys.platform == "linux":
-        _prctl(_PR_SET_NAME, SERVER_NAME.encode())

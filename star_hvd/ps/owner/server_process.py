@@ -23,10 +23,11 @@ from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.ps.common.auth import Endpoint, JobKey
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.mirror import new_memory
+from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.common.pipe import Pipe, PipeFull
+from star_hvd.ps.common.record import Record, make_record
 from star_hvd.ps.owner.nursery import Forked, Nursery
 from star_hvd.ps.owner.vigil import Verdict, Vigil
-from star_hvd.ps.server.chunk_store import OptimizerSpec, Record, make_record
 from star_hvd.threads import supervised
 
 __all__ = ["ServerProcess"]

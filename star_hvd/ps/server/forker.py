@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 
-from star_hvd.ps.owner.nursery import ENDED, REPORT, STARTED, end_with_parent, name_server
+from star_hvd.ps.common.forking import ENDED, REPORT, STARTED, end_with_parent, name_server
 from star_hvd.ps.server import server
 
 __all__ = ["main"]

@@ -29,15 +29,18 @@ from star_hvd.channel.link import Dealer, Router
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.ps.common.auth import Door, Endpoint, JobKey, connect
+from star_hvd.ps.common.forking import end_with_parent
+from star_hvd.ps.common.identities import is_identity, session_prefix, shard_identity, worker_identity
 from star_hvd.ps.common.layout import Layout, LayoutError
 from star_hvd.ps.common.mirror import Mirror
+from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.common.pipe import Pipe
+from star_hvd.ps.common.record import Record
 from star_hvd.ps.common.validation import check_products, check_push, is_whole
 from star_hvd.ps.common.wire import Header, Kind, pack, read_meta, unpack
-from star_hvd.ps.owner.nursery import end_with_parent
-from star_hvd.ps.server.chunk_store import ChunkStore, OptimizerSpec, Record
+from star_hvd.ps.server.chunk_store import ChunkStore
 from star_hvd.ps.server.no_compiler import leave_out
-from star_hvd.ps.server.outbox import Outbox, is_identity, session_prefix, shard_identity, worker_identity
+from star_hvd.ps.server.outbox import Outbox
 from star_hvd.ps.server.primary import Links, Primary
 from star_hvd.ps.server.shard import Outlet, Shard, ShardError
 

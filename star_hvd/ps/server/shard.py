@@ -19,9 +19,10 @@ import torch
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.mirror import Mirror
+from star_hvd.ps.common.optimizer_spec import OptimizerSpec, RowReader
 from star_hvd.ps.common.validation import check_order
 from star_hvd.ps.common.wire import Assembly, Kind
-from star_hvd.ps.server.chunk_store import ChunkStore, OptimizerSpec, RowReader
+from star_hvd.ps.server.chunk_store import ChunkStore
 
 __all__ = ["Outlet", "Shard", "ShardError"]
 

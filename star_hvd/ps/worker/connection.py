@@ -20,9 +20,9 @@ from star_hvd.channel.link import Dealer, Router
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.auth import Endpoint, JobKey, connect
+from star_hvd.ps.common.identities import worker_identity
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.wire import Header, Kind, pack, parts, raw, read_meta, unpack
-from star_hvd.ps.server.outbox import worker_identity
 from star_hvd.ps.worker.exchange import Exchange, StateExchange
 from star_hvd.ps.worker.relay import Relay
 

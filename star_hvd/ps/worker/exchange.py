@@ -10,9 +10,9 @@ import torch
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.layout import Layout, LayoutError, State
+from star_hvd.ps.common.record import read_record
 from star_hvd.ps.common.validation import check_verdict
 from star_hvd.ps.common.wire import PART_BYTES, Gathering, Header, Kind, parts
-from star_hvd.ps.server.chunk_store import read_record
 
 _STATE_TIMES, _STATE_BYTES = 64, 16 << 20
 """A chunk's state beside its parameters, at most: Adam's is twice as large, in half precision four times."""

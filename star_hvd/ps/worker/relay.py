@@ -17,10 +17,10 @@ from star_hvd.channel.link import Router
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.auth import Door, Endpoint, JobKey
+from star_hvd.ps.common.identities import worker_identity
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.validation import check_push, check_verdict
 from star_hvd.ps.common.wire import Assembly, Header, Kind, pack, read_meta, unpack
-from star_hvd.ps.server.outbox import worker_identity
 
 __all__ = ["Relay"]
 

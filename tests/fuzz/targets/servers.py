@@ -17,8 +17,9 @@ from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.layout import Layout, LayoutError
 from star_hvd.ps.common.mirror import Mirror, new_memory
+from star_hvd.ps.common.optimizer_spec import OptimizerSpec
+from star_hvd.ps.common.record import make_record, read_record
 from star_hvd.ps.common.wire import HEADER_BYTES, Header, Kind, pack, read_meta, unpack
-from star_hvd.ps.server.chunk_store import OptimizerSpec, make_record, read_record
 from star_hvd.ps.server.server import _Job
 from star_hvd.ps.worker.exchange import Exchange, StateExchange
 from tests.fuzz.mutate import damaged, damaged_bytes, packed, weird

@@ -1,0 +1,23 @@
+"""Statistics of a few numbers, and how sentences say them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["duration", "lower_median"]
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """The ceil(k/2)-th smallest of k values, always one of them.
+
+    Raises:
+        ValueError: No values.
+    """
+    if not values:
+        raise ValueError("lower_median got no values; expected at least one")
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def duration(time_s: float) -> str:
+    """`45 ms`, `1.2 s`, for a sentence."""
+    return f"{time_s * 1e3:.3g} ms" if time_s < 0.9995 else f"{time_s:.3g} s"

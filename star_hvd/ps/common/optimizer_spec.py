@@ -1,0 +1,157 @@
+"""The user's optimizer without its parameters, as servers are told of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.ps.common.layout import LayoutError, class_path, load_class
+
+__all__ = ["OptimizerSpec", "RowReader"]
+
+_EXECUTION = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Options that say how a device carries a step out, not what it computes: those of a GPU do not fit a server."""
+
+
+def _plain(value: Any, where: str) -> list[Any]:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["v", value]
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return ["t", str(value.dtype).removeprefix("torch."), list(value.shape), value.item()]
+    if isinstance(value, (tuple, list)):
+        return ["s", [_plain(part, where) for part in value], isinstance(value, tuple)]
+    raise LayoutError(f"{where} is a {type(value).__name__}; a server can be given numbers, strings and None only")
+
+
+def _restore(item: Sequence[Any]) -> Any:
+    if item[0] == "v":
+        return item[1]
+    if item[0] == "t":
+        if any(size != 1 for size in item[2]):
+            raise ValueError("a tensor of more than one number")
+        return torch.full(tuple(item[2]), item[3], dtype=getattr(torch, item[1]), device="cpu")
+    if item[0] != "s":
+        raise ValueError("a value of an unknown kind")
+    parts = [_restore(part) for part in item[1]]
+    return tuple(parts) if item[2] else parts
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """The user's optimizer without its parameters.
+
+    Attributes:
+        path: Where its class is, `module:name`.
+        groups: Hyperparameters of every parameter group.
+    """
+
+    path: str
+    groups: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def of(
+        cls, base: type[torch.optim.Optimizer], param_groups: Sequence[Mapping[str, Any]], hyper: HyperRow
+    ) -> OptimizerSpec:
+        """Describe an optimizer.
+
+        Args:
+            base: The user's class.
+            param_groups: The groups as they are now.
+            hyper: The layout of the rows the workers will send. Entries that groups got since (`initial_lr` of a
+                scheduler) are left out, because they are not in the rows.
+
+        Raises:
+            LayoutError: The class or a hyperparameter cannot be given to another process.
+        """
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in param_groups]
+        later = ("initial_lr", "base_momentum", "max_momentum", "min_lr", "max_lr")
+        for name in ("", *later):
+            for group in groups:
+                group.pop(name, None)
+            if HyperRow(groups).size == hyper.size:
+                break
+        else:
+            raise LayoutError(f"the groups hold {HyperRow(groups).size} numbers; expected {hyper.size}, as in the rows")
+        spec = cls(class_path(base), tuple(groups))
+        spec.to_dict()
+        return spec
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for msgpack."""
+        groups = [
+            {key: _plain(value, f"hyperparameter {key!r} of group {i}") for key, value in group.items()}
+            for i, group in enumerate(self.groups)
+        ]
+        return {"path": self.path, "groups": groups}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> OptimizerSpec:
+        """The inverse of `to_dict`.
+
+        Raises:
+            LayoutError: The values are no description of an optimizer.
+        """
+        try:
+            path, groups = values["path"], values["groups"]
+            if not isinstance(path, str) or not isinstance(groups, list) or not groups:
+                raise ValueError("expected a class and its groups")
+            return cls(path, tuple({str(k): _restore(v) for k, v in group.items()} for group in groups))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+            raise LayoutError(f"an optimizer cannot be read: {type(error).__name__}: {str(error)[:200]}") from None
+
+    def on_host(self) -> OptimizerSpec:
+        """The same without the options of a GPU."""
+        host = {"fused": None, "foreach": None, "capturable": False}
+        return OptimizerSpec(
+            self.path, tuple({k: host.get(k, v) if k in host else v for k, v in group.items()} for group in self.groups)
+        )
+
+    def build(self, params: Mapping[int, list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        """An optimizer of the class.
+
+        Args:
+            params: Parameters per group; groups without any are left out.
+
+        Raises:
+            LayoutError: The class's constructor fails.
+        """
+        base = load_class(self.path)
+        groups = [_own(self.groups[number]) | {"params": chosen} for number, chosen in params.items()]
+        accepted = inspect.signature(base).parameters
+        keywords = {k: v for k, v in _own(self.groups[0]).items() if k in accepted}
+        try:
+            return base(groups, **keywords)
+        except Exception as error:  # The user's code may raise anything.
+            raise LayoutError(f"a server cannot make a {self.path}: {type(error).__name__}: {error}") from error
+
+
+def _own(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+
+
+class RowReader:
+    """Turns the rows of hyperparameters that workers send into values per group."""
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self._groups = [dict(group) for group in spec.groups]
+        self._hyper = HyperRow(self._groups)
+        self._last: tuple[tuple[float, ...], list[dict[str, Any]]] | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers in a row."""
+        return self._hyper.size
+
+    def values(self, row: Sequence[float]) -> list[dict[str, Any]]:
+        """Hyperparameters of every group."""
+        key = tuple(row)
+        if self._last is None or self._last[0] != key:
+            with self._hyper.applied(self._groups, key):
+                found = [{k: v for k, v in _own(g).items() if k not in _EXECUTION} for g in self._groups]
+            self._last = (key, found)
+        return self._last[1]
