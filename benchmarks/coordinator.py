@@ -8,9 +8,9 @@ import numpy as np
 
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Arrive, Join, Late, Message, PlanMessage, Register, RoundNote, decode, encode
-from star_hvd.channel.messages.switch import Cannot, LinkRate, Probe, Ready
+from star_hvd.channel.messages.switch import LinkRate, Prepared, PrepareFailed, Probe
 from star_hvd.config import Config
-from star_hvd.coordinator.job_state import Board
+from star_hvd.coordinator.job_state import JobState
 
 __all__ = ["coordinator_share"]
 
@@ -22,7 +22,7 @@ class _Job:
     """Ranks that answer a board as agents do; what the board takes for it is counted."""
 
     def __init__(self, n: int, *, slow: bool) -> None:
-        self.board = Board(n, Config(), 0.0)
+        self.board = JobState(n, Config(), 0.0)
         self.cpu_s = 0.0
         self.plans: list[str] = []
         self._n, self._slow = n, slow
@@ -71,10 +71,10 @@ class _Job:
         if isinstance(order, PlanMessage):
             plan = Plan.from_dict(order.plan)
             if plan.mode not in ("sync", "partial"):
-                self._say(0, Cannot(0, plan.epoch, "not in this benchmark"), now_s)
+                self._say(0, PrepareFailed(0, plan.epoch, "not in this benchmark"), now_s)
                 return
             for rank in range(self._n):
-                self._say(rank, Ready(0, plan.epoch), now_s)
+                self._say(rank, Prepared(0, plan.epoch), now_s)
             self._epoch = plan.epoch
             self.plans.append(plan.label)
 

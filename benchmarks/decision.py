@@ -37,7 +37,7 @@ from scheduler.simulator.episodes import Episode
 from scheduler.simulator.job import Job
 from scheduler.simulator.scenario import Cluster, Network, Scenario
 from star_hvd.config import Config
-from star_hvd.coordinator.optimizer_state import EngineBoard
+from star_hvd.coordinator.optimizer_state import OptimizerState
 
 __all__ = ["main", "measure"]
 
@@ -61,7 +61,7 @@ def _window(n: int) -> tuple[Window, Plan]:
 def _reader(window: Window) -> Callable[[], Window]:
     """What makes the window anew, from a board that has its reports."""
     n = window.world_size
-    engine = EngineBoard(0, n, Config(), lambda message: None)
+    engine = OptimizerState(0, n, Config(), lambda message: None)
     for stats in window.ranks:
         for step, time_s in zip(stats.steps, stats.compute_s, strict=True):
             engine.history.append(StepReport(rank=stats.rank, step=step, compute_s=time_s))

@@ -14,8 +14,8 @@ import torch
 from scheduler.diagnosis.expected_times import outlook
 from scheduler.records import Window
 from star_hvd.coordinator.coordinator import Coordinator
-from star_hvd.coordinator.job_state import Board
-from star_hvd.coordinator.optimizer_state import EngineBoard
+from star_hvd.coordinator.job_state import JobState
+from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.runtime import runtime
 
 __all__ = ["RankLine", "Report", "explain", "record_loss", "record_metric", "report"]
@@ -176,7 +176,7 @@ def explain(optimizer: int | None = None) -> str:
         return _of_step(engine) if engine is not None else "nothing is known: no optimizer was made yet"
 
 
-def _of_step(engine: EngineBoard) -> str:
+def _of_step(engine: OptimizerState) -> str:
     """An optimizer's sentence with the step it is of: one on a plan in force may be hundreds of steps old."""
     said, (step, plan) = engine.explain(), engine.plans[-1]
     if plan.reason and said.startswith(plan.reason):
@@ -186,7 +186,7 @@ def _of_step(engine: EngineBoard) -> str:
     return f"step {engine.steps}: {said}"
 
 
-def _engine(board: Board, optimizer: int | None) -> EngineBoard | None:
+def _engine(board: JobState, optimizer: int | None) -> OptimizerState | None:
     if optimizer is None and not board.engines:
         return None
     engine = board.engines.get(max(board.engines) if optimizer is None else optimizer)
@@ -233,7 +233,7 @@ def _with_forecast(lines: Sequence[RankLine], window: Window) -> tuple[RankLine,
     )
 
 
-def _build(engine: EngineBoard, coordinator: Coordinator, denied: int) -> Report:
+def _build(engine: OptimizerState, coordinator: Coordinator, denied: int) -> Report:
     offsets_s, waits_s = engine.arrivals.offsets_s(), engine.arrivals.waits_s()
     slow = {item.rank: item for item in engine.stragglers}
     lines = tuple(

@@ -22,7 +22,7 @@ from scheduler.plan.grouping import progressive_groups, similar_groups
 from scheduler.plan.placement import HostLoad, place_servers
 from scheduler.plan.plan import MODES, Plan
 
-__all__ = ["LEAST_SHARE", "Trouble", "candidates", "enough_ranks", "find_trouble", "most_left_out",
+__all__ = ["LEAST_SHARE", "StragglerSummary", "candidates", "enough_ranks", "find_trouble", "most_left_out",
            "reachable", "same_plan"]
 
 _SELDOM = 0.08
@@ -55,7 +55,7 @@ on, on the word of a model of which nobody has checked that it fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class StragglerSummary:
     """Who is slow, by the times to expect.
 
     Attributes:
@@ -81,7 +81,7 @@ def most_left_out(world_size: int, least_share: float = LEAST_SHARE) -> int:
     return max(1, world_size - math.ceil(least_share * world_size - 1e-9))
 
 
-def find_trouble(conditions: Conditions, least_share: float = LEAST_SHARE) -> Trouble:
+def find_trouble(conditions: Conditions, least_share: float = LEAST_SHARE) -> StragglerSummary:
     """Read off the expected times who is in trouble; of those slow at once as many as a plan may do without."""
     times = conditions.times_s
     usual_s, typical_s = conditions.usual_s, conditions.typical_s
@@ -99,7 +99,7 @@ def find_trouble(conditions: Conditions, least_share: float = LEAST_SHARE) -> Tr
     most = most_left_out(conditions.world_size, least_share)
     if 0 < len(slow) <= most:
         at_once.add(len(slow))
-    return Trouble(
+    return StragglerSummary(
         slow=tuple(slow.tolist()),
         now_and_then=tuple(seldom.tolist()),
         links=tuple(links.tolist()),
@@ -132,7 +132,7 @@ def candidates(
     *,
     allowed: Collection[str] = MODES,
     hosts: Sequence[str] | None = None,
-    trouble: Trouble | None = None,
+    trouble: StragglerSummary | None = None,
     least_share: float = LEAST_SHARE,
 ) -> list[Plan]:
     """The plans to choose among: `sync` first, then the active one, each once.
@@ -221,7 +221,7 @@ def _key(plan: Plan) -> tuple[object, ...]:
             plan.local_s, plan.lr_rule)
 
 
-def _subgroups(conditions: Conditions, trouble: Trouble, most: int) -> list[Plan]:
+def _subgroups(conditions: Conditions, trouble: StragglerSummary, most: int) -> list[Plan]:
     """Without the slow ranks, without the slow links, without either, and without those a little slower either."""
     n, plans = conditions.world_size, []
     both = frozenset((*trouble.slow, *trouble.links))
@@ -276,7 +276,9 @@ def _best_links(conditions: Conditions, bad: Collection[int], hosts: Sequence[st
     return sorted(found)
 
 
-def _servers(conditions: Conditions, trouble: Trouble, hosts: Sequence[str] | None, left_out: int) -> list[Plan]:
+def _servers(
+    conditions: Conditions, trouble: StragglerSummary, hosts: Sequence[str] | None, left_out: int
+) -> list[Plan]:
     n = conditions.world_size
     bad = {*trouble.slow, *trouble.links, *trouble.frozen}
     ranks: Sequence[int] = range(n)

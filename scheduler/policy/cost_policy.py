@@ -32,7 +32,7 @@ from scheduler.diagnosis.slow_episodes import SlowSince
 from scheduler.diagnosis.window_stats import Readings
 from scheduler.plan.plan import SET_IDLE_S, Plan
 from scheduler.policy.accuracy_guard import AccuracyGuard
-from scheduler.policy.candidates import LEAST_SHARE, Trouble, candidates, find_trouble, reachable, same_plan
+from scheduler.policy.candidates import LEAST_SHARE, StragglerSummary, candidates, find_trouble, reachable, same_plan
 from scheduler.policy.explanation import comparison, who
 from scheduler.policy.ski_rental import SkiRental
 from scheduler.policy.switch_outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms
@@ -140,7 +140,7 @@ class CostPolicy:
         self._links = LinkMemory()
         self._calm_since: int | None = None
         self._noise = 4.0
-        self._now: tuple[Window, Plan, Trouble | None] | None = None
+        self._now: tuple[Window, Plan, StragglerSummary | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
         self._going: Plan | None = None
         self._sets: dict[tuple[int, ...], int] = {}  # Those that plans in force needed, and at which step last.
@@ -262,7 +262,7 @@ class CostPolicy:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _choose(
-        self, window: Window, conditions: Conditions, active: Plan, trouble: Trouble, lost_s: float
+        self, window: Window, conditions: Conditions, active: Plan, trouble: StragglerSummary, lost_s: float
     ) -> Plan | None:
         now = next((p for p in self.last if same_plan(p.plan, active)), None)
         sync = next((p for p in self.last if p.plan.mode == "sync"), None)
@@ -299,7 +299,7 @@ class CostPolicy:
         self._waiting = (best, price_s - self._rental.lost_s)
         return None
 
-    def _after_another_freeze(self, window: Window, conditions: Conditions, trouble: Trouble) -> Plan | None:
+    def _after_another_freeze(self, window: Window, conditions: Conditions, trouble: StragglerSummary) -> Plan | None:
         """Servers, where a rank froze once: a second time would call for them, and they take seconds to start."""
         if not self._freezes.froze or "ps" not in window.allowed:
             return None
@@ -374,7 +374,7 @@ class CostPolicy:
         )
 
     def _go(
-        self, window: Window, best: Prediction, active: Plan, now: Prediction | None, trouble: Trouble
+        self, window: Window, best: Prediction, active: Plan, now: Prediction | None, trouble: StragglerSummary
     ) -> Plan | None:
         self._rest(window)
         if same_plan(best.plan, active):
@@ -428,7 +428,7 @@ class CostPolicy:
         speed = (now.relative if now is not None else 1.0) / max(one.relative, 1e-9)
         return self._backoff.holds(one.plan.mode, speed, self._shape, window.step, window.now_s)
 
-    def _too_early(self, window: Window, best: Prediction, now: Prediction, trouble: Trouble) -> bool:
+    def _too_early(self, window: Window, best: Prediction, now: Prediction, trouble: StragglerSummary) -> bool:
         """Whether little is promised and the plan in force not measured yet, so that nobody could tell afterwards."""
         if math.isnan(window.now_s) or trouble.frozen or best.relative < _CLEAR * now.relative:
             return False

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from scheduler.cost.cost_model import Prediction
 from scheduler.diagnosis.stragglers import Readings, Straggler, find_stragglers
-from scheduler.policy.candidates import Trouble
+from scheduler.policy.candidates import StragglerSummary
 from scheduler.policy.cause_policy import listing
 from scheduler.records import Window
 from scheduler.stats import lower_median
@@ -21,7 +21,9 @@ __all__ = ["comparison", "who"]
 _BECAUSE = {"compute": "", "input": ", waiting for data,", "starved": ", short of a processor,"}
 
 
-def who(window: Window, trouble: Trouble, freezes: Mapping[int, int], since: Mapping[int, int] | None = None) -> str:
+def who(
+    window: Window, trouble: StragglerSummary, freezes: Mapping[int, int], since: Mapping[int, int] | None = None
+) -> str:
     """Who is slow, why and since when; `nobody is slow` where nobody is.
 
     Args:
@@ -56,7 +58,7 @@ def _together(found: Sequence[Straggler], words: str, known: Mapping[int, int]) 
     return f"{listing(ranks)} {verb} {lower_median([s.slowdown for s in found]):.1f}x slower{words} since step {step}"
 
 
-def _in_turn(readings: Readings, trouble: Trouble, named: set[int], known: Mapping[int, int]) -> str:
+def _in_turn(readings: Readings, trouble: StragglerSummary, named: set[int], known: Mapping[int, int]) -> str:
     """`ranks 0, 1 and 4 compute 4.0x slower, one at a time, since step 5`; empty where no report is slow."""
     slow = [
         (step, rank, time_s / readings.reference_s)

@@ -20,7 +20,7 @@ from star_hvd.channel.link import Router
 from star_hvd.channel.messages.base import Heartbeat, decode, encode
 from star_hvd.channel.reliable import CONTROL
 from star_hvd.config import Config
-from star_hvd.coordinator.job_state import ALL, Board
+from star_hvd.coordinator.job_state import ALL, JobState
 from star_hvd.errors import ChannelError
 
 __all__ = ["Coordinator"]
@@ -53,7 +53,7 @@ class Coordinator:
         self._router = Router(router, CONTROL, lambda name: name.isdigit() and int(name[:10]) < world_size, copy=True)
         self._names = [str(rank).encode() for rank in range(world_size)]
         self._config = config
-        self._board = Board(world_size, config, time.monotonic(), hosts, ranker)
+        self._board = JobState(world_size, config, time.monotonic(), hosts, ranker)
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="star-coordinator", daemon=True)
@@ -79,7 +79,7 @@ class Coordinator:
         return self._router.lost
 
     @contextlib.contextmanager
-    def board(self) -> Iterator[Board]:
+    def board(self) -> Iterator[JobState]:
         """The board, for reading from another thread."""
         with self._lock:
             yield self._board

@@ -16,34 +16,34 @@ from star_hvd.channel.messages.base import (
     Away,
     Bye,
     EpochEnd,
+    FindStateSource,
     Finished,
     Grant,
     Heartbeat,
     Hello,
-    Hurry,
     Join,
     Late,
     Message,
+    ModeUnsupported,
     OptimizerDropped,
     OptimizerOver,
-    Refuse,
     Register,
+    ReportImmediately,
+    RequestBatch,
     RoundNote,
-    Source,
-    SourceReply,
-    Take,
+    StateSource,
     Unregister,
 )
 from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.switch import (
-    Cannot,
-    CutDone,
+    Drained,
     LinkRate,
     MachineNote,
+    Prepared,
+    PrepareFailed,
     Presence,
-    Ready,
     Restart,
-    ServerMoved,
+    ServerRestarted,
     ServerUp,
     StepNote,
     Switched,
@@ -51,12 +51,12 @@ from star_hvd.channel.messages.switch import (
 from star_hvd.config import Config
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.coordinator.links import LinkSurvey
-from star_hvd.coordinator.optimizer_state import EngineBoard
+from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.coordinator.set_ledger import SetLedger
 from star_hvd.coordinator.validation import check
 from star_hvd.errors import ChannelError
 
-__all__ = ["ALL", "Board"]
+__all__ = ["ALL", "JobState"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -77,7 +77,7 @@ class _Epoch:
     announced: bool = False
 
 
-class Board:
+class JobState:
     """Takes the ranks' messages and leaves its answers in `outbox`.
 
     Args:
@@ -98,7 +98,7 @@ class Board:
     ) -> None:
         self.world_size = world_size
         self.outbox: list[tuple[int, Message]] = []
-        self.engines: dict[int, EngineBoard] = {}
+        self.engines: dict[int, OptimizerState] = {}
         self.finished: set[int] = set()
         self.lost: set[int] = set()
         self._config = config
@@ -163,30 +163,30 @@ class Board:
                 self._engine(message.engine).rule.join(rank, message.version, now_s)
             case RoundNote():
                 self._engine(message.engine).round_note(message)
-            case Refuse():
+            case ModeUnsupported():
                 self._engine(message.engine).refuse(rank, message, now_s)
             case LinkRate():
                 self.links.note(rank, message.bytes_per_s)
             case MachineNote():
                 self._machines[rank] = MachineStats(**{n: getattr(message, n) for n in MachineStats.names()})
-            case Cannot():
+            case PrepareFailed():
                 self._engine(message.engine).cannot(rank, message, now_s)
-            case Ready():
+            case Prepared():
                 self._engine(message.engine).ready(rank, message)
             case Restart():
                 self._engine(message.engine).restart(now_s)
             case ServerUp():
                 self._engine(message.engine).server_up(message)
-            case ServerMoved():
+            case ServerRestarted():
                 self._broadcast(message)
-            case CutDone() | Switched():
+            case Drained() | Switched():
                 self._engine(message.engine).moved(message, now_s)
             case StepNote():
                 self._engine(message.engine).step_note(rank, message)
             case Away():
                 (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
                 self._set_away(rank, message.away, now_s, out_of_data=message.out_of_data)
-            case Take():
+            case RequestBatch():
                 self._take(rank, message, now_s)
             case LeaseAsk():
                 self._lease(rank, message, now_s)
@@ -194,7 +194,7 @@ class Board:
                 self._leases.give_back(rank, message, now_s)
                 if message.leaves:
                     self._over((message.loader, message.epoch), rank, early=message.early, now_s=now_s)
-            case Source():
+            case FindStateSource():
                 self._source(rank, message)
             case Finished():
                 self.finished.add(rank)
@@ -209,7 +209,7 @@ class Board:
         self._look_for_lost(now_s)
         if self._hurrying_until_s is not None and not self._away and now_s >= self._hurrying_until_s:
             self._hurrying_until_s = None
-            self._broadcast(Hurry(False))
+            self._broadcast(ReportImmediately(False))
         wake_s = min(now_s + self._config.heartbeat_s, self._look_for_parents(now_s))
         due = self.links.due(now_s, wanted=lambda: any(engine.suspects_links for engine in self.engines.values()))
         if due is not None:
@@ -239,7 +239,7 @@ class Board:
         engine = getattr(message, "engine", None)
         if engine is not None and engine not in self.engines and len(self.engines) >= _MOST_AT_ONCE:
             raise ChannelError(f"a message is of optimizer {engine}; this job has {_MOST_AT_ONCE} of them already")
-        if not isinstance(message, (Take, LeaseAsk)) or len(self._epochs) < _MOST_AT_ONCE:
+        if not isinstance(message, (RequestBatch, LeaseAsk)) or len(self._epochs) < _MOST_AT_ONCE:
             return
         if (message.loader, message.epoch) not in self._epochs:
             raise ChannelError(f"a batch of loader {message.loader} is wanted; {_MOST_AT_ONCE} epochs are open")
@@ -255,9 +255,9 @@ class Board:
     def _broadcast(self, message: Message) -> None:
         self.outbox.append((ALL, message))
 
-    def _engine(self, engine: int) -> EngineBoard:
+    def _engine(self, engine: int) -> OptimizerState:
         if engine not in self.engines:
-            self.engines[engine] = EngineBoard(
+            self.engines[engine] = OptimizerState(
                 engine, self.world_size, self._config, self._broadcast, self._hosts, self._ranker, self._sets
             )
             self.engines[engine].links.bytes_per_s = self.links.bytes_per_s
@@ -274,7 +274,7 @@ class Board:
             self._away.pop(rank, None)
             self._say_back(rank)
         if away and self._hurrying_until_s is None:
-            self._broadcast(Hurry(True))
+            self._broadcast(ReportImmediately(True))
         if away or self._hurrying_until_s is not None:  # A rank may say that it is back after an epoch's end said so.
             self._hurrying_until_s = now_s + _HURRY_S
         for engine in self.engines.values():
@@ -306,7 +306,7 @@ class Board:
             if rank not in self._absent:
                 self._broadcast(Presence(rank, True))
 
-    def _take(self, rank: int, message: Take, now_s: float) -> None:
+    def _take(self, rank: int, message: RequestBatch, now_s: float) -> None:
         given = self._granted[rank]
         if 0 < message.number <= max(given, default=0):
             if message.number in given:  # Asked again: what was handed out is neither lost nor handed out twice.
@@ -377,7 +377,7 @@ class Board:
                 for rank in self.finished.union(engine.dropped):
                     engine.rule.leave(rank)
 
-    def _source(self, rank: int, message: Source) -> None:
+    def _source(self, rank: int, message: FindStateSource) -> None:
         engine = self._engine(message.engine)
         silent = {rank} | self.lost | self._absent
         likely = [r for r in engine.rule.up_to_date() if r not in silent]
@@ -390,7 +390,7 @@ class Board:
         else:
             source = likely[(self._asked[rank] - turns) % len(likely)] if likely else -1
         self._asked[rank] += 1
-        self.outbox.append((rank, SourceReply(message.engine, source)))
+        self.outbox.append((rank, StateSource(message.engine, source)))
 
     def _look_for_lost(self, now_s: float) -> None:
         if now_s < self._look_at_s:

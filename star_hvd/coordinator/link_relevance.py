@@ -14,14 +14,14 @@ from scheduler.plan.plan import Plan
 from star_hvd.coordinator.reports import History
 from star_hvd.coordinator.waiting_times import Arrivals
 
-__all__ = ["LinkHeed"]
+__all__ = ["LinkRelevance"]
 
 _COMM_S, _COMM_SHARE = 0.01, 0.2  # Communication below this, or this part of a step, is not worth measuring links.
 _HEEDED_LOOKS = 600  # About a minute: links that come and go are remembered, and one that recovered is not blamed.
 _COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps to know it by; fewer where it is the most of a step.
 
 
-class LinkHeed:
+class LinkRelevance:
     """What one optimizer wants to know of links.
 
     Args:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-__all__ = ["Barred"]
+__all__ = ["PreparationBackoff"]
 
 _FIRST_S, _MOST_S = 60.0, 3600.0
 
 
-class Barred(Collection[str]):
+class PreparationBackoff(Collection[str]):
     """The modes that are barred now."""
 
     def __init__(self) -> None:

@@ -19,29 +19,29 @@ from scheduler.rules.step_closing import Close, ClosingRule
 from star_hvd.channel.messages.base import (
     Abandon,
     Arrive,
-    CloseRound,
+    CloseStep,
     Late,
     Message,
+    ModeUnsupported,
     OptimizerDropped,
     PlanMessage,
-    Refuse,
     RoundNote,
 )
-from star_hvd.channel.messages.switch import Cannot, CutDone, Moved, Ready, ServerUp, StepNote, Switched
+from star_hvd.channel.messages.switch import Drained, PlanActive, Prepared, PrepareFailed, ServerUp, StepNote, Switched
 from star_hvd.config import Config
 from star_hvd.coordinator.alerts import Alerts
-from star_hvd.coordinator.link_relevance import LinkHeed
+from star_hvd.coordinator.link_relevance import LinkRelevance
 from star_hvd.coordinator.losses import Losses
-from star_hvd.coordinator.mode_backoff import Barred
+from star_hvd.coordinator.mode_backoff import PreparationBackoff
 from star_hvd.coordinator.mode_chooser import Choice
 from star_hvd.coordinator.prewarm import Readiness
-from star_hvd.coordinator.report_trigger import SlowAgain
+from star_hvd.coordinator.report_trigger import SlowReportTrigger
 from star_hvd.coordinator.reports import History
 from star_hvd.coordinator.set_ledger import SetLedger
 from star_hvd.coordinator.switch import Switch
 from star_hvd.coordinator.waiting_times import Arrivals
 
-__all__ = ["EngineBoard"]
+__all__ = ["OptimizerState"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -55,7 +55,7 @@ _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
 
-class EngineBoard:
+class OptimizerState:
     """State of one optimizer on the coordinator.
 
     Args:
@@ -92,7 +92,7 @@ class EngineBoard:
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
         self._refused_by = -1
-        self.barred = Barred()
+        self.barred = PreparationBackoff()
         self._sets = SetLedger(world_size) if sets is None else sets
         self.noise = NoiseScale()
         self.stragglers: tuple[Straggler, ...] = ()
@@ -113,7 +113,7 @@ class EngineBoard:
         self._ranker = ranker
         self._hosts = tuple(hosts) or ("localhost",) * world_size
         self.gradient_bytes = 0
-        self.links = LinkHeed(self.history, self.arrivals, world_size)
+        self.links = LinkRelevance(self.history, self.arrivals, world_size)
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
         self._other_groups = 0
@@ -126,7 +126,7 @@ class EngineBoard:
         self._decide_at_s = self._decide_next_s = 0.0  # When the next window is made, and when it is without alarm.
         self._alerts = Alerts(config)
         self._readiness = Readiness(engine, self._sets, send)
-        self._again_slow = SlowAgain(world_size)
+        self._again_slow = SlowReportTrigger(world_size)
 
     # ---- events ---------------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class EngineBoard:
             mean_weight = message.weight / self.world_size
             self.noise.update(message.local_sqr / message.weight, message.mean_sqr, mean_weight, message.weight)
 
-    def refuse(self, rank: int, message: Refuse, now_s: float) -> None:
+    def refuse(self, rank: int, message: ModeUnsupported, now_s: float) -> None:
         """A rank cannot carry out a plan: give it up, and return to `sync` when it is in force already."""
         if self.refused is None:
             logger.warning("optimizer %d stays in sync: rank %d: %s", self.engine, rank, message.reason)
@@ -226,12 +226,12 @@ class EngineBoard:
         """Whether a plan is on its way to the ranks. A further one would take its place."""
         return self._switch is not None
 
-    def cannot(self, rank: int, message: Cannot, now_s: float) -> None:
+    def cannot(self, rank: int, message: PrepareFailed, now_s: float) -> None:
         """A rank cannot prepare the plan on its way, for want of something; other plans may be possible."""
         if self._switch is not None and message.epoch == self._switch.plan.epoch and not self._switch.irrevocable:
             self._bar(f"rank {rank}: {message.reason}", now_s)
 
-    def ready(self, rank: int, message: Ready) -> None:
+    def ready(self, rank: int, message: Prepared) -> None:
         """A rank has prepared the plan on its way."""
         if self._switch is not None and message.epoch == self._switch.plan.epoch:
             self._send_all(self._switch.rank_ready(rank))
@@ -252,11 +252,11 @@ class EngineBoard:
         if self._switch is not None and message.epoch == self._switch.plan.epoch:
             self._send_all(self._switch.server_up(message.index, message.address))
 
-    def moved(self, message: CutDone | Switched, now_s: float) -> None:
+    def moved(self, message: Drained | Switched, now_s: float) -> None:
         """The old mode has ended, at a step that not all ranks know."""
         if message.epoch not in self._published and message.epoch != self.active.epoch:
             return
-        self._send(Moved(self.engine, message.epoch, message.round))
+        self._send(PlanActive(self.engine, message.epoch, message.round))
         self._note_epoch(message.epoch, message.round)
         self.rule.restart(message.round, now_s)
 
@@ -286,7 +286,7 @@ class EngineBoard:
             return True  # Servers have no steps in common.
         last = max(said.step + said.begun for said in self.dropped.values())
         if min(steps) < last:
-            self._send(CloseRound(self.engine, last - 1, 0.0))
+            self._send(CloseStep(self.engine, last - 1, 0.0))
             return False
         return not any(said.in_flight for said in self.dropped.values())
 
@@ -430,7 +430,7 @@ class EngineBoard:
     def _close(self, order: Close) -> None:
         self.closed += 1
         self._alerts.closing(order, has_queue=self.has_queue)
-        self._send(CloseRound(self.engine, order.round, order.typical_compute_s))
+        self._send(CloseStep(self.engine, order.round, order.typical_compute_s))
 
     def _decide(self, now_s: float) -> None:
         self.barred.lift(now_s)

@@ -6,14 +6,14 @@ import math
 
 from scheduler.diagnosis.window_stats import slow_limit_s
 
-__all__ = ["SlowAgain"]
+__all__ = ["SlowReportTrigger"]
 
 _WORTH = (2, 3)
 """Slow reports in a row: one may be a pause, two are the first evidence, with three a rank is named. Later ones tell
 nothing new."""
 
 
-class SlowAgain:
+class SlowReportTrigger:
     """Counts every rank's slow reports in a row.
 
     Args:

@@ -12,29 +12,29 @@ from scheduler.records import Plan, PlanError
 from star_hvd.channel.messages.base import (
     Arrive,
     Away,
+    FindStateSource,
     Finished,
     Heartbeat,
     Hello,
     Join,
     Late,
     Message,
+    ModeUnsupported,
     OptimizerDropped,
-    Refuse,
     Register,
+    RequestBatch,
     RoundNote,
-    Source,
-    Take,
     Unregister,
 )
 from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.switch import (
-    Cannot,
-    CutDone,
+    Drained,
     LinkRate,
     MachineNote,
-    Ready,
+    Prepared,
+    PrepareFailed,
     Restart,
-    ServerMoved,
+    ServerRestarted,
     ServerUp,
     StepNote,
     Switched,
@@ -46,8 +46,8 @@ __all__ = ["check"]
 _FROM_RANKS: tuple[type[Message], ...] = (
     Arrive,
     Away,
-    Cannot,
-    CutDone,
+    PrepareFailed,
+    Drained,
     Finished,
     Heartbeat,
     Hello,
@@ -58,17 +58,17 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     LinkRate,
     MachineNote,
     OptimizerDropped,
-    Ready,
-    Refuse,
+    Prepared,
+    ModeUnsupported,
     Register,
     Restart,
     RoundNote,
-    ServerMoved,
+    ServerRestarted,
     ServerUp,
-    Source,
+    FindStateSource,
     StepNote,
     Switched,
-    Take,
+    RequestBatch,
     Unregister,
 )
 _MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
@@ -79,7 +79,7 @@ _TIMES_OF = {
     kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS
 }
 _STEP_OF: dict[type[Message], str] = {
-    **dict.fromkeys((Arrive, RoundNote, CutDone, Switched), "round"),
+    **dict.fromkeys((Arrive, RoundNote, Drained, Switched), "round"),
     **dict.fromkeys((Late, Join, StepNote), "version"),
     OptimizerDropped: "step",
 }
@@ -147,7 +147,7 @@ def _machine(message: MachineNote, _: int) -> None:
             raise ChannelError(f"{name} of a machine message is {value!r}; expected a number from 0, or NaN")
 
 
-def _address(message: ServerUp | ServerMoved, world_size: int) -> None:
+def _address(message: ServerUp | ServerRestarted, world_size: int) -> None:
     # A plan has at most a server per rank, and a parent per rank in its tree.
     if not 0 <= message.index < 2 * world_size:
         raise ChannelError(f"a {message.kind} message is of server {message.index}; this job has {world_size} ranks")
@@ -155,7 +155,7 @@ def _address(message: ServerUp | ServerMoved, world_size: int) -> None:
         raise ChannelError(f"a {message.kind} message has an address of {len(message.address)} parts")
 
 
-def _take(message: Take, _: int) -> None:
+def _take(message: RequestBatch, _: int) -> None:
     if min(message.loader, message.epoch, message.samples, message.batch - 1, message.number) < 0:
         raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
 
@@ -173,10 +173,10 @@ def _lease_return(message: LeaseReturn, _: int) -> None:
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Register: _register,
     ServerUp: _address,
-    ServerMoved: _address,
+    ServerRestarted: _address,
     LinkRate: _link_rate,
     MachineNote: _machine,
-    Take: _take,
+    RequestBatch: _take,
     LeaseAsk: _lease_ask,
     LeaseReturn: _lease_return,
 }

@@ -12,8 +12,8 @@ All hand-overs, by the name of their fence (T training thread and autograd's, H 
 
 | name          | giver   | taker   | what is handed over                                 | where                   |
 |---------------|---------|---------|-----------------------------------------------------|-------------------------|
-| `gradient`    | T       | H, T    | a bucket's gradient, in modes that close without it | `RoundEngine.defer`     |
-| `norm`        | H, T    | T, host | squared norm of the local gradient                  | `RoundEngine.arrive`    |
+| `gradient`    | T       | H, T    | a bucket's gradient, in modes that close without it | `StepEngine.defer`     |
+| `norm`        | H, T    | T, host | squared norm of the local gradient                  | `StepEngine.arrive`    |
 | `kept`        | H, T, S | H, T    | a late gradient until its bucket is next submitted  | `LateGradients`         |
 | `bucket`      | H, T    | T       | a bucket's own buffer, for the next backward pass   | `Replica.reuse_buckets` |
 | `means`       | H       | T, H    | means of a step that ended without T                | `Replica.push`          |

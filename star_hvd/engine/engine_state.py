@@ -1,4 +1,4 @@
-"""What a `RoundEngine` is made of and what may be asked of it by any thread; the claims are in `rounds.py`."""
+"""What a `StepEngine` is made of and what may be asked of it by any thread; the claims are in `rounds.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["EngineState"]
 
 
 class EngineState:
-    """The state of an engine, under one lock; see `RoundEngine`.
+    """The state of an engine, under one lock; see `StepEngine`.
 
     Args:
         rank: This rank.

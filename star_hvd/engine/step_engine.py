@@ -1,6 +1,6 @@
 """The claim rule: every rank submits every bucket of every step exactly once, by its training thread or its helper.
 
-One `RoundEngine` per optimizer and rank. All methods return at once; the training thread and the helper thread loop
+One `StepEngine` per optimizer and rank. All methods return at once; the training thread and the helper thread loop
 around them (`driver.py`), and a test drives them in any interleaving it likes.
 
 State, all under one lock. `version` counts the steps applied to the live parameters, `next_round` is the first step
@@ -37,13 +37,13 @@ from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Result, Round, Snapshot
 from star_hvd.errors import StarError
 
-__all__ = ["RoundEngine"]
+__all__ = ["StepEngine"]
 
 _HEADER_WAIT_S = 0.002
 """Two of Horovod's cycles. The way from the last hook through `backward` into `step` takes a tenth of it."""
 
 
-class RoundEngine(EngineState):
+class StepEngine(EngineState):
     """See the module's text; the arguments are those of `EngineState`."""
 
     # ---- training thread ------------------------------------------------------------------------------------

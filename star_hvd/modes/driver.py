@@ -1,4 +1,4 @@
-"""Runs a `RoundEngine`: the training thread's waits, the helper thread, timing, and falling back into step."""
+"""Runs a `StepEngine`: the training thread's waits, the helper thread, timing, and falling back into step."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as messages
-from star_hvd.channel.messages.switch import Cannot, Commit, Moved, Ready, Restart, Switched
+from star_hvd.channel.messages.switch import Commit, PlanActive, Prepared, PrepareFailed, Restart, Switched
 from star_hvd.config import Config
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.device import GRADIENT, Fence
 from star_hvd.engine.meeting import Position
 from star_hvd.engine.records import Fetch, Result
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.modes.local_sgd import LocalSteps
-from star_hvd.modes.mode_switcher import Handover, Services, Steps
-from star_hvd.modes.step_reporter import Send, StepTeller
+from star_hvd.modes.mode_switcher import ModeSwitcher, Services, Steps
+from star_hvd.modes.step_reporter import Send, StepReporter
 from star_hvd.telemetry.timer import StepTimer
 
-__all__ = ["EngineDriver", "Send"]
+__all__ = ["StepDriver", "Send"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -35,7 +35,7 @@ _POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that 
 _MODES_BEHIND = 16  # Far more modes than a rank can be behind by: each of them needed its word.
 
 
-class EngineDriver(StepTeller):
+class StepDriver(StepReporter):
     """One optimizer's engine with its helper thread; it is also the engine's listener.
 
     Args:
@@ -76,20 +76,20 @@ class EngineDriver(StepTeller):
         self._carries_on = False  # The helper has taken over from the training thread for good.
         self._said: tuple[int, bool, bool] | None = None  # What the coordinator knows of that.
         self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
-        self.engine: RoundEngine
-        self.handover: Handover
+        self.engine: StepEngine
+        self.handover: ModeSwitcher
         self.local: LocalSteps
         self._previous = Plan.sync(1)
         self._gradients: dict[torch.device, Fence] = {}  # Behind the latest gradient on each device.
         self._clock_stopped, self._computed_s = True, 0.0
         self._unsent: Callable[[], None] | None = None  # A message that waits for the compute time.
 
-    def start(self, engine: RoundEngine, services: Services) -> None:
+    def start(self, engine: StepEngine, services: Services) -> None:
         """Take charge of an engine and start its helper."""
         self.engine = engine
         self._previous = engine.plan
         self.local = engine.averaging = LocalSteps(engine, self._await_own)
-        self.handover = Handover(
+        self.handover = ModeSwitcher(
             self.number,
             engine,
             services,
@@ -228,10 +228,10 @@ class EngineDriver(StepTeller):
             unsent()
 
     def on_arrive(self, round_: int, epoch: int) -> None:
-        self._send_timed(lambda: StepTeller.on_arrive(self, round_, epoch))
+        self._send_timed(lambda: StepReporter.on_arrive(self, round_, epoch))
 
     def on_late(self, version: int, epoch: int) -> None:
-        self._send_timed(lambda: StepTeller.on_late(self, version, epoch))
+        self._send_timed(lambda: StepReporter.on_late(self, version, epoch))
 
     def _send_timed(self, send: Callable[[], None]) -> None:
         if self._clock_stopped:
@@ -459,14 +459,14 @@ class EngineDriver(StepTeller):
             self._stop.set()
             with self.engine.lock:
                 self.engine.helper_wake.notify_all()
-        elif isinstance(message, messages.CloseRound):
+        elif isinstance(message, messages.CloseStep):
             self._last_close_s, self._typical_s = time.monotonic(), message.typical_compute_s
             self.engine.close(message.round)
         elif isinstance(message, messages.PlanMessage):
             self._prepare(Plan.from_dict(message.plan))
         elif isinstance(message, Commit):
             self.handover.commit(message.epoch)
-        elif isinstance(message, Moved):
+        elif isinstance(message, PlanActive):
             self.handover.moved(message.epoch, message.round)
         elif isinstance(message, messages.Abandon):
             self.engine.abandon(message.epoch)
@@ -482,22 +482,23 @@ class EngineDriver(StepTeller):
             return
         reason = self.engine.prepare(plan)
         if reason is not None:
-            self._send(messages.Refuse(self.number, plan.epoch, reason))
+            self._send(messages.ModeUnsupported(self.number, plan.epoch, reason))
 
     def _tell_ready(self, plan: Plan, reason: str | None) -> None:
         if reason is None:
-            self._send(Ready(self.number, plan.epoch))
+            self._send(Prepared(self.number, plan.epoch))
         elif self.engine.agreement.pinned:
-            self._send(messages.Refuse(self.number, plan.epoch, reason))
+            self._send(messages.ModeUnsupported(self.number, plan.epoch, reason))
         else:
-            self._send(Cannot(self.number, plan.epoch, reason))
+            self._send(PrepareFailed(self.number, plan.epoch, reason))
 
     def pin(self, reason: str) -> None:
         """Run exactly as Horovod from now on, because of `reason`."""
         if self.engine.agreement.pinned is None:
             prepared = self.engine.agreement.prepared  # Pinning clears it.
             self.engine.pin(reason)
-            self._send(messages.Refuse(self.number, prepared.epoch if prepared else self.engine.plan.epoch, reason))
+            refused = prepared.epoch if prepared else self.engine.plan.epoch
+            self._send(messages.ModeUnsupported(self.number, refused, reason))
 
     # ---- helper thread --------------------------------------------------------------------------------------
 
@@ -554,7 +555,7 @@ class EngineDriver(StepTeller):
 class _NamedFailures:
     """Turns the failure of a collective into one that names the rank that is gone."""
 
-    def __init__(self, driver: EngineDriver) -> None:
+    def __init__(self, driver: StepDriver) -> None:
         self._driver = driver
 
     def __enter__(self) -> None:

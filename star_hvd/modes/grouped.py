@@ -14,7 +14,7 @@ import torch
 
 from scheduler.records import Plan
 from star_hvd.engine.collective import Collective, wait_all
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
 from star_hvd.modes.ps_worker import Client, Outcome, ServerSteps
 from star_hvd.threads import supervised
@@ -40,7 +40,7 @@ class GroupSteps(ServerSteps):
 
     def __init__(
         self,
-        engine: RoundEngine,
+        engine: StepEngine,
         plan: Plan,
         client: Client,
         collective: Collective | None,

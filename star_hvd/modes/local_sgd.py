@@ -18,7 +18,7 @@ from scheduler.records import Plan
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import AVERAGED
 from star_hvd.engine.records import Result
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 
 __all__ = ["LocalSteps"]
 
@@ -34,7 +34,7 @@ class LocalSteps:
         wait: Waits for the handles of the round this rank owns.
     """
 
-    def __init__(self, engine: RoundEngine, wait: Callable[[], None]) -> None:
+    def __init__(self, engine: StepEngine, wait: Callable[[], None]) -> None:
         self.plan: Plan = engine.plan
         self._engine = engine
         self._wait = wait

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from scheduler.records import Plan
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Fetch, Snapshot
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError, StarError
 
-__all__ = ["Handover", "Services", "Steps"]
+__all__ = ["ModeSwitcher", "Services", "Steps"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -88,7 +88,7 @@ class Services(Protocol):
         ...
 
 
-class Handover:
+class ModeSwitcher:
     """See the module's text.
 
     Args:
@@ -106,7 +106,7 @@ class Handover:
     def __init__(
         self,
         number: int,
-        engine: RoundEngine,
+        engine: StepEngine,
         services: Services,
         *,
         ready: Callable[[Plan, str | None], None],

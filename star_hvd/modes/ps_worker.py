@@ -13,7 +13,7 @@ import torch
 from scheduler.records import Plan
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
 
 __all__ = ["Client", "Outcome", "ServerSteps", "StepInfo"]
@@ -85,7 +85,7 @@ class ServerSteps:
 
     def __init__(
         self,
-        engine: RoundEngine,
+        engine: StepEngine,
         plan: Plan,
         client: Client,
         *,

@@ -16,12 +16,12 @@ from scheduler.records import Plan, StepReport
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.switch import StepNote
 from star_hvd.engine.header import Header
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.ps_worker import StepInfo
 from star_hvd.telemetry.resources import Resources
 from star_hvd.telemetry.timer import ComputeTimes
 
-__all__ = ["Send", "StepLog", "StepTeller"]
+__all__ = ["Send", "StepLog", "StepReporter"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -49,7 +49,7 @@ class StepLog(Protocol):
     def close(self, status: str = "FINISHED") -> None: ...
 
 
-class StepTeller:
+class StepReporter:
     """One optimizer's messages about its own steps; most are sent by the engine as its listener, under its lock.
 
     Args:
@@ -66,7 +66,7 @@ class StepTeller:
         reference_samples: Samples that count as weight 1, 0 likewise.
     """
 
-    engine: RoundEngine
+    engine: StepEngine
 
     def __init__(self, number: int, send: Send) -> None:
         self.number = number

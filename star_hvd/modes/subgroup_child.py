@@ -13,7 +13,7 @@ from scheduler.records import Plan
 from star_hvd.channel.late_push import ParentLink
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.ps_worker import StepInfo
 
 __all__ = ["ChildSteps"]
@@ -38,7 +38,7 @@ class ChildSteps:
 
     def __init__(
         self,
-        engine: RoundEngine,
+        engine: StepEngine,
         plan: Plan,
         link: ParentLink,
         *,

@@ -11,16 +11,16 @@ from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.leases import Lease, LeaseRecall
 from star_hvd.config import Config
 from star_hvd.errors import DeadlineError, StarError
-from star_hvd.modes.driver import EngineDriver
+from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime.lease_stock import LeaseStock
 
-__all__ = ["Requests"]
+__all__ = ["CoordinatorClient"]
 
 _ASK_AGAIN_S = 5.0  # Nothing is lost on the way as a rule; a request may be repeated as often as one likes.
 _MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
 
 
-class Requests:
+class CoordinatorClient:
     """The part of a runtime that waits for answers of the coordinator; nothing waits without a deadline.
 
     Args:
@@ -33,14 +33,14 @@ class Requests:
     def __init__(self, config: Config, rank: int) -> None:
         self.config = config
         self.rank = rank
-        self.drivers: dict[int, EngineDriver] = {}
+        self.drivers: dict[int, StepDriver] = {}
         self.batch_weights: list[float] = []
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self._stocks: dict[tuple[int, int], LeaseStock] = {}  # By loader and epoch, of the last two epochs.
         # Epochs whose end came while something else was waited for.
         self._ended: dict[tuple[int, int], messages.EpochEnd] = {}
-        self._asked: collections.deque[messages.Take] = collections.deque()
+        self._asked: collections.deque[messages.RequestBatch] = collections.deque()
         self._requests = 0
         self._next_loader = 0
         self._meetings = 0
@@ -83,7 +83,7 @@ class Requests:
     def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
         """Ask for the next range; `granted` collects it."""
         self._requests += 1
-        self._asked.append(messages.Take(loader, epoch, samples, batch, drop_last, self._requests))
+        self._asked.append(messages.RequestBatch(loader, epoch, samples, batch, drop_last, self._requests))
         self.agent.send(self._asked[-1])
 
     def granted(self, loader: int, epoch: int) -> tuple[int, int] | None:
@@ -112,7 +112,7 @@ class Requests:
         epoch: int,
         deadline_s: float,
         what: str,
-        asked: messages.Take | None = None,
+        asked: messages.RequestBatch | None = None,
     ) -> messages.Message:
         if kind is messages.EpochEnd and (loader, epoch) in self._ended:
             return self._ended.pop((loader, epoch))

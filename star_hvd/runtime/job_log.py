@@ -18,15 +18,15 @@ from scheduler.records import StepReport
 from scheduler.target import Target
 from star_hvd import env
 from star_hvd.coordinator.coordinator import Coordinator
-from star_hvd.coordinator.optimizer_state import EngineBoard
+from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.run_log import RunLog, enabled, run_directory, window_values
 from star_hvd.run_log.facts import environment, optimizer_facts
 from star_hvd.telemetry.resources import Resources
 from star_hvd.threads import supervised
 
 if TYPE_CHECKING:
-    from star_hvd.modes.driver import EngineDriver
-    from star_hvd.runtime.model_loader import LazyRanker
+    from star_hvd.modes.driver import StepDriver
+    from star_hvd.runtime.model_loader import ModelLoader
 
 __all__ = ["JobLog", "check_curves"]
 
@@ -52,11 +52,11 @@ class JobLog:
     def __init__(
         self,
         job: str,
-        driver: EngineDriver,
+        driver: StepDriver,
         hosts: Sequence[str],
         coordinator: Coordinator | None,
         facts: Mapping[str, Any],
-        ranker: LazyRanker | None = None,
+        ranker: ModelLoader | None = None,
         curves: set[str] | None = None,
     ) -> None:
         self._driver = driver
@@ -165,7 +165,7 @@ class JobLog:
             self._outcome_told = (outcome.epoch, outcome.step)
         self._log.window(values)
 
-    def _values(self, engine: EngineBoard) -> dict[str, Any]:
+    def _values(self, engine: OptimizerState) -> dict[str, Any]:
         window = engine.window()
         return window_values(
             window,

@@ -24,7 +24,7 @@ from star_hvd.channel.messages.switch import (
     MakeSet,
     Presence,
     Probe,
-    ServerMoved,
+    ServerRestarted,
     Servers,
     WarmServers,
 )
@@ -32,24 +32,24 @@ from star_hvd.config import Config
 from star_hvd.engine.collective import HorovodCollective
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import StarError
-from star_hvd.modes.driver import EngineDriver, Send
+from star_hvd.modes.driver import Send, StepDriver
 from star_hvd.modes.grouped import GroupSteps
 from star_hvd.modes.mode_switcher import Steps
 from star_hvd.modes.ps_worker import ServerSteps
 from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.ps.common.auth import JobKey
 from star_hvd.runtime.process_sets import SetKeeper
-from star_hvd.runtime.server_sessions import ServerHouse
+from star_hvd.runtime.server_sessions import ServerSessions
 from star_hvd.threads import supervised
 
-__all__ = ["JobServices"]
+__all__ = ["ModeServices"]
 
 logger = logging.getLogger("star_hvd")
 
 Ranks = tuple[int, ...]
 
 
-class JobServices:
+class ModeServices:
     """See the module's text.
 
     Args:
@@ -70,7 +70,7 @@ class JobServices:
         key: JobKey,
         host: str,
         send: Send,
-        drivers: dict[int, EngineDriver],
+        drivers: dict[int, StepDriver],
     ) -> None:
         self._rank = rank
         self._config = config
@@ -83,7 +83,7 @@ class JobServices:
         self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = supervised(self._run, "star-prepare")
-        self.house = ServerHouse(rank, config, key, host, send, drivers)
+        self.house = ServerSessions(rank, config, key, host, send, drivers)
 
     def start(self) -> None:
         """Start the threads."""
@@ -120,7 +120,7 @@ class JobServices:
                 self.later(self.house.warm)
         elif isinstance(message, Probe):
             supervised(self._probe, "star-probe", args=(message,), critical=False).start()
-        elif isinstance(message, (Servers, ServerMoved, Presence)):
+        elif isinstance(message, (Servers, ServerRestarted, Presence)):
             self.house.on_message(message)
 
     def _probe(self, message: Probe) -> None:

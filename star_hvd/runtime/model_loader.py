@@ -21,7 +21,7 @@ from scheduler.policy.cost_policy import Ranker
 from scheduler.records import Window
 from star_hvd.threads import supervised
 
-__all__ = ["LazyRanker", "digest"]
+__all__ = ["ModelLoader", "digest"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -29,7 +29,7 @@ _LOOK_INTERVAL_S = 0.02
 _LATEST_S = 10.0  # A job whose first step takes longer has nothing to hurry for: it is loaded beside that step.
 
 
-class LazyRanker:
+class ModelLoader:
     """Predicts by the cost model until the predictor is loaded, and for good where there is none.
 
     `STAR_MODEL` names the predictor: a folder, or a registered model as `models:/name@alias`. Without it the one

@@ -34,10 +34,10 @@ from star_hvd.channel.messages.switch import (
     DropSet,
     MachineNote,
     MakeSet,
-    Moved,
+    PlanActive,
     Presence,
     Probe,
-    ServerMoved,
+    ServerRestarted,
     Servers,
     WarmServers,
 )
@@ -46,15 +46,15 @@ from star_hvd.config import Config
 from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.engine.meeting import Position, gather_positions, settled, unsettled_text
 from star_hvd.engine.records import Snapshot
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError, DeadlineError, StarError
-from star_hvd.modes.driver import EngineDriver
+from star_hvd.modes.driver import StepDriver
 from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
-from star_hvd.runtime.coordinator_client import Requests
+from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.job_log import JobLog, check_curves
-from star_hvd.runtime.mode_services import JobServices
-from star_hvd.runtime.model_loader import LazyRanker
+from star_hvd.runtime.mode_services import ModeServices
+from star_hvd.runtime.model_loader import ModelLoader
 from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
@@ -65,7 +65,7 @@ _MEETING_POLL_S = 0.002
 _SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
 
 _FOR_A_DRIVER = (
-    messages.CloseRound, messages.PlanMessage, messages.Abandon, messages.OptimizerOver, Commit, Moved
+    messages.CloseStep, messages.PlanMessage, messages.Abandon, messages.OptimizerOver, Commit, PlanActive
 )
 
 _current: Runtime | None = None
@@ -111,7 +111,7 @@ def shutdown() -> None:
         _current = None
 
 
-class Runtime(Requests):
+class Runtime(CoordinatorClient):
     """See the module's text.
 
     Args:
@@ -128,10 +128,10 @@ class Runtime(Requests):
         self.coordinator: Coordinator | None = None
         self.agent: Agent
         self.tensors: TensorServer
-        self.services: JobServices
+        self.services: ModeServices
         self._job = ""
         self._folder: PrivateFolder | None = None
-        self._ranker: LazyRanker | None = None
+        self._ranker: ModelLoader | None = None
         self._sampler: ResourceSampler | None = None
         self._curves: set[str] = set()
         self.user_calls: collections.Counter[str] = collections.Counter()
@@ -140,7 +140,7 @@ class Runtime(Requests):
         self._away_lock = threading.Lock()
         self._had_dropped = self._had_mixed = False
         self._training_thread = threading.get_ident()
-        self._sources: queue.SimpleQueue[messages.SourceReply] = queue.SimpleQueue()
+        self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
         self._bye = threading.Event()
         self._lost: list[int] = []
         self._next_engine = 0
@@ -151,7 +151,7 @@ class Runtime(Requests):
     def start(self) -> None:
         """Exchange addresses and keys over Horovod and start the threads. Collective."""
         if self.rank == 0 and self.config.policy == "learned":
-            self._ranker = LazyRanker()
+            self._ranker = ModelLoader()
         single_host = int(mpi_ops.local_size()) == self.world_size
         host = own_address(single_host=single_host)
         control, control_port = self.keyring.server(host, CONTROL_BYTES) if self.rank == 0 else (None, 0)
@@ -178,7 +178,7 @@ class Runtime(Requests):
             self._on_message,
             self.config.heartbeat_s,
         )
-        self.services = JobServices(
+        self.services = ModeServices(
             self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers
         )
         self.services.start()
@@ -195,12 +195,12 @@ class Runtime(Requests):
         router, port = self.keyring.server(host, self.config.chunk_bytes + SLACK_BYTES)
         return router, host, port, ""
 
-    def new_driver(self) -> EngineDriver:
+    def new_driver(self) -> StepDriver:
         """A driver for the next optimizer; optimizers must be made in the same order on all ranks."""
         for driver in [driver for driver in self.drivers.values() if driver.over]:
             self._end(driver)
         self._next_engine += 1
-        return EngineDriver(
+        return StepDriver(
             self._next_engine - 1,
             self.config,
             self.agent.send,
@@ -209,7 +209,7 @@ class Runtime(Requests):
             self.services.later,
         )
 
-    def attach(self, driver: EngineDriver, engine: RoundEngine, initial: Plan, plan: Plan | None) -> None:
+    def attach(self, driver: StepDriver, engine: StepEngine, initial: Plan, plan: Plan | None) -> None:
         """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
         if driver.number > 0:
             gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
@@ -247,7 +247,7 @@ class Runtime(Requests):
             if driver.log is not None:
                 driver.log.resources(readings)
 
-    def detach(self, driver: EngineDriver) -> None:
+    def detach(self, driver: StepDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
         with self.meeting(messages.CLOSE, out_of_data=True):
             driver.conclude()
@@ -256,7 +256,7 @@ class Runtime(Requests):
         self._end(driver)
         self.agent.send(messages.Unregister(driver.number))
 
-    def _end(self, driver: EngineDriver) -> None:
+    def _end(self, driver: StepDriver) -> None:
         """Let go of an optimizer for which no rank waits any more."""
         self.drivers.pop(driver.number, None)
         self._had_dropped |= driver.dropped
@@ -468,12 +468,12 @@ class Runtime(Requests):
             self.on_lease(message)
         elif isinstance(message, (messages.Grant, messages.EpochEnd)):
             self._grants.put(message)
-        elif isinstance(message, messages.Hurry):
+        elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):
                 driver.hurry = message.now
-        elif isinstance(message, messages.SourceReply):
+        elif isinstance(message, messages.StateSource):
             self._sources.put(message)
-        elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerMoved, Presence, Probe)):
+        elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerRestarted, Presence, Probe)):
             self.services.on_message(message)
         elif isinstance(message, messages.Bye):
             self._lost = message.lost
@@ -510,7 +510,7 @@ class Runtime(Requests):
             self.raise_failure()
             if not wanted():
                 return None
-            self.agent.send(messages.Source(engine))
+            self.agent.send(messages.FindStateSource(engine))
             # A rank that says nothing for long, being frozen for example, need not be the only one with the state.
             with contextlib.suppress(queue.Empty, DeadlineError):
                 reply = self._sources.get(timeout=5.0)
@@ -543,7 +543,7 @@ def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
     return None
 
 
-def _close_log(driver: EngineDriver) -> None:
+def _close_log(driver: StepDriver) -> None:
     if driver.log is not None:
         driver.log.close("FAILED" if program_end.failed() or driver.engine.failure is not None else "FINISHED")
 

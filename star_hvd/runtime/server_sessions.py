@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.plan.plan import Plan
-from star_hvd.channel.messages.base import Message, Refuse
-from star_hvd.channel.messages.switch import CutDone, Presence, ServerMoved, Servers, ServerUp
+from star_hvd.channel.messages.base import Message, ModeUnsupported
+from star_hvd.channel.messages.switch import Drained, Presence, ServerRestarted, Servers, ServerUp
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
-from star_hvd.modes.driver import EngineDriver, Send
+from star_hvd.modes.driver import Send, StepDriver
 from star_hvd.ps.common.auth import Endpoint, JobKey
 from star_hvd.ps.common.layout import Layout, LayoutError
 from star_hvd.ps.common.optimizer_spec import OptimizerSpec
@@ -27,7 +27,7 @@ from star_hvd.ps.owner.server_process import ServerProcess
 from star_hvd.ps.worker.client import Client
 from star_hvd.threads import supervised
 
-__all__ = ["ServerHouse"]
+__all__ = ["ServerSessions"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -45,7 +45,7 @@ class _Session:
     begun: bool = False  # Whether its plan came into force, on this rank's training thread or past it: many do not.
 
 
-class ServerHouse:
+class ServerSessions:
     """See the module's text.
 
     Args:
@@ -58,7 +58,7 @@ class ServerHouse:
     """
 
     def __init__(
-        self, rank: int, config: Config, key: JobKey, host: str, send: Send, drivers: dict[int, EngineDriver]
+        self, rank: int, config: Config, key: JobKey, host: str, send: Send, drivers: dict[int, StepDriver]
     ) -> None:
         self._rank = rank
         self._config = config
@@ -201,12 +201,12 @@ class ServerHouse:
             with self._changed:
                 self._found[message.engine, message.epoch] = endpoints
                 self._changed.notify_all()
-        elif isinstance(message, ServerMoved):
+        elif isinstance(message, ServerRestarted):
             self._replace(message)
         elif isinstance(message, Presence):
             self._presence(message.rank, present=message.present)
 
-    def _replace(self, message: ServerMoved) -> None:
+    def _replace(self, message: ServerRestarted) -> None:
         endpoint = _from_parts(message.address)
         with self._changed:
             sessions = list(self._sessions.get(message.engine, []))
@@ -300,9 +300,9 @@ class ServerHouse:
     def _on_event(self, event: dict[str, Any]) -> None:
         kind, engine = event["event"], event.get("engine", -1)
         if kind == "cut":
-            self._send(CutDone(engine, event["epoch"], event["version"]))
+            self._send(Drained(engine, event["epoch"], event["version"]))
         elif kind == "refused":
-            self._send(Refuse(engine, event["epoch"], event["reason"]))
+            self._send(ModeUnsupported(engine, event["epoch"], event["reason"]))
         elif kind == "failed":
             self._fail(engine, StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}"))
         elif kind == "died" and not self._stopped:
@@ -326,7 +326,7 @@ class ServerHouse:
         for engine, session in sessions:
             if self._rank in session.plan.servers:
                 index = session.plan.servers.index(self._rank)
-                self._send(ServerMoved(engine, session.number, index, _to_parts(endpoint)))
+                self._send(ServerRestarted(engine, session.number, index, _to_parts(endpoint)))
 
     def _fail(self, engine: int, error: Exception) -> None:
         for number, driver in list(self._drivers.items()):

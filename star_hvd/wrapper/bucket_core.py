@@ -22,9 +22,9 @@ from star_hvd.engine.buckets import Bucket, memory_format_of, pack
 from star_hvd.engine.collective import HorovodCollective
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Result
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
-from star_hvd.modes.driver import EngineDriver
+from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.sparse import SparseGradients
@@ -129,7 +129,7 @@ class BucketCore:
         self._buckets: list[Bucket] = []
         self._names = names
         self._config = config
-        self._attached: tuple[runtime.Runtime, EngineDriver] | None = None
+        self._attached: tuple[runtime.Runtime, StepDriver] | None = None
         params = _trainable(inner.param_groups)
         self._add(params if run is None else same_on_all_ranks(params, names))
         if run is not None:
@@ -152,7 +152,7 @@ class BucketCore:
         return self._attached[0]
 
     @property
-    def driver(self) -> EngineDriver:
+    def driver(self) -> StepDriver:
         """The driver of this optimizer's engine; raises as `run` does."""
         if self._attached is None:
             raise StarError(_DETACHED)
@@ -162,7 +162,7 @@ class BucketCore:
         """Whether this optimizer works in `run`."""
         return self._attached is not None and self._attached[0] is run
 
-    def _attach(self, run: runtime.Runtime) -> EngineDriver:
+    def _attach(self, run: runtime.Runtime) -> StepDriver:
         hyper = HyperRow(self._inner.param_groups)
         applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
         driver = run.new_driver()
@@ -174,7 +174,7 @@ class BucketCore:
             max_staleness=self._config.max_staleness,
             reason="every job starts in sync",
         )
-        engine = RoundEngine(
+        engine = StepEngine(
             rank=run.rank,
             plan=initial,
             applier=applier,
@@ -438,7 +438,7 @@ def _format(param: torch.Tensor) -> str:
     return "" if param.is_contiguous() else str(memory_format_of(param))
 
 
-def raise_if_relaxed(engine: RoundEngine) -> None:
+def raise_if_relaxed(engine: StepEngine) -> None:
     """Refuse what all ranks have to do after the same step.
 
     Raises:

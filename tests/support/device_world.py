@@ -22,7 +22,7 @@ from star_hvd.engine.device import GRADIENT, Streams
 from star_hvd.engine.header import Header
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Snapshot
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from tests.support.fake_device import CUDA0, FakeDevice, FakeEvent, Lazy
 from tests.support.world import Ears, Network, Port, World
 
@@ -113,7 +113,7 @@ class DeviceWorld(World):
             device.locks.append(engine.lock)
         self.hurry = {name: self.random.choice([1.0, 1.0, 0.2, 0.1]) for name in device.streams}
 
-    def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
+    def _engine(self, rank: int, seed: int, optimizer: str) -> StepEngine:
         if rank == 0:
             self.network = DeviceNetwork(self.world_size, self.device)
             self.ears = [DeviceEars(self, number) for number in range(self.world_size)]
@@ -127,7 +127,7 @@ class DeviceWorld(World):
             buckets = pack(params, 4 * SIZE)
             streams = Streams(buckets, self.device)
             applier = Applier(opt, base, buckets, HyperRow(opt.param_groups), streams=streams)
-            engine = RoundEngine(
+            engine = StepEngine(
                 rank=rank,
                 plan=self.first,
                 applier=applier,
@@ -141,7 +141,7 @@ class DeviceWorld(World):
 
     # ---- actors ---------------------------------------------------------------------------------------------
 
-    def backward(self, engine: RoundEngine) -> Iterator[Bucket]:
+    def backward(self, engine: StepEngine) -> Iterator[Bucket]:
         """Kernels of a backward pass; each bucket is given when the last of its own is queued."""
         buckets = engine.applier.buckets
         for bucket in buckets:
@@ -152,8 +152,8 @@ class DeviceWorld(World):
                 param.grad = view
             yield bucket
 
-    def give(self, engine: RoundEngine, bucket: Bucket) -> None:
-        """As `EngineDriver.give` does."""
+    def give(self, engine: StepEngine, bucket: Bucket) -> None:
+        """As `StepDriver.give` does."""
         if engine.plan.relaxed:
             engine.defer(bucket.index, engine.streams.give_one(GRADIENT, bucket.flat))
         else:
@@ -179,7 +179,7 @@ class DeviceWorld(World):
         engine.set_away(True)
         self.inbox.append(("leave", rank, ()))
 
-    def _own_step(self, engine: RoundEngine) -> Iterator[None]:
+    def _own_step(self, engine: StepEngine) -> Iterator[None]:
         handles = engine.own_handles()
         while not all(engine.collective.poll(handle) for handle in handles):
             yield
@@ -190,7 +190,7 @@ class DeviceWorld(World):
         engine.apply_own(result)
         yield
 
-    def _catch_up(self, engine: RoundEngine) -> Iterator[None]:
+    def _catch_up(self, engine: StepEngine) -> Iterator[None]:
         target = engine.next_round
         while not engine.catch_up(target):
             yield
@@ -199,7 +199,7 @@ class DeviceWorld(World):
                 if snapshot is not None:
                     engine.adopt(snapshot)
 
-    def snapshot(self, engine: RoundEngine) -> Snapshot | None:
+    def snapshot(self, engine: StepEngine) -> Snapshot | None:
         """What the tensor server of a rank sends."""
         with self.device.on(f"S{engine.rank}"):
             snapshot = engine.replica.snapshot()
@@ -237,7 +237,7 @@ class DeviceWorld(World):
         elif rank in self._copies or self.snapshots < self._most_snapshots:
             self._serve(self.engines[rank])
 
-    def _serve(self, engine: RoundEngine) -> None:
+    def _serve(self, engine: StepEngine) -> None:
         """The tensor server between its two locks: it queues its copy, and waits for that some time later."""
         copy = self._copies.pop(engine.rank, None)
         with self.device.on(f"S{engine.rank}"):

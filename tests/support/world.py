@@ -20,7 +20,7 @@ from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.header import Header
 from star_hvd.engine.hyperparameters import HyperRow
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 
 Event = tuple[str, int, tuple[Any, ...]]
 
@@ -152,7 +152,7 @@ class World:
         self.given: dict[tuple[int, int, int], int] = {}
         self.programs: list[Iterator[None] | None] = [self._train(rank) for rank in range(world_size)]
 
-    def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
+    def _engine(self, rank: int, seed: int, optimizer: str) -> StepEngine:
         torch.manual_seed(seed)
         gaps = random.Random(100 * seed + rank)
         size = self.world_size * self.max_steps
@@ -163,7 +163,7 @@ class World:
         keywords: dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
         opt = base(params, lr=0.1, **keywords)
         applier = Applier(opt, base, pack(params, params[0].element_size() * size), HyperRow(opt.param_groups))
-        return RoundEngine(
+        return StepEngine(
             rank=rank,
             plan=self.first,
             applier=applier,
@@ -219,7 +219,7 @@ class World:
         """Whether programs work between `synchronize` and `step`, on all ranks alike."""
         return random.Random(1000 * self.seed + step).random() < self.manual_share
 
-    def _catch_up(self, engine: RoundEngine) -> Iterator[None]:
+    def _catch_up(self, engine: StepEngine) -> Iterator[None]:
         target = engine.next_round
         while not engine.catch_up(target):
             yield

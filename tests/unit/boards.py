@@ -7,7 +7,7 @@ from typing import Any
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as m
 from star_hvd.config import Config
-from star_hvd.coordinator.job_state import Board
+from star_hvd.coordinator.job_state import JobState
 
 CONFIG = Config(lost_after_s=10.0, plan_deadline_s=60.0)
 
@@ -21,7 +21,7 @@ class Job:
     def __init__(self, world_size: int = 3, config: Config = CONFIG) -> None:
         self.world_size = world_size
         self.now_s = 100.0
-        self.board = Board(world_size, config, self.now_s)
+        self.board = JobState(world_size, config, self.now_s)
 
     def say(self, rank: int, message: m.Message) -> list[m.Message]:
         self.board.handle(rank, message, self.now_s)

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as m
-from star_hvd.channel.messages.switch import Commit, CutDone, Presence, Ready, Restart
+from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Presence, Restart
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL
 from star_hvd.errors import ChannelError
@@ -55,7 +55,7 @@ def test_the_first_step_of_a_rank_tells_nothing_of_the_steps_to_come() -> None:
 def test_a_refused_plan_is_abandoned() -> None:
     job = Job()
     job.register(Plan.partial(3, 2))
-    heard = job.say(2, m.Refuse(0, 1, "cannot"))
+    heard = job.say(2, m.ModeUnsupported(0, 1, "cannot"))
     assert heard == [m.Abandon(0, 1, "cannot")]
     assert job.engine.refused == "cannot" and not job.engine.active.relaxed
     assert job.pass_time(5.0) == []
@@ -72,20 +72,20 @@ def test_a_plan_not_taken_up_in_time_is_abandoned() -> None:
 def test_a_plan_taken_up_while_it_was_being_abandoned_is_in_force() -> None:
     job = Job()
     job.register(Plan.partial(3, 2))
-    job.say(2, m.Refuse(0, 1, "cannot"))
+    job.say(2, m.ModeUnsupported(0, 1, "cannot"))
     job.arrive(0, 4, epoch=1)
     assert job.engine.active.relaxed and job.engine.rule.plan.relaxed
 
 
 def test_a_rank_pinned_while_relaxed_brings_everybody_back_to_sync() -> None:
     job = relaxed_job()
-    (published,) = only(job.say(1, m.Refuse(0, 1, "a GradScaler")), m.PlanMessage)
+    (published,) = only(job.say(1, m.ModeUnsupported(0, 1, "a GradScaler")), m.PlanMessage)
     assert published.plan["mode"] == "sync" and published.plan["epoch"] == 2
     assert "rank 1: a GradScaler" in published.plan["reason"]
-    assert only(job.say(2, m.Refuse(0, 1, "a GradScaler")), m.PlanMessage) == [], "one return is enough"
+    assert only(job.say(2, m.ModeUnsupported(0, 1, "a GradScaler")), m.PlanMessage) == [], "one return is enough"
     job.arrive(0, 9, epoch=2)
     assert not job.engine.active.relaxed
-    assert only(job.say(2, m.Refuse(0, 2, "again")), m.PlanMessage) == []
+    assert only(job.say(2, m.ModeUnsupported(0, 2, "again")), m.PlanMessage) == []
 
 
 def test_a_step_is_closed_and_ordered_once() -> None:
@@ -93,15 +93,15 @@ def test_a_step_is_closed_and_ordered_once() -> None:
     job.tick()
     for rank in (0, 1):
         job.arrive(rank, 6, epoch=1)
-    orders = only(job.tick(), m.CloseRound)
-    orders += only(job.pass_time(3.0), m.CloseRound)
+    orders = only(job.tick(), m.CloseStep)
+    orders += only(job.pass_time(3.0), m.CloseStep)
     assert [order.round for order in orders] == [6]
     assert orders[0].typical_compute_s == pytest.approx(0.1)
 
 
 def test_an_epoch_ends_when_all_ranks_have_asked_in_vain() -> None:
     job = Job()
-    take = m.Take(0, 0, 10, 4, False)
+    take = m.RequestBatch(0, 0, 10, 4, False)
     grants = [job.say(rank, take)[0] for rank in (0, 1, 2)]
     assert [(g.start, g.stop) for g in grants] == [(0, 4), (4, 8), (8, 10)]  # type: ignore[attr-defined]
     assert job.destinations == [2], "only the rank that asked is answered"
@@ -115,15 +115,16 @@ def test_an_epoch_ends_when_all_ranks_have_asked_in_vain() -> None:
 
 def test_a_request_that_is_repeated_gets_the_same_batch_and_no_other_rank_gets_it() -> None:
     job = Job()
-    first = job.say(1, m.Take(0, 0, 10, 4, False, 1))
+    first = job.say(1, m.RequestBatch(0, 0, 10, 4, False, 1))
     assert first == [m.Grant(0, 0, 0, 4, 1)]
-    assert job.say(1, m.Take(0, 0, 10, 4, False, 1)) == first == job.say(1, m.Take(0, 0, 10, 4, False, 1))
-    assert job.say(2, m.Take(0, 0, 10, 4, False, 1)) == [m.Grant(0, 0, 4, 8, 1)], "every rank counts for itself"
-    assert job.say(1, m.Take(0, 0, 10, 4, False, 2)) == [m.Grant(0, 0, 8, 10, 2)]
-    assert job.say(1, m.Take(0, 0, 10, 4, False, 1)) == first, "even later"
+    again = m.RequestBatch(0, 0, 10, 4, False, 1)
+    assert job.say(1, again) == first == job.say(1, again)
+    assert job.say(2, m.RequestBatch(0, 0, 10, 4, False, 1)) == [m.Grant(0, 0, 4, 8, 1)], "every rank counts for itself"
+    assert job.say(1, m.RequestBatch(0, 0, 10, 4, False, 2)) == [m.Grant(0, 0, 8, 10, 2)]
+    assert job.say(1, m.RequestBatch(0, 0, 10, 4, False, 1)) == first, "even later"
     for number in range(3, 200):
-        job.say(1, m.Take(0, 3, 10_000, 4, False, number))
-    assert job.say(1, m.Take(0, 0, 10, 4, False, 1)) == [], "an epoch that is long over does not begin again"
+        job.say(1, m.RequestBatch(0, 3, 10_000, 4, False, number))
+    assert job.say(1, m.RequestBatch(0, 0, 10, 4, False, 1)) == [], "an epoch that is long over does not begin again"
     assert len(job.board._granted[1]) <= 64
 
 
@@ -137,23 +138,23 @@ def test_a_rank_asks_again_and_takes_one_answer(monkeypatch: pytest.MonkeyPatch)
         def send(self, message: m.Message) -> None:
             """The first answer is lost; those to the repetitions come twice."""
             sent.append(message)
-            assert isinstance(message, m.Take)
+            assert isinstance(message, m.RequestBatch)
             if sent.count(message) > 1:
                 for _ in range(2):
                     process._grants.put(m.Grant(message.loader, message.epoch, 4 * message.number, 99, message.number))
 
-    process = coordinator_client.Requests(Config(), 0)
+    process = coordinator_client.CoordinatorClient(Config(), 0)
     process.agent = Silent()  # type: ignore[assignment]
     for number in (1, 2, 3):
         process.request(0, 0, 100, 4, False)
         assert process.granted(0, 0) == (4 * number, 99)
-    assert set(sent) == {m.Take(0, 0, 100, 4, False, number) for number in (1, 2, 3)}
+    assert set(sent) == {m.RequestBatch(0, 0, 100, 4, False, number) for number in (1, 2, 3)}
 
 
 def test_an_epoch_ends_for_the_others_when_a_rank_finishes_in_the_middle_of_it() -> None:
     """A rank may break out of its loop and end its program while others wait for the end of the epoch."""
     job = Job()
-    take = m.Take(0, 0, 2, 1, False)
+    take = m.RequestBatch(0, 0, 2, 1, False)
     job.say(0, take), job.say(1, take), job.say(0, take), job.say(1, take)
     assert only(job.pass_time(5.0), m.EpochEnd) == []
     assert only(job.say(2, m.Finished(2)), m.EpochEnd) == [m.EpochEnd(0, 0)]
@@ -192,7 +193,7 @@ def test_nobody_is_told_of_an_end_while_nobody_has_finished() -> None:
 
 def sources(job: Job, rank: int) -> set[int]:
     """Ranks that are named, but for every third, which may not be known to have the state."""
-    named = [reply.rank for _ in range(9) for reply in only(job.say(rank, m.Source(0)), m.SourceReply)]
+    named = [reply.rank for _ in range(9) for reply in only(job.say(rank, m.FindStateSource(0)), m.StateSource)]
     return set(named[::3] + named[1::3])
 
 
@@ -216,7 +217,7 @@ def test_a_rank_that_takes_part_no_more_is_asked_for_the_state_now_and_then() ->
     job = relaxed_job()
     for rank in (0, 1):
         job.arrive(rank, 9, epoch=1)
-    named = [reply.rank for _ in range(9) for reply in only(job.say(0, m.Source(0)), m.SourceReply)]
+    named = [reply.rank for _ in range(9) for reply in only(job.say(0, m.FindStateSource(0)), m.StateSource)]
     assert named == [1, 1, 2] * 3
 
 
@@ -245,32 +246,32 @@ def test_a_state_is_loaded_once_servers_that_are_ending_have_ended() -> None:
     job.register(Plan.ps(3, 2))
     engine = job.engine
     for rank in range(3):
-        job.say(rank, Ready(0, 1))
+        job.say(rank, Prepared(0, 1))
         job.arrive(rank, 9, epoch=1)
     assert engine.active.mode == "ps"
     engine.publish(Plan.grouped(3, [(0, 1), (2,)]).replace(servers=(1,)), job.now_s)
     for rank in range(3):
-        heard = job.say(rank, Ready(0, 2))
+        heard = job.say(rank, Prepared(0, 2))
     assert only(heard, Commit) == [Commit(0, 2)], "the old servers are told to end"
     heard = job.say(0, Restart(0)) + job.pass_time(1.0)
     assert only(heard, m.PlanMessage) == [] and only(heard, m.Abandon) == []
-    heard = job.say(0, CutDone(0, 2, 30)) + job.pass_time(1.0)
+    heard = job.say(0, Drained(0, 2, 30)) + job.pass_time(1.0)
     (home,) = only(heard, m.PlanMessage)
     assert home.plan["mode"] == "sync" and home.plan["epoch"] == 3
     for rank in range(3):
-        job.say(rank, Ready(0, 3))
-    job.say(1, CutDone(0, 3, 30))
+        job.say(rank, Prepared(0, 3))
+    job.say(1, Drained(0, 3, 30))
     assert engine.active.mode == "sync" and engine._again.mode == "grouped", "the loaded state goes there afterwards"
 
 
 def test_arrivals_are_hurried_while_somebody_is_away() -> None:
     job = relaxed_job()
-    assert m.Hurry(True) in job.say(1, m.Away(True, True, "x"))
-    assert m.Hurry(True) not in job.say(2, m.Away(True, True, "x"))
+    assert m.ReportImmediately(True) in job.say(1, m.Away(True, True, "x"))
+    assert m.ReportImmediately(True) not in job.say(2, m.Away(True, True, "x"))
     job.say(1, m.Away(False, True, "x"))
-    assert m.Hurry(False) not in job.pass_time(3.0)
+    assert m.ReportImmediately(False) not in job.pass_time(3.0)
     job.say(2, m.Away(False, True, "x"))
-    assert m.Hurry(False) in job.pass_time(2.0)
+    assert m.ReportImmediately(False) in job.pass_time(2.0)
 
 
 def test_what_is_said_of_a_closed_optimizer_is_ignored() -> None:
@@ -285,7 +286,7 @@ def test_a_rank_pinned_while_another_relaxed_plan_is_on_its_way_brings_everybody
     job = relaxed_job()
     job.engine.publish(Plan.partial(3, 1), job.now_s)
     (on_its_way,) = only(job.sent(), m.PlanMessage)
-    heard = job.say(1, m.Refuse(0, 1, "a GradScaler")) + job.tick()
+    heard = job.say(1, m.ModeUnsupported(0, 1, "a GradScaler")) + job.tick()
     assert [x.epoch for x in only(heard, m.Abandon)] == [on_its_way.plan["epoch"]], "it must not wait for the deadline"
     (published,) = only(heard, m.PlanMessage)
     assert published.plan["mode"] == "sync" and "a GradScaler" in published.plan["reason"]
@@ -295,7 +296,7 @@ def test_a_rank_pinned_while_another_relaxed_plan_is_on_its_way_brings_everybody
 def test_a_rank_pinned_before_the_first_plan_was_taken_up_ends_it_at_once() -> None:
     job = Job()
     job.register(Plan.partial(3, 2))
-    heard = job.say(2, m.Refuse(0, 0, "a GradScaler"))
+    heard = job.say(2, m.ModeUnsupported(0, 0, "a GradScaler"))
     assert heard == [m.Abandon(0, 1, "a GradScaler")]
     assert job.pass_time(70.0) == []
 
@@ -304,7 +305,7 @@ def test_a_refused_plan_that_was_taken_up_all_the_same_is_left_again() -> None:
     """All ranks had raised their flags for it when one of them found out that it cannot."""
     job = Job()
     job.register(Plan.partial(3, 2))
-    job.say(2, m.Refuse(0, 1, "a GradScaler"))
+    job.say(2, m.ModeUnsupported(0, 1, "a GradScaler"))
     for rank in range(3):
         job.arrive(rank, 4, epoch=1)
     assert job.engine.active.relaxed
@@ -318,7 +319,7 @@ def test_a_refused_plan_that_was_taken_up_all_the_same_is_left_again() -> None:
 
 def test_a_return_to_sync_that_was_not_taken_up_in_time_is_tried_again() -> None:
     job = relaxed_job()
-    job.say(1, m.Refuse(0, 1, "a GradScaler"))
+    job.say(1, m.ModeUnsupported(0, 1, "a GradScaler"))
     heard = job.pass_time(62.0)
     assert len(only(heard, m.Abandon)) == len(only(heard, m.PlanMessage)) == 1
     assert only(heard, m.PlanMessage)[0].plan["mode"] == "sync"
@@ -328,18 +329,18 @@ def test_arrivals_are_hurried_also_after_a_rank_came_back_late() -> None:
     """The end of an epoch takes all ranks back; what they say of it afterwards must not swallow the next order."""
     job = relaxed_job()
     job.say(1, m.Away(False, True, "x"))
-    assert m.Hurry(True) in job.say(2, m.Away(True, True, "x"))
+    assert m.ReportImmediately(True) in job.say(2, m.Away(True, True, "x"))
     assert job.say(0, m.Away(True, True, "x")) == []
-    assert m.Hurry(False) not in job.pass_time(3.0)
+    assert m.ReportImmediately(False) not in job.pass_time(3.0)
 
 
 def test_nobody_is_told_twice_that_arrivals_need_not_hurry() -> None:
     job = relaxed_job()
     job.say(1, m.Away(True, True, "x"))
     job.say(1, m.Away(False, True, "x"))
-    assert only(job.pass_time(3.0), m.Hurry) == [m.Hurry(False)]
+    assert only(job.pass_time(3.0), m.ReportImmediately) == [m.ReportImmediately(False)]
     job.say(1, m.Away(False, True, "x"))
-    assert only(job.pass_time(3.0), m.Hurry) == []
+    assert only(job.pass_time(3.0), m.ReportImmediately) == []
 
 
 def test_a_step_that_was_closed_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -349,10 +350,10 @@ def test_a_step_that_was_closed_waits_for_nobody(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     for rank in (0, 1):
         job.arrive(rank, 6, epoch=1)
-    assert len(only(job.pass_time(30.0), m.CloseRound)) == 1
+    assert len(only(job.pass_time(30.0), m.CloseStep)) == 1
     assert "waiting" not in caplog.text
     job.arrive(0, 7, epoch=1)
-    assert len(only(job.pass_time(30.0), m.CloseRound)) == 0
+    assert len(only(job.pass_time(30.0), m.CloseStep)) == 0
     assert "step 7 has been waiting for ranks [1, 2]" in caplog.text
 
 
@@ -362,7 +363,7 @@ def test_auto_relaxes_for_a_slow_rank_and_never_after_a_refusal() -> None:
         job = Job(4)
         job.register(None)
         if refused:
-            job.say(3, m.Refuse(0, 0, "sparse gradients"))
+            job.say(3, m.ModeUnsupported(0, 0, "sparse gradients"))
         heard: list[m.Message] = []
         for step in range(120):
             for rank in range(4):
@@ -380,11 +381,11 @@ def test_a_finished_rank_stays_away_after_an_epoch_that_ends_without_it() -> Non
     job.say(2, m.Finished(2))
     for rank in (0, 1):
         job.say(rank, m.Away(True, True, "end of data"))
-        job.say(rank, m.Take(0, 0, 0, 4, False))
+        job.say(rank, m.RequestBatch(0, 0, 0, 4, False))
     for rank in (0, 1):
         job.say(rank, m.Away(False, True, "end of data"))
         job.arrive(rank, 0)
-    assert [order.round for order in only(job.tick(), m.CloseRound)] == [0], "rank 2 will never deliver again"
+    assert [order.round for order in only(job.tick(), m.CloseStep)] == [0], "rank 2 will never deliver again"
 
 
 def test_optimizers_have_steps_and_plans_of_their_own() -> None:
@@ -392,7 +393,7 @@ def test_optimizers_have_steps_and_plans_of_their_own() -> None:
     job.register(Plan.sync(3), engine=1)
     for rank in (0, 1):
         job.say(rank, m.Arrive(1, 9, 0, 0.1, 0.0, 0.0, 0.0, 0.0))
-    assert [order.engine for order in only(job.pass_time(2.0), m.CloseRound)] == []
+    assert [order.engine for order in only(job.pass_time(2.0), m.CloseStep)] == []
     assert job.board.engines[1].rule.round == 9 and not job.board.engines[1].active.relaxed
     job.say(0, m.Unregister(1))
     assert set(job.board.engines) == {0}
@@ -426,10 +427,10 @@ def test_rank_0_may_tell_of_a_switch_first() -> None:
 def test_arrivals_stay_hurried_as_long_as_a_rank_has_finished() -> None:
     job = Job()
     job.register(Plan.sync(3))
-    assert only(job.say(2, m.Finished(2)), m.Hurry) == [m.Hurry(True)]
+    assert only(job.say(2, m.Finished(2)), m.ReportImmediately) == [m.ReportImmediately(True)]
     for rank in (0, 1):
-        job.say(rank, m.Take(0, 0, 0, 4, False))
-    assert only(job.pass_time(5.0), m.Hurry) == []
+        job.say(rank, m.RequestBatch(0, 0, 0, 4, False))
+    assert only(job.pass_time(5.0), m.ReportImmediately) == []
 
 
 @pytest.mark.parametrize("plan", [PLAN | {"mode": "x" * 500_000}, PLAN | {"y" * 500_000: 1}, {"z": 1}])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import switch as s
-from star_hvd.channel.messages.switch import ServerMoved, ServerUp
+from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
 from star_hvd.errors import ChannelError
 from tests.unit.boards import PLAN, Job, relaxed_job
 
@@ -29,7 +29,7 @@ BAD = [
     ServerUp(0, 1, 99, ["127.0.0.1", "1", "00"]),
     ServerUp(0, 1, -1, ["127.0.0.1", "1", "00"]),
     ServerUp(0, 1, 0, ["127.0.0.1"]),
-    ServerMoved(0, 1, 0, ["h" * 2000, "1", "00"]),
+    ServerRestarted(0, 1, 0, ["h" * 2000, "1", "00"]),
     m.Register(5_000_000, PLAN, {}),
     m.Arrive(0, 7, 0, -1.0, 0.0, 0.0, 0.0, 0.0),
     m.Arrive(0, 7, 0, math.nan, 0.0, 0.0, 0.0, 0.0),
@@ -41,17 +41,17 @@ BAD = [
     m.Late(0, 7, 0, 1.0, 1e10, 0.0, 0.0),
     m.Late(2_000_000, 7, 0, 1.0, 1.0, 0.0, 0.0),
     m.RoundNote(0, 1 << 50, 0, [0], 0.0, 1.0, 1.0, 0.0, 0, 0.0, 0.0),
-    m.Take(0, 0, -1, 4, False),
-    m.Take(0, 0, 4, 0, False),
-    m.Take(0, -1, 4, 1, False),
+    m.RequestBatch(0, 0, -1, 4, False),
+    m.RequestBatch(0, 0, 4, 0, False),
+    m.RequestBatch(0, -1, 4, 1, False),
     m.PlanMessage(0, PLAN),
-    m.CloseRound(0, 3, 0.1),
+    m.CloseStep(0, 3, 0.1),
     m.Grant(0, 0, 0, 1),
     m.Bye([]),
     m.Abandon(0, 1, ""),
     m.EpochEnd(0, 0),
-    m.SourceReply(0, 1),
-    m.Hurry(True),
+    m.StateSource(0, 1),
+    m.ReportImmediately(True),
 ]
 
 
@@ -75,10 +75,10 @@ def test_the_state_that_is_compared_is_all_there_is() -> None:
         m.Late(0, 5, 1, 0.1, 0.0, 0.0, 0.0),
         m.Join(0, 8),
         m.RoundNote(0, 6, 1, [0], 1.0, 1.0, 1.0, 1.0, 3, 1.0, 0.0),
-        m.Refuse(0, 1, "x"),
+        m.ModeUnsupported(0, 1, "x"),
         m.Away(True, False, "x"),
-        m.Take(0, 0, 10, 4, False),
-        m.Source(0),
+        m.RequestBatch(0, 0, 10, 4, False),
+        m.FindStateSource(0),
         m.Finished(1),
         m.Unregister(0),
     ]
@@ -93,7 +93,7 @@ def test_the_state_that_is_compared_is_all_there_is() -> None:
 @pytest.mark.parametrize("message", BAD, ids=lambda x: x.kind)
 def test_bad_input_changes_nothing(message: m.Message) -> None:
     job = relaxed_job()
-    job.say(0, m.Take(0, 0, 10, 4, False))
+    job.say(0, m.RequestBatch(0, 0, 10, 4, False))
     before = state_of(job.board)
     job.now_s += 1.0
     with pytest.raises(ChannelError):
@@ -123,9 +123,9 @@ ANY = st.one_of(
     st.builds(m.Late, LOOP, COUNT, st.integers(-1, 4), TIME_S, TIME_S, TIME_S, TIME_S),
     st.builds(m.Join, LOOP, COUNT),
     st.builds(m.Away, st.booleans(), st.booleans(), st.just("x")),
-    st.builds(m.Refuse, LOOP, st.integers(-1, 4), st.just("x")),
-    st.builds(m.Take, LOOP, st.integers(-1, 3), st.integers(-1, 9), st.integers(0, 3), st.booleans()),
-    st.builds(m.Source, LOOP),
+    st.builds(m.ModeUnsupported, LOOP, st.integers(-1, 4), st.just("x")),
+    st.builds(m.RequestBatch, LOOP, st.integers(-1, 3), st.integers(-1, 9), st.integers(0, 3), st.booleans()),
+    st.builds(m.FindStateSource, LOOP),
     st.builds(m.Finished, st.integers(-1, 3)),
     st.builds(
         m.RoundNote, LOOP, COUNT, st.integers(-1, 4), st.just([0]), st.floats(), st.floats(), st.floats(),
@@ -160,7 +160,7 @@ def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]
         m.Register(0, PLAN, {**PLAN, "slack": (1 << 63) - 1}),
         s.ServerUp(0, 1, -1, ["h", "1", "k"]),
         s.ServerUp(0, 1, 1 << 52, ["h", "1", "k"]),
-        s.ServerMoved(0, 1, 0, ["h" * 5000, "1", "k"]),
+        s.ServerRestarted(0, 1, 0, ["h" * 5000, "1", "k"]),
     ],
     ids=lambda message: message.kind,
 )
@@ -176,13 +176,13 @@ def test_a_rank_that_opens_loaders_and_optimizers_without_end_is_refused() -> No
     job = relaxed_job()
     for number in range(5000):
         try:
-            job.say(1, m.Take(number, 0, 10, 4, False))
+            job.say(1, m.RequestBatch(number, 0, 10, 4, False))
         except ChannelError as error:
             assert number >= 4000 and "are open" in str(error)
             break
     else:
         raise AssertionError("5,000 loaders were opened")
-    job.say(1, m.Take(0, 0, 10, 4, False))  # Those that are there go on.
+    job.say(1, m.RequestBatch(0, 0, 10, 4, False))  # Those that are there go on.
 
 
 def test_a_plan_that_was_never_published_does_not_free_process_sets() -> None:

@@ -11,7 +11,7 @@ from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.leases import LeaseAsk
 from star_hvd.channel.messages.switch import LinkRate, MachineNote, Probe
 from star_hvd.config import Config
-from star_hvd.coordinator.report_trigger import SlowAgain
+from star_hvd.coordinator.report_trigger import SlowReportTrigger
 from star_hvd.errors import ChannelError
 from tests.unit.boards import Job, only, relaxed_job
 
@@ -45,7 +45,7 @@ def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixtur
     job = relaxed_job()
     job.tick()
     job.arrive(1, 6, epoch=1)
-    (order,) = only(job.pass_time(61.0), m.CloseRound)
+    (order,) = only(job.pass_time(61.0), m.CloseStep)
     assert order.round == 6
     assert "step 6 closes without ranks [0, 2]: its quorum did not come together within 60 s" in caplog.text
 
@@ -82,7 +82,7 @@ def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptu
     job.say(2, m.Finished(2))
     for step in range(3):
         job.arrive(0, step), job.arrive(1, step)
-        assert [order.round for order in only(job.tick(), m.CloseRound)] == [step]
+        assert [order.round for order in only(job.tick(), m.CloseStep)] == [step]
     assert caplog.text.count("ranks [2] are outside their training loop") == 1
     fed = Job()
     fed.register(Plan.sync(3))
@@ -90,7 +90,7 @@ def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptu
     fed.say(2, m.Finished(2))
     caplog.clear()
     fed.arrive(0, 0), fed.arrive(1, 0)
-    assert only(fed.tick(), m.CloseRound) and "outside" not in caplog.text
+    assert only(fed.tick(), m.CloseStep) and "outside" not in caplog.text
 
 
 def test_a_machine_s_readings_become_part_of_the_evidence() -> None:
@@ -218,7 +218,7 @@ def test_many_that_become_slow_together_are_looked_at_together(monkeypatch: pyte
 
 
 def test_what_is_worth_a_look() -> None:
-    again = SlowAgain(2)
+    again = SlowReportTrigger(2)
     assert not any(again.note(0, 9.0) for _ in range(5)), "nothing is known yet"
     again.usual(math.nan)
     again.usual(0.1)

@@ -92,7 +92,7 @@ def test_the_wire_of_control_and_tensors_shows_no_key_and_no_gradient() -> None:
     for part in (tensors, coordinator, agent):
         part.start()
     try:
-        agent.send(m.Take(0, 0, 10, 4, False))
+        agent.send(m.RequestBatch(0, 0, 10, 4, False))
         limit_s = time.monotonic() + 60.0
         while not any(isinstance(message, m.Grant) for message in came) and time.monotonic() < limit_s:
             time.sleep(0.01)

@@ -97,20 +97,20 @@ def test_a_job_from_its_plan_to_its_end(ranks: Ranks) -> None:
     for step in range(3):
         for agent in ranks.agents[:2]:  # Rank 2 never comes: the steps must be closed without it.
             agent.send(m.Arrive(0, step, 1, 0.02, 0.0, 0.02, 0.0, 0.0))
-        assert within(lambda step=step: any(order.round == step for order in ranks.got(2, m.CloseRound)))
-    assert ranks.all_got(m.CloseRound)
+        assert within(lambda step=step: any(order.round == step for order in ranks.got(2, m.CloseStep)))
+    assert ranks.all_got(m.CloseStep)
     for agent in ranks.agents:
         agent.send(m.Finished(agent.rank))
     assert ranks.all_got(m.Bye) and ranks.got(0, m.Bye) == [m.Bye([])]
     for came in ranks.came:
-        rounds = [message.round for message in came if isinstance(message, m.CloseRound)]
+        rounds = [message.round for message in came if isinstance(message, m.CloseStep)]
         assert rounds == [0, 1, 2], "an order is given once, to everybody, in order"
     assert ranks.coordinator.malformed == 0 and all(agent.malformed == 0 for agent in ranks.agents)
     assert ranks.rings[0].denied == 0, "nobody of the job was turned away"
 
 
 def test_an_answer_reaches_only_the_rank_that_asked(ranks: Ranks) -> None:
-    ranks.agents[1].send(m.Take(0, 0, 10, 4, False))
+    ranks.agents[1].send(m.RequestBatch(0, 0, 10, 4, False))
     assert within(lambda: bool(ranks.got(1, m.Grant)))
     assert ranks.got(1, m.Grant) == [m.Grant(0, 0, 0, 4)]
     assert ranks.got(0, m.Grant) == ranks.got(2, m.Grant) == []
@@ -137,7 +137,7 @@ def test_signs_of_life_go_both_ways(ranks: Ranks) -> None:
 def test_a_message_that_is_not_urgent_goes_soon_and_in_order(ranks: Ranks) -> None:
     assert ranks.all_got(m.Heartbeat)
     for samples in (8, 8, 8):
-        ranks.agents[1].send(m.Take(0, 0, samples, 2, False), urgent=False)
+        ranks.agents[1].send(m.RequestBatch(0, 0, samples, 2, False), urgent=False)
     assert within(lambda: len(ranks.got(1, m.Grant)) == 3)
     assert [grant.start for grant in ranks.got(1, m.Grant)] == [0, 2, 4]
 
@@ -208,9 +208,9 @@ def test_an_agent_drops_what_it_cannot_read_or_act_on(caplog: pytest.LogCaptureF
         assert within(lambda: heard.extend(peer.receive()) or bool(heard))  # type: ignore[func-returns-value]
         assert [heard[0][0].bytes, heard[0][1]] == [b"1", m.encode(m.Hello(1))], "an agent introduces itself"
         with caplog.at_level(logging.WARNING, "star_hvd"):
-            for data in (b"", b"\xc1", m.encode(m.Bye([])), m.encode(m.Hurry(True))):
+            for data in (b"", b"\xc1", m.encode(m.Bye([])), m.encode(m.ReportImmediately(True))):
                 peer.send(b"1", [data])
-            assert within(lambda: came == [m.Hurry(True)])
+            assert within(lambda: came == [m.ReportImmediately(True)])
         assert agent.malformed == 2 and "could not act on a bye message" in caplog.text
     finally:
         agent.stop()
@@ -297,7 +297,7 @@ def test_the_coordinator_closes_a_lone_gradient_at_the_deadline() -> None:
         assert job.all_got(m.PlanMessage)
         began_s = time.monotonic()
         job.agents[1].send(m.Arrive(0, 0, 1, 0.01, 0.0, 0.01, 0.0, 0.0))
-        assert job.all_got(m.CloseRound)
+        assert job.all_got(m.CloseStep)
         assert time.monotonic() - began_s >= 0.3
     finally:
         job.close()

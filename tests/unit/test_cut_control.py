@@ -42,7 +42,7 @@ class CutRanks(Ranks):
     def take(self, number: int, epoch: int = 0) -> tuple[int, int]:
         """Ask for a batch as rank 1, and wait for the answer."""
         before = len(self.got(1, m.Grant))
-        self.agents[1].send(m.Take(0, epoch, 1 << 20, BATCH, False))
+        self.agents[1].send(m.RequestBatch(0, epoch, 1 << 20, BATCH, False))
         assert within(lambda: len(self.got(1, m.Grant)) > before), f"request {number} was never answered"
         grant = self.got(1, m.Grant)[-1]
         return grant.start, grant.stop
@@ -96,7 +96,7 @@ def test_resets_at_any_moment_keep_a_busy_exchange_whole(ranks: CutRanks) -> Non
     cutter.start()
     try:
         for number in range(count):
-            ranks.agents[1].send(m.Take(0, 0, 1 << 20, BATCH, False))
+            ranks.agents[1].send(m.RequestBatch(0, 0, 1 << 20, BATCH, False))
             if number % 4 == 0:
                 time.sleep(0.02)
         assert within(lambda: len(ranks.got(1, m.Grant)) >= count)
@@ -116,10 +116,10 @@ def test_orders_to_a_rank_that_cannot_be_reached_arrive_later_in_order(ranks: Cu
     proxy.refuse()
     for step in range(20):
         ranks.agents[0].send(m.Arrive(0, step, 1, 0.02, 0.0, 0.02, 0.0, 0.0))
-        assert within(lambda step=step: any(o.round == step for o in ranks.got(0, m.CloseRound)))  # type: ignore[misc]
+        assert within(lambda step=step: any(o.round == step for o in ranks.got(0, m.CloseStep)))  # type: ignore[misc]
     proxy.refuse(False)
-    assert within(lambda: len(ranks.got(1, m.CloseRound)) == 20)
-    assert [order.round for order in ranks.got(1, m.CloseRound)] == list(range(20))
+    assert within(lambda: len(ranks.got(1, m.CloseStep)) == 20)
+    assert [order.round for order in ranks.got(1, m.CloseStep)] == list(range(20))
 
 
 def test_a_connection_that_swallows_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

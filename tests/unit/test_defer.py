@@ -8,7 +8,7 @@ import torch
 
 from scheduler.records import Plan
 from star_hvd.engine.device import Fence
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from tests.support.world import World
 
 
@@ -37,7 +37,7 @@ def relaxed_world() -> World:
     return world
 
 
-def fill(engine: RoundEngine, value: float) -> None:
+def fill(engine: StepEngine, value: float) -> None:
     for bucket in engine.applier.buckets:
         bucket.flat.fill_(value)
         for param, view in zip(bucket.params, bucket.views, strict=True):

@@ -18,7 +18,7 @@ from star_hvd.engine.applier import place_state
 from star_hvd.engine.device import DONE, GRADIENT, Streams
 from star_hvd.engine.records import Snapshot
 from star_hvd.modes import driver as driver_module
-from star_hvd.modes.driver import EngineDriver
+from star_hvd.modes.driver import StepDriver
 from star_hvd.wrapper.bucket_core import lockstep_only
 from tests.support.device_world import DeviceWorld, running
 from tests.support.fake_device import CUDA0, FakeDevice
@@ -117,13 +117,13 @@ class Heard:
             self.compute_s.append(message.compute_s)
 
 
-def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, EngineDriver]:
+def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, StepDriver]:
     """Rank 0 of two with its driver; the other rank's helper has submitted nothing but zeros."""
     world = DeviceWorld(1, device, world_size=2, steps=2, lazy="T")
     for engine in world.engines:
         engine.agreement.plan = plan
     engine = world.engines[0]
-    made = EngineDriver(0, Config(), heard, cast(Any, None), str, lambda task: None)
+    made = StepDriver(0, Config(), heard, cast(Any, None), str, lambda task: None)
     made.engine, made.handover = engine, cast(Any, SimpleNamespace(outside=None))
     engine._listener = engine.agreement._listener = made
     world.engines[1].set_away(True)

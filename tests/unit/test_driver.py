@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from star_hvd.config import Config
-from star_hvd.modes.driver import EngineDriver
+from star_hvd.modes.driver import StepDriver
 
 
-def driver(engine: Any, *, needs_state: Any = lambda: True, state_for: Any = None) -> EngineDriver:
-    made = EngineDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+def driver(engine: Any, *, needs_state: Any = lambda: True, state_for: Any = None) -> StepDriver:
+    made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
     made.engine = engine
 
-    class Handover:
+    class ModeSwitcher:
         needs_state = property(lambda self: made_needs())
 
         def state_for(self, number: int) -> Any:
             return state_for()
 
     made_needs = needs_state
-    made.handover = cast(Any, Handover())
+    made.handover = cast(Any, ModeSwitcher())
     return made
 
 

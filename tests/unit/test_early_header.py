@@ -14,7 +14,7 @@ from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.meeting import Position, settled
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.local_sgd import LocalSteps
 from tests.support.world import Ears, Network, Port, World
 
@@ -27,14 +27,14 @@ class Clock:
         return self.now_s
 
 
-def engines(plan: Plan, clock: Clock, *, fp16: bool = False, lr: float = 0.5) -> tuple[Network, list[RoundEngine]]:
+def engines(plan: Plan, clock: Clock, *, fp16: bool = False, lr: float = 0.5) -> tuple[Network, list[StepEngine]]:
     world = World(1, world_size=2)
     network, made = Network(2), []
     for rank in range(2):
         params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
         optimizer = torch.optim.SGD(params, lr=lr)
         applier = Applier(optimizer, torch.optim.SGD, pack(params, 16, fp16=fp16), HyperRow(optimizer.param_groups))
-        engine = RoundEngine(
+        engine = StepEngine(
             rank=rank, plan=plan, applier=applier, collective=Port(network, rank), listener=Ears(world, rank),
             clock=clock,
         )
@@ -42,7 +42,7 @@ def engines(plan: Plan, clock: Clock, *, fp16: bool = False, lr: float = 0.5) ->
     return network, made
 
 
-def gradients(engine: RoundEngine, value: float = 1.0) -> None:
+def gradients(engine: StepEngine, value: float = 1.0) -> None:
     for bucket in engine.applier.buckets:
         bucket.flat.fill_(value)
         for param, view in zip(bucket.params, bucket.views, strict=True):
@@ -50,7 +50,7 @@ def gradients(engine: RoundEngine, value: float = 1.0) -> None:
         engine.gradient_ready(bucket.index)
 
 
-def finish(engine: RoundEngine) -> None:
+def finish(engine: StepEngine) -> None:
     for handle in engine.own_handles():
         assert engine.collective.poll(handle)
         engine.collective.finish(handle)
@@ -149,7 +149,7 @@ def test_an_averaging_never_rounds_parameters(fp16: bool) -> None:
     """40 steps of 1e-4 from 1.0; with parameters sent as float16 it gave 0.99541."""
     network, pair = engines(Plan.local(2, steps=1), Clock(), fp16=fp16, lr=1e-4)
 
-    def train(engine: RoundEngine) -> None:
+    def train(engine: StepEngine) -> None:
         def wait() -> None:
             handles = engine.own_handles()
             while not all(engine.collective.poll(handle) for handle in handles):

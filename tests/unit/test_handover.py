@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from scheduler.plan.plan import Plan
-from star_hvd.engine.step_engine import RoundEngine
-from star_hvd.modes.mode_switcher import Handover
+from star_hvd.engine.step_engine import StepEngine
+from star_hvd.modes.mode_switcher import ModeSwitcher
 from star_hvd.modes.ps_worker import ServerSteps, StepInfo
 from star_hvd.modes.subgroup_child import ChildSteps
 from tests.support.world import World
@@ -47,8 +47,8 @@ class Engine:
         raise error
 
 
-def handover(engine: Engine) -> Handover:
-    made = Handover(
+def handover(engine: Engine) -> ModeSwitcher:
+    made = ModeSwitcher(
         0, cast(Any, engine), cast(Any, None), ready=lambda plan, reason: None, fetch=cast(Any, None),
         local=cast(Any, None), later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
     )
@@ -56,8 +56,8 @@ def handover(engine: Engine) -> Handover:
     return made
 
 
-def in_band(engine: Engine, made: Handover, plan: Plan) -> None:
-    """The rank reads the header of the step that all agreed in, as `EngineDriver.on_switch` is told."""
+def in_band(engine: Engine, made: ModeSwitcher, plan: Plan) -> None:
+    """The rank reads the header of the step that all agreed in, as `StepDriver.on_switch` is told."""
     with engine.lock:
         engine.plan = plan
     if made.told_early:
@@ -134,7 +134,7 @@ def test_other_servers_wait_for_a_training_thread_that_is_one_mode_of_servers_be
     assert ready == servers.prepared == [3, 4]
 
 
-def a_mode_behind() -> tuple[Handover, Servers, list[Callable[[], None]]]:
+def a_mode_behind() -> tuple[ModeSwitcher, Servers, list[Callable[[], None]]]:
     """A rank whose training thread is inside a mode that has ended, and was told of other servers."""
     servers, tasks = Servers(), list[Callable[[], None]]()
     made = handover(Engine(3, BACK))
@@ -168,12 +168,12 @@ class Line:
         pass
 
 
-def child_steps(engine: RoundEngine, plan: Plan, others: Callable[..., Any] = lambda wanted: None) -> ChildSteps:
+def child_steps(engine: StepEngine, plan: Plan, others: Callable[..., Any] = lambda wanted: None) -> ChildSteps:
     told = list[Any]()
     return ChildSteps(engine, plan, cast(Any, Line()), others=others, deadline_s=1.0, on_step=told.append)
 
 
-def server_steps(engine: RoundEngine, plan: Plan) -> ServerSteps:
+def server_steps(engine: StepEngine, plan: Plan) -> ServerSteps:
     told = list[Any]()
     return ServerSteps(
         engine, plan, cast(Any, Line()), deadline_s=1.0, on_step=told.append, on_notes=told.append,
@@ -195,7 +195,7 @@ def test_word_of_the_next_mode_in_the_very_moment_a_rank_enters_one(first: Plan,
             made.moved(2, 7)  # The agent's thread.
             return make(engine, plan)
 
-    made = Handover(
+    made = ModeSwitcher(
         0, engine, cast(Any, Interrupted()), ready=lambda plan, reason: None, fetch=cast(Any, None),
         local=cast(Any, None), later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
     )

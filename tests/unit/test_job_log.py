@@ -20,20 +20,20 @@ from scheduler.plan.plan import Plan
 from scheduler.records import StepReport
 from star_hvd.channel.messages import base as m
 from star_hvd.loader import shard
-from star_hvd.modes.step_reporter import StepTeller
+from star_hvd.modes.step_reporter import StepReporter
 from star_hvd.run_log import new_run_name
 from star_hvd.run_log.spool import read_events
 from star_hvd.runtime.job_log import JobLog, _Pace, check_curves
-from star_hvd.runtime.model_loader import LazyRanker, digest
+from star_hvd.runtime.model_loader import ModelLoader, digest
 from tests.unit.boards import Job
 
 
 @pytest.fixture
-def teller() -> StepTeller:
+def teller() -> StepReporter:
     """Rank 0's, with an engine that stands still."""
     net = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.4)
-    found = StepTeller(0, lambda message, urgent=True: None)
+    found = StepReporter(0, lambda message, urgent=True: None)
     applier = SimpleNamespace(optimizer=optimizer, buckets=[])
     found.engine = SimpleNamespace(rank=0, applier=applier, plan=Plan.sync(3))  # type: ignore[assignment]
     found.stats = lambda: {"drops": 2, "folds": 0}  # type: ignore[method-assign]
@@ -50,7 +50,7 @@ class _Coordinator:
 
 
 @pytest.fixture
-def job_log(teller: StepTeller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def job_log(teller: StepReporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes a log, closes it and gives its events."""
     monkeypatch.setenv("STAR_LOG_DIR", str(tmp_path))
     monkeypatch.setenv("STAR_RUN_LOG", "1")
@@ -91,7 +91,7 @@ def _facts(events: list[dict[str, Any]]) -> dict[str, Any]:
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_tells_the_samples_behind_it(teller: StepTeller) -> None:
+def test_a_step_tells_the_samples_behind_it(teller: StepReporter) -> None:
     told: list[StepReport] = []
     teller.log = SimpleNamespace(step=told.append)  # type: ignore[assignment]
     teller.note_samples(1, 16, 16, 16.0)
@@ -103,7 +103,7 @@ def test_a_step_tells_the_samples_behind_it(teller: StepTeller) -> None:
     assert teller.batch == 16
 
 
-def test_shard_tells_what_it_hands_out(teller: StepTeller, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shard_tells_what_it_hands_out(teller: StepReporter, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([(0, 4), (4, 7), None])
     run = SimpleNamespace(
         world_size=1, reference_samples=0.0, drivers={0: teller}, loader_number=lambda: 5, catch_up=lambda: None,
@@ -121,7 +121,7 @@ def test_shard_tells_what_it_hands_out(teller: StepTeller, monkeypatch: pytest.M
     assert (teller.batch, teller.reference_samples) == (4, 4.0)
 
 
-def test_samples_behind_an_update_are_those_of_the_mode_in_force(teller: StepTeller) -> None:
+def test_samples_behind_an_update_are_those_of_the_mode_in_force(teller: StepReporter) -> None:
     def led(mode: str, *weights: float) -> None:
         teller.timeline.extend({"mode": mode, "weight": weight} for weight in weights)
 
@@ -138,7 +138,7 @@ def test_samples_behind_an_update_are_those_of_the_mode_in_force(teller: StepTel
 # ---- the job's events -----------------------------------------------------------------------------------------------
 
 
-def test_windows_have_all_ranks_folds_the_pace_and_the_batch(teller: StepTeller, job_log: Any) -> None:
+def test_windows_have_all_ranks_folds_the_pace_and_the_batch(teller: StepReporter, job_log: Any) -> None:
     made = job_log()
     teller.note_samples(0, 16, 16, 16.0)
     teller.timeline.append({"mode": "sync", "weight": 3.0})
@@ -167,7 +167,7 @@ def test_the_pace_is_of_the_last_seconds() -> None:
     assert rate == pytest.approx(2.0)
 
 
-def test_hyperparameters_are_those_the_job_began_with(teller: StepTeller, job_log: Any, monkeypatch: Any) -> None:
+def test_hyperparameters_are_those_the_job_began_with(teller: StepReporter, job_log: Any, monkeypatch: Any) -> None:
     began = JobLog._run
 
     def late(self: JobLog) -> None:
@@ -208,9 +208,9 @@ def test_a_target_without_effect_is_told_in_one_line(
 # ---- the model ------------------------------------------------------------------------------------------------------
 
 
-def _loaded(monkeypatch: pytest.MonkeyPatch, wanted: str) -> LazyRanker:
+def _loaded(monkeypatch: pytest.MonkeyPatch, wanted: str) -> ModelLoader:
     monkeypatch.setenv("STAR_MODEL", wanted)
-    ranker = LazyRanker()
+    ranker = ModelLoader()
     ranker.load(60.0)
     return ranker
 

@@ -21,7 +21,7 @@ from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, Lease
 from star_hvd.config import Config
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.runtime.coordinator_client import Requests
+from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.lease_stock import LeaseStock
 
 LATENCY_S = 0.001
@@ -263,7 +263,7 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
 
 
 def test_an_answer_that_comes_at_once_finds_its_stock() -> None:
-    requests = Requests(Config(), 0)
+    requests = CoordinatorClient(Config(), 0)
 
     def answer(message: Message, *, urgent: bool = True) -> None:
         assert isinstance(message, LeaseAsk)
@@ -273,9 +273,9 @@ def test_an_answer_that_comes_at_once_finds_its_stock() -> None:
     assert requests.begin_batch(requests.open_stock(3, 0, 4, 4, False)) == (0, 4)
 
 
-def stocked() -> Requests:
+def stocked() -> CoordinatorClient:
     """Requests whose coordinator leases four samples at once and then says that the epoch is over."""
-    requests = Requests(Config(), 0)
+    requests = CoordinatorClient(Config(), 0)
 
     def answer(message: Message, *, urgent: bool = True) -> None:
         if isinstance(message, LeaseAsk):

@@ -13,7 +13,7 @@ from scheduler.learning.simulated_rows import in_order
 from scheduler.plan.plan import Plan
 from scheduler.policy.candidates import candidates
 from scheduler.policy.cost_policy import CostPolicy
-from star_hvd.runtime.model_loader import LazyRanker
+from star_hvd.runtime.model_loader import ModelLoader
 from tests.unit.windows import steady, window
 
 pytest.importorskip("lightgbm")
@@ -27,7 +27,7 @@ def test_it_is_loaded_after_the_first_step_and_nobody_waits(monkeypatch: pytest.
         asked.set()
         return stepped.is_set()
 
-    ranker = LazyRanker()
+    ranker = ModelLoader()
     began_s = time.monotonic()
     ranker.load_after(begun)
     assert asked.wait(60.0) and ranker.facts is None
@@ -48,7 +48,7 @@ def test_it_is_loaded_after_the_first_step_and_nobody_waits(monkeypatch: pytest.
 def test_without_a_first_step_it_is_loaded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAR_MODEL", "cost_model")
     monkeypatch.setattr("star_hvd.runtime.model_loader._LATEST_S", 0.1)
-    ranker = LazyRanker()
+    ranker = ModelLoader()
     ranker.load_after(lambda: False)
     ranker.load(60.0)
     assert ranker.facts == {"source": "cost_model"}
@@ -70,7 +70,7 @@ def test_its_arrival_changes_the_plan_once_at_most(
     slow: dict[int, float], arrival: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAR_MODEL", "")
-    ranker, n = LazyRanker(), 8
+    ranker, n = ModelLoader(), 8
     policy = CostPolicy(n, ranker=ranker)
     before = _drive(policy, Plan.sync(n), range(32, arrival, 8), n, slow)
     assert ranker.facts is None

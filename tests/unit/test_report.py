@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler.records import Plan
-from star_hvd.coordinator.job_state import Board
+from star_hvd.coordinator.job_state import JobState
 from star_hvd.job_report import _build, explain
 from star_hvd.runtime import runtime
 from tests.unit.boards import Job
@@ -18,11 +18,11 @@ from tests.unit.boards import Job
 QUIET: Any = SimpleNamespace(malformed=0, lost=0, repeated=0)
 
 
-def run_of(board: Board | None, rank: int = 0) -> SimpleNamespace:
+def run_of(board: JobState | None, rank: int = 0) -> SimpleNamespace:
     """As much of a runtime as is asked; rank 0 has a board."""
 
     @contextlib.contextmanager
-    def look() -> Iterator[Board | None]:
+    def look() -> Iterator[JobState | None]:
         yield board
 
     return SimpleNamespace(rank=rank, coordinator=None if board is None else SimpleNamespace(board=look))

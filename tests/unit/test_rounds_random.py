@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.records import Plan
 from star_hvd.engine.records import Snapshot
-from star_hvd.engine.step_engine import RoundEngine
+from star_hvd.engine.step_engine import StepEngine
 from tests.support.effort import cases
 from tests.support.world import World
 
@@ -196,7 +196,7 @@ def test_a_step_that_ends_while_a_state_is_adopted_is_not_lost() -> None:
         for engine in world.engines:
             adopt = engine.replica.adopt
 
-            def adopting(snapshot: Snapshot, ended: int, engine: RoundEngine = engine, adopt: Any = adopt) -> None:
+            def adopting(snapshot: Snapshot, ended: int, engine: StepEngine = engine, adopt: Any = adopt) -> None:
                 nonlocal tried
                 with ThreadPoolExecutor(1) as helper:
                     tried += 1

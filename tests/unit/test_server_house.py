@@ -16,7 +16,7 @@ from star_hvd.errors import ChannelError
 from star_hvd.ps.common.auth import Endpoint
 from star_hvd.ps.owner.server_process import ServerProcess, _Opened
 from star_hvd.ps.server.server import Server
-from star_hvd.runtime.server_sessions import ServerHouse
+from star_hvd.runtime.server_sessions import ServerSessions
 
 
 class Connection:
@@ -40,7 +40,7 @@ class House:
         self.engine = SimpleNamespace(plan=Plan.sync(4), applier=applier)
         drivers: Any = {0: SimpleNamespace(engine=self.engine)}
         key: Any = None
-        self.house = ServerHouse(2, Config(), key, "h", lambda *unused, **also: None, drivers)
+        self.house = ServerSessions(2, Config(), key, "h", lambda *unused, **also: None, drivers)
         monkeypatch.setattr(self.house, "_connect", lambda client, engine, plan: [])
         self.shards: list[int] = []
         monkeypatch.setattr(self.house._process, "close", lambda engine, number: self.shards.append(number))

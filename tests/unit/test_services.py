@@ -13,7 +13,7 @@ from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.switch import DropSet, MakeSet
 from star_hvd.config import Config
 from star_hvd.runtime import process_sets, server_sessions
-from star_hvd.runtime.mode_services import JobServices
+from star_hvd.runtime.mode_services import ModeServices
 
 PLAN = Plan.subgroup(4, (0, 1, 2), epoch=1)
 
@@ -33,7 +33,7 @@ def test_a_set_that_was_not_made_once_is_made_when_asked_for_again(monkeypatch: 
     monkeypatch.setattr(process_sets, "remove_process_set", lambda gone: True)
     keyring: Any = SimpleNamespace(peers=[None] * 4)
     key: Any = None
-    services = JobServices(0, Config(plan_deadline_s=60.0), keyring, key, "h", lambda *unused, **also: None, {})
+    services = ModeServices(0, Config(plan_deadline_s=60.0), keyring, key, "h", lambda *unused, **also: None, {})
     services._sets.start()
     try:
         services.on_message(MakeSet([0, 1, 2]))
@@ -60,7 +60,7 @@ def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
     monkeypatch.setattr(server_sessions, "Client", lambda *unused: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(server_sessions, "Layout", SimpleNamespace(build=lambda *unused: None))
     monkeypatch.setattr(server_sessions, "OptimizerSpec", SimpleNamespace(of=lambda *unused: None))
-    services = JobServices(3, Config(plan_deadline_s=600.0), keyring, key, "h", lambda *unused, **also: None, drivers)
+    services = ModeServices(3, Config(plan_deadline_s=600.0), keyring, key, "h", lambda *unused, **also: None, drivers)
     found: list[str | None] = []
     waiting = threading.Thread(target=lambda: found.append(services.prepare(0, plan)), daemon=True)
     waiting.start()

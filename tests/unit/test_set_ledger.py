@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from scheduler.records import Plan, PlanError
 from star_hvd.channel.messages import base as m
-from star_hvd.channel.messages.switch import Cannot, DropSet, MakeSet, Restart, Switched
-from star_hvd.coordinator.mode_backoff import Barred
+from star_hvd.channel.messages.switch import DropSet, MakeSet, PrepareFailed, Restart, Switched
+from star_hvd.coordinator.mode_backoff import PreparationBackoff
 from star_hvd.coordinator.set_ledger import MOST_SETS, SetLedger
 from tests.unit.boards import Job, only
 
@@ -156,7 +156,7 @@ def test_a_job_through_all_its_subgroups_keeps_a_few_sets() -> None:
 
 
 def test_a_mode_that_was_not_possible_is_tried_again_later_and_later() -> None:
-    barred = Barred()
+    barred = PreparationBackoff()
     assert barred.bar("subgroup", 0.0) and list(barred) == ["subgroup"] and len(barred) == 1
     barred.lift(59.9)
     assert "subgroup" in barred
@@ -173,7 +173,7 @@ def test_a_mode_that_was_not_possible_is_tried_again_later_and_later() -> None:
 
 
 def test_a_mode_that_came_into_force_after_all_is_barred_for_a_minute_the_next_time() -> None:
-    barred = Barred()
+    barred = PreparationBackoff()
     for _ in range(5):
         barred.bar("ps", 0.0)
     barred.succeeded("ps")
@@ -186,7 +186,7 @@ def test_a_mode_that_came_into_force_after_all_is_barred_for_a_minute_the_next_t
 def test_the_mode_a_user_asked_for_is_tried_again() -> None:
     job = Job(3)
     (plan,) = only(job.register(Plan.ps(3, 2)), m.PlanMessage)
-    assert only(job.say(1, Cannot(0, 1, "the servers were not up in time")), m.Abandon)
+    assert only(job.say(1, PrepareFailed(0, 1, "the servers were not up in time")), m.Abandon)
     assert only(job.pass_time(59.0), m.PlanMessage) == []
     (again,) = only(job.pass_time(3.0), m.PlanMessage)
     assert again.plan["mode"] == plan.plan["mode"] == "ps" and again.plan["epoch"] > plan.plan["epoch"]
@@ -200,7 +200,7 @@ def test_a_mode_that_makes_no_sense_here_is_not_asked_for_all_the_time(
 ) -> None:
     job = Job(3)
     job.register(Plan.ps(3, 2))
-    job.say(1, Cannot(0, 1, "the servers were not up in time"))
+    job.say(1, PrepareFailed(0, 1, "the servers were not up in time"))
 
     def refuse(plan: Plan) -> Plan:
         raise PlanError("nobody has the state")
@@ -228,7 +228,7 @@ def test_a_board_offers_a_mode_again_whose_preparation_failed_once() -> None:
     job = Job(3)
     job.register(None)
     job.engine.publish(Plan.subgroup(3, (0, 1)), job.now_s)
-    assert only(job.say(2, Cannot(0, 1, "process set [0, 1] was not made within 15 s")), m.Abandon)
+    assert only(job.say(2, PrepareFailed(0, 1, "process set [0, 1] was not made within 15 s")), m.Abandon)
     assert "subgroup" not in job.engine.window().allowed and "partial" in job.engine.window().allowed
     job.pass_time(61.0)
     assert "subgroup" in job.engine.window().allowed

@@ -16,8 +16,8 @@ from scheduler.plan.plan import Plan
 from star_hvd.config import Config
 from star_hvd.engine.device import BUCKET, COPIED, GRADIENT, HOST, KEPT, MEANS, NORM, PARAMS, SHADOW, SHADOW_READ
 from star_hvd.engine.records import Snapshot
-from star_hvd.engine.step_engine import RoundEngine
-from star_hvd.modes.driver import EngineDriver
+from star_hvd.engine.step_engine import StepEngine
+from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.grouped import GroupSteps
 from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.ps_worker import ServerSteps
@@ -108,7 +108,7 @@ def fold_of_a_childs_gradient(device: FakeDevice) -> float:
     """What a parent's helper submits after the tensor server has taken over a child's gradient."""
     world = relaxed_pair(device, Plan.partial(2, 1, epoch=1))
     engine = world.engines[0]
-    made = EngineDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+    made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
     made.engine = engine
     body = b"".join(torch.ones(bucket.numel + 1).numpy().tobytes() for bucket in engine.applier.buckets)
     with device.on("S0"):
@@ -291,13 +291,13 @@ class LocalWorld(DeviceWorld):
         self.busy: set[int] = set()
         super().__init__(*given, **options)
 
-    def _engine(self, rank: int, seed: int, optimizer: str) -> RoundEngine:
+    def _engine(self, rank: int, seed: int, optimizer: str) -> StepEngine:
         engine = super()._engine(rank, seed, optimizer)
         engine.agreement.plan = self.known[1] = Plan.local(self.world_size, steps=2).replace(epoch=1)
         engine.averaging = LocalSteps(engine, functools.partial(self.wait, engine))
         return engine
 
-    def wait(self, engine: RoundEngine) -> None:
+    def wait(self, engine: StepEngine) -> None:
         """The training thread waits for an averaging; everybody else goes on."""
         handles, stream = engine.own_handles(), self.device.current
         while not all(engine.collective.poll(handle) for handle in handles):
@@ -322,7 +322,7 @@ class LocalWorld(DeviceWorld):
             for bucket in self.backward(engine):
                 steps.give(bucket)
             yield
-            engine.streams.await_host()  # As `EngineDriver.step_outside` does.
+            engine.streams.await_host()  # As `StepDriver.step_outside` does.
             steps.step(skip=False)
             engine.replica.reuse_buckets()
         engine.set_away(True)

@@ -20,25 +20,25 @@ __all__ = [
     "Arrive",
     "Away",
     "Bye",
-    "CloseRound",
+    "CloseStep",
     "EpochEnd",
     "Finished",
     "Grant",
     "Heartbeat",
     "Hello",
-    "Hurry",
+    "ReportImmediately",
     "Join",
     "Late",
     "Message",
     "OptimizerDropped",
     "OptimizerOver",
     "PlanMessage",
-    "Refuse",
+    "ModeUnsupported",
     "Register",
     "RoundNote",
-    "Source",
-    "SourceReply",
-    "Take",
+    "FindStateSource",
+    "StateSource",
+    "RequestBatch",
     "Unregister",
     "decode",
     "encode",
@@ -204,7 +204,7 @@ class Away(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class Refuse(Message):
+class ModeUnsupported(Message):
     """A rank cannot prepare the plan of this epoch, or cannot go on with it."""
 
     kind: ClassVar[str] = "refuse"
@@ -243,7 +243,7 @@ class RoundNote(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class Take(Message):
+class RequestBatch(Message):
     """A rank asks the work queue of a loader for its next batch.
 
     `number` is the rank's own count of its requests, from 1: a repeated one gets the same answer. 0 is always new.
@@ -261,7 +261,7 @@ class Take(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Grant(Message):
-    """Answer to `Take`: positions start to stop of the epoch's permutation; stop = start ends the epoch.
+    """Answer to `RequestBatch`: positions start to stop of the epoch's permutation; stop = start ends the epoch.
 
     `number` is that of the request.
     """
@@ -291,7 +291,7 @@ class EpochEnd(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class Hurry(Message):
+class ReportImmediately(Message):
     """Whether arrivals are to be told at once: somebody is away, so steps in `sync` may have to be closed too."""
 
     kind: ClassVar[str] = "hurry"
@@ -300,7 +300,7 @@ class Hurry(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class CloseRound(Message):
+class CloseStep(Message):
     """Order to close a step; `typical_compute_s` lets a rank that is merely out of step fall in again."""
 
     kind: ClassVar[str] = "close"
@@ -332,7 +332,7 @@ class Abandon(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class Source(Message):
+class FindStateSource(Message):
     """A rank that is behind asks whose parameters it can fetch."""
 
     kind: ClassVar[str] = "source"
@@ -341,8 +341,8 @@ class Source(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class SourceReply(Message):
-    """Answer to `Source`: a rank that is up to date, -1 where none is."""
+class StateSource(Message):
+    """Answer to `FindStateSource`: a rank that is up to date, -1 where none is."""
 
     kind: ClassVar[str] = "source_reply"
     engine: int

@@ -12,19 +12,19 @@ from typing import ClassVar
 from star_hvd.channel.messages.base import Message, message_kind
 
 __all__ = [
-    "Cannot",
+    "PrepareFailed",
     "Commit",
-    "CutDone",
+    "Drained",
     "DropSet",
     "LinkRate",
     "MachineNote",
     "MakeSet",
-    "Moved",
+    "PlanActive",
     "Presence",
     "Probe",
-    "Ready",
+    "Prepared",
     "Restart",
-    "ServerMoved",
+    "ServerRestarted",
     "ServerUp",
     "Servers",
     "StepNote",
@@ -36,7 +36,7 @@ __all__ = [
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class Ready(Message):
+class Prepared(Message):
     """A rank has prepared the plan of this epoch: its process sets exist, its servers are open."""
 
     kind: ClassVar[str] = "ready"
@@ -46,7 +46,7 @@ class Ready(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class Cannot(Message):
+class PrepareFailed(Message):
     """A rank cannot prepare the plan of this epoch, because of what there is and is not; others may be possible."""
 
     kind: ClassVar[str] = "cannot"
@@ -67,7 +67,7 @@ class Commit(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class CutDone(Message):
+class Drained(Message):
     """The servers have made their last update: the next plan begins at step `round`."""
 
     kind: ClassVar[str] = "cut_done"
@@ -98,7 +98,7 @@ class Switched(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class Moved(Message):
+class PlanActive(Message):
     """The plan of this epoch is in force from step `round` on; whoever lacks the state of that step fetches it."""
 
     kind: ClassVar[str] = "moved"
@@ -159,7 +159,7 @@ class Servers(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class ServerMoved(Message):
+class ServerRestarted(Message):
     """A server died and was started again; told by its rank to the coordinator, and by that to everybody."""
 
     kind: ClassVar[str] = "server_moved"

@@ -14,7 +14,7 @@ from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import switch as s
 from star_hvd.channel.messages.base import _FIELDS, _KINDS, decode, encode
 from star_hvd.config import Config
-from star_hvd.coordinator.job_state import Board
+from star_hvd.coordinator.job_state import JobState
 from star_hvd.errors import ChannelError
 from tests.fuzz.mutate import damaged, damaged_bytes, packed, weird
 from tests.fuzz.run import Target
@@ -74,9 +74,11 @@ def _decode(data: bytes) -> None:
 # ---- the board ------------------------------------------------------------------------------------------------------
 
 _SAID = (
-    m.Arrive, m.Arrive, m.Arrive, m.Late, m.Join, m.RoundNote, m.Refuse, m.Take, m.Take, m.Away, m.Source, m.Finished,
-    m.OptimizerDropped, m.Unregister, m.Heartbeat, m.Register, s.Ready, s.Ready, s.Cannot, s.ServerUp, s.ServerMoved,
-    s.CutDone, s.Switched, s.StepNote, s.StepNote, s.LinkRate, s.MachineNote, s.Restart,
+    m.Arrive, m.Arrive, m.Arrive, m.Late, m.Join, m.RoundNote,
+    m.ModeUnsupported, m.RequestBatch, m.RequestBatch, m.Away, m.FindStateSource, m.Finished,
+    m.OptimizerDropped, m.Unregister, m.Heartbeat, m.Register,
+    s.Prepared, s.Prepared, s.PrepareFailed, s.ServerUp, s.ServerRestarted,
+    s.Drained, s.Switched, s.StepNote, s.StepNote, s.LinkRate, s.MachineNote, s.Restart,
 )  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def _script(draw: random.Random) -> bytes:
 def _play(data: bytes) -> int:
     said = msgpack.unpackb(data)
     now_s = 100.0
-    board = Board(_WORLD, _CONFIG, now_s)
+    board = JobState(_WORLD, _CONFIG, now_s)
     for rank, message, pause_s in said:
         now_s += pause_s
         refused = False
@@ -119,7 +121,7 @@ def _play(data: bytes) -> int:
     return len(said)
 
 
-def _sizes(board: Board) -> tuple[int, ...]:
+def _sizes(board: JobState) -> tuple[int, ...]:
     """What of a board would grow if a refused message were half applied."""
     engines = board.engines.values()
     return (
