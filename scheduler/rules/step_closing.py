@@ -35,14 +35,14 @@ class Close:
     """Order to close a step.
 
     Attributes:
-        round: The step to close.
+        step: The step to close.
         excused: Missing ranks that are away (finished, or inside the user's own collective).
         missing: Ranks whose gradient is not waited for, the excused ones included.
         typical_compute_s: Usual compute time of a rank that is not slow.
         reason: `quorum`, `away` or `deadline`.
     """
 
-    round: int
+    step: int
     excused: tuple[int, ...]
     missing: tuple[int, ...]
     typical_compute_s: float
@@ -93,7 +93,7 @@ class ClosingRule:
         quorum_deadline_s: float = 60.0,
     ) -> None:
         self._plan, self._taking_part = plan, plan.members_or_all
-        self.round = 0
+        self.step = 0
         self._grace_fraction = grace_fraction
         self._grace_mads = grace_mads
         self._quorum_deadline_s = quorum_deadline_s
@@ -131,34 +131,34 @@ class ClosingRule:
         self._plan = plan
         self._taking_part = plan.members_or_all  # Ranks whose gradients a step is made of. Asked for at every message.
 
-    def skip_to(self, round_: int) -> None:
-        """Steps up to `round_` have ended without arrivals told here."""
-        if round_ > self.round:
-            self.round, self._ready, self._closed = round_, {}, False
+    def skip_to(self, step: int) -> None:
+        """Steps up to `step` have ended without arrivals told here."""
+        if step > self.step:
+            self.step, self._ready, self._closed = step, {}, False
 
-    def restart(self, round_: int, now_s: float) -> None:
-        """Every rank begins at `round_`, with a state handed over."""
-        self.skip_to(round_)  # If some have arrived there already, before this word of it, they stay.
+    def restart(self, step: int, now_s: float) -> None:
+        """Every rank begins at `step`, with a state handed over."""
+        self.skip_to(step)  # If some have arrived there already, before this word of it, they stay.
         for state in self._ranks:
-            state.version, state.started_s = max(state.version, round_), now_s
+            state.version, state.started_s = max(state.version, step), now_s
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks without a fresh gradient for the current step."""
         return tuple(rank for rank in self._taking_part if rank not in self._ready)
 
-    def arrive(self, rank: int, round_: int, compute_s: float, now_s: float) -> None:
-        """A rank has submitted everything for `round_`; reports for closed steps only update its speed."""
+    def arrive(self, rank: int, step: int, compute_s: float, now_s: float) -> None:
+        """A rank has submitted everything for `step`; reports for closed steps only update its speed."""
         state = self._ranks[rank]
         state.note(compute_s)
         self._typical_s = None
-        if round_ < self.round or (round_ == self.round and self._closed and rank in self._ready):
+        if step < self.step or (step == self.step and self._closed and rank in self._ready):
             return
-        if round_ > self.round:
-            self._advance(round_, now_s - compute_s)
+        if step > self.step:
+            self._advance(step, now_s - compute_s)
         self._first_s = min(now_s, self._first_s) if self._ready else now_s
         self._ready.setdefault(rank, now_s)
-        state.version = max(state.version, round_)
+        state.version = max(state.version, step)
         self._away.discard(rank)
 
     def late(self, rank: int, compute_s: float) -> None:
@@ -190,14 +190,14 @@ class ClosingRule:
 
     def align(self, now_s: float) -> None:
         """All ranks have met and have every step that ended (the end of an epoch): they start on the next together."""
-        following = self.round + (1 if self._ready else 0)
+        following = self.step + (1 if self._ready else 0)
         self._away.clear()
         for state in self._ranks:
             state.version, state.started_s = max(state.version, following), now_s
 
     def up_to_date(self) -> tuple[int, ...]:
         """Ranks that have, or are about to have, the newest parameters, as far as their reports tell."""
-        return tuple(rank for rank in self._taking_part if self._ranks[rank].version >= self.round)
+        return tuple(rank for rank in self._taking_part if self._ranks[rank].version >= self.step)
 
     def grace_s(self) -> float:
         """How long after the quorum a step waits for ranks that should be on time."""
@@ -250,7 +250,7 @@ class ClosingRule:
 
     def _worth_waiting(self, rank: int, limit_s: float) -> bool:
         state = self._ranks[rank]
-        if rank in self._ready or rank in self._away or state.version < self.round or self._is_slow(rank):
+        if rank in self._ready or rank in self._away or state.version < self.step or self._is_slow(rank):
             return False
         expected = state.expected_s()
         return expected is None or expected <= limit_s
@@ -275,7 +275,7 @@ class ClosingRule:
         self._closed = True
         self._note_offsets()
         return Close(
-            round=self.round,
+            step=self.step,
             excused=tuple(rank for rank in self.missing if rank in self._away),
             missing=self.missing,
             typical_compute_s=self.typical_compute_s(),
@@ -289,14 +289,14 @@ class ClosingRule:
         fast = (when for rank, when in self._ready.items() if not self._is_slow(rank))
         self._offsets.extend(when - first for when in fast if when > first)
 
-    def _advance(self, round_: int, started_s: float) -> None:
-        """Open `round_`. Whoever was ready for the step just before started on this one when it completed."""
-        follows = round_ == self.round + 1
+    def _advance(self, step: int, started_s: float) -> None:
+        """Open `step`. Whoever was ready for the step just before started on this one when it completed."""
+        follows = step == self.step + 1
         for rank in self._ready if follows else ():
             state = self._ranks[rank]
-            state.version = max(state.version, round_)
+            state.version = max(state.version, step)
             state.started_s = started_s
-        self.round = round_
+        self.step = step
         self._ready = {}
         self._closed = False
 

@@ -74,7 +74,7 @@ class Alerts:
         if order.reason == "deadline":
             logger.warning(
                 "step %d closes without ranks %s: its quorum did not come together within %g s",
-                order.round,
+                order.step,
                 list(order.missing),
                 self._config.quorum_deadline_s,
             )
@@ -87,7 +87,7 @@ class Alerts:
         waited_s = now_s - self._waiting_since_s
         if rule.ready and rule.missing and now_s - self._stall_logged_s >= pause_s:
             self._stall_logged_s = now_s
-            logger.warning("step %d has been waiting for ranks %s for %.0f s", rule.round, list(rule.missing), waited_s)
+            logger.warning("step %d has been waiting for ranks %s for %.0f s", rule.step, list(rule.missing), waited_s)
 
 
 def _with_machine(straggler: Straggler, machines: Sequence[MachineStats]) -> Straggler:

@@ -19,6 +19,7 @@ from star_hvd.channel.messages.base import (
     FindStateSource,
     Finished,
     Grant,
+    HeaderNote,
     Heartbeat,
     Hello,
     Join,
@@ -30,7 +31,6 @@ from star_hvd.channel.messages.base import (
     Register,
     ReportImmediately,
     RequestBatch,
-    RoundNote,
     StateSource,
     Unregister,
 )
@@ -161,7 +161,7 @@ class JobState:
                 self._engine(message.engine).late(rank, message, now_s)
             case Join():
                 self._engine(message.engine).rule.join(rank, message.version, now_s)
-            case RoundNote():
+            case HeaderNote():
                 self._engine(message.engine).round_note(message)
             case ModeUnsupported():
                 self._engine(message.engine).refuse(rank, message, now_s)
@@ -265,7 +265,7 @@ class JobState:
 
     def _round_of(self, engine: int) -> int:
         """The step an optimizer is at, 0 for one not heard of yet."""
-        return self.engines[engine].rule.round if engine in self.engines else 0
+        return self.engines[engine].rule.step if engine in self.engines else 0
 
     def _set_away(self, rank: int, away: bool, now_s: float, *, out_of_data: bool = True) -> None:
         if away:

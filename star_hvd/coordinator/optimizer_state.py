@@ -20,12 +20,12 @@ from star_hvd.channel.messages.base import (
     Abandon,
     Arrive,
     CloseStep,
+    HeaderNote,
     Late,
     Message,
     ModeUnsupported,
     OptimizerDropped,
     PlanMessage,
-    RoundNote,
 )
 from star_hvd.channel.messages.switch import Drained, PlanActive, Prepared, PrepareFailed, ServerUp, StepNote, Switched
 from star_hvd.config import Config
@@ -150,16 +150,16 @@ class OptimizerState:
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
         """A fresh gradient."""
-        self._acted(rank, message.epoch, message.round)
-        self._note_report(rank, message.round, message, late=False)
+        self._acted(rank, message.epoch, message.step)
+        self._note_report(rank, message.step, message, late=False)
         self.arrivals.waited(rank, message.previous_wait_s)
         if self.active.may_close:
-            self.arrivals.came(rank, message.round, now_s)
+            self.arrivals.came(rank, message.step, now_s)
         else:
-            self.arrivals.in_lockstep(rank, message.round - 1, message.previous_wait_s)
-        if self.rule.round < message.round or not self.rule.begun:
+            self.arrivals.in_lockstep(rank, message.step - 1, message.previous_wait_s)
+        if self.rule.step < message.step or not self.rule.begun:
             self._alerts.waiting(now_s)
-        self.rule.arrive(rank, message.round, message.compute_s, now_s)
+        self.rule.arrive(rank, message.step, message.compute_s, now_s)
         if self._again_slow.note(rank, message.compute_s) and self.choice is not None and self.active.mode == "sync":
             # Where all become slow together, a thousand such reports are still one look.
             waited_s = (1.0 - _SOONER) * self._config.decide_interval_s
@@ -172,11 +172,11 @@ class OptimizerState:
         self._note_report(rank, message.version, message, late=True)
         self.rule.late(rank, message.compute_s)
 
-    def round_note(self, message: RoundNote) -> None:
+    def round_note(self, message: HeaderNote) -> None:
         """What the header of a step said, told by rank 0."""
-        self._note_epoch(message.epoch, message.round)
-        self.steps = max(self.steps, message.round + 1)
-        self.losses.note(message.round, message.loss)
+        self._note_epoch(message.epoch, message.step)
+        self.steps = max(self.steps, message.step + 1)
+        self.losses.note(message.step, message.loss)
         self.folds += message.folds
         if message.local_count == self.world_size and message.folds == 0 and message.weight > 0:
             # Weights are batch sizes over a reference, so both batches and the noise scale are in that unit.
@@ -256,9 +256,9 @@ class OptimizerState:
         """The old mode has ended, at a step that not all ranks know."""
         if message.epoch not in self._published and message.epoch != self.active.epoch:
             return
-        self._send(PlanActive(self.engine, message.epoch, message.round))
-        self._note_epoch(message.epoch, message.round)
-        self.rule.restart(message.round, now_s)
+        self._send(PlanActive(self.engine, message.epoch, message.step))
+        self._note_epoch(message.epoch, message.step)
+        self.rule.restart(message.step, now_s)
 
     def step_note(self, rank: int, message: StepNote) -> None:
         """A step in a mode without a common reduction."""
@@ -329,7 +329,7 @@ class OptimizerState:
             now_s: The present, where what follows on switches is to be timed by the window.
         """
         return Window(
-            step=self.rule.round,
+            step=self.rule.step,
             ranks=self.history.table(
                 oversubscribed_share=_OVERSUBSCRIBED,
                 starved_share=throttled_shares(self.machines),
@@ -391,12 +391,12 @@ class OptimizerState:
             )
         )
 
-    def _acted(self, rank: int, epoch: int, round_: int) -> None:
+    def _acted(self, rank: int, epoch: int, step: int) -> None:
         if epoch < self._next_epoch:  # A later one was never published: sets would seem to be done with.
             self._sets.acted(self.engine, rank, epoch)
-        self._note_epoch(epoch, round_)
+        self._note_epoch(epoch, step)
 
-    def _note_epoch(self, epoch: int, round_: int) -> None:
+    def _note_epoch(self, epoch: int, step: int) -> None:
         """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""
         if epoch <= self.active.epoch or epoch not in self._published:
             return
@@ -406,8 +406,8 @@ class OptimizerState:
         if self._switch is not None and self._switch.plan.epoch <= epoch:
             self._switch = None
         self.rule.plan = self.active
-        self.plans.append((round_, self.active))
-        logger.warning("step %d: %s: %s", round_, self.active.label, self.active.reason or "asked for")
+        self.plans.append((step, self.active))
+        logger.warning("step %d: %s: %s", step, self.active.label, self.active.reason or "asked for")
 
     def _bar(self, reason: str, now_s: float) -> None:
         """Give the plan on its way up, and its mode for a while: other ranks may be no readier if asked at once."""
@@ -430,7 +430,7 @@ class OptimizerState:
     def _close(self, order: Close) -> None:
         self.closed += 1
         self._alerts.closing(order, has_queue=self.has_queue)
-        self._send(CloseStep(self.engine, order.round, order.typical_compute_s))
+        self._send(CloseStep(self.engine, order.step, order.typical_compute_s))
 
     def _decide(self, now_s: float) -> None:
         self.barred.lift(now_s)

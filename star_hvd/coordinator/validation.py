@@ -14,6 +14,7 @@ from star_hvd.channel.messages.base import (
     Away,
     FindStateSource,
     Finished,
+    HeaderNote,
     Heartbeat,
     Hello,
     Join,
@@ -23,7 +24,6 @@ from star_hvd.channel.messages.base import (
     OptimizerDropped,
     Register,
     RequestBatch,
-    RoundNote,
     Unregister,
 )
 from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
@@ -62,7 +62,7 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     ModeUnsupported,
     Register,
     Restart,
-    RoundNote,
+    HeaderNote,
     ServerRestarted,
     ServerUp,
     FindStateSource,
@@ -79,7 +79,7 @@ _TIMES_OF = {
     kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS
 }
 _STEP_OF: dict[type[Message], str] = {
-    **dict.fromkeys((Arrive, RoundNote, Drained, Switched), "round"),
+    **dict.fromkeys((Arrive, HeaderNote, Drained, Switched), "step"),
     **dict.fromkeys((Late, Join, StepNote), "version"),
     OptimizerDropped: "step",
 }

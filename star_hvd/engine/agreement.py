@@ -8,7 +8,7 @@ from __future__ import annotations
 from scheduler.records import Plan
 from star_hvd.engine.applier import Applier
 from star_hvd.engine.header import Contribution, Header, HeaderCodec
-from star_hvd.engine.records import Listener, Round
+from star_hvd.engine.records import Listener, OpenStep
 
 __all__ = ["Agreement"]
 
@@ -57,15 +57,15 @@ class Agreement:
         """The ranks that reduce together now."""
         return self.plan.members_or_all
 
-    def resume(self, plan: Plan, round_: int) -> None:
+    def resume(self, plan: Plan, step: int) -> None:
         """Take up a plan that all ranks enter with a state handed over, as if nothing had been agreed before."""
         self.plan = plan
         if self.prepared is not None and self.prepared.epoch <= plan.epoch:
             self.prepared = None
         self.mixed = True
         self._leader, self._row = self.members[0], None
-        self._checksum_round = round_ + 1
-        self._listener.on_switch(round_, plan)
+        self._checksum_round = step + 1
+        self._listener.on_switch(step, plan)
 
     def abandon(self, epoch: int) -> None:
         """Lower the flag of a plan that some rank could not prepare."""
@@ -83,21 +83,21 @@ class Agreement:
         self.codec = HeaderCodec(self.plan.world_size, self._applier.hyper.size)
         self._row = None
 
-    def contribution(self, round_: Round, own_steps: int, *, fresh: bool, away: bool = False) -> Contribution:
+    def contribution(self, step: OpenStep, own_steps: int, *, fresh: bool, away: bool = False) -> Contribution:
         """This rank's part of the header: flag, leadership, folds and, of a fresh rank, the checksum when due."""
         item = Contribution(fresh=fresh, own_steps=own_steps)
         # Two own steps first: what forbids relaxed modes (a GradScaler, sparse gradients) shows itself in the first.
         if self.prepared is not None and self._may_flag(self.prepared, own_steps, fresh=fresh, away=away):
             item.flag_epoch_delta = self.prepared.epoch - self.plan.epoch
-            round_.flagged = self.prepared
+            step.flagged = self.prepared
         if self._leader == self.rank:
             # A leader that is late after all repeats what was agreed last; its own values may have moved on.
             own_wanted = fresh or self._row is None
             item.hyper = self._applier.hyper.read(self._applier.optimizer.param_groups) if own_wanted else self._row
-        item.folds = round_.folded / max(1, len(round_.flats))
-        if fresh and self.checksum_due(round_.number):
+        item.folds = step.folded / max(1, len(step.flats))
+        if fresh and self.checksum_due(step.number):
             taken, value = self.checksum
-            item.checksum = value if taken == round_.number else self._applier.checksum()
+            item.checksum = value if taken == step.number else self._applier.checksum()
         return item
 
     def checksum_due(self, number: int) -> bool:
@@ -112,7 +112,7 @@ class Agreement:
         # Whoever brings the state into the next plan must have that of the very step it begins with.
         return fresh or prepared.family == self.plan.family or self.rank not in prepared.sources
 
-    def read(self, round_: Round, header: Header, mean_sqr: float) -> tuple[float, ...] | None:
+    def read(self, step: OpenStep, header: Header, mean_sqr: float) -> tuple[float, ...] | None:
         """Act on a reduced header, in the order of the steps.
 
         Returns:
@@ -125,25 +125,25 @@ class Agreement:
         self.mixed = self.mixed or self.plan.relaxed or not header.complete(self.members)
         row = self._row if self.mixed else None
         if header.checksum_ok is False:
-            self._listener.on_mismatch(round_.number)
-        self._listener.on_round(round_.number, header, self.plan, mean_sqr)
-        self._maybe_switch(round_, header)
+            self._listener.on_mismatch(step.number)
+        self._listener.on_step_end(step.number, header, self.plan, mean_sqr)
+        self._maybe_switch(step, header)
         return row
 
-    def _maybe_switch(self, round_: Round, header: Header) -> None:
+    def _maybe_switch(self, step: OpenStep, header: Header) -> None:
         delta = header.agreed_epoch_delta(len(self.members))
         if delta is None:
             return
         # Everybody raised the flag for this plan in this very step, so everybody takes it up now, even if it has
         # been abandoned or followed by a newer one while the step was in flight.
-        flagged = round_.flagged
+        flagged = step.flagged
         assert flagged is not None and flagged.epoch - self.plan.epoch == delta
         self.plan = flagged
         if flagged.family != "rounds":
             self.mixed = True  # From now on ranks are at different steps, and nothing more is read here.
         if self.prepared is not None and self.prepared.epoch <= flagged.epoch:
             self.prepared = None
-        self._checksum_round = round_.number + 1
+        self._checksum_round = step.number + 1
         if self.rank in self.members:
             self._leader = self._leader if self._leader in self.members else self.members[0]
-        self._listener.on_switch(round_.number + 1, self.plan)
+        self._listener.on_switch(step.number + 1, self.plan)

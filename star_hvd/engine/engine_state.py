@@ -16,7 +16,7 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.collective import Collective
 from star_hvd.engine.device import Fence
 from star_hvd.engine.late_gradients import LateGradients
-from star_hvd.engine.records import Averaging, Counters, Listener, Round, Snapshot
+from star_hvd.engine.records import Averaging, Counters, Listener, OpenStep, Snapshot
 from star_hvd.engine.replica import Replica
 
 __all__ = ["EngineState"]
@@ -67,7 +67,7 @@ class EngineState:
         self.averaging: Averaging | None = None
         self.prefix = prefix
         self.counters = Counters()
-        self.next_round = 0
+        self.next_step = 0
         self.own_steps = 0
         self.away = False
         self.weight = 1.0
@@ -100,14 +100,14 @@ class EngineState:
         self._proxied: int | None = None  # The last step, where the helper completed it.
         self._apart = False  # Whether the header travels alone in the step to come.
         self._choose_carrier()
-        self._current = Round.open(0, len(applier.buckets))
-        self._inflight: Round | None = None
+        self._current = OpenStep.open(0, len(applier.buckets))
+        self._inflight: OpenStep | None = None
         self._close_upto = -1
         self._local_sqr = 0.0
 
     @property
     def plan(self) -> Plan:
-        """The plan in force for `next_round`."""
+        """The plan in force for `next_step`."""
         return self.agreement.plan
 
     @property
@@ -148,7 +148,7 @@ class EngineState:
         """The live parameters are those of step `version`, received from elsewhere."""
         with self.lock:
             if not self.taking_part:
-                self.replica.version = self.next_round = version
+                self.replica.version = self.next_step = version
 
     def adopt_state(self, snapshot: Snapshot) -> None:
         """Take over parameters and optimizer state of one version, for a checkpoint; the mode goes on as before."""
@@ -158,7 +158,7 @@ class EngineState:
             self.note_outside(snapshot.version)
 
     def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
-        """Add what was kept for a bucket to a contribution that does not go through a round; who sends it counts it."""
+        """Add what was kept for a bucket to a contribution that is not part of a reduced step; who sends it counts it."""
         with self.lock:
             return self._late.fold(bucket, flat, self.version, self.plan, count=False)
 
@@ -192,7 +192,7 @@ class EngineState:
                 self._late.keep_whole(bucket, flat, min(version, self.version), weight)
             # A bucket of the current step may have been submitted already; it then goes with the next one.
             begun = any(self._current.claimed(bucket.index) for bucket in self.applier.buckets)
-            return self.next_round + (2 if begun else 1)
+            return self.next_step + (2 if begun else 1)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Servers have changed their rule under way: the plan of this epoch is in force."""
@@ -200,8 +200,8 @@ class EngineState:
             if plan.epoch > self.plan.epoch:
                 self.agreement.resume(plan, self.version)
 
-    def resume(self, plan: Plan, round_: int) -> bool:
-        """Step `round_` is the first under `plan`; its state is elsewhere and has to be fetched.
+    def resume(self, plan: Plan, step: int) -> bool:
+        """Step `step` is the first under `plan`; its state is elsewhere and has to be fetched.
 
         Returns:
             Whether that is news.
@@ -209,11 +209,11 @@ class EngineState:
         with self.lock:
             if plan.epoch <= self.plan.epoch:
                 return False
-            self.replica.cannot_replay(max(round_, self.version))
+            self.replica.cannot_replay(max(step, self.version))
             self.replica.foreign = True
-            self.next_round = round_
-            self._current = Round.open(round_, len(self.applier.buckets))
-            self.agreement.resume(plan, round_)
+            self.next_step = step
+            self._current = OpenStep.open(step, len(self.applier.buckets))
+            self.agreement.resume(plan, step)
             self._plan_taken()
             self._changed()
             return True
@@ -230,14 +230,14 @@ class EngineState:
 
     # ---- any thread -----------------------------------------------------------------------------------------
 
-    def close(self, round_: int) -> None:
-        """The coordinator closes `round_`.
+    def close(self, step: int) -> None:
+        """The coordinator closes `step`.
 
         Outside a relaxed plan the order is carried out only while this rank really is away: a rank that came back
         before the order reached it delivers its gradient itself, so `sync` stays exact.
         """
         with self.lock:
-            self._close_upto = max(self._close_upto, round_)
+            self._close_upto = max(self._close_upto, step)
             self._changed()
 
     def set_away(self, away: bool) -> None:
@@ -250,10 +250,10 @@ class EngineState:
     def drop(self) -> None:
         """The training thread makes no step again, wherever in a step it was: the helper does what is left of it."""
         with self.lock:
-            round_ = self._inflight
-            if round_ is not None and round_.owner == "trainer":
-                round_.owner = "helper"  # Handles that the training thread has collected count as ended.
-            self.replica.drop(ended=self.next_round if round_ is None else round_.number)
+            step = self._inflight
+            if step is not None and step.owner == "trainer":
+                step.owner = "helper"  # Handles that the training thread has collected count as ended.
+            self.replica.drop(ended=self.next_step if step is None else step.number)
         self.set_away(True)
 
     def under_way(self) -> tuple[int, bool, bool]:
@@ -263,7 +263,7 @@ class EngineState:
             if self.plan.family != "rounds":
                 return -1, False, False
             begun = any(flat is not None for flat in self._current.flats)
-            return self.next_round, begun, self._inflight is not None
+            return self.next_step, begun, self._inflight is not None
 
     def refusal(self, plan: Plan) -> str | None:
         """Why this rank cannot take a plan up, None where it can."""
@@ -341,7 +341,7 @@ class EngineState:
         """Whether the training thread's gradient is none of the current step: it computes on other parameters, or the
         step is made of something else (`local`, which it has not entered yet)."""
         elsewhere = not self.taking_part or self.plan.mode == "local"
-        return elsewhere or self.version != self.next_round or self.replica.foreign
+        return elsewhere or self.version != self.next_step or self.replica.foreign
 
     def _helper_owns(self) -> bool:
         return self._inflight is not None and self._inflight.owner == "helper"
@@ -349,11 +349,11 @@ class EngineState:
     def _may_take_over(self) -> bool:
         """Whether others wait for the step after one that the training thread has claimed and does not complete."""
         claimed = self._inflight is not None and self._inflight.early
-        return claimed and self.away and self._close_upto >= self.next_round
+        return claimed and self.away and self._close_upto >= self.next_step
 
     def _may_close(self) -> bool:
-        """Whether the helper may stand in for the training thread in the current round."""
-        if self._inflight is not None or self._close_upto < self.next_round or not self.taking_part:
+        """Whether the helper may stand in for the training thread in the current step."""
+        if self._inflight is not None or self._close_upto < self.next_step or not self.taking_part:
             return False
         # A training thread that hangs inside step() must not let the queue grow without bound: the job waits for it.
         return len(self.replica.queue) < self._replay_queue and (self.away or self.plan.may_close)

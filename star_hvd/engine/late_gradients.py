@@ -79,13 +79,13 @@ class LateGradients:
             self._counters.drops += 1
             self._kept.clear()
 
-    def fold(self, bucket: Bucket, flat: torch.Tensor, round_: int, plan: Plan, *, count: bool = True) -> bool:
-        """Add what is kept for a bucket to `flat`, damped by its staleness in step `round_`.
+    def fold(self, bucket: Bucket, flat: torch.Tensor, step: int, plan: Plan, *, count: bool = True) -> bool:
+        """Add what is kept for a bucket to `flat`, damped by its staleness in step `step`.
 
         Args:
             bucket: The bucket.
             flat: What it joins.
-            round_: The step.
+            step: The step.
             plan: The plan in force.
             count: Whether it counts as applied, because `flat` is sure to be in a step.
 
@@ -95,7 +95,7 @@ class LateGradients:
         kept = self._kept.pop(bucket.index, None)
         if kept is None:
             return False
-        staleness = round_ - kept.version
+        staleness = step - kept.version
         factor = damping_factor(plan, staleness)
         weight = kept.weight / len(self._buckets)
         last = bucket.index == len(self._buckets) - 1

@@ -14,7 +14,7 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import DONE, Fence
 from star_hvd.engine.header import Header
 
-__all__ = ["Averaging", "Counters", "Fetch", "Listener", "Result", "Round", "Snapshot"]
+__all__ = ["Averaging", "Counters", "Fetch", "Listener", "Result", "OpenStep", "Snapshot"]
 
 
 class Averaging(Protocol):
@@ -45,12 +45,12 @@ class Averaging(Protocol):
 class Listener(Protocol):
     """Who wants to know what happens in an engine. Called under its lock: it must only note and return."""
 
-    def on_arrive(self, round_: int, epoch: int) -> None: ...
+    def on_arrive(self, step: int, epoch: int) -> None: ...
     def on_late(self, version: int, epoch: int) -> None: ...
     def on_join(self, version: int) -> None: ...
-    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None: ...
-    def on_switch(self, round_: int, plan: Plan) -> None: ...
-    def on_mismatch(self, round_: int) -> None: ...
+    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float) -> None: ...
+    def on_switch(self, step: int, plan: Plan) -> None: ...
+    def on_mismatch(self, step: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class Counters:
 
 
 @dataclass(slots=True)
-class Round:
+class OpenStep:
     """One step in progress on this rank.
 
     Attributes:
@@ -109,7 +109,7 @@ class Round:
     extras: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
-    def open(cls, number: int, n_buckets: int) -> Round:
+    def open(cls, number: int, n_buckets: int) -> OpenStep:
         """A step nobody has submitted anything for."""
         return cls(number, [None] * n_buckets, [None] * n_buckets, [None] * n_buckets)
 
@@ -131,7 +131,7 @@ class Result:
     itself behind `fence` before it uses the means.
     """
 
-    round: int
+    step: int
     means: list[torch.Tensor]
     row: tuple[float, ...] | None
     fence: Fence = DONE

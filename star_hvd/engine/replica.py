@@ -62,19 +62,19 @@ class Replica:
 
         Fetched parameters may contain it already: their source saw its end before this rank did.
         """
-        if self.needs_fetch or result.round < self.version or (self.dropped and self.foreign):
+        if self.needs_fetch or result.step < self.version or (self.dropped and self.foreign):
             return
         # A bucket's own buffer becomes the training thread's again; the queue keeps a copy of what is in it.
         means = [m.clone() if m is b.flat else m for m, b in zip(result.means, self.applier.buckets, strict=True)]
-        self.queue.append(Result(result.round, means, result.row, self._streams.give(MEANS)))
+        self.queue.append(Result(result.step, means, result.row, self._streams.give(MEANS)))
 
     def note_bucket_use(self) -> None:
         """The calling thread has queued work on a bucket's own buffer that the next backward pass must not overtake."""
         self._bucket_uses.add(self._streams.give(BUCKET))
 
-    def cannot_replay(self, round_: int) -> None:
+    def cannot_replay(self, step: int) -> None:
         """A step has ended that only its members can carry out: the parameters have to be fetched."""
-        if round_ < self.version:
+        if step < self.version:
             return
         self.needs_fetch = True
         self.queue.clear()
@@ -187,7 +187,7 @@ class Replica:
             if not self.queue or self.needs_fetch:
                 return False
             result = self.queue.popleft()
-            assert result.round == self.version, "a step is missing before it is applied"
+            assert result.step == self.version, "a step is missing before it is applied"
         with self.writing():
             result.fence.order(*result.means)
             self.applier.step_with(result.means, result.row)
@@ -259,7 +259,7 @@ class Replica:
             if shadow is None:
                 with self.copying():
                     shadow = Shadow(self.applier, version)
-            assert shadow.version == result.round, "a step is missing before a replay"
+            assert shadow.version == result.step, "a step is missing before a replay"
             shadow.read.order()
             result.fence.order(*result.means)
             shadow.apply(result.means, result.row)

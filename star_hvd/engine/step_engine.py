@@ -3,7 +3,7 @@
 One `StepEngine` per optimizer and rank. All methods return at once; the training thread and the helper thread loop
 around them (`driver.py`), and a test drives them in any interleaving it likes.
 
-State, all under one lock. `version` counts the steps applied to the live parameters, `next_round` is the first step
+State, all under one lock. `version` counts the steps applied to the live parameters, `next_step` is the first step
 this rank has not wholly submitted. They are equal while the training thread computes a gradient that can still be
 fresh. Whoever claims the header, always the last tensor of a step, owns the step's completion:
 
@@ -34,7 +34,7 @@ from star_hvd.engine.device import NORM, Fence
 from star_hvd.engine.engine_state import EngineState
 from star_hvd.engine.header import Header
 from star_hvd.engine.hyperparameters import HyperRow
-from star_hvd.engine.records import Result, Round, Snapshot
+from star_hvd.engine.records import OpenStep, Result, Snapshot
 from star_hvd.errors import StarError
 
 __all__ = ["StepEngine"]
@@ -97,11 +97,11 @@ class StepEngine(EngineState):
             self._raise_failure()
             self.replica.computing = False
             self._count_own_step()
-            round_, self._claimed_early = self._inflight, False
-            if round_ is not None and round_.early:
-                round_.early = False
+            step, self._claimed_early = self._inflight, False
+            if step is not None and step.early:
+                step.early = False
                 if manual and not self._ever_manual:
-                    self._untold_manual = round_.number
+                    self._untold_manual = step.number
                 self._ever_manual = self._ever_manual or manual
                 self.counters.fresh += 1
                 self._listener.on_arrive(self.version, self.plan.epoch)
@@ -123,14 +123,14 @@ class StepEngine(EngineState):
         """What the header needs from the devices: the host waits for it here, without the lock."""
         with self.lock:
             norms, self._norms = self._norms, []
-            due = self.agreement.checksum_due(self.next_round)
+            due = self.agreement.checksum_due(self.next_step)
         if norms:
             for norm, fence in norms:
                 fence.order(norm)
             self.streams.await_host()
             self._local_sqr += sum(float(norm) ** 2 for norm, _ in norms)
         if due and self.streams.devices:
-            self.agreement.checksum = (self.next_round, self.applier.checksum())
+            self.agreement.checksum = (self.next_step, self.applier.checksum())
 
     def submit_average(self, index: int, average: torch.Tensor) -> None:
         """`local`: submit this rank's part of an average.
@@ -174,12 +174,12 @@ class StepEngine(EngineState):
         """Average the step the training thread owns, in place; its handles must have ended and be collected."""
         with self.lock:
             self._raise_failure()
-            round_ = self._inflight  # No other thread touches a step that the training thread owns.
-        assert round_ is not None and round_.owner == "trainer"
-        reduced = self._reduced(round_)
+            step = self._inflight  # No other thread touches a step that the training thread owns.
+        assert step is not None and step.owner == "trainer"
+        reduced = self._reduced(step)
         with self.lock:
             self._raise_failure()
-            result = self._complete(round_, *reduced)
+            result = self._complete(step, *reduced)
             self._inflight = None
             self._changed()
             return result
@@ -238,9 +238,9 @@ class StepEngine(EngineState):
         """
         snapshot = self.replica.placed(snapshot)
         with self.replica.apply_lock, self.lock:  # A step that ends meanwhile would be neither in them nor queued.
-            if not self.version <= snapshot.version <= self.next_round:
+            if not self.version <= snapshot.version <= self.next_step:
                 return False
-            ended = self._inflight.number if self._inflight is not None else self.next_round
+            ended = self._inflight.number if self._inflight is not None else self.next_step
             self.replica.adopt(snapshot, ended)
             return True
 
@@ -252,13 +252,13 @@ class StepEngine(EngineState):
     def layout_changed(self, hyper: HyperRow) -> None:
         """Buckets were added on all ranks after the same step, in lockstep; headers and rounds take their new form."""
         with self.replica.apply_lock, self.lock:
-            if self.version != self.next_round or self._inflight is not None or self.replica.queue:
+            if self.version != self.next_step or self._inflight is not None or self.replica.queue:
                 raise StarError("parameters were added while a step was in flight; add them between two steps")
             self.applier.hyper = hyper
             self.streams.renew()
             self.agreement.layout_changed()
             self._choose_carrier()
-            self._current = Round.open(self.next_round, len(self.applier.buckets))
+            self._current = OpenStep.open(self.next_step, len(self.applier.buckets))
 
     @property
     def untold_manual(self) -> int | None:
@@ -306,12 +306,12 @@ class StepEngine(EngineState):
                 assert self._inflight is not None
                 self._inflight.early, self._inflight.owner = False, "helper"
             owns = self._helper_owns()
-            round_ = self._collected() if owns else None
+            step = self._collected() if owns else None
             if not owns and self._may_close():
                 self._stand_in()
                 return True
         if owns:
-            return round_ is not None and self._end_inflight(round_)
+            return step is not None and self._end_inflight(step)
         if self._may_absorb() and self.averaging is not None and self.averaging.absorb():
             return True
         return self.replica.replay_one()
@@ -366,19 +366,19 @@ class StepEngine(EngineState):
 
     def _submit(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Submit `flat`, with what was kept for the bucket folded in."""
-        round_ = self._current
-        round_.folded += self._late.fold(bucket, flat, round_.number, self.plan)
+        step = self._current
+        step.folded += self._late.fold(bucket, flat, step.number, self.plan)
         wire = bucket.to_wire(flat)
-        round_.flats[bucket.index], round_.wires[bucket.index] = flat, wire
+        step.flats[bucket.index], step.wires[bucket.index] = flat, wire
         if bucket is self._carrier and self._apart:
             wire[-bucket.tail :].zero_()  # What is left of an earlier header.
         if bucket is not self._carrier or self._apart:
-            round_.handles[bucket.index] = self.collective.submit(f"{self.prefix}.b{bucket.index}", wire)
+            step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.b{bucket.index}", wire)
 
     def _submit_average(self, bucket: Bucket, average: torch.Tensor) -> None:
-        round_ = self._current
-        round_.flats[bucket.index] = round_.wires[bucket.index] = average
-        round_.handles[bucket.index] = self.collective.submit(f"{self.prefix}.a{bucket.index}", average)
+        step = self._current
+        step.flats[bucket.index] = step.wires[bucket.index] = average
+        step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.a{bucket.index}", average)
 
     def _stand_in(self) -> None:
         """Submit every bucket the training thread has not, then the header."""
@@ -394,36 +394,36 @@ class StepEngine(EngineState):
         self.counters.proxied += 1
 
     def _claim_header(self, owner: str, *, manual: bool = False) -> None:
-        """Submit the header of the current round, which makes `owner` responsible for its completion."""
-        round_ = self._current
+        """Submit the header of the current step, which makes `owner` responsible for its completion."""
+        step = self._current
         # The last owner applied or queued its step before anybody can get here: one step in flight at a time.
         assert self._inflight is None, "two steps in flight"
         fresh = owner == "trainer"
-        item = self.agreement.contribution(round_, self.own_steps, fresh=fresh, away=self.away)
+        item = self.agreement.contribution(step, self.own_steps, fresh=fresh, away=self.away)
         if fresh:
             item.manual, item.weight, item.loss = manual, self.weight, self.loss
-            item.local_sqr = self.weight * self._local_sqr if self._samples_norm(round_.number) else None
+            item.local_sqr = self.weight * self._local_sqr if self._samples_norm(step.number) else None
             item.waited = self._waits_for_headers()
-            item.manual_before, self._untold_manual = self._untold_manual == round_.number - 1, None
+            item.manual_before, self._untold_manual = self._untold_manual == step.number - 1, None
             self.loss = math.nan
         codec = self.agreement.codec
-        round_.owner, name = owner, f"{self.prefix}.h"
+        step.owner, name = owner, f"{self.prefix}.h"
         if self._carrier is None or self._apart or self.plan.mode == "local":
-            whole = round_.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
+            whole = step.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
         else:
-            wire = round_.wires[self._carrier.index]
+            wire = step.wires[self._carrier.index]
             assert wire is not None
-            whole, round_.header, name = wire, wire[-codec.size :], f"{self.prefix}.b{self._carrier.index}"
-        codec.write(self.rank, item, round_.header.numpy())
+            whole, step.header, name = wire, wire[-codec.size :], f"{self.prefix}.b{self._carrier.index}"
+        codec.write(self.rank, item, step.header.numpy())
         if self.averaging is not None and self.plan.mode == "local":
-            round_.averaging = self.averaging
+            step.averaging = self.averaging
             for extra, tensor in self.averaging.extras():
-                round_.extras.append(tensor)
-                round_.handles.append(self.collective.submit(f"{self.prefix}.{extra}", tensor))
-        round_.header_handle = self.collective.submit(name, whole)
-        self._inflight = round_
-        self.next_round = round_.number + 1
-        self._current = Round.open(self.next_round, len(self.applier.buckets))
+                step.extras.append(tensor)
+                step.handles.append(self.collective.submit(f"{self.prefix}.{extra}", tensor))
+        step.header_handle = self.collective.submit(name, whole)
+        self._inflight = step
+        self.next_step = step.number + 1
+        self._current = OpenStep.open(self.next_step, len(self.applier.buckets))
         self._changed()
 
     def _waits_for_headers(self) -> bool:
@@ -439,44 +439,44 @@ class StepEngine(EngineState):
         else:
             self._local_sqr += _sqr_norm(flat)
 
-    def _reduced(self, round_: Round) -> tuple[Header, list[torch.Tensor], float]:
+    def _reduced(self, step: OpenStep) -> tuple[Header, list[torch.Tensor], float]:
         """Header, means and, when sampled, their squared norm. The handles have ended and are collected.
 
         Called by the step's owner without the lock, since the host may wait for the device here.
         """
-        assert round_.header is not None
-        header = self.agreement.codec.read(round_.header.numpy())
-        means = [self._mean(bucket, round_) for bucket in self.applier.buckets]
+        assert step.header is not None
+        header = self.agreement.codec.read(step.header.numpy())
+        means = [self._mean(bucket, step) for bucket in self.applier.buckets]
         if header.local_count != len(self.agreement.members):
             return header, means, math.nan
         norms = [_norm(mean) for mean in means]
         self.streams.await_host()
         return header, means, sum(float(norm) ** 2 for norm in norms)
 
-    def _complete(self, round_: Round, header: Header, means: list[torch.Tensor], mean_sqr: float) -> Result:
+    def _complete(self, step: OpenStep, header: Header, means: list[torch.Tensor], mean_sqr: float) -> Result:
         """Act on the header of a reduced step."""
         self._apart = header.waited
-        if header.manual and round_.owner == "helper" and round_.averaging is None:
-            self.replica.cannot_replay(round_.number)
+        if header.manual and step.owner == "helper" and step.averaging is None:
+            self.replica.cannot_replay(step.number)
         complete = header.complete(self.agreement.members)
         self._complete_run = self._complete_run + 1 if complete else 0
         self._ever_manual = self._ever_manual or header.manual
         if header.manual_before:
-            self.note_manual(round_.number - 1)
-        self._proxied = round_.number if round_.owner == "helper" else None
-        if self._untold_manual == round_.number and complete:
+            self.note_manual(step.number - 1)
+        self._proxied = step.number if step.owner == "helper" else None
+        if self._untold_manual == step.number and complete:
             self._untold_manual = None  # There is no helper whom it would concern.
         before = self.plan
-        row = self.agreement.read(round_, header, mean_sqr)
+        row = self.agreement.read(step, header, mean_sqr)
         if self.plan is not before:
             self._plan_taken()
-        return Result(round_.number, means, row)
+        return Result(step.number, means, row)
 
-    def _mean(self, bucket: Bucket, round_: Round) -> torch.Tensor:
-        flat, wire = round_.flats[bucket.index], round_.wires[bucket.index]
+    def _mean(self, bucket: Bucket, step: OpenStep) -> torch.Tensor:
+        flat, wire = step.flats[bucket.index], step.wires[bucket.index]
         assert flat is not None and wire is not None
         self.streams.use(wire, flat)  # Another thread may have submitted them.
-        if round_.averaging is None:
+        if step.averaging is None:
             bucket.from_wire(wire, flat)
         if self.streams.queues(flat):  # The same without a look at the device.
             whole = flat[-1:] / self.world_size if self._scale_by_ranks else flat[-1:]
@@ -488,27 +488,27 @@ class StepEngine(EngineState):
             flat[:-1].div_(factor)
         return flat
 
-    def _collected(self) -> Round | None:
+    def _collected(self) -> OpenStep | None:
         """The step in flight once all its operations have ended."""
-        round_ = self._inflight
-        assert round_ is not None
-        if not round_.waiting:
-            round_.waiting.extend(round_.all_handles())
-        while round_.waiting and self.collective.poll(round_.waiting[0]):
-            self.collective.finish(round_.waiting.popleft())
-        return None if round_.waiting else round_
+        step = self._inflight
+        assert step is not None
+        if not step.waiting:
+            step.waiting.extend(step.all_handles())
+        while step.waiting and self.collective.poll(step.waiting[0]):
+            self.collective.finish(step.waiting.popleft())
+        return None if step.waiting else step
 
-    def _end_inflight(self, round_: Round) -> bool:
-        reduced = self._reduced(round_)
+    def _end_inflight(self, step: OpenStep) -> bool:
+        reduced = self._reduced(step)
         with self.lock:
             self._raise_failure()
-            result = self._complete(round_, *reduced)
+            result = self._complete(step, *reduced)
             self._inflight = None
-            if round_.averaging is not None:
+            if step.averaging is not None:
                 # It is no whole state where the rest of it is elsewhere: an optimizer's count of steps for example.
                 if not self.needs_fetch:
-                    round_.averaging.stood_in(result, round_.extras)
-                    self.replica.replaced(result.round + 1)
+                    step.averaging.stood_in(result, step.extras)
+                    self.replica.replaced(result.step + 1)
             else:
                 self.replica.push(result)
             self.replica.note_bucket_use()

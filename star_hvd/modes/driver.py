@@ -227,8 +227,8 @@ class StepDriver(StepReporter):
         if unsent is not None:
             unsent()
 
-    def on_arrive(self, round_: int, epoch: int) -> None:
-        self._send_timed(lambda: StepReporter.on_arrive(self, round_, epoch))
+    def on_arrive(self, step: int, epoch: int) -> None:
+        self._send_timed(lambda: StepReporter.on_arrive(self, step, epoch))
 
     def on_late(self, version: int, epoch: int) -> None:
         self._send_timed(lambda: StepReporter.on_late(self, version, epoch))
@@ -295,7 +295,7 @@ class StepDriver(StepReporter):
                 rank=engine.rank,
                 optimizer=self.number,
                 step=engine.version,
-                next_step=engine.next_round,
+                next_step=engine.next_step,
                 whole=whole and not self.local.waiting,
                 outside=outside is not None or not reduced,
                 mid_step=self.mid_step(),
@@ -397,8 +397,8 @@ class StepDriver(StepReporter):
         with self._named_failures():
             self._settle()
             if was_late and self.outside is None and self._out_of_phase():
-                ended = self.engine.next_round
-                self._wait_until(lambda: self.engine.next_round > ended, 1.5 * self._typical_s)
+                ended = self.engine.next_step
+                self._wait_until(lambda: self.engine.next_step > ended, 1.5 * self._typical_s)
                 if not self.engine.needs_fetch:  # Else others apply it only when they like, maybe after this rank came.
                     self._settle()
         if was_late:
@@ -419,7 +419,7 @@ class StepDriver(StepReporter):
 
     def _come_up(self) -> None:
         engine = self.engine
-        target = engine.next_round
+        target = engine.next_step
         limit_s = time.monotonic() + self._config.step_deadline_s
         while not engine.catch_up(target):
             if time.monotonic() > limit_s:
@@ -461,13 +461,13 @@ class StepDriver(StepReporter):
                 self.engine.helper_wake.notify_all()
         elif isinstance(message, messages.CloseStep):
             self._last_close_s, self._typical_s = time.monotonic(), message.typical_compute_s
-            self.engine.close(message.round)
+            self.engine.close(message.step)
         elif isinstance(message, messages.PlanMessage):
             self._prepare(Plan.from_dict(message.plan))
         elif isinstance(message, Commit):
             self.handover.commit(message.epoch)
         elif isinstance(message, PlanActive):
-            self.handover.moved(message.epoch, message.round)
+            self.handover.moved(message.epoch, message.step)
         elif isinstance(message, messages.Abandon):
             self.engine.abandon(message.epoch)
             self.handover.abandoned(message.epoch)
@@ -525,7 +525,7 @@ class StepDriver(StepReporter):
                 in_flight_since_s = in_flight_since_s or time.monotonic()
                 if time.monotonic() - in_flight_since_s > self._config.step_deadline_s:
                     raise DeadlineError(
-                        f"step {engine.next_round - 1}, closed without this rank, did not end within "
+                        f"step {engine.next_step - 1}, closed without this rank, did not end within "
                         f"{self._config.step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
                     )
                 time.sleep(_POLL_DROPPED_S if self.dropped else _POLL_S)
@@ -537,14 +537,14 @@ class StepDriver(StepReporter):
 
     # ---- listener, called under the engine's lock -------------------------------------------------------------
 
-    def on_switch(self, round_: int, plan: Plan) -> None:
-        logger.info("rank %d: step %d: switch to %s", self.engine.rank, round_, plan.label)
+    def on_switch(self, step: int, plan: Plan) -> None:
+        logger.info("rank %d: step %d: switch to %s", self.engine.rank, step, plan.label)
         previous, self._previous = self._previous, plan
         self.handover.taken(plan)
         if self.handover.told_early:
             self._preparer(self.handover.switched)
         if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
-            self._send(Switched(self.number, plan.epoch, round_))  # The children were not asked.
+            self._send(Switched(self.number, plan.epoch, step))  # The children were not asked.
 
     # ---- inside ---------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class LocalSteps:
 
     Args:
         engine: The rank's engine; one averaging is one of its rounds.
-        wait: Waits for the handles of the round this rank owns.
+        wait: Waits for the handles of the step this rank owns.
     """
 
     def __init__(self, engine: StepEngine, wait: Callable[[], None]) -> None:

@@ -186,7 +186,7 @@ class ModeSwitcher:
         with self._lock:
             return self._held.get(epoch)
 
-    def moved(self, epoch: int, round_: int) -> None:
+    def moved(self, epoch: int, step: int) -> None:
         """A plan is in force from a step on; ranks that do not agree to it in band have to follow.
 
         Whoever takes part in the reductions has agreed, but may not have read so yet: others are a moment ahead. To
@@ -194,9 +194,9 @@ class ModeSwitcher:
         """
         with self._engine.lock:
             if self._engine.taking_part and self._engine.plan.epoch < epoch:
-                self._early[epoch] = round_
+                self._early[epoch] = step
                 return
-        self._follow(epoch, round_)
+        self._follow(epoch, step)
 
     @property
     def told_early(self) -> bool:
@@ -207,22 +207,22 @@ class ModeSwitcher:
         """A plan was taken up in band: follow what was told before. In the preparer's thread."""
         with self._engine.lock:
             early, self._early = self._early, {}
-        for epoch, round_ in sorted(early.items()):
-            self.moved(epoch, round_)
+        for epoch, step in sorted(early.items()):
+            self.moved(epoch, step)
 
-    def _follow(self, epoch: int, round_: int) -> None:
+    def _follow(self, epoch: int, step: int) -> None:
         plan = self.plan_of(epoch)
         if plan is None:
             self._engine.fail(StarError(f"the plan of epoch {epoch} is in force and was never prepared here"))
             return
         present = self._engine.plan
         if present.epoch < epoch:
-            self._ended = (present, round_) if present.family in ("ps", "grouped") else None
+            self._ended = (present, step) if present.family in ("ps", "grouped") else None
             if self._ended is not None and self.rank in plan.servers:
                 # From servers to servers: the training thread may be in a collective of the user's for long.
                 self._seeded = epoch
                 self._later(lambda: self._pass_on(plan))
-        if self._engine.resume(plan, round_) and self.outside is not None:
+        if self._engine.resume(plan, step) and self.outside is not None:
             self.outside.wake()
 
     def _pass_on(self, plan: Plan) -> None:
@@ -268,7 +268,7 @@ class ModeSwitcher:
         if self.outside is not None:
             return
         with engine.lock:
-            plan, behind = engine.plan, engine.version != engine.next_round or engine.replica.foreign
+            plan, behind = engine.plan, engine.version != engine.next_step or engine.replica.foreign
             inside = engine.taking_part and plan.mode != "local"
         if inside or (behind and (plan.mode == "local" or self._brings_state(plan))):
             if not inside:
@@ -276,7 +276,7 @@ class ModeSwitcher:
                     "rank %d: step %d of %d: too far behind for %s (foreign %s, fetch %s)",
                     self.rank,
                     engine.version,
-                    engine.next_round,
+                    engine.next_step,
                     plan.label,
                     engine.replica.foreign,
                     engine.needs_fetch,
@@ -322,7 +322,7 @@ class ModeSwitcher:
 
     def _begin_behind(self, outside: Steps) -> None:
         """Parameters to begin with: of the servers that have just ended, or from those who go on."""
-        if self._ended is not None and self._engine.next_round == self._ended[1]:
+        if self._ended is not None and self._engine.next_step == self._ended[1]:
             snapshot = self._services.final_state(self._number, *self._ended, self._deadline_s)
             if snapshot is not None:
                 self._engine.adopt_state(snapshot)
@@ -355,7 +355,7 @@ class ModeSwitcher:
         """The state this rank lacks: from the servers that have just ended, or from a rank that has it. None where a
         change of mode made it superfluous."""
         ended = self._ended
-        if ended is not None and self._engine.next_round == ended[1]:
+        if ended is not None and self._engine.next_step == ended[1]:
             with contextlib.suppress(DeadlineError):
                 snapshot = self._services.final_state(engine, *ended, self._deadline_s)
                 if snapshot is not None:

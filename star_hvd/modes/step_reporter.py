@@ -163,11 +163,11 @@ class StepReporter:
             )
         )
 
-    def on_arrive(self, round_: int, epoch: int) -> None:
+    def on_arrive(self, step: int, epoch: int) -> None:
         t = self._times
         news = self._is_news(t.compute_s)
         self._send(
-            messages.Arrive(self.number, round_, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
+            messages.Arrive(self.number, step, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
             urgent=news or self._urgent(),
         )
 
@@ -187,13 +187,13 @@ class StepReporter:
     def on_join(self, version: int) -> None:
         self._send(messages.Join(self.number, version))
 
-    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float) -> None:
         if self.engine.rank != plan.members_or_all[0]:
             return
         fresh = [rank for rank, is_fresh in enumerate(header.fresh) if is_fresh]
         self.timeline.append(
             {
-                "step": round_,
+                "step": step,
                 "time_s": time.monotonic() - self._began_s,
                 "members": fresh,
                 "mode": plan.label,
@@ -202,9 +202,9 @@ class StepReporter:
             }
         )
         self._send(
-            messages.RoundNote(
+            messages.HeaderNote(
                 self.number,
-                round_,
+                step,
                 plan.epoch,
                 fresh,
                 header.loss,
@@ -218,13 +218,13 @@ class StepReporter:
             urgent=self._urgent(),
         )
 
-    def on_mismatch(self, round_: int) -> None:
+    def on_mismatch(self, step: int) -> None:
         self.mismatches += 1
         if self.mismatches == 1:
             logger.error(
                 "parameters differ between ranks at step %d; call hvd.broadcast_parameters before training and change "
                 "parameters on all ranks alike",
-                round_,
+                step,
             )
 
     def stats(self) -> dict[str, float]:

@@ -264,7 +264,7 @@ def _tell_state() -> None:
         engine, handover = driver.engine, driver.handover
         replica, inflight = engine.replica, engine._inflight
         state = {
-            "plan": f"{engine.plan.label} {engine.plan.epoch}", "version": engine.version, "next": engine.next_round,
+            "plan": f"{engine.plan.label} {engine.plan.epoch}", "version": engine.version, "next": engine.next_step,
             "close_upto": engine._close_upto, "away": engine.away, "part": engine.taking_part,
             "foreign": replica.foreign, "needs_fetch": replica.needs_fetch, "queue": len(replica.queue),
             "computing": replica.computing, "shadow": replica._shadow is not None,
@@ -277,7 +277,7 @@ def _tell_state() -> None:
     if run is not None and run.coordinator is not None:
         with run.coordinator.board() as board:
             for number, one in board.engines.items():
-                rule = {"round": one.rule.round, "begun": one.rule.begun, "plan": one.rule.plan.label}
+                rule = {"round": one.rule.step, "begun": one.rule.begun, "plan": one.rule.plan.label}
                 told = one._switch and (one._switch.plan.label, one._switch.committed, sorted(one._switch.ready))
                 print(f"modes.py: board {number}: {one.active.label} {rule} {told} away {board._away}", file=sys.stderr)
 

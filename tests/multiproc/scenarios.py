@@ -337,7 +337,7 @@ def a_long_evaluation() -> Facts:
         limit_s = time.monotonic() + PATIENCE_S
         while missed < 40 and time.monotonic() < limit_s:
             time.sleep(0.01)
-            missed = engine.next_round - before
+            missed = engine.next_step - before
         mark("evaluated")
     else:
         number, limit_s = 0, time.monotonic() + PATIENCE_S + 10.0

@@ -80,9 +80,9 @@ class DeviceEars(Ears):
         super().__init__(world, rank)
         self.norms: list[tuple[int, Header, float]] = []
 
-    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None:
-        super().on_round(round_, header, plan, mean_sqr)
-        self.norms.append((round_, header, mean_sqr))
+    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+        super().on_step_end(step, header, plan, mean_sqr)
+        self.norms.append((step, header, mean_sqr))
 
 
 class DeviceWorld(World):
@@ -191,7 +191,7 @@ class DeviceWorld(World):
         yield
 
     def _catch_up(self, engine: StepEngine) -> Iterator[None]:
-        target = engine.next_round
+        target = engine.next_step
         while not engine.catch_up(target):
             yield
             if engine.needs_fetch:
@@ -316,21 +316,21 @@ class DeviceWorld(World):
             self.check_params(params, engine.version, f"the replica of rank {engine.rank}")
         first = self.engines[0]
         for engine, ears in zip(self.engines, self.ears, strict=True):
-            assert engine.version == engine.next_round == first.version and ears.mismatches == []
+            assert engine.version == engine.next_step == first.version and ears.mismatches == []
             assert isinstance(ears, DeviceEars)
             self._check_norms(ears)
 
     def _check_norms(self, ears: DeviceEars) -> None:
         whole = 3.0 * SIZE  # Squared norm of a gradient.
         told = self.world_size * WEIGHT * whole
-        for round_, header, mean_sqr in ears.norms:
-            if round_ % 2 == 0 and all(header.fresh):
+        for step, header, mean_sqr in ears.norms:
+            if step % 2 == 0 and all(header.fresh):
                 local_ok = header.local_count == self.world_size and math.isclose(
                     header.local_sqr, told, rel_tol=1e-5
                 )
                 if not local_ok or not math.isclose(mean_sqr, whole, rel_tol=1e-5):
                     raise Poisoned(
-                        f"norms of step {round_}: {header.local_count} of {self.world_size} ranks told "
+                        f"norms of step {step}: {header.local_count} of {self.world_size} ranks told "
                         f"{header.local_sqr:g}, expected {told:g}; the mean's is {mean_sqr:g}"
                     )
 

@@ -81,8 +81,8 @@ class Ears:
         self.switches: list[tuple[int, str]] = []
         self.mismatches: list[int] = []
 
-    def on_arrive(self, round_: int, epoch: int) -> None:
-        self.world.inbox.append(("arrive", self.rank, (round_, epoch)))
+    def on_arrive(self, step: int, epoch: int) -> None:
+        self.world.inbox.append(("arrive", self.rank, (step, epoch)))
 
     def on_late(self, version: int, epoch: int) -> None:
         self.world.inbox.append(("late", self.rank, (version, epoch)))
@@ -90,14 +90,14 @@ class Ears:
     def on_join(self, version: int) -> None:
         self.world.inbox.append(("join", self.rank, (version,)))
 
-    def on_round(self, round_: int, header: Header, plan: Plan, mean_sqr: float) -> None:
-        self.headers.append((round_, header))
+    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+        self.headers.append((step, header))
 
-    def on_switch(self, round_: int, plan: Plan) -> None:
-        self.switches.append((round_, plan.label))
+    def on_switch(self, step: int, plan: Plan) -> None:
+        self.switches.append((step, plan.label))
 
-    def on_mismatch(self, round_: int) -> None:
-        self.mismatches.append(round_)
+    def on_mismatch(self, step: int) -> None:
+        self.mismatches.append(step)
 
 
 class World:
@@ -220,7 +220,7 @@ class World:
         return random.Random(1000 * self.seed + step).random() < self.manual_share
 
     def _catch_up(self, engine: StepEngine) -> Iterator[None]:
-        target = engine.next_round
+        target = engine.next_step
         while not engine.catch_up(target):
             yield
             if engine.needs_fetch:
@@ -244,7 +244,7 @@ class World:
         order, _ = self.rule.evaluate(self.now_s)
         if order is not None:
             for mail in self.mail:
-                mail.append(("close", order.round, ()))
+                mail.append(("close", order.step, ()))
         if self.published is None and self.plans and self.random.random() < 0.3:
             self.published = self.plans.popleft()
             for mail in self.mail:
@@ -290,7 +290,7 @@ class World:
             if not any(self.programs) and self._quiet():
                 self._settle()
                 return
-        state = [(e.version, e.next_round, p is None) for e, p in zip(self.engines, self.programs, strict=True)]
+        state = [(e.version, e.next_step, p is None) for e, p in zip(self.engines, self.programs, strict=True)]
         raise AssertionError(f"no end: (version, next round, finished) of the ranks is {state}")
 
     def _tick(self) -> None:

@@ -95,7 +95,7 @@ def test_a_step_is_closed_and_ordered_once() -> None:
         job.arrive(rank, 6, epoch=1)
     orders = only(job.tick(), m.CloseStep)
     orders += only(job.pass_time(3.0), m.CloseStep)
-    assert [order.round for order in orders] == [6]
+    assert [order.step for order in orders] == [6]
     assert orders[0].typical_compute_s == pytest.approx(0.1)
 
 
@@ -385,7 +385,7 @@ def test_a_finished_rank_stays_away_after_an_epoch_that_ends_without_it() -> Non
     for rank in (0, 1):
         job.say(rank, m.Away(False, True, "end of data"))
         job.arrive(rank, 0)
-    assert [order.round for order in only(job.tick(), m.CloseStep)] == [0], "rank 2 will never deliver again"
+    assert [order.step for order in only(job.tick(), m.CloseStep)] == [0], "rank 2 will never deliver again"
 
 
 def test_optimizers_have_steps_and_plans_of_their_own() -> None:
@@ -394,7 +394,7 @@ def test_optimizers_have_steps_and_plans_of_their_own() -> None:
     for rank in (0, 1):
         job.say(rank, m.Arrive(1, 9, 0, 0.1, 0.0, 0.0, 0.0, 0.0))
     assert [order.engine for order in only(job.pass_time(2.0), m.CloseStep)] == []
-    assert job.board.engines[1].rule.round == 9 and not job.board.engines[1].active.relaxed
+    assert job.board.engines[1].rule.step == 9 and not job.board.engines[1].active.relaxed
     job.say(0, m.Unregister(1))
     assert set(job.board.engines) == {0}
 
@@ -406,7 +406,7 @@ def test_a_report_from_before_a_switch_does_not_undo_it() -> None:
     assert job.engine.active.quorum == 1
     job.arrive(1, 8, epoch=1)
     job.arrive(2, 8, epoch=0)
-    job.say(0, m.RoundNote(0, 8, 1, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.0))
+    job.say(0, m.HeaderNote(0, 8, 1, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.0))
     assert job.engine.active.quorum == job.engine.rule.plan.quorum == 1
     assert [plan.epoch for _, plan in job.engine.plans] == [0, 1, 2]
 
@@ -420,7 +420,7 @@ def test_an_epoch_nobody_published_is_not_taken_up() -> None:
 def test_rank_0_may_tell_of_a_switch_first() -> None:
     job = Job()
     job.register(Plan.partial(3, 2))
-    job.say(0, m.RoundNote(0, 4, 1, [0, 1, 2], 1.5, 3.0, 3.0, 0.0, 0, 0.0, 0.0))
+    job.say(0, m.HeaderNote(0, 4, 1, [0, 1, 2], 1.5, 3.0, 3.0, 0.0, 0, 0.0, 0.0))
     assert job.engine.active.relaxed and job.engine.steps == 5 and job.engine.losses.usual == 1.5
 
 

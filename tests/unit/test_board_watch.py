@@ -46,7 +46,7 @@ def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixtur
     job.tick()
     job.arrive(1, 6, epoch=1)
     (order,) = only(job.pass_time(61.0), m.CloseStep)
-    assert order.round == 6
+    assert order.step == 6
     assert "step 6 closes without ranks [0, 2]: its quorum did not come together within 60 s" in caplog.text
 
 
@@ -82,7 +82,7 @@ def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptu
     job.say(2, m.Finished(2))
     for step in range(3):
         job.arrive(0, step), job.arrive(1, step)
-        assert [order.round for order in only(job.tick(), m.CloseStep)] == [step]
+        assert [order.step for order in only(job.tick(), m.CloseStep)] == [step]
     assert caplog.text.count("ranks [2] are outside their training loop") == 1
     fed = Job()
     fed.register(Plan.sync(3))

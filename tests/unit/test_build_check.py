@@ -47,19 +47,19 @@ def test_different_builds_are_named_with_their_ranks_and_what_to_do(other: Build
 
 
 def test_the_own_build_follows_the_contents_of_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "build_list", lambda: entries("0001", "0004"))
+    monkeypatch.setattr(patches, "build_list", lambda: entries("0001", "0004"))
     first = own_build()
     assert first.patches.startswith("patches 0001-0004 (")
     changed = entries("0001", "0004")
     changed["patches"][1]["sha256"] = "0" * 64
-    monkeypatch.setattr(doctor, "build_list", lambda: changed)
+    monkeypatch.setattr(patches, "build_list", lambda: changed)
     assert own_build().digest != first.digest
-    monkeypatch.setattr(doctor, "build_list", lambda: {**entries("0001", "0004"), "build": {"nccl": "2.28.9"}})
+    monkeypatch.setattr(patches, "build_list", lambda: {**entries("0001", "0004"), "build": {"nccl": "2.28.9"}})
     assert own_build().digest != first.digest and own_build().nccl == "2.28.9"
 
 
 def test_a_horovod_of_another_make_has_a_build_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "build_list", dict)
+    monkeypatch.setattr(patches, "build_list", dict)
     assert own_build().patches == "no patches" and own_build().horovod == patches.horovod_release()
 
 

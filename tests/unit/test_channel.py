@@ -97,13 +97,13 @@ def test_a_job_from_its_plan_to_its_end(ranks: Ranks) -> None:
     for step in range(3):
         for agent in ranks.agents[:2]:  # Rank 2 never comes: the steps must be closed without it.
             agent.send(m.Arrive(0, step, 1, 0.02, 0.0, 0.02, 0.0, 0.0))
-        assert within(lambda step=step: any(order.round == step for order in ranks.got(2, m.CloseStep)))
+        assert within(lambda step=step: any(order.step == step for order in ranks.got(2, m.CloseStep)))
     assert ranks.all_got(m.CloseStep)
     for agent in ranks.agents:
         agent.send(m.Finished(agent.rank))
     assert ranks.all_got(m.Bye) and ranks.got(0, m.Bye) == [m.Bye([])]
     for came in ranks.came:
-        rounds = [message.round for message in came if isinstance(message, m.CloseStep)]
+        rounds = [message.step for message in came if isinstance(message, m.CloseStep)]
         assert rounds == [0, 1, 2], "an order is given once, to everybody, in order"
     assert ranks.coordinator.malformed == 0 and all(agent.malformed == 0 for agent in ranks.agents)
     assert ranks.rings[0].denied == 0, "nobody of the job was turned away"

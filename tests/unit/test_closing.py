@@ -86,7 +86,7 @@ def test_a_rank_known_to_be_slow_costs_no_grace() -> None:
             subject.arrive(rank, step, COMPUTE_S, now_s + 0.001 * rank)
         order, again_s = subject.evaluate(now_s + 0.001)
         assert order is not None and again_s is None
-        assert order.missing == (2,) and order.round == step
+        assert order.missing == (2,) and order.step == step
 
 
 def test_a_rank_that_is_behind_is_not_waited_for() -> None:
@@ -170,12 +170,12 @@ def test_reports_that_are_late_or_twice_change_nothing_but_the_speed() -> None:
         subject.arrive(rank, 7, COMPUTE_S, 1.0)
     assert subject.ready == (0, 1)
     subject.arrive(2, 3, 0.4, 1.0)
-    assert subject.round == 7 and subject.ready == (0, 1)
+    assert subject.step == 7 and subject.ready == (0, 1)
     order, again_s = subject.evaluate(1.0)
     if order is None:
         assert again_s is not None
         order, _ = subject.evaluate(again_s)
-    assert order is not None and order.round == 7
+    assert order is not None and order.step == 7
     subject.arrive(2, 7, 0.4, 1.2)
     assert subject.evaluate(2.0) == (None, None), "no second order for a step"
 
@@ -203,13 +203,13 @@ def test_any_sequence_of_reports(world_size: int, quorum: int, events: list[Even
         now_s += pause_s
         rank = which % world_size
         if kind == "arrive":
-            step = max(0, subject.round + ahead)
+            step = max(0, subject.step + ahead)
             first_s.setdefault(step, now_s)
             subject.arrive(rank, step, pause_s, now_s)
         elif kind == "late":
             subject.late(rank, pause_s)
         elif kind == "join":
-            subject.join(rank, max(0, subject.round + ahead), now_s)
+            subject.join(rank, max(0, subject.step + ahead), now_s)
         elif kind == "leave":
             subject.leave(rank)
         elif kind == "back":
@@ -219,13 +219,13 @@ def test_any_sequence_of_reports(world_size: int, quorum: int, events: list[Even
         assert again_s is None or (order is None and again_s > now_s)
         if order is None:
             continue
-        assert order.round > closed, "a step was closed twice"
-        closed = order.round
+        assert order.step > closed, "a step was closed twice"
+        closed = order.step
         assert set(order.missing) == set(range(world_size)) - ready and ready
         assert set(order.excused) == away - ready
         active = world_size - len(away - ready)
         if order.reason == "deadline":
-            assert now_s - first_s[order.round] >= 0.7 - 1e-9
+            assert now_s - first_s[order.step] >= 0.7 - 1e-9
         else:
             assert len(ready) >= min(plan.quorum, active)
             if order.reason == "away":
@@ -260,7 +260,7 @@ class Fleet:
             order, again_s = self.rule.evaluate(now_s)
             assert again_s is None or again_s > now_s
             if order is not None:
-                assert order.round == self.step and len(self.arrived_s) >= self.rule.plan.quorum
+                assert order.step == self.step and len(self.arrived_s) >= self.rule.plan.quorum
             if order is not None or len(self.arrived_s) == len(self.compute_s):
                 self._end(now_s)
 

@@ -116,10 +116,10 @@ def test_orders_to_a_rank_that_cannot_be_reached_arrive_later_in_order(ranks: Cu
     proxy.refuse()
     for step in range(20):
         ranks.agents[0].send(m.Arrive(0, step, 1, 0.02, 0.0, 0.02, 0.0, 0.0))
-        assert within(lambda step=step: any(o.round == step for o in ranks.got(0, m.CloseStep)))  # type: ignore[misc]
+        assert within(lambda step=step: any(o.step == step for o in ranks.got(0, m.CloseStep)))  # type: ignore[misc]
     proxy.refuse(False)
     assert within(lambda: len(ranks.got(1, m.CloseStep)) == 20)
-    assert [order.round for order in ranks.got(1, m.CloseStep)] == list(range(20))
+    assert [order.step for order in ranks.got(1, m.CloseStep)] == list(range(20))
 
 
 def test_a_connection_that_swallows_everything_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_a_slow_device_loses_its_step_although_its_kernels_were_queued_in_time()
     assert slow.flush_deferred() and not slow.arrive()
     assert slow.counters.late == 1 and slow.pending_weight == 1.0
     slow.helper_tick()
-    assert slow.catch_up(slow.next_round)
+    assert slow.catch_up(slow.next_step)
     for mine, theirs in zip(fast.applier.buckets, slow.applier.buckets, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True))
 

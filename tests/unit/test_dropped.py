@@ -42,7 +42,7 @@ def test_a_rank_that_waits_in_a_step_is_helped_out() -> None:
     subject = job()
     subject.say(1, dropped())
     subject.arrive(0, 4)
-    assert [each.round for each in only(subject.tick(), CloseStep)] == [4]
+    assert [each.step for each in only(subject.tick(), CloseStep)] == [4]
 
 
 @pytest.mark.parametrize("back", [Away(False, False, "allreduce"), Away(False, False, "epoch")])
@@ -52,14 +52,14 @@ def test_a_rank_never_comes_back_to_it(back: Away) -> None:
     subject.say(1, Away(True, True, back.reason))
     subject.say(1, back)
     subject.arrive(0, 4)
-    assert [each.round for each in only(subject.tick(), CloseStep)] == [4]
+    assert [each.step for each in only(subject.tick(), CloseStep)] == [4]
 
 
 def test_a_step_that_some_ranks_have_begun_is_ended_first() -> None:
     subject = job()
     subject.say(0, dropped(4, begun=True))
     heard = subject.say(1, dropped(4))
-    assert [each.round for each in only(heard, CloseStep)] == [4] and not only(heard, OptimizerOver)
+    assert [each.step for each in only(heard, CloseStep)] == [4] and not only(heard, OptimizerOver)
     assert not only(subject.say(0, dropped(5, in_flight=True)), OptimizerOver)
     assert not only(subject.say(1, dropped(5, in_flight=True)), OptimizerOver)
     assert not only(subject.say(1, dropped(5)), OptimizerOver), "rank 0's part of it is still in flight"
@@ -70,7 +70,7 @@ def test_ranks_at_different_steps_come_to_the_same_one() -> None:
     subject = job()
     subject.say(0, dropped(6))
     heard = subject.say(1, dropped(4))
-    assert [each.round for each in only(heard, CloseStep)] == [5]
+    assert [each.step for each in only(heard, CloseStep)] == [5]
     assert only(subject.say(1, dropped(6)), OptimizerOver) == [OptimizerOver(0)]
 
 

@@ -55,7 +55,7 @@ def finish(engine: StepEngine) -> None:
         assert engine.collective.poll(handle)
         engine.collective.finish(handle)
     engine.apply_own(engine.finish_own())
-    assert engine.catch_up(engine.next_round)
+    assert engine.catch_up(engine.next_step)
 
 
 def reduce_all(network: Network) -> list[str]:
@@ -137,7 +137,7 @@ def test_whoever_waits_for_the_next_step_gets_the_claimed_one_from_the_helper_of
     finish(waiting)
     elsewhere.set_away(False)
     assert not elsewhere.arrive(), "its gradient is in step 0; others are two steps on"
-    while not elsewhere.catch_up(elsewhere.next_round):
+    while not elsewhere.catch_up(elsewhere.next_step):
         elsewhere.helper_tick()
     for mine, theirs in zip(elsewhere.applier.buckets, waiting.applier.buckets, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True))

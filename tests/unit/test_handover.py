@@ -36,7 +36,7 @@ class Engine:
     def taking_part(self) -> bool:
         return self.plan.family == "rounds" or self.rank in self.plan.members
 
-    def resume(self, plan: Plan, round_: int) -> bool:
+    def resume(self, plan: Plan, step: int) -> bool:
         if plan.epoch <= self.plan.epoch:
             return False
         self.voided.append(plan.epoch)
@@ -205,7 +205,7 @@ def test_word_of_the_next_mode_in_the_very_moment_a_rank_enters_one(first: Plan,
     made.enter()
     assert made.outside is not None and made.outside.over and engine.plan is back
     made.outside = None  # As `leave` does.
-    assert made.needs_state and engine.needs_fetch and not engine.catch_up(engine.next_round), "it lacks step 7"
+    assert made.needs_state and engine.needs_fetch and not engine.catch_up(engine.next_step), "it lacks step 7"
 
 
 def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

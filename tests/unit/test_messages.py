@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd.channel.messages import base as messages
-from star_hvd.channel.messages.base import MAX_BYTES, Heartbeat, Hello, Message, Register, RoundNote, decode, encode
+from star_hvd.channel.messages.base import MAX_BYTES, HeaderNote, Heartbeat, Hello, Message, Register, decode, encode
 from star_hvd.errors import ChannelError
 from tests.support.effort import cases
 
@@ -121,12 +121,12 @@ def test_errors_say_what_came(parts: list[Any], message: str) -> None:
 
 def test_whole_numbers_are_floats_too() -> None:
     note = decode(msgpack.packb([1, "round", 0, 5, 1, [0, 1], 2, 1, 1, 0, 1, 0, 0]))
-    assert isinstance(note, RoundNote) and isinstance(note.loss, float) and note.loss == 2.0
+    assert isinstance(note, HeaderNote) and isinstance(note.loss, float) and note.loss == 2.0
 
 
 def test_numbers_of_a_diverged_step_are_told() -> None:
     """Infinite norms are news of the training, not damage of the channel."""
-    note = RoundNote(0, 1, 0, [0, 1], math.nan, 2.0, 2.0, math.inf, 2, math.inf, 0.0)
+    note = HeaderNote(0, 1, 0, [0, 1], math.nan, 2.0, 2.0, math.inf, 2, math.inf, 0.0)
     assert decode(encode(note)) is not None
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd import doctor, patches
+from star_hvd import patches
 from star_hvd.runtime import process_sets
 from star_hvd.runtime.process_sets import MAX_SETS, SetKeeper, prepare_init, static_catalogue, unavailable_reason
 
@@ -59,7 +59,7 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[Horovod]:
     monkeypatch.setattr(process_sets.mpi_ops, "is_initialized", lambda: False)
     monkeypatch.setattr(process_sets.mpi_ops, "nccl_built", lambda: False)
     monkeypatch.setattr(process_sets, "_static", {})
-    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL)
+    monkeypatch.setattr(patches, "horovod_patches", lambda: ALL)
     for name in ("HOROVOD_ELASTIC", "HOROVOD_SIZE", "HOROVOD_CROSS_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
@@ -174,7 +174,7 @@ def test_under_nccl_sets_are_removed_if_their_communicators_go_too(
     horovod: Horovod, monkeypatch: pytest.MonkeyPatch, patched: bool
 ) -> None:
     monkeypatch.setattr(process_sets.mpi_ops, "nccl_built", lambda: 22809)
-    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL | ({patches.NCCL_REMOVAL} if patched else set()))
+    monkeypatch.setattr(patches, "horovod_patches", lambda: ALL | ({patches.NCCL_REMOVAL} if patched else set()))
     told = Told()
     told.add(0, 1)
     told.keeper.remove((0, 1))
@@ -252,7 +252,7 @@ def test_an_unpatched_horovod_gets_a_few_sets_at_the_start(
     horovod: Horovod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HOROVOD_DYNAMIC_PROCESS_SETS")
-    monkeypatch.setattr(doctor, "horovod_patches", frozenset)
+    monkeypatch.setattr(patches, "horovod_patches", frozenset)
     monkeypatch.setenv("HOROVOD_SIZE", "3")
     made = prepare_init(None, None)
     assert [tuple(each.ranks) for each in made] == [(0, 1), (0, 2), (1, 2)]
@@ -276,7 +276,7 @@ def test_no_sets_are_made_at_the_start_where_they_do_harm(
     horovod: Horovod, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], comm: Any, given_sets: Any
 ) -> None:
     monkeypatch.delenv("HOROVOD_DYNAMIC_PROCESS_SETS")
-    monkeypatch.setattr(doctor, "horovod_patches", frozenset)
+    monkeypatch.setattr(patches, "horovod_patches", frozenset)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert prepare_init(comm, given_sets) == given_sets
@@ -293,7 +293,7 @@ def test_the_users_choice_is_kept(horovod: Horovod, monkeypatch: pytest.MonkeyPa
 def test_elastic_training_needs_the_patch_against_aborts(horovod: Horovod, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     assert unavailable_reason() is None
-    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL - {patches.SURVIVE_DEATH})
+    monkeypatch.setattr(patches, "horovod_patches", lambda: ALL - {patches.SURVIVE_DEATH})
     assert "lacks patch 0003" in str(unavailable_reason())
     told = Told()
     assert "lacks patch 0003" in str(told.add(0, 1))
@@ -305,7 +305,7 @@ def test_several_hosts_need_the_patch_for_uneven_sets(horovod: Horovod, monkeypa
     monkeypatch.setattr(process_sets.mpi_ops, "is_initialized", lambda: True)
     monkeypatch.setattr(process_sets.mpi_ops, "cross_size", lambda: 2)
     assert unavailable_reason() is None
-    monkeypatch.setattr(doctor, "horovod_patches", lambda: ALL - {patches.UNEVEN_HOSTS})
+    monkeypatch.setattr(patches, "horovod_patches", lambda: ALL - {patches.UNEVEN_HOSTS})
     assert "lacks patch 0006" in str(unavailable_reason())
 
 

@@ -25,7 +25,7 @@ def check(world: World) -> None:
     """Everything that must hold once a world has come to rest."""
     first = world.engines[0]
     for engine, ears in zip(world.engines, world.ears, strict=True):
-        assert engine.version == engine.next_round == first.version
+        assert engine.version == engine.next_step == first.version
         assert engine.plan == first.plan
         assert ears.mismatches == []
         assert ears.switches == world.ears[0].switches
@@ -165,7 +165,7 @@ def test_a_rank_that_is_away_gives_what_it_has_even_on_its_shadow() -> None:
         check(world)
         on_shadows += world.on_shadows
         for engine, snapshot in zip(world.engines, world.seen, strict=True):
-            assert snapshot is not None and snapshot.version == engine.next_round
+            assert snapshot is not None and snapshot.version == engine.next_step
             params = [param for bucket in engine.applier.buckets for param in bucket.params]
             for param, value, state in zip(params, snapshot.params, snapshot.state, strict=True):
                 assert torch.equal(param, value)
@@ -215,6 +215,6 @@ def test_a_state_from_beyond_what_began_here_is_left_alone() -> None:
     engine = world.engines[0]
     snapshot = engine.replica.snapshot()
     assert snapshot is not None
-    for wrong in (engine.next_round + 1, engine.version - 1):
+    for wrong in (engine.next_step + 1, engine.version - 1):
         snapshot.version = wrong
-        assert not engine.adopt(snapshot) and engine.version == engine.next_round
+        assert not engine.adopt(snapshot) and engine.version == engine.next_step

@@ -185,9 +185,9 @@ def test_arrivals_told_before_the_end_of_the_old_mode_are_kept() -> None:
     rule.skip_to(10)
     rule.arrive(0, 10, 0.1, 1.0)
     rule.restart(10, 1.1)
-    assert rule.ready == (0,) and rule.round == 10
+    assert rule.ready == (0,) and rule.step == 10
     rule.restart(12, 1.2)
-    assert rule.ready == () and rule.round == 12
+    assert rule.ready == () and rule.step == 12
 
 
 def test_a_subgroup_closes_without_its_members_that_are_away_and_never_waits_for_children() -> None:

@@ -35,7 +35,7 @@ __all__ = [
     "PlanMessage",
     "ModeUnsupported",
     "Register",
-    "RoundNote",
+    "HeaderNote",
     "FindStateSource",
     "StateSource",
     "RequestBatch",
@@ -97,7 +97,7 @@ class Heartbeat(Message):
 
     kind: ClassVar[str] = "beat"
     rank: int
-    round: int = -1
+    step: int = -1
 
 
 @message_kind
@@ -149,11 +149,11 @@ class OptimizerOver(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Arrive(Message):
-    """A rank's fresh gradient of step `round` is submitted; carries the measurements around the one before."""
+    """A rank's fresh gradient of step `step` is submitted; carries the measurements around the one before."""
 
     kind: ClassVar[str] = "arrive"
     engine: int
-    round: int
+    step: int
     epoch: int
     compute_s: float
     input_s: float
@@ -224,12 +224,12 @@ class Finished(Message):
 
 @message_kind
 @dataclass(frozen=True, slots=True)
-class RoundNote(Message):
+class HeaderNote(Message):
     """Rank 0's own engine tells the coordinator what a step's header said."""
 
     kind: ClassVar[str] = "round"
     engine: int
-    round: int
+    step: int
     epoch: int
     fresh: list[int]
     loss: float
@@ -305,7 +305,7 @@ class CloseStep(Message):
 
     kind: ClassVar[str] = "close"
     engine: int
-    round: int
+    step: int
     typical_compute_s: float
 
 

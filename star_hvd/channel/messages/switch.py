@@ -68,12 +68,12 @@ class Commit(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Drained(Message):
-    """The servers have made their last update: the next plan begins at step `round`."""
+    """The servers have made their last update: the next plan begins at step `step`."""
 
     kind: ClassVar[str] = "cut_done"
     engine: int
     epoch: int
-    round: int
+    step: int
 
 
 @message_kind
@@ -88,23 +88,23 @@ class Restart(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Switched(Message):
-    """The members of a subgroup took up the plan of this epoch at step `round`; the others have to be told."""
+    """The members of a subgroup took up the plan of this epoch at step `step`; the others have to be told."""
 
     kind: ClassVar[str] = "switched"
     engine: int
     epoch: int
-    round: int
+    step: int
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class PlanActive(Message):
-    """The plan of this epoch is in force from step `round` on; whoever lacks the state of that step fetches it."""
+    """The plan of this epoch is in force from step `step` on; whoever lacks the state of that step fetches it."""
 
     kind: ClassVar[str] = "moved"
     engine: int
     epoch: int
-    round: int
+    step: int
 
 
 @message_kind

@@ -74,7 +74,7 @@ def _decode(data: bytes) -> None:
 # ---- the board ------------------------------------------------------------------------------------------------------
 
 _SAID = (
-    m.Arrive, m.Arrive, m.Arrive, m.Late, m.Join, m.RoundNote,
+    m.Arrive, m.Arrive, m.Arrive, m.Late, m.Join, m.HeaderNote,
     m.ModeUnsupported, m.RequestBatch, m.RequestBatch, m.Away, m.FindStateSource, m.Finished,
     m.OptimizerDropped, m.Unregister, m.Heartbeat, m.Register,
     s.Prepared, s.Prepared, s.PrepareFailed, s.ServerUp, s.ServerRestarted,
@@ -126,7 +126,7 @@ def _sizes(board: JobState) -> tuple[int, ...]:
     engines = board.engines.values()
     return (
         len(board.outbox), len(board.engines), len(board._epochs), len(board.finished),
-        sum(engine.rule.round for engine in engines), sum(len(engine.plans) for engine in engines),
+        sum(engine.rule.step for engine in engines), sum(len(engine.plans) for engine in engines),
         sum(int(engine.history._counts.sum()) for engine in engines),
     )  # fmt: skip
 

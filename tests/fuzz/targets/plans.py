@@ -246,7 +246,7 @@ def _play_closing(data: bytes) -> int:
         else:
             rule.plan = _PLANS[step % len(_PLANS)]
         order, again_s = rule.evaluate(now_s)
-        assert order is None or order.round <= rule.round
+        assert order is None or order.step <= rule.step
         assert again_s is None or again_s >= now_s
     return len(said)
 
