@@ -27,7 +27,7 @@ class _Job:
         self.plans: list[str] = []
         self._n, self._slow = n, slow
         self._random = np.random.default_rng(0)
-        self._epoch = 0
+        self._plan_id = 0
         plan = Plan.sync(n).to_dict()
         for rank in range(n):
             self._say(rank, Register(0, plan, {}, _DIMENSION_BYTES), 0.0)
@@ -35,7 +35,7 @@ class _Job:
     def step(self, number: int, begin_s: float) -> None:
         """One step of all ranks, those of a slow one late and once in `_SLOW` steps."""
         work = _COMPUTE_S * np.exp(_JITTER * self._random.standard_normal(self._n))
-        late = self._slow and self._epoch > 0
+        late = self._slow and self._plan_id > 0
         order = np.argsort(work).tolist()
         for rank in order:
             own_s, at_s = float(work[rank]), begin_s + float(work[rank])
@@ -43,12 +43,12 @@ class _Job:
                 own_s *= _SLOW
                 if late:
                     if number % _SLOW == 0:
-                        self._say(rank, Late(0, number - _SLOW + 1, self._epoch, own_s, 0.0, own_s, 0.0), at_s)
+                        self._say(rank, Late(0, number - _SLOW + 1, self._plan_id, own_s, 0.0, own_s, 0.0), at_s)
                         self._say(rank, Join(0, number, ), at_s)
                     continue
-            self._say(rank, Arrive(0, number, self._epoch, own_s, 0.001, own_s, 0.0, 0.005), at_s)
+            self._say(rank, Arrive(0, number, self._plan_id, own_s, 0.001, own_s, 0.0, 0.005), at_s)
         note = RoundNote(
-            0, number, self._epoch, [1] * self._n, 2.0 / (1.0 + 0.001 * number), float(self._n), float(self._n),
+            0, number, self._plan_id, [1] * self._n, 2.0 / (1.0 + 0.001 * number), float(self._n), float(self._n),
             4.0, self._n, 1.0, 0.0,
         )
         self._say(1, note, begin_s + float(work.max()) + 1e-3)
@@ -71,11 +71,11 @@ class _Job:
         if isinstance(order, PlanMessage):
             plan = Plan.from_dict(order.plan)
             if plan.mode not in ("sync", "partial"):
-                self._say(0, PrepareFailed(0, plan.epoch, "not in this benchmark"), now_s)
+                self._say(0, PrepareFailed(0, plan.plan_id, "not in this benchmark"), now_s)
                 return
             for rank in range(self._n):
-                self._say(rank, Prepared(0, plan.epoch), now_s)
-            self._epoch = plan.epoch
+                self._say(rank, Prepared(0, plan.plan_id), now_s)
+            self._plan_id = plan.plan_id
             self.plans.append(plan.label)
 
 

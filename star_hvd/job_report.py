@@ -259,7 +259,7 @@ def _build(engine: OptimizerState, coordinator: Coordinator, denied: int) -> Rep
         loss=engine.losses.usual,
         ranks=lines,
         stragglers=tuple(item.sentence for item in engine.stragglers),
-        outcomes=tuple({**asdict(one), "sentence": one.sentence} for one in engine.outcomes),
+        outcomes=tuple(one.as_record() for one in engine.outcomes),
         plans=tuple({"step": step, "mode": plan.label, "reason": plan.reason} for step, plan in engine.plans),
         dropped_messages=coordinator.malformed + coordinator.lost,
         denied_connections=denied,

@@ -142,7 +142,7 @@ def _read(folder: Path) -> LoggedRun:
 
 def _plan(event: Mapping[str, Any]) -> Plan:
     try:
-        return Plan.from_dict(event.get("plan") or {}).replace(epoch=0, reason="")
+        return Plan.from_dict(event.get("plan") or {}).replace(plan_id=0, reason="")
     except (PlanError, TypeError) as error:
         raise _LeftOut(f"a plan of it is none: {error}") from None
 

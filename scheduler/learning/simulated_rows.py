@@ -193,7 +193,7 @@ class _Collector:
         decided = self._inner.decide(window, active)
         if self._inner.last and self._rng.random() < self._whims:
             plan = self._inner.last[int(self._rng.integers(len(self._inner.last)))].plan
-            return None if plan == active else plan.replace(epoch=active.epoch + 1, reason="tried")
+            return None if plan == active else plan.replace(plan_id=active.plan_id + 1, reason="tried")
         return decided
 
     def _rank(

@@ -11,7 +11,9 @@ __all__ = ["LOCAL_COPIES", "MAX_RANKS", "MODES", "RULES", "SET_IDLE_S", "Plan", 
 
 MODES = ("sync", "partial", "subgroup", "grouped", "ps", "local")
 RULES = ("x", "groups", "ssp", "backup")
-_INTEGERS = ("world_size", "quorum", "epoch", "max_staleness", "fan_in", "group_count", "slack", "local_steps")
+_KEYS = {"plan_id": "epoch"}  # Fields whose name in logs and on the wire is another.
+_FIELDS = {key: name for name, key in _KEYS.items()}
+_INTEGERS = ("world_size", "quorum", "plan_id", "max_staleness", "fan_in", "group_count", "slack", "local_steps")
 _DAMPINGS = ("inverse", "relative", "none")
 _LR_RULES = ("linear", "noise", "none")
 _GUARDS = ("none", "damp", "reject")
@@ -45,7 +47,7 @@ class Plan:
         world_size: Number of ranks the plan was made for.
         quorum: Gradients a step waits for: m in `partial`, x in `ps`, the number of members in `subgroup`; always
             `world_size` in `sync` and `local`, 1 in `grouped`.
-        epoch: Position in the sequence of published plans; a rank refuses a plan older than the one it has.
+        plan_id: Position in the sequence of published plans; a rank refuses a plan older than the one it has.
         damping: Weight of a late gradient of staleness s: `inverse` 1 / (1 + s) (DynSGD, Jiang et al. 2017),
             `relative` min(1, (n / x) / (1 + s)), which leaves equally fast workers alone, `none` 1.
         max_staleness: Late gradients staler than this many steps are dropped and counted (not in `ps`, where
@@ -73,7 +75,7 @@ class Plan:
     mode: str
     world_size: int
     quorum: int
-    epoch: int = 0
+    plan_id: int = 0
     damping: str = "inverse"
     max_staleness: int = 16
     members: Ranks = ()
@@ -356,7 +358,7 @@ class Plan:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if value != item.default:
-                values[item.name] = [list(v) if isinstance(v, tuple) else v for v in value] if isinstance(
+                values[_KEYS.get(item.name, item.name)] = [list(v) if isinstance(v, tuple) else v for v in value] if isinstance(
                     value, tuple
                 ) else value
         return values
@@ -370,11 +372,11 @@ class Plan:
         """
         if not isinstance(values, dict):
             raise PlanError(f"a plan came as {type(values).__name__}; expected a mapping")
-        known = {item.name for item in dataclasses.fields(cls)}
+        known = {_KEYS.get(item.name, item.name) for item in dataclasses.fields(cls)}
         unknown = sorted(set(map(str, values)) - known)
         if unknown:
             raise PlanError(f"plan has unknown fields {unknown}; expected some of {sorted(known)}")
         missing = sorted({"mode", "world_size", "quorum"} - set(values))
         if missing:
             raise PlanError(f"plan lacks the fields {missing}")
-        return cls(**values)
+        return cls(**{_FIELDS.get(key, key): value for key, value in values.items()})

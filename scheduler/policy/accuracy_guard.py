@@ -114,7 +114,7 @@ class AccuracyGuard:
         self.reason = ""
         self.until_step = -1
         self._hold_steps = hold_steps
-        self._epoch: int | None = None
+        self._plan_id: int | None = None
         self._since_step = 0
         self._noise = math.nan
 
@@ -129,12 +129,12 @@ class AccuracyGuard:
                 f"the window has {len(window.losses)} losses at {len(window.loss_steps)} steps; expected as many"
             )
         if active.mode == "sync":
-            self._epoch = None
+            self._plan_id = None
             return ""
         if self.holds(window.step):
             return self.reason
-        if self._epoch != active.epoch:
-            self._epoch, self._since_step, self._noise = active.epoch, window.step, window.noise_scale
+        if self._plan_id != active.plan_id:
+            self._plan_id, self._since_step, self._noise = active.plan_id, window.step, window.noise_scale
         elif not math.isfinite(self._noise):
             self._noise = window.noise_scale
         before = sum(step <= self._since_step for step in window.loss_steps)

@@ -215,7 +215,7 @@ class CausePolicy:
         wanted = max(self._least(), self.world_size - max(1, most))
         if self._seen_in_full() and wanted > active.quorum:
             reason = f"at most {most} ranks were slow at once for {self._quiet} steps: {{label}}"
-            return self._finish(active.replace(quorum=wanted, epoch=active.epoch + 1), reason)
+            return self._finish(active.replace(quorum=wanted, plan_id=active.plan_id + 1), reason)
         return None
 
     # ---- plans ----------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class CausePolicy:
             members,
             damping=self._rounds_damping(active),
             max_staleness=active.max_staleness,
-            epoch=active.epoch + 1,
+            plan_id=active.plan_id + 1,
         )
         named = [straggler.sentence for straggler in why if straggler.rank in outside]
         calm = [f"{listing(sorted(back))} calm for {self._quiet} steps"] if back else []
@@ -269,7 +269,7 @@ class CausePolicy:
             damping="none" if active.damping == "none" else "relative",
             max_staleness=active.max_staleness,
             servers=placed.servers,
-            epoch=active.epoch + 1,
+            plan_id=active.plan_id + 1,
         )
         sentences = "; ".join(straggler.sentence for straggler in why) or "ranks are slow in turn"
         return self._finish(
@@ -287,7 +287,7 @@ class CausePolicy:
             self.world_size,
             damping=self._rounds_damping(active),
             max_staleness=active.max_staleness,
-            epoch=active.epoch + 1,
+            plan_id=active.plan_id + 1,
         )
         return self._finish(plan, reason)
 

@@ -369,7 +369,7 @@ class CostPolicy:
             self.world_size,
             damping=damping,
             max_staleness=active.max_staleness,
-            epoch=active.epoch + 1,
+            plan_id=active.plan_id + 1,
             reason=f"{why}: sync",
         )
 
@@ -383,7 +383,7 @@ class CostPolicy:
         if now is None:
             why = f"{active.label} cannot run any more; {why}"
         reason = f"{why}: {comparison(self.last, best, now)}"
-        self._going = best.plan.replace(epoch=active.epoch + 1, reason=reason)
+        self._going = best.plan.replace(plan_id=active.plan_id + 1, reason=reason)
         if now is not None:
             self._check.expect(
                 self._going,
@@ -415,7 +415,7 @@ class CostPolicy:
         before = plans[outcome.against]
         if before.mode == "sync" or before.mode not in window.allowed or not reachable(before, active):
             return self._safe(active, outcome.sentence)
-        back = before.replace(epoch=active.epoch + 1, reason=f"{outcome.sentence}: {before.label}")
+        back = before.replace(plan_id=active.plan_id + 1, reason=f"{outcome.sentence}: {before.label}")
         over_sync = expected.over_sync / expected.predicted
         self._check.expect(
             back, Plan.sync(self.world_size), predicted=over_sync, over_sync=over_sync, replaced_s=math.inf,

@@ -293,7 +293,7 @@ class RulePolicy:
     def _plan(self, active: Plan, quorum: int, reason: str) -> Plan:
         """The next plan; `reason` may name itself by `{label}`."""
         mode = "sync" if quorum == self.world_size else "partial"
-        plan = active.replace(mode=mode, quorum=quorum, epoch=active.epoch + 1)
+        plan = active.replace(mode=mode, quorum=quorum, plan_id=active.plan_id + 1)
         return plan.replace(reason=reason.format(label=plan.label))
 
 

@@ -92,7 +92,7 @@ class StarHeuristic:
         return Plan.subgroup(self.world_size, by_time[:x], damping="none")
 
     def _finish(self, plan: Plan, active: Plan, why: str) -> Plan:
-        return plan.replace(epoch=active.epoch + 1, reason=f"STAR's heuristic: {why}: {plan.label}")
+        return plan.replace(plan_id=active.plan_id + 1, reason=f"STAR's heuristic: {why}: {plan.label}")
 
 
 def predicted_times_s(window: Window) -> list[float] | None:

@@ -27,11 +27,13 @@ would not matter. If a rank is late, frozen or dead that changes only what is me
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -132,7 +134,7 @@ class SwitchOutcome:
     """What became of a switch.
 
     Attributes:
-        epoch: Of the plan.
+        plan_id: Of the plan.
         label: Its name.
         step: The step at which this was known.
         against: Name of the plan that it is compared with, the replaced one or `sync`.
@@ -142,7 +144,7 @@ class SwitchOutcome:
         harmful: Whether the plan is left because of it.
     """
 
-    epoch: int
+    plan_id: int
     label: str
     step: int
     against: str
@@ -150,6 +152,11 @@ class SwitchOutcome:
     measured: float
     steps: float
     harmful: bool
+
+    def as_record(self) -> dict[str, Any]:
+        """Its fields and its sentence, as logs and reports hold them: the plan's id is called `epoch` there."""
+        values = dataclasses.asdict(self)
+        return {"step": values.pop("step"), "epoch": values.pop("plan_id"), **values, "sentence": self.sentence}
 
     @property
     def sentence(self) -> str:
@@ -220,7 +227,7 @@ class _Expected:
 class _Tenure:
     """The time of the plan in force."""
 
-    epoch: int
+    plan_id: int
     label: str
     begin_s: float
     begin_step: int
@@ -275,7 +282,7 @@ class OutcomeCheck:
         if math.isnan(now_s):
             return
         tenure, self._last_step = self._tenure, step
-        if tenure is None or tenure.epoch != active.epoch or step < tenure.begin_step:
+        if tenure is None or tenure.plan_id != active.plan_id or step < tenure.begin_step:
             tenure = self._begin(step, now_s, active)
         if frozen or math.isnan(self._level):
             tenure.open = None
@@ -349,7 +356,7 @@ class OutcomeCheck:
         expected, self._expected = self._expected, None
         if expected is not None and expected.plan.label != active.label:
             expected = None
-        self._tenure = _Tenure(active.epoch, active.label, now_s, step, expected)
+        self._tenure = _Tenure(active.plan_id, active.label, now_s, step, expected)
         return self._tenure
 
     def _comparable(self, blocks: Sequence[Block] | deque[Block], level: float) -> list[Block]:
@@ -385,7 +392,7 @@ class OutcomeCheck:
         tenure.told = True
         replaced = against == tenure.expected.replaced.label
         return SwitchOutcome(
-            epoch=tenure.epoch,
+            plan_id=tenure.plan_id,
             label=tenure.label,
             step=tenure.blocks[-1].end_step,
             against=against,

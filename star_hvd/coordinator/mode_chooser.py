@@ -100,7 +100,7 @@ class Choice:
         if self._predicting is None:
             return self._rule.decide(window, active)
         alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
-        seen = (active.epoch, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed), alert)
+        seen = (active.plan_id, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed), alert)
         if not self._pace.due(seen, now_s, in_sync=active.mode == "sync"):
             self.watch(window, active, now_s)
             return None
@@ -167,7 +167,7 @@ class Choice:
     def _learn(self, window: Window, active: Plan) -> None:
         """Tell the policy how much the loss fell in a stretch under one plan: what staleness costs is learned so."""
         assert self._predicting is not None
-        if self._stretch is None or self._stretch[1].epoch != active.epoch:
+        if self._stretch is None or self._stretch[1].plan_id != active.plan_id:
             self._stretch = (window.step, active)
             return
         began, plan = self._stretch

@@ -150,7 +150,7 @@ class OptimizerState:
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
         """A fresh gradient."""
-        self._acted(rank, message.epoch, message.step)
+        self._acted(rank, message.plan_id, message.step)
         self._note_report(rank, message.step, message, late=False)
         self.arrivals.waited(rank, message.previous_wait_s)
         if self.active.may_close:
@@ -174,7 +174,7 @@ class OptimizerState:
 
     def round_note(self, message: HeaderNote) -> None:
         """What the header of a step said, told by rank 0."""
-        self._note_epoch(message.epoch, message.step)
+        self._note_plan_id(message.plan_id, message.step)
         self.steps = max(self.steps, message.step + 1)
         self.losses.note(message.step, message.loss)
         self.folds += message.folds
@@ -191,7 +191,7 @@ class OptimizerState:
         self._refused_by = rank
         # A rank that finds out by itself has dropped the plan on its way and names the one in force.
         switch = self._switch
-        if switch is not None and (switch.plan.relaxed or switch.plan.epoch == message.epoch):
+        if switch is not None and (switch.plan.relaxed or switch.plan.plan_id == message.plan_id):
             self._abandon(message.reason)
         self._maybe_return_to_sync(now_s)
 
@@ -202,11 +202,11 @@ class OptimizerState:
         except PlanError as error:
             logger.warning("plan %s is abandoned: %s", plan.label, error)
             return
-        plan = plan.replace(epoch=self._next_epoch)
+        plan = plan.replace(plan_id=self._next_epoch)
         self._next_epoch += 1
         self._switch = Switch(self.engine, plan, self.active, now_s + self._config.plan_deadline_s)
-        self._published[plan.epoch] = plan
-        self._send_all(self._sets.order(self.engine, plan.sets, plan.epoch))
+        self._published[plan.plan_id] = plan
+        self._send_all(self._sets.order(self.engine, plan.sets, plan.plan_id))
         self._send(PlanMessage(self.engine, plan.to_dict()))
 
     def _resolve(self, plan: Plan) -> Plan:
@@ -228,12 +228,12 @@ class OptimizerState:
 
     def cannot(self, rank: int, message: PrepareFailed, now_s: float) -> None:
         """A rank cannot prepare the plan on its way, for want of something; other plans may be possible."""
-        if self._switch is not None and message.epoch == self._switch.plan.epoch and not self._switch.irrevocable:
+        if self._switch is not None and message.plan_id == self._switch.plan.plan_id and not self._switch.irrevocable:
             self._bar(f"rank {rank}: {message.reason}", now_s)
 
     def ready(self, rank: int, message: Prepared) -> None:
         """A rank has prepared the plan on its way."""
-        if self._switch is not None and message.epoch == self._switch.plan.epoch:
+        if self._switch is not None and message.plan_id == self._switch.plan.plan_id:
             self._send_all(self._switch.rank_ready(rank))
 
     def restart(self, now_s: float) -> None:
@@ -249,24 +249,24 @@ class OptimizerState:
 
     def server_up(self, message: ServerUp) -> None:
         """A rank runs a server of the plan on its way."""
-        if self._switch is not None and message.epoch == self._switch.plan.epoch:
+        if self._switch is not None and message.plan_id == self._switch.plan.plan_id:
             self._send_all(self._switch.server_up(message.index, message.address))
 
     def moved(self, message: Drained | Switched, now_s: float) -> None:
         """The old mode has ended, at a step that not all ranks know."""
-        if message.epoch not in self._published and message.epoch != self.active.epoch:
+        if message.plan_id not in self._published and message.plan_id != self.active.plan_id:
             return
-        self._send(PlanActive(self.engine, message.epoch, message.step))
-        self._note_epoch(message.epoch, message.step)
+        self._send(PlanActive(self.engine, message.plan_id, message.step))
+        self._note_plan_id(message.plan_id, message.step)
         self.rule.restart(message.step, now_s)
 
     def step_note(self, rank: int, message: StepNote) -> None:
         """A step in a mode without a common reduction."""
-        self._acted(rank, message.epoch, message.version)
+        self._acted(rank, message.plan_id, message.version)
         self._note_report(rank, message.version, message, late=message.staleness > 0, wait_s=message.comm_s)
         self.arrivals.waited(rank, message.comm_s)
         served = self.active.family in ("ps", "grouped")  # A subgroup's members say themselves where they are.
-        if served and message.epoch == self.active.epoch:
+        if served and message.plan_id == self.active.plan_id:
             self.rule.skip_to(message.version)
         self.steps = max(self.steps, message.version)
         self.losses.note(message.version, message.loss)
@@ -391,19 +391,19 @@ class OptimizerState:
             )
         )
 
-    def _acted(self, rank: int, epoch: int, step: int) -> None:
-        if epoch < self._next_epoch:  # A later one was never published: sets would seem to be done with.
-            self._sets.acted(self.engine, rank, epoch)
-        self._note_epoch(epoch, step)
+    def _acted(self, rank: int, plan_id: int, step: int) -> None:
+        if plan_id < self._next_epoch:  # A later one was never published: sets would seem to be done with.
+            self._sets.acted(self.engine, rank, plan_id)
+        self._note_plan_id(plan_id, step)
 
-    def _note_epoch(self, epoch: int, step: int) -> None:
+    def _note_plan_id(self, plan_id: int, step: int) -> None:
         """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""
-        if epoch <= self.active.epoch or epoch not in self._published:
+        if plan_id <= self.active.plan_id or plan_id not in self._published:
             return
-        self.active = self._published[epoch]
+        self.active = self._published[plan_id]
         self.barred.succeeded(self.active.mode)
-        self._published = {e: plan for e, plan in self._published.items() if e > epoch}
-        if self._switch is not None and self._switch.plan.epoch <= epoch:
+        self._published = {e: plan for e, plan in self._published.items() if e > plan_id}
+        if self._switch is not None and self._switch.plan.plan_id <= plan_id:
             self._switch = None
         self.rule.plan = self.active
         self.plans.append((step, self.active))
@@ -422,10 +422,10 @@ class OptimizerState:
         assert self._switch is not None
         plan = self._switch.plan
         if not self._switch.committed:
-            self._sets.abandoned(self.engine, plan.epoch)
+            self._sets.abandoned(self.engine, plan.plan_id)
         self._switch = None
         logger.info("plan %s is abandoned: %s", plan.label, reason)
-        self._send(Abandon(self.engine, plan.epoch, reason))
+        self._send(Abandon(self.engine, plan.plan_id, reason))
 
     def _close(self, order: Close) -> None:
         self.closed += 1

@@ -59,11 +59,11 @@ class SetLedger:
     def __contains__(self, ranks: Iterable[int]) -> bool:
         return tuple(sorted(ranks)) in self._known
 
-    def acted(self, engine: int, rank: int, epoch: int) -> None:
-        """A rank makes steps of the plan of this epoch."""
+    def acted(self, engine: int, rank: int, plan_id: int) -> None:
+        """A rank makes steps of the plan of this id."""
         seen = self._acts_on.setdefault(engine, [-1] * self._world_size)
-        if epoch > seen[rank]:
-            seen[rank] = epoch
+        if plan_id > seen[rank]:
+            seen[rank] = plan_id
 
     def ended(self, engine: int) -> None:
         """An optimizer is gone on all ranks, and needs nothing."""
@@ -71,25 +71,25 @@ class SetLedger:
         for known in self._known.values():
             known.plans = {plan for plan in known.plans if plan[0] != engine}
 
-    def abandoned(self, engine: int, epoch: int) -> None:
+    def abandoned(self, engine: int, plan_id: int) -> None:
         """A plan was given up before all ranks were ready for it, so that none of them can have entered it."""
         for known in self._known.values():
-            known.plans.discard((engine, epoch))
+            known.plans.discard((engine, plan_id))
 
-    def order(self, engine: int, sets: Iterable[Ranks], epoch: int | None = None) -> list[Message]:
+    def order(self, engine: int, sets: Iterable[Ranks], plan_id: int | None = None) -> list[Message]:
         """The messages after which all of these sets are there.
 
         Args:
             engine: Number of the optimizer.
             sets: Ranks of each.
-            epoch: Of the plan that uses them; None where they are made on suspicion.
+            plan_id: Of the plan that uses them; None where they are made on suspicion.
         """
         wanted = [tuple(sorted(ranks)) for ranks in sets]
         for ranks in wanted:
             known = self._known.setdefault(ranks, _Known(0))
             known.asked, known.idle_since_s = next(self._clock), None
-            if epoch is not None:
-                known.plans.add((engine, epoch))
+            if plan_id is not None:
+                known.plans.add((engine, plan_id))
                 known.used = True
         gone = sorted(self._unneeded(), key=lambda ranks: self._known[ranks].asked)
         gone = [ranks for ranks in gone if ranks not in wanted][: max(0, len(self._known) - self._most)]
@@ -115,5 +115,5 @@ class SetLedger:
         """Sets in which no rank can have anything queued, now or by a plan that is on its way."""
         reached = {engine: min(epochs) for engine, epochs in self._acts_on.items()} if self._known else {}
         for known in self._known.values():
-            known.plans = {(engine, epoch) for engine, epoch in known.plans if reached.get(engine, -1) <= epoch}
+            known.plans = {(engine, plan_id) for engine, plan_id in known.plans if reached.get(engine, -1) <= plan_id}
         return [ranks for ranks, known in self._known.items() if not known.plans]

@@ -41,8 +41,8 @@ class Agreement:
         """Why this rank cannot take a plan up, None where it can."""
         if plan.world_size != self.plan.world_size:
             return f"the plan is for {plan.world_size} ranks, this job has {self.plan.world_size}"
-        if plan.epoch <= self.plan.epoch:
-            return f"the plan's epoch {plan.epoch} is not newer than {self.plan.epoch}"
+        if plan.plan_id <= self.plan.plan_id:
+            return f"the plan's epoch {plan.plan_id} is not newer than {self.plan.plan_id}"
         return self.pinned if plan.relaxed else None
 
     def prepare(self, plan: Plan) -> str | None:
@@ -60,16 +60,16 @@ class Agreement:
     def resume(self, plan: Plan, step: int) -> None:
         """Take up a plan that all ranks enter with a state handed over, as if nothing had been agreed before."""
         self.plan = plan
-        if self.prepared is not None and self.prepared.epoch <= plan.epoch:
+        if self.prepared is not None and self.prepared.plan_id <= plan.plan_id:
             self.prepared = None
         self.mixed = True
         self._leader, self._row = self.members[0], None
         self._checksum_round = step + 1
         self._listener.on_switch(step, plan)
 
-    def abandon(self, epoch: int) -> None:
+    def abandon(self, plan_id: int) -> None:
         """Lower the flag of a plan that some rank could not prepare."""
-        if self.prepared is not None and self.prepared.epoch == epoch:
+        if self.prepared is not None and self.prepared.plan_id == plan_id:
             self.prepared = None
 
     def pin(self, reason: str) -> None:
@@ -88,7 +88,7 @@ class Agreement:
         item = Contribution(fresh=fresh, own_steps=own_steps)
         # Two own steps first: what forbids relaxed modes (a GradScaler, sparse gradients) shows itself in the first.
         if self.prepared is not None and self._may_flag(self.prepared, own_steps, fresh=fresh, away=away):
-            item.flag_epoch_delta = self.prepared.epoch - self.plan.epoch
+            item.flag_plan_id_delta = self.prepared.plan_id - self.plan.plan_id
             step.flagged = self.prepared
         if self._leader == self.rank:
             # A leader that is late after all repeats what was agreed last; its own values may have moved on.
@@ -131,17 +131,17 @@ class Agreement:
         return row
 
     def _maybe_switch(self, step: OpenStep, header: Header) -> None:
-        delta = header.agreed_epoch_delta(len(self.members))
+        delta = header.agreed_plan_id_delta(len(self.members))
         if delta is None:
             return
         # Everybody raised the flag for this plan in this very step, so everybody takes it up now, even if it has
         # been abandoned or followed by a newer one while the step was in flight.
         flagged = step.flagged
-        assert flagged is not None and flagged.epoch - self.plan.epoch == delta
+        assert flagged is not None and flagged.plan_id - self.plan.plan_id == delta
         self.plan = flagged
         if flagged.family != "rounds":
             self.mixed = True  # From now on ranks are at different steps, and nothing more is read here.
-        if self.prepared is not None and self.prepared.epoch <= flagged.epoch:
+        if self.prepared is not None and self.prepared.plan_id <= flagged.plan_id:
             self.prepared = None
         self._checksum_round = step.number + 1
         if self.rank in self.members:

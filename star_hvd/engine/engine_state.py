@@ -158,7 +158,7 @@ class EngineState:
             self.note_outside(snapshot.version)
 
     def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
-        """Add what was kept for a bucket to a contribution that is not part of a reduced step; who sends it counts it."""
+        """Add what was kept for a bucket to a contribution outside a reduced step; who sends it counts it."""
         with self.lock:
             return self._late.fold(bucket, flat, self.version, self.plan, count=False)
 
@@ -195,9 +195,9 @@ class EngineState:
             return self.next_step + (2 if begun else 1)
 
     def adopt_plan(self, plan: Plan) -> None:
-        """Servers have changed their rule under way: the plan of this epoch is in force."""
+        """Servers have changed their rule under way: the plan of this id is in force."""
         with self.lock:
-            if plan.epoch > self.plan.epoch:
+            if plan.plan_id > self.plan.plan_id:
                 self.agreement.resume(plan, self.version)
 
     def resume(self, plan: Plan, step: int) -> bool:
@@ -207,7 +207,7 @@ class EngineState:
             Whether that is news.
         """
         with self.lock:
-            if plan.epoch <= self.plan.epoch:
+            if plan.plan_id <= self.plan.plan_id:
                 return False
             self.replica.cannot_replay(max(step, self.version))
             self.replica.foreign = True
@@ -281,10 +281,10 @@ class EngineState:
         with self.lock:
             return self.agreement.prepare(plan)
 
-    def abandon(self, epoch: int) -> None:
+    def abandon(self, plan_id: int) -> None:
         """Give a plan up; see `Agreement.abandon`."""
         with self.lock:
-            self.agreement.abandon(epoch)
+            self.agreement.abandon(plan_id)
 
     def pin(self, reason: str) -> None:
         """Refuse relaxed plans from now on."""

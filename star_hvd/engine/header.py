@@ -20,8 +20,8 @@ __all__ = ["Contribution", "Header", "HeaderCodec"]
 _FIELDS = (
     "fresh",
     "flag_count",
-    "flag_epoch",
-    "flag_epoch_sqr",
+    "flag_plan_id",
+    "flag_plan_id_sqr",
     "manual",
     "loss_sum",
     "loss_count",
@@ -47,7 +47,7 @@ class Contribution:
     Attributes:
         fresh: Whether the rank's own gradient is in this step.
         own_steps: Gradients the rank has computed so far.
-        flag_epoch_delta: Epoch of the prepared plan minus the active one, None when no plan is prepared.
+        flag_plan_id_delta: Id of the prepared plan minus the active one, None when no plan is prepared.
         manual: Whether helpers cannot replay this step (the user works between `synchronize` and `step`).
         loss: Loss of the batch; NaN where none was told, infinite where it was no number.
         weight: Weight of the fresh gradient.
@@ -61,7 +61,7 @@ class Contribution:
 
     fresh: bool
     own_steps: int
-    flag_epoch_delta: int | None = None
+    flag_plan_id_delta: int | None = None
     manual: bool = False
     loss: float = math.nan
     weight: float = 0.0
@@ -80,8 +80,8 @@ class Header:
     fresh: tuple[bool, ...]
     own_steps: tuple[int, ...]
     flag_count: int
-    flag_epoch: int
-    flag_epoch_sqr: int
+    flag_plan_id: int
+    flag_plan_id_sqr: int
     manual: bool
     loss: float
     weight: float
@@ -110,15 +110,15 @@ class Header:
         """
         return max(members, key=lambda rank: self.own_steps[rank] if self.fresh[rank] else -2 - self.own_steps[rank])
 
-    def agreed_epoch_delta(self, world_size: int) -> int | None:
+    def agreed_plan_id_delta(self, world_size: int) -> int | None:
         """The prepared plan all ranks agree on: everybody raised the flag, and for the same epoch.
 
         Equal counts and equal sums could hide different epochs; a vanishing variance cannot.
         """
-        if self.flag_count != world_size or self.flag_epoch % world_size:
+        if self.flag_count != world_size or self.flag_plan_id % world_size:
             return None
-        delta = self.flag_epoch // world_size
-        return delta if self.flag_epoch_sqr == world_size * delta * delta else None
+        delta = self.flag_plan_id // world_size
+        return delta if self.flag_plan_id_sqr == world_size * delta * delta else None
 
 
 class HeaderCodec:
@@ -134,10 +134,10 @@ class HeaderCodec:
         """Fill `out`, shape (size,), with one rank's contribution."""
         out[:] = 0.0
         out[_SLOT["fresh"]] = item.fresh
-        if item.flag_epoch_delta is not None:
-            delta = float(item.flag_epoch_delta)
-            out[_SLOT["flag_count"]], out[_SLOT["flag_epoch"]] = 1.0, delta
-            out[_SLOT["flag_epoch_sqr"]] = delta * delta
+        if item.flag_plan_id_delta is not None:
+            delta = float(item.flag_plan_id_delta)
+            out[_SLOT["flag_count"]], out[_SLOT["flag_plan_id"]] = 1.0, delta
+            out[_SLOT["flag_plan_id_sqr"]] = delta * delta
         out[_SLOT["manual"]] = item.manual
         if not math.isnan(item.loss):
             out[_SLOT["loss_sum"]], out[_SLOT["loss_count"]] = item.loss, 1.0
@@ -166,8 +166,8 @@ class HeaderCodec:
             fresh=tuple(v > 0 for v in slots),
             own_steps=tuple(int(abs(v)) - 1 for v in slots),
             flag_count=round(get["flag_count"]),
-            flag_epoch=round(get["flag_epoch"]),
-            flag_epoch_sqr=round(get["flag_epoch_sqr"]),
+            flag_plan_id=round(get["flag_plan_id"]),
+            flag_plan_id_sqr=round(get["flag_plan_id_sqr"]),
             manual=get["manual"] > 0,
             loss=get["loss_sum"] / count if count else math.nan,
             weight=get["weight"],

@@ -104,11 +104,11 @@ class StepEngine(EngineState):
                     self._untold_manual = step.number
                 self._ever_manual = self._ever_manual or manual
                 self.counters.fresh += 1
-                self._listener.on_arrive(self.version, self.plan.epoch)
+                self._listener.on_arrive(self.version, self.plan.plan_id)
                 return True
             if self._out_of_rounds():
                 self.counters.late += 1
-                self._listener.on_late(self.version, self.plan.epoch)
+                self._listener.on_late(self.version, self.plan.plan_id)
                 return False
             missing = [i for i in range(len(self.applier.buckets)) if not self._current.claimed(i)]
             if missing:
@@ -116,7 +116,7 @@ class StepEngine(EngineState):
             self._ever_manual = self._ever_manual or manual
             self._claim_header("trainer", manual=manual or not self._can_replay)
             self.counters.fresh += 1
-            self._listener.on_arrive(self.version, self.plan.epoch)
+            self._listener.on_arrive(self.version, self.plan.plan_id)
             return True
 
     def _read_devices(self) -> None:
@@ -149,7 +149,7 @@ class StepEngine(EngineState):
             self._raise_failure()
             self.replica.computing = False
             self._claim_header("trainer")
-            self._listener.on_arrive(self.version, self.plan.epoch)
+            self._listener.on_arrive(self.version, self.plan.plan_id)
 
     def averaged(self) -> None:
         """`local`: the training thread computes again; from here on the helper may work for it while it is away."""

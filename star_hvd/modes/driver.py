@@ -227,11 +227,11 @@ class StepDriver(StepReporter):
         if unsent is not None:
             unsent()
 
-    def on_arrive(self, step: int, epoch: int) -> None:
-        self._send_timed(lambda: StepReporter.on_arrive(self, step, epoch))
+    def on_arrive(self, step: int, plan_id: int) -> None:
+        self._send_timed(lambda: StepReporter.on_arrive(self, step, plan_id))
 
-    def on_late(self, version: int, epoch: int) -> None:
-        self._send_timed(lambda: StepReporter.on_late(self, version, epoch))
+    def on_late(self, version: int, plan_id: int) -> None:
+        self._send_timed(lambda: StepReporter.on_late(self, version, plan_id))
 
     def _send_timed(self, send: Callable[[], None]) -> None:
         if self._clock_stopped:
@@ -465,12 +465,12 @@ class StepDriver(StepReporter):
         elif isinstance(message, messages.PlanMessage):
             self._prepare(Plan.from_dict(message.plan))
         elif isinstance(message, Commit):
-            self.handover.commit(message.epoch)
+            self.handover.commit(message.plan_id)
         elif isinstance(message, PlanActive):
-            self.handover.moved(message.epoch, message.step)
+            self.handover.moved(message.plan_id, message.step)
         elif isinstance(message, messages.Abandon):
-            self.engine.abandon(message.epoch)
-            self.handover.abandoned(message.epoch)
+            self.engine.abandon(message.plan_id)
+            self.handover.abandoned(message.plan_id)
 
     def _prepare(self, plan: Plan) -> None:
         unsuited = self.engine.unsuited(plan)
@@ -482,22 +482,22 @@ class StepDriver(StepReporter):
             return
         reason = self.engine.prepare(plan)
         if reason is not None:
-            self._send(messages.ModeUnsupported(self.number, plan.epoch, reason))
+            self._send(messages.ModeUnsupported(self.number, plan.plan_id, reason))
 
     def _tell_ready(self, plan: Plan, reason: str | None) -> None:
         if reason is None:
-            self._send(Prepared(self.number, plan.epoch))
+            self._send(Prepared(self.number, plan.plan_id))
         elif self.engine.agreement.pinned:
-            self._send(messages.ModeUnsupported(self.number, plan.epoch, reason))
+            self._send(messages.ModeUnsupported(self.number, plan.plan_id, reason))
         else:
-            self._send(PrepareFailed(self.number, plan.epoch, reason))
+            self._send(PrepareFailed(self.number, plan.plan_id, reason))
 
     def pin(self, reason: str) -> None:
         """Run exactly as Horovod from now on, because of `reason`."""
         if self.engine.agreement.pinned is None:
             prepared = self.engine.agreement.prepared  # Pinning clears it.
             self.engine.pin(reason)
-            refused = prepared.epoch if prepared else self.engine.plan.epoch
+            refused = prepared.plan_id if prepared else self.engine.plan.plan_id
             self._send(messages.ModeUnsupported(self.number, refused, reason))
 
     # ---- helper thread --------------------------------------------------------------------------------------
@@ -544,7 +544,7 @@ class StepDriver(StepReporter):
         if self.handover.told_early:
             self._preparer(self.handover.switched)
         if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
-            self._send(Switched(self.number, plan.epoch, step))  # The children were not asked.
+            self._send(Switched(self.number, plan.plan_id, step))  # The children were not asked.
 
     # ---- inside ---------------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class GroupSteps(ServerSteps):
     @property
     def _acts_on(self) -> int:
         """Until it is over the members meet once more on their process set, though another plan be in force already."""
-        return self._engine.plan.epoch if self.over else self.plan.epoch
+        return self._engine.plan.plan_id if self.over else self.plan.plan_id
 
     @property
     def _leads(self) -> bool:
@@ -92,9 +92,9 @@ class GroupSteps(ServerSteps):
             return self._push(sums, count=present)
         time.sleep(_IDLE_S)  # Nobody in the group works: nothing to push.
         if not self.wanted:
-            return Outcome("moved", self._engine.version, self._engine.plan.epoch, [], applied=False)
+            return Outcome("moved", self._engine.version, self._engine.plan.plan_id, [], applied=False)
         reply = self.client.pull(self._deadline_s)
-        return Outcome(reply.kind, reply.version, reply.epoch, reply.params, applied=False)
+        return Outcome(reply.kind, reply.version, reply.plan_id, reply.params, applied=False)
 
     def _hand_out(self, outcome: Outcome | None, sums: list[torch.Tensor]) -> Outcome:
         """The leader's parameters for all members: a sum in which nobody else has anything."""
@@ -102,14 +102,14 @@ class GroupSteps(ServerSteps):
         for flat in sums:
             flat.zero_()
         if outcome is not None:
-            values = (_KINDS.index(outcome.kind), outcome.version, outcome.epoch, outcome.applied, outcome.damped)
+            values = (_KINDS.index(outcome.kind), outcome.version, outcome.plan_id, outcome.applied, outcome.damped)
             head[: len(values)] = torch.tensor([float(v) for v in values], dtype=torch.float64, device="cpu")
             for flat, values_of in zip(sums, outcome.params, strict=bool(outcome.params)):
                 flat[: values_of.numel()].copy_(values_of)
         self._reduce([("gv", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
-        kind, version, epoch, applied, damped = head.tolist()[:5]
+        kind, version, plan_id, applied, damped = head.tolist()[:5]
         params = [flat[:-1] for flat in sums]
-        return Outcome(_KINDS[round(kind)], round(version), round(epoch), params, applied=applied > 0, damped=damped)
+        return Outcome(_KINDS[round(kind)], round(version), round(plan_id), params, applied=applied > 0, damped=damped)
 
     def _reduce(self, items: Sequence[tuple[str, torch.Tensor]]) -> None:
         assert self._collective is not None

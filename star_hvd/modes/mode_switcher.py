@@ -63,7 +63,7 @@ class Services(Protocol):
         """Get process sets, servers and connections ready; blocks. A reason why not, or None."""
         ...
 
-    def give_up(self, engine: int, epoch: int) -> None:
+    def give_up(self, engine: int, plan_id: int) -> None:
         """Plans up to this one are not wanted any more: whatever gets one of them ready stops waiting."""
         ...
 
@@ -148,8 +148,8 @@ class ModeSwitcher:
         reason = self._engine.refusal(plan) or self._services.prepare(self._number, plan)
         if reason is None:
             with self._lock:
-                self._held = {epoch: held for epoch, held in self._held.items() if epoch >= plan.epoch - 8}
-                self._held[plan.epoch] = plan
+                self._held = {plan_id: held for plan_id, held in self._held.items() if plan_id >= plan.plan_id - 8}
+                self._held[plan.plan_id] = plan
         self._ready(plan, reason)
 
     def _postpone(self, plan: Plan) -> bool:
@@ -163,16 +163,16 @@ class ModeSwitcher:
             self._postponed = plan if behind else None
             return behind
 
-    def abandoned(self, epoch: int) -> None:
+    def abandoned(self, plan_id: int) -> None:
         """A plan is given up."""
-        self._services.give_up(self._number, epoch)
+        self._services.give_up(self._number, plan_id)
         with self._steps_lock:
-            if self._postponed is not None and self._postponed.epoch == epoch:
+            if self._postponed is not None and self._postponed.plan_id == plan_id:
                 self._postponed = None
 
-    def commit(self, epoch: int) -> None:
+    def commit(self, plan_id: int) -> None:
         """All ranks are ready for a plan: raise flags, or let the servers end."""
-        plan = self.plan_of(epoch)
+        plan = self.plan_of(plan_id)
         if plan is None:
             return
         present = self._engine.plan
@@ -181,22 +181,22 @@ class ModeSwitcher:
         elif self._engine.taking_part:
             self._engine.prepare(plan)
 
-    def plan_of(self, epoch: int) -> Plan | None:
+    def plan_of(self, plan_id: int) -> Plan | None:
         """A plan that was prepared here."""
         with self._lock:
-            return self._held.get(epoch)
+            return self._held.get(plan_id)
 
-    def moved(self, epoch: int, step: int) -> None:
+    def moved(self, plan_id: int, step: int) -> None:
         """A plan is in force from a step on; ranks that do not agree to it in band have to follow.
 
         Whoever takes part in the reductions has agreed, but may not have read so yet: others are a moment ahead. To
         follow this word of it would void a state that it has and others, who begin with it, wait for.
         """
         with self._engine.lock:
-            if self._engine.taking_part and self._engine.plan.epoch < epoch:
-                self._early[epoch] = step
+            if self._engine.taking_part and self._engine.plan.plan_id < plan_id:
+                self._early[plan_id] = step
                 return
-        self._follow(epoch, step)
+        self._follow(plan_id, step)
 
     @property
     def told_early(self) -> bool:
@@ -207,20 +207,20 @@ class ModeSwitcher:
         """A plan was taken up in band: follow what was told before. In the preparer's thread."""
         with self._engine.lock:
             early, self._early = self._early, {}
-        for epoch, step in sorted(early.items()):
-            self.moved(epoch, step)
+        for plan_id, step in sorted(early.items()):
+            self.moved(plan_id, step)
 
-    def _follow(self, epoch: int, step: int) -> None:
-        plan = self.plan_of(epoch)
+    def _follow(self, plan_id: int, step: int) -> None:
+        plan = self.plan_of(plan_id)
         if plan is None:
-            self._engine.fail(StarError(f"the plan of epoch {epoch} is in force and was never prepared here"))
+            self._engine.fail(StarError(f"the plan of epoch {plan_id} is in force and was never prepared here"))
             return
         present = self._engine.plan
-        if present.epoch < epoch:
+        if present.plan_id < plan_id:
             self._ended = (present, step) if present.family in ("ps", "grouped") else None
             if self._ended is not None and self.rank in plan.servers:
                 # From servers to servers: the training thread may be in a collective of the user's for long.
-                self._seeded = epoch
+                self._seeded = plan_id
                 self._later(lambda: self._pass_on(plan))
         if self._engine.resume(plan, step) and self.outside is not None:
             self.outside.wake()
@@ -241,11 +241,11 @@ class ModeSwitcher:
             self._leave(self.outside)
         if self.outside is None and self._made:
             with self._steps_lock:
-                passed = [steps for epoch, steps in self._made.items() if epoch != self._engine.plan.epoch]
+                passed = [steps for plan_id, steps in self._made.items() if plan_id != self._engine.plan.plan_id]
             for steps in passed:
                 steps.finish()  # A mode that began and ended while this rank was busy; others wait for it there.
             with self._steps_lock:
-                self._made = {epoch: steps for epoch, steps in self._made.items() if steps not in passed}
+                self._made = {plan_id: steps for plan_id, steps in self._made.items() if steps not in passed}
         with self._steps_lock:
             plan = self._postponed if self.outside is None else None
             if plan is not None:
@@ -260,7 +260,7 @@ class ModeSwitcher:
 
     def _brings_state(self, plan: Plan) -> bool:
         """Whether others wait for the state that this rank's training thread has."""
-        return self.rank in plan.sources and self._seeded != plan.epoch
+        return self.rank in plan.sources and self._seeded != plan.plan_id
 
     def enter(self) -> None:
         """At the end of a step: enter what the plan in force asks for, once this rank is where it begins."""
@@ -301,9 +301,9 @@ class ModeSwitcher:
     def _steps_of(self, plan: Plan) -> Steps:
         """The steps of a plan, made once: by the training thread, or for it while it is away."""
         with self._steps_lock:
-            if plan.epoch not in self._made:
-                self._made[plan.epoch] = self._services.steps(self._number, plan)
-            return self._made[plan.epoch]
+            if plan.plan_id not in self._made:
+                self._made[plan.plan_id] = self._services.steps(self._number, plan)
+            return self._made[plan.plan_id]
 
     def taken(self, plan: Plan) -> None:
         """A plan is in force here. In whatever thread learns of it."""
@@ -315,7 +315,7 @@ class ModeSwitcher:
         """While the training thread is away nobody may wait for it. In the preparer."""
         with self._steps_lock:
             grouped = plan.mode == "grouped"  # Its members wait for this rank until their leader learns of its end.
-            if grouped or (self._away and self._engine.plan.epoch == plan.epoch):
+            if grouped or (self._away and self._engine.plan.plan_id == plan.plan_id):
                 steps = self._steps_of(plan)
                 if self._away:
                     steps.set_away(True, settle=False)

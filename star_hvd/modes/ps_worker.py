@@ -54,7 +54,7 @@ class StepInfo:
     version: int
     staleness: int
     comm_s: float
-    epoch: int
+    plan_id: int
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Outcome:
 
     kind: str
     version: int
-    epoch: int
+    plan_id: int
     params: list[torch.Tensor]
     applied: bool = True
     damped: float = 0.0
@@ -110,7 +110,7 @@ class ServerSteps:
     def wanted(self) -> bool:
         """Whether the plan in force is still served by this object's servers."""
         plan = self._engine.plan
-        return plan.epoch == self.plan.epoch or self._same_session(self.plan, plan)
+        return plan.plan_id == self.plan.plan_id or self._same_session(self.plan, plan)
 
     @property
     def gone(self) -> bool:
@@ -125,7 +125,7 @@ class ServerSteps:
     @property
     def _acts_on(self) -> int:
         """Epoch of the newest plan of which nothing earlier is left to do here."""
-        return self._engine.plan.epoch
+        return self._engine.plan.plan_id
 
     # ---- training thread ------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class ServerSteps:
             return Outcome(
                 reply.kind,
                 reply.version,
-                reply.epoch,
+                reply.plan_id,
                 reply.params,
                 applied=reply.applied,
                 damped=_damped(reply.notes, self._engine.rank) if reply.applied else 0.0,
@@ -237,8 +237,8 @@ class ServerSteps:
                     for param, view in zip(bucket.params, bucket.split(flat), strict=True):
                         param.copy_(view)
             engine.note_outside(outcome.version)
-        if outcome.epoch > engine.plan.epoch:
-            plan = self._plan_of(outcome.epoch)
+        if outcome.plan_id > engine.plan.plan_id:
+            plan = self._plan_of(outcome.plan_id)
             if plan is not None and plan.family == self.plan.family == "ps":
                 engine.adopt_plan(plan)
 
@@ -247,7 +247,7 @@ class ServerSteps:
         if not self.over:
             reply = self.client.pull(self._deadline_s)
             if reply.kind == "params":
-                self._write(Outcome("params", reply.version, reply.epoch, reply.params))
+                self._write(Outcome("params", reply.version, reply.plan_id, reply.params))
 
     def refresh_state(self) -> None:
         """Bring parameters and optimizer state of one consistent version here, for a checkpoint."""

@@ -102,7 +102,7 @@ class StepReporter:
             StepNote(
                 self.number,
                 info.version,
-                info.epoch,
+                info.plan_id,
                 t.compute_s,
                 t.input_s,
                 t.cpu_s,
@@ -163,11 +163,11 @@ class StepReporter:
             )
         )
 
-    def on_arrive(self, step: int, epoch: int) -> None:
+    def on_arrive(self, step: int, plan_id: int) -> None:
         t = self._times
         news = self._is_news(t.compute_s)
         self._send(
-            messages.Arrive(self.number, step, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
+            messages.Arrive(self.number, step, plan_id, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
             urgent=news or self._urgent(),
         )
 
@@ -180,9 +180,9 @@ class StepReporter:
         self._usual_s = compute_s if self._arrivals == 1 else usual_s + _SMOOTHING * (compute_s - usual_s)
         return self._arrivals <= _FIRST_ARRIVALS or compute_s > slow_limit_s(usual_s)
 
-    def on_late(self, version: int, epoch: int) -> None:
+    def on_late(self, version: int, plan_id: int) -> None:
         t = self._times
-        self._send(messages.Late(self.number, version, epoch, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s))
+        self._send(messages.Late(self.number, version, plan_id, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s))
 
     def on_join(self, version: int) -> None:
         self._send(messages.Join(self.number, version))
@@ -205,7 +205,7 @@ class StepReporter:
             messages.HeaderNote(
                 self.number,
                 step,
-                plan.epoch,
+                plan.plan_id,
                 fresh,
                 header.loss,
                 header.weight,

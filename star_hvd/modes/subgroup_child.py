@@ -62,7 +62,7 @@ class ChildSteps:
     @property
     def over(self) -> bool:
         """Whether another plan is in force."""
-        return self._engine.plan.epoch != self.plan.epoch
+        return self._engine.plan.plan_id != self.plan.plan_id
 
     def give(self, bucket: Bucket) -> None:
         """A gradient is whole."""
@@ -95,8 +95,8 @@ class ChildSteps:
         # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
         self._receive(contained, _PATIENCE_S if self._answered else _SHORT_PATIENCE_S)
         # Of this plan, though the next may be in force by now: under that the step that was to contain it may be none.
-        staleness, epoch = max(0, contained - 1 - version), self.plan.epoch
-        self._on_step(StepInfo(contained, staleness, time.monotonic() - began_s, epoch))
+        staleness, plan_id = max(0, contained - 1 - version), self.plan.plan_id
+        self._on_step(StepInfo(contained, staleness, time.monotonic() - began_s, plan_id))
         return None
 
     def _receive(self, least: int, patience_s: float) -> None:

@@ -132,7 +132,7 @@ class RunLog:
 
     def outcome(self, outcome: SwitchOutcome) -> None:
         """What became of a switch, against what was predicted of it. Rank 0 only."""
-        self._job_event("outcome", {**_fields(outcome), "sentence": outcome.sentence})
+        self._job_event("outcome", _finite(outcome.as_record()))
 
     def metric(self, name: str, value: float, step: int, time_s: float | None = None) -> None:
         """One point of a curve: loss, accuracy. Rank 0 only.
@@ -274,8 +274,8 @@ def _line(event: _Event) -> str:
 
 def _fields(record: Any) -> dict[str, Any]:
     """The fields of a flat dataclass, those with slots too; null where a number is none."""
-    found = {}
-    for name in record.__dataclass_fields__:
-        value = getattr(record, name)
-        found[name] = value if value == value else None
-    return found
+    return _finite({name: getattr(record, name) for name in record.__dataclass_fields__})
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if value == value else None for name, value in values.items()}

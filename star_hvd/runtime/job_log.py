@@ -155,14 +155,14 @@ class JobLog:
             if engine is None:
                 return
             plans, values = engine.plans[self._plans_told :], self._values(engine)
-            rested_on = [engine.rested_on.pop(plan.epoch, {}) for _, plan in plans]
-            outcomes = [one for one in engine.outcomes if (one.epoch, one.step) > self._outcome_told]
+            rested_on = [engine.rested_on.pop(plan.plan_id, {}) for _, plan in plans]
+            outcomes = [one for one in engine.outcomes if (one.plan_id, one.step) > self._outcome_told]
         for (step, plan), predictions in zip(plans, rested_on, strict=True):
             self._log.plan(step, plan, predictions)
             self._plans_told += 1
         for outcome in outcomes:
             self._log.outcome(outcome)
-            self._outcome_told = (outcome.epoch, outcome.step)
+            self._outcome_told = (outcome.plan_id, outcome.step)
         self._log.window(values)
 
     def _values(self, engine: OptimizerState) -> dict[str, Any]:

@@ -136,15 +136,15 @@ class ModeServices:
             )
             self._send(LinkRate(rate))
 
-    def give_up(self, engine: int, epoch: int) -> None:
-        """Plans of an optimizer up to `epoch` are not wanted any more.
+    def give_up(self, engine: int, plan_id: int) -> None:
+        """Plans of an optimizer up to `plan_id` are not wanted any more.
 
         What prepares one stops waiting, or it would hold up the preparation of the next plan, of any optimizer.
         """
         with self._changed:
-            self._given_up[engine] = max(epoch, self._given_up.get(engine, -1))
+            self._given_up[engine] = max(plan_id, self._given_up.get(engine, -1))
             self._changed.notify_all()
-        self.house.give_up(engine, epoch)
+        self.house.give_up(engine, plan_id)
 
     def forget(self, engine: int) -> None:
         """An optimizer is closed on all ranks."""
@@ -173,12 +173,12 @@ class ModeServices:
         limit_s = time.monotonic() + self._config.plan_deadline_s
 
         def is_told(ranks: Ranks) -> bool:
-            return ranks in self._set_reasons or plan.epoch <= self._given_up.get(engine, -1)
+            return ranks in self._set_reasons or plan.plan_id <= self._given_up.get(engine, -1)
 
         for ranks in plan.sets:
             with self._changed:
                 self._changed.wait_for(functools.partial(is_told, ranks), max(0.0, limit_s - time.monotonic()))
-                if plan.epoch <= self._given_up.get(engine, -1):
+                if plan.plan_id <= self._given_up.get(engine, -1):
                     return f"{plan.label} was given up"
                 if ranks not in self._set_reasons:
                     return f"process set {list(ranks)} was not made within {self._config.plan_deadline_s:g} s"

@@ -96,7 +96,7 @@ class ServerSessions:
         """
         driver = self._drivers[engine]
         if driver.engine.plan.family == plan.family == "ps":  # The same servers go on under another rule.
-            self._serves[engine, plan.epoch] = self._session_of(engine, driver.engine.plan).number
+            self._serves[engine, plan.plan_id] = self._session_of(engine, driver.engine.plan).number
             return None
         applier = driver.engine.applier
         groups = applier.optimizer.param_groups
@@ -106,12 +106,12 @@ class ServerSessions:
             spec = OptimizerSpec.of(applier.base, groups, applier.hyper)
             if self._rank in plan.servers:
                 self._announce(engine, plan)
-            client = Client(self._rank, engine, plan.epoch, [], layout, self._key)
+            client = Client(self._rank, engine, plan.plan_id, [], layout, self._key)
             endpoints = self._connect(client, engine, plan)
         except (LayoutError, DeadlineError) as error:
             return str(error)
-        session = _Session(plan.epoch, plan, client, endpoints, layout, spec)
-        self._serves[engine, plan.epoch] = plan.epoch
+        session = _Session(plan.plan_id, plan, client, endpoints, layout, spec)
+        self._serves[engine, plan.plan_id] = plan.plan_id
         self._tidy(engine, driver.engine.plan)
         with self._changed:
             self._sessions.setdefault(engine, []).append(session)
@@ -119,10 +119,10 @@ class ServerSessions:
 
     def _tidy(self, engine: int, active: Plan) -> None:
         """Close an optimizer's sessions that are over, or were never begun because their plan was abandoned."""
-        live = self._serves.get((engine, active.epoch))
+        live = self._serves.get((engine, active.plan_id))
         with self._changed:
             kept = self._sessions.get(engine, [])
-            past = [each for each in kept if each.number <= active.epoch and each.number != live]
+            past = [each for each in kept if each.number <= active.plan_id and each.number != live]
             begun = [each for each in past if each.begun]
             # The last one may still be asked for its last state; in another mode that is the last but one.
             old = [each for each in past if not each.begun] + begun[: -1 if live is not None else -2]
@@ -143,10 +143,10 @@ class ServerSessions:
             session.client.close()
             self._process.close(engine, session.number)
 
-    def give_up(self, engine: int, epoch: int) -> None:
+    def give_up(self, engine: int, plan_id: int) -> None:
         """A plan is given up: what prepares it, or an earlier one, stops waiting."""
         with self._changed:
-            self._given_up[engine] = max(epoch, self._given_up.get(engine, -1))
+            self._given_up[engine] = max(plan_id, self._given_up.get(engine, -1))
             self._changed.notify_all()
 
     def warm(self) -> None:
@@ -160,7 +160,7 @@ class ServerSessions:
         count = len(plan.servers)
         if self._rank in plan.relays:
             own = client.adopt(plan.children_of(self._rank), self._host)
-            self._send(ServerUp(engine, plan.epoch, count + plan.relays.index(self._rank), _to_parts(own)))
+            self._send(ServerUp(engine, plan.plan_id, count + plan.relays.index(self._rank), _to_parts(own)))
         try:
             endpoints = self._await_endpoints(engine, plan)
         except DeadlineError:
@@ -175,13 +175,13 @@ class ServerSessions:
 
     def _announce(self, engine: int, plan: Plan) -> None:
         address = _to_parts(self._process.ensure(self._config.plan_deadline_s))
-        self._send(ServerUp(engine, plan.epoch, plan.servers.index(self._rank), address))
+        self._send(ServerUp(engine, plan.plan_id, plan.servers.index(self._rank), address))
 
     def _await_endpoints(self, engine: int, plan: Plan) -> list[Endpoint]:
-        key, limit_s = (engine, plan.epoch), self._config.plan_deadline_s
+        key, limit_s = (engine, plan.plan_id), self._config.plan_deadline_s
 
         def given_up() -> bool:
-            return self._stopped or plan.epoch <= self._given_up.get(engine, -1)
+            return self._stopped or plan.plan_id <= self._given_up.get(engine, -1)
 
         with self._changed:
             self._changed.wait_for(lambda: key in self._found or given_up(), limit_s)
@@ -199,7 +199,7 @@ class ServerSessions:
                 _from_parts(parts[i : i + _ENDPOINT_PARTS]) for i in range(0, len(parts), _ENDPOINT_PARTS)
             ]
             with self._changed:
-                self._found[message.engine, message.epoch] = endpoints
+                self._found[message.engine, message.plan_id] = endpoints
                 self._changed.notify_all()
         elif isinstance(message, ServerRestarted):
             self._replace(message)
@@ -211,11 +211,11 @@ class ServerSessions:
         with self._changed:
             sessions = list(self._sessions.get(message.engine, []))
         for session in sessions:
-            if session.number == message.epoch:
+            if session.number == message.plan_id:
                 session.endpoints[message.index] = endpoint
                 session.client.replace(message.index, endpoint)
                 if self._rank in session.plan.servers and session.plan.servers.index(self._rank) != message.index:
-                    self._process.replace(message.engine, message.epoch, message.index, endpoint)
+                    self._process.replace(message.engine, message.plan_id, message.index, endpoint)
 
     def _presence(self, rank: int, *, present: bool) -> None:
         (self._absent.discard if present else self._absent.add)(rank)
@@ -240,7 +240,7 @@ class ServerSessions:
 
     def _session_of(self, engine: int, plan: Plan) -> _Session:
         """The session that serves a plan."""
-        number = self._serves.get((engine, plan.epoch))
+        number = self._serves.get((engine, plan.plan_id))
         with self._changed:
             for session in self._sessions.get(engine, []):
                 if session.number == number:
@@ -255,11 +255,11 @@ class ServerSessions:
         if new.family == plan.family == "ps":
             self._process.set_plan(engine, new)
         else:
-            self._process.cut(engine, new.epoch)
+            self._process.cut(engine, new.plan_id)
 
     def same_session(self, engine: int, one: Plan, other: Plan) -> bool:
         """Whether two plans are served by the same servers without an end between them."""
-        numbers = [self._serves.get((engine, plan.epoch), -1 - i) for i, plan in enumerate((one, other))]
+        numbers = [self._serves.get((engine, plan.plan_id), -1 - i) for i, plan in enumerate((one, other))]
         return numbers[0] == numbers[1]
 
     def begun(self, engine: int, plan: Plan) -> None:
@@ -300,9 +300,9 @@ class ServerSessions:
     def _on_event(self, event: dict[str, Any]) -> None:
         kind, engine = event["event"], event.get("engine", -1)
         if kind == "cut":
-            self._send(Drained(engine, event["epoch"], event["version"]))
+            self._send(Drained(engine, event["plan_id"], event["version"]))
         elif kind == "refused":
-            self._send(ModeUnsupported(engine, event["epoch"], event["reason"]))
+            self._send(ModeUnsupported(engine, event["plan_id"], event["reason"]))
         elif kind == "failed":
             self._fail(engine, StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}"))
         elif kind == "died" and not self._stopped:

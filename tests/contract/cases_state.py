@@ -179,9 +179,9 @@ def a_checkpoint_restored_on_rank_0_only(ctx: Context) -> None:
 def elastic_state_syncs_from_rank_0(ctx: Context) -> None:
     model = mlp(seed=ctx.rank)
     optimizer = ctx.star.wrap(Plain.sgd(model.parameters()), model.named_parameters())
-    state = star_hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=ctx.rank)
+    state = star_hvd.elastic.TorchState(model=model, optimizer=optimizer, plan_id=ctx.rank)
     state.sync()
-    assert state.epoch == 0
+    assert state.plan_id == 0
     _steps(model, optimizer, 0, 2)
     state.save()
     saved = values_of(model, optimizer)

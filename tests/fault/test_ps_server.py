@@ -128,7 +128,7 @@ def test_a_kill_before_the_seed_or_after_the_cut_loses_nothing() -> None:
         event = made.wait_event("cut")
         made.clients[1].push(step=2, version=2, flats=made.gradients(1, 2), weight=1.0)
         reply = made.clients[1].wait(DEADLINE_S)
-        assert (reply.kind, reply.version, reply.epoch) == ("moved", event["version"], 4)
+        assert (reply.kind, reply.version, reply.plan_id) == ("moved", event["version"], 4)
         assert made.clients[0].state(DEADLINE_S).version == event["version"]
 
 

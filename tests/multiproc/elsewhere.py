@@ -64,17 +64,17 @@ def long_step(rank: int) -> Facts:
     job = Job(torch.optim.SGD)
     job.step_until(SERVED[0])
     engine, passed = job.optimizer._star.core.driver.engine, [job.in_force]
-    first = engine.plan.epoch
+    first = engine.plan.plan_id
     hvd.barrier()
 
     def walk() -> None:
         """Have all plans published, one after the other, whatever this rank's training thread does."""
-        limit_s, epoch = time.monotonic() + PATIENCE_S, first
+        limit_s, plan_id = time.monotonic() + PATIENCE_S, first
         while time.monotonic() < limit_s and len(passed) < len(SERVED):
             publish(job.optimizer, SERVED[len(passed)])
             time.sleep(0.01)
-            if engine.plan.epoch != epoch:
-                epoch = engine.plan.epoch
+            if engine.plan.plan_id != plan_id:
+                plan_id = engine.plan.plan_id
                 passed.append(job.in_force)
 
     walker = threading.Thread(target=walk)

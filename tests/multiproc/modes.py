@@ -269,9 +269,9 @@ def _tell_state() -> None:
             "foreign": replica.foreign, "needs_fetch": replica.needs_fetch, "queue": len(replica.queue),
             "computing": replica.computing, "shadow": replica._shadow is not None,
             "inflight": inflight and (inflight.number, inflight.owner),
-            "outside": handover.outside and (type(handover.outside).__name__, handover.outside.plan.epoch),
+            "outside": handover.outside and (type(handover.outside).__name__, handover.outside.plan.plan_id),
             "made": {e: s.gone for e, s in handover._made.items()}, "early": handover._early,
-            "postponed": handover._postponed and handover._postponed.epoch,
+            "postponed": handover._postponed and handover._postponed.plan_id,
         }
         print(f"modes.py: rank {engine.rank}: {state}", file=sys.stderr, flush=True)
     if run is not None and run.coordinator is not None:

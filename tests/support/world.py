@@ -81,11 +81,11 @@ class Ears:
         self.switches: list[tuple[int, str]] = []
         self.mismatches: list[int] = []
 
-    def on_arrive(self, step: int, epoch: int) -> None:
-        self.world.inbox.append(("arrive", self.rank, (step, epoch)))
+    def on_arrive(self, step: int, plan_id: int) -> None:
+        self.world.inbox.append(("arrive", self.rank, (step, plan_id)))
 
-    def on_late(self, version: int, epoch: int) -> None:
-        self.world.inbox.append(("late", self.rank, (version, epoch)))
+    def on_late(self, version: int, plan_id: int) -> None:
+        self.world.inbox.append(("late", self.rank, (version, plan_id)))
 
     def on_join(self, version: int) -> None:
         self.world.inbox.append(("join", self.rank, (version,)))
@@ -233,7 +233,7 @@ class World:
         if self.inbox:
             kind, rank, values = self.inbox.popleft()
             if kind == "arrive":
-                self._note_epoch(values[1])
+                self._note_plan_id(values[1])
                 self.rule.arrive(rank, values[0], 10.0 / self.speed[rank], self.now_s)
             elif kind == "late":
                 self.rule.late(rank, 10.0 / self.speed[rank])
@@ -249,16 +249,16 @@ class World:
             self.published = self.plans.popleft()
             for mail in self.mail:
                 mail.append(("plan", 0, (self.published,)))
-            self.known[self.published.epoch] = self.published
+            self.known[self.published.plan_id] = self.published
         elif self.published is not None and self.random.random() < self.abandon_share:
             for mail in self.mail:
-                mail.append(("abandon", self.published.epoch, ()))
+                mail.append(("abandon", self.published.plan_id, ()))
             self.published = None
 
-    def _note_epoch(self, epoch: int) -> None:
-        if epoch > self.rule.plan.epoch:
-            self.rule.plan = self.known[epoch]
-            if self.published is not None and self.published.epoch <= epoch:
+    def _note_plan_id(self, plan_id: int) -> None:
+        if plan_id > self.rule.plan.plan_id:
+            self.rule.plan = self.known[plan_id]
+            if self.published is not None and self.published.plan_id <= plan_id:
                 self.published = None
 
     def _deliver(self, rank: int) -> None:

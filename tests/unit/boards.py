@@ -48,8 +48,8 @@ class Job:
         wanted = plan.to_dict() if plan is not None else {}
         return [x for r in range(self.world_size) for x in self.say(r, m.Register(engine, first, wanted))]
 
-    def arrive(self, rank: int, step: int, epoch: int = 0, compute_s: float = 0.1) -> None:
-        self.say(rank, m.Arrive(0, step, epoch, compute_s, 0.0, 0.05, 0.0, 0.01))
+    def arrive(self, rank: int, step: int, plan_id: int = 0, compute_s: float = 0.1) -> None:
+        self.say(rank, m.Arrive(0, step, plan_id, compute_s, 0.0, 0.05, 0.0, 0.01))
 
     def tick(self) -> list[m.Message]:
         self.board.tick(self.now_s)
@@ -68,6 +68,6 @@ def relaxed_job(world_size: int = 3) -> Job:
     job = Job(world_size)
     job.register(Plan.partial(world_size, world_size - 1))
     for rank in range(world_size):
-        job.arrive(rank, 5, epoch=1)
+        job.arrive(rank, 5, plan_id=1)
     assert job.engine.active.relaxed
     return job

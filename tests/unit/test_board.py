@@ -24,10 +24,10 @@ def test_a_plan_is_published_once_all_ranks_have_registered() -> None:
         assert job.say(rank, m.Register(0, first, plan.to_dict())) == []
     (published,) = job.say(0, m.Register(0, first, plan.to_dict()))
     assert isinstance(published, m.PlanMessage) and job.destinations == [ALL]
-    assert Plan.from_dict(published.plan) == plan.replace(epoch=1)
+    assert Plan.from_dict(published.plan) == plan.replace(plan_id=1)
     assert not job.engine.active.relaxed, "it is in force only when a rank acts on it"
-    job.arrive(2, 3, epoch=1)
-    assert job.engine.active == plan.replace(epoch=1) and job.engine.rule.plan == job.engine.active
+    job.arrive(2, 3, plan_id=1)
+    assert job.engine.active == plan.replace(plan_id=1) and job.engine.rule.plan == job.engine.active
 
 
 def test_sync_and_auto_publish_nothing_at_first() -> None:
@@ -73,7 +73,7 @@ def test_a_plan_taken_up_while_it_was_being_abandoned_is_in_force() -> None:
     job = Job()
     job.register(Plan.partial(3, 2))
     job.say(2, m.ModeUnsupported(0, 1, "cannot"))
-    job.arrive(0, 4, epoch=1)
+    job.arrive(0, 4, plan_id=1)
     assert job.engine.active.relaxed and job.engine.rule.plan.relaxed
 
 
@@ -83,7 +83,7 @@ def test_a_rank_pinned_while_relaxed_brings_everybody_back_to_sync() -> None:
     assert published.plan["mode"] == "sync" and published.plan["epoch"] == 2
     assert "rank 1: a GradScaler" in published.plan["reason"]
     assert only(job.say(2, m.ModeUnsupported(0, 1, "a GradScaler")), m.PlanMessage) == [], "one return is enough"
-    job.arrive(0, 9, epoch=2)
+    job.arrive(0, 9, plan_id=2)
     assert not job.engine.active.relaxed
     assert only(job.say(2, m.ModeUnsupported(0, 2, "again")), m.PlanMessage) == []
 
@@ -92,7 +92,7 @@ def test_a_step_is_closed_and_ordered_once() -> None:
     job = relaxed_job()
     job.tick()
     for rank in (0, 1):
-        job.arrive(rank, 6, epoch=1)
+        job.arrive(rank, 6, plan_id=1)
     orders = only(job.tick(), m.CloseStep)
     orders += only(job.pass_time(3.0), m.CloseStep)
     assert [order.step for order in orders] == [6]
@@ -201,7 +201,7 @@ def test_the_source_of_a_fetch_is_up_to_date_and_alive() -> None:
     job = relaxed_job()
     assert sources(job, 2) == {0, 1} and job.destinations == [2], "in turns: one may be behind after all"
     for rank in (0, 1):
-        job.arrive(rank, 9, epoch=1)
+        job.arrive(rank, 9, plan_id=1)
     assert sources(job, 0) == {1}, "not the one that asks, not the one behind"
     job.say(1, m.Away(True, True, "evaluation"))
     job.say(0, m.Away(True, True, "end of epoch"))
@@ -216,7 +216,7 @@ def test_a_rank_that_takes_part_no_more_is_asked_for_the_state_now_and_then() ->
     """It may be the last that had it, where all who take part are away and nobody can replay their steps."""
     job = relaxed_job()
     for rank in (0, 1):
-        job.arrive(rank, 9, epoch=1)
+        job.arrive(rank, 9, plan_id=1)
     named = [reply.rank for _ in range(9) for reply in only(job.say(0, m.FindStateSource(0)), m.StateSource)]
     assert named == [1, 1, 2] * 3
 
@@ -247,7 +247,7 @@ def test_a_state_is_loaded_once_servers_that_are_ending_have_ended() -> None:
     engine = job.engine
     for rank in range(3):
         job.say(rank, Prepared(0, 1))
-        job.arrive(rank, 9, epoch=1)
+        job.arrive(rank, 9, plan_id=1)
     assert engine.active.mode == "ps"
     engine.publish(Plan.grouped(3, [(0, 1), (2,)]).replace(servers=(1,)), job.now_s)
     for rank in range(3):
@@ -287,7 +287,8 @@ def test_a_rank_pinned_while_another_relaxed_plan_is_on_its_way_brings_everybody
     job.engine.publish(Plan.partial(3, 1), job.now_s)
     (on_its_way,) = only(job.sent(), m.PlanMessage)
     heard = job.say(1, m.ModeUnsupported(0, 1, "a GradScaler")) + job.tick()
-    assert [x.epoch for x in only(heard, m.Abandon)] == [on_its_way.plan["epoch"]], "it must not wait for the deadline"
+    given_up = [x.plan_id for x in only(heard, m.Abandon)]
+    assert given_up == [on_its_way.plan["epoch"]], "it must not wait for the deadline"
     (published,) = only(heard, m.PlanMessage)
     assert published.plan["mode"] == "sync" and "a GradScaler" in published.plan["reason"]
     assert only(job.pass_time(5.0), m.PlanMessage) == [], "one return is enough"
@@ -307,13 +308,13 @@ def test_a_refused_plan_that_was_taken_up_all_the_same_is_left_again() -> None:
     job.register(Plan.partial(3, 2))
     job.say(2, m.ModeUnsupported(0, 1, "a GradScaler"))
     for rank in range(3):
-        job.arrive(rank, 4, epoch=1)
+        job.arrive(rank, 4, plan_id=1)
     assert job.engine.active.relaxed
     (published,) = only(job.pass_time(1.0), m.PlanMessage)
     assert published.plan["mode"] == "sync" and published.plan["epoch"] == 2
     assert only(job.pass_time(30.0), m.PlanMessage) == []
     for rank in range(3):
-        job.arrive(rank, 5, epoch=2)
+        job.arrive(rank, 5, plan_id=2)
     assert not job.engine.active.relaxed and only(job.pass_time(70.0), m.PlanMessage) == []
 
 
@@ -349,10 +350,10 @@ def test_a_step_that_was_closed_waits_for_nobody(caplog: pytest.LogCaptureFixtur
     job.tick()
     caplog.clear()
     for rank in (0, 1):
-        job.arrive(rank, 6, epoch=1)
+        job.arrive(rank, 6, plan_id=1)
     assert len(only(job.pass_time(30.0), m.CloseStep)) == 1
     assert "waiting" not in caplog.text
-    job.arrive(0, 7, epoch=1)
+    job.arrive(0, 7, plan_id=1)
     assert len(only(job.pass_time(30.0), m.CloseStep)) == 0
     assert "step 7 has been waiting for ranks [1, 2]" in caplog.text
 
@@ -402,19 +403,19 @@ def test_optimizers_have_steps_and_plans_of_their_own() -> None:
 def test_a_report_from_before_a_switch_does_not_undo_it() -> None:
     job = relaxed_job()
     job.engine.publish(Plan.partial(3, 1), job.now_s)
-    job.arrive(0, 9, epoch=2)
+    job.arrive(0, 9, plan_id=2)
     assert job.engine.active.quorum == 1
-    job.arrive(1, 8, epoch=1)
-    job.arrive(2, 8, epoch=0)
+    job.arrive(1, 8, plan_id=1)
+    job.arrive(2, 8, plan_id=0)
     job.say(0, m.HeaderNote(0, 8, 1, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.0))
     assert job.engine.active.quorum == job.engine.rule.plan.quorum == 1
-    assert [plan.epoch for _, plan in job.engine.plans] == [0, 1, 2]
+    assert [plan.plan_id for _, plan in job.engine.plans] == [0, 1, 2]
 
 
 def test_an_epoch_nobody_published_is_not_taken_up() -> None:
     job = relaxed_job()
-    job.arrive(0, 9, epoch=7)
-    assert job.engine.active.epoch == 1
+    job.arrive(0, 9, plan_id=7)
+    assert job.engine.active.plan_id == 1
 
 
 def test_rank_0_may_tell_of_a_switch_first() -> None:

@@ -44,7 +44,7 @@ def test_a_step_that_waits_long_is_logged_with_the_ranks_that_are_missing(caplog
 def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     job = relaxed_job()
     job.tick()
-    job.arrive(1, 6, epoch=1)
+    job.arrive(1, 6, plan_id=1)
     (order,) = only(job.pass_time(61.0), m.CloseStep)
     assert order.step == 6
     assert "step 6 closes without ranks [0, 2]: its quorum did not come together within 60 s" in caplog.text

@@ -104,7 +104,7 @@ def test_one_rank_alone_is_no_subgroup() -> None:
 
 def test_a_plan_that_cannot_follow_on_the_one_in_force_is_not_offered() -> None:
     """Refused each time, it would keep the way back to every other plan closed."""
-    active = Plan.subgroup(4, [0, 1], epoch=3)
+    active = Plan.subgroup(4, [0, 1], plan_id=3)
     slow = _conditions([0.4, 0.4, 0.1, 0.1])
     labels = [plan.label for plan in candidates(slow, active)]
     assert "subgroup(2,3)" not in labels and labels[0] == "sync" and active.label in labels
@@ -116,7 +116,7 @@ def test_a_plan_that_cannot_follow_on_the_one_in_force_is_not_offered() -> None:
 def test_from_any_plan_there_is_a_way_back_to_sync() -> None:
     slow = _conditions([0.1, 0.1, 0.1, 0.4])
     for active in (Plan.subgroup(4, [3]), Plan.partial(4, 1), Plan.ps(4, 4, fan_in=2), Plan.local(4, steps=4)):
-        offered = candidates(slow, active.replace(epoch=1))
+        offered = candidates(slow, active.replace(plan_id=1))
         assert offered[0].mode == "sync" and reachable(offered[0], active)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from horovod.runner.http.http_server import RendezvousServer
 
-from star_hvd import build_check, doctor, patches
+from star_hvd import build_check, patches
 from star_hvd.build_check import Build, BuildMismatchError, compare_before_init, mismatch, own_build, require_equal
 
 PATCHED = Build("0.28.1", "patches 0001-0010 (ab12cd34)", None, "host1")

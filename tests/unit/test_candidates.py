@@ -26,7 +26,7 @@ def test_nobody_slow_leaves_few(n: int) -> None:
     calm = conditions(steady(n))
     assert not find_trouble(calm)
     assert [plan.mode for plan in candidates(calm)] == ["sync", "partial"]
-    active = Plan.local(n, steps=4, epoch=3)
+    active = Plan.local(n, steps=4, plan_id=3)
     assert [plan.label for plan in candidates(calm, active)] == ["sync", "local(4)", f"partial({n - 1})"]
 
 
@@ -127,7 +127,7 @@ def test_whatever_is_offered_can_be_done(n: int, seed: int, allowed: set[str], s
     times = steady(n, 24) * np.where(rng.random((1, n)) < share, rng.uniform(1.5, 8.0, (1, n)), 1.0)
     rate = np.where(rng.random(n) < share, 1e7, 1e9).tolist()
     now = conditions(times, rate, 1e7)
-    active = Plan.partial(n, max(1, n - 1), damping="none", max_staleness=5, epoch=7)
+    active = Plan.partial(n, max(1, n - 1), damping="none", max_staleness=5, plan_id=7)
     found = candidates(now, active, allowed=allowed)
     assert found
     assert {plan.mode for plan in found} <= (allowed or {"sync"}) or [plan.label for plan in found] == ["sync"]
@@ -149,7 +149,7 @@ def test_equal_times_twice_give_equal_plans() -> None:
 
 
 def test_the_plan_in_force_is_itself_among_them() -> None:
-    back = Plan.sync(4, epoch=4, reason="nobody was slow", damping="none")
+    back = Plan.sync(4, plan_id=4, reason="nobody was slow", damping="none")
     found = candidates(conditions(steady(4, slow={1: 3.0})), back)
     assert found[0] is back
     assert sum(plan.mode == "sync" for plan in found) == 1

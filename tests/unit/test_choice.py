@@ -104,7 +104,7 @@ def test_what_changes_all_the_time_is_looked_at_a_few_times_a_second(active: Pla
     # A change after calm, and one of plan, are answered as fast as ever.
     choice.decide(window(), active, find_stragglers(window()), 20.0)
     choice.decide(window(), active, (), 20.4)
-    choice.decide(window(), active.replace(epoch=1), (), 20.71)
+    choice.decide(window(), active.replace(plan_id=1), (), 20.71)
     assert ranker.asked == before + 3
 
 
@@ -131,7 +131,7 @@ def test_predictions_that_failed_are_tried_again_later_and_later() -> None:
 
 
 def test_a_rank_silent_for_long_under_servers_is_no_defect() -> None:
-    choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.ps(4, 1, servers=(0,), epoch=3)
+    choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.ps(4, 1, servers=(0,), plan_id=3)
     for tick in range(400):
         silent = (0.0, 0.0, 0.0, 0.3 * tick)
         calm = window(40 + 20 * tick, slow=1.0)
@@ -151,7 +151,7 @@ def test_predictions_and_a_sentence_stand_behind_a_decision() -> None:
 
 
 def test_a_stretch_under_one_plan_teaches_the_price_once_losses_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.ps(4, 3, epoch=1)
+    choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.ps(4, 3, plan_id=1)
     told: list[Any] = []
     policy = choice._predicting
     assert policy is not None
@@ -163,8 +163,8 @@ def test_a_stretch_under_one_plan_teaches_the_price_once_losses_are_told(monkeyp
     decide(choice, window(300, losses=falling), active, 20.0)
     (plan, updates, decrease, _drift), = told
     assert plan is active and updates == 100.0 and decrease == pytest.approx(0.84)
-    decide(choice, window(310, losses=falling), Plan.sync(4, epoch=2), 30.0)
-    decide(choice, window(320, losses=falling), Plan.sync(4, epoch=2), 40.0)
+    decide(choice, window(310, losses=falling), Plan.sync(4, plan_id=2), 30.0)
+    decide(choice, window(320, losses=falling), Plan.sync(4, plan_id=2), 40.0)
     assert len(told) == 1, "a stretch is long, and under one plan"
 
 

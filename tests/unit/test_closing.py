@@ -303,7 +303,7 @@ def test_two_of_four_ranks_at_half_the_speed_are_never_waited_for(
     fleet = Fleet(subject, [COMPUTE_S * factor for factor in members], jitter, seed)
     fleet.run(sync_steps)
     assert all(len(there) == 4 for _, there in fleet.closes), "lockstep leaves nobody out"
-    subject.plan = Plan.partial(4, 2, epoch=1)
+    subject.plan = Plan.partial(4, 2, plan_id=1)
     learned = 0 if sync_steps else 1  # Before the first late report nothing is known of them: they have the grace.
     fleet.run(40)
     fast = [rank for rank, factor in enumerate(members) if factor == 1.0]

@@ -51,7 +51,7 @@ def test_equal_ranks_stay_in_sync(n: int, jitter: float) -> None:
 def test_a_slow_rank_is_answered_with_a_reason() -> None:
     policy = CostPolicy(8)
     plan = policy.decide(window(steady(8, slow=SLOW), end=442), Plan.sync(8))
-    assert plan is not None and plan.epoch == 1
+    assert plan is not None and plan.plan_id == 1
     found = plan.reason
     assert found.startswith("rank 5 computes 3.1x slower since step 410: partial(7) is predicted ")
     assert "x faster than sync, 90 % interval " in found
@@ -144,19 +144,19 @@ def test_a_slow_link_leaves_for_a_subgroup() -> None:
 
 
 def test_it_goes_back_when_nobody_is_slow_and_not_before() -> None:
-    policy, relaxed = CostPolicy(8), Plan.partial(8, 7, epoch=3, damping="none", max_staleness=4)
+    policy, relaxed = CostPolicy(8), Plan.partial(8, 7, plan_id=3, damping="none", max_staleness=4)
     assert drive(policy, relaxed, [window(steady(8, slow=SLOW), end=e) for e in range(40, 140, 4)]) == []
     calm = [policy.decide(window(steady(8), end=end), relaxed) for end in range(144, 244, 4)]
     assert calm[:24] == [None] * 24
     back = calm[24]
-    assert back is not None and (back.mode, back.epoch, back.damping, back.max_staleness) == ("sync", 4, "none", 4)
+    assert back is not None and (back.mode, back.plan_id, back.damping, back.max_staleness) == ("sync", 4, "none", 4)
     assert back.reason == "nobody was slow since step 144: sync"
 
 
 def test_a_mode_that_cannot_run_any_more_is_left() -> None:
     policy = CostPolicy(8)
     only = window(steady(8, slow=SLOW), allowed=("sync", "partial"), end=40)
-    plan = policy.decide(only, Plan.ps(8, 7, epoch=2))
+    plan = policy.decide(only, Plan.ps(8, 7, plan_id=2))
     assert plan is not None and plan.label == "partial(7)"
     assert plan.reason.startswith("ps(7) cannot run any more; rank 5 computes 3.1x slower")
 
@@ -174,7 +174,7 @@ def test_hysteresis() -> None:
             for plan in offered
         ]  # fmt: skip
 
-    for active in (Plan.partial(8, 7, epoch=1), Plan.partial(8, 6, epoch=1)):
+    for active in (Plan.partial(8, 7, plan_id=1), Plan.partial(8, 6, plan_id=1)):
         policy = CostPolicy(8, ranker=ranker)
         assert drive(policy, active, [window(steady(8, slow={1: 3.0, 2: 3.0}), end=e) for e in range(40, 200, 4)]) == []
     # A mild straggler's 4 % is no reason either.
@@ -205,7 +205,7 @@ def test_after_a_return_to_sync_a_switch_still_has_its_price() -> None:
     link = window(steady(4), rates=rates, comm_bytes=1_000_000, end=40, allowed=("sync", "ps"))
     fresh, later = CostPolicy(4), CostPolicy(4)
     one = fresh.decide(link, Plan.sync(4))
-    two = later.decide(link, Plan.sync(4, epoch=2, reason="nobody was slow"))
+    two = later.decide(link, Plan.sync(4, plan_id=2, reason="nobody was slow"))
     assert one is None and two is None
     assert "; sync until that has cost 0." in later.explain() and later.explain() == fresh.explain()
 

@@ -39,10 +39,10 @@ class CutRanks(Ranks):
             return agent
         return super()._agent(rank, config)
 
-    def take(self, number: int, epoch: int = 0) -> tuple[int, int]:
+    def take(self, number: int, plan_id: int = 0) -> tuple[int, int]:
         """Ask for a batch as rank 1, and wait for the answer."""
         before = len(self.got(1, m.Grant))
-        self.agents[1].send(m.RequestBatch(0, epoch, 1 << 20, BATCH, False))
+        self.agents[1].send(m.RequestBatch(0, plan_id, 1 << 20, BATCH, False))
         assert within(lambda: len(self.got(1, m.Grant)) > before), f"request {number} was never answered"
         grant = self.got(1, m.Grant)[-1]
         return grant.start, grant.stop

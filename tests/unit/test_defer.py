@@ -33,7 +33,7 @@ def relaxed_world() -> World:
     """Two ranks in partial(1) at step 0, nothing submitted."""
     world = World(0, world_size=2, steps=2)
     for engine in world.engines:
-        engine.agreement.plan = Plan.partial(2, 1, epoch=1)
+        engine.agreement.plan = Plan.partial(2, 1, plan_id=1)
     return world
 
 

@@ -133,7 +133,7 @@ def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, St
     return world, made
 
 
-@pytest.mark.parametrize("plan", [Plan.sync(2), Plan.partial(2, 1, epoch=1)])
+@pytest.mark.parametrize("plan", [Plan.sync(2), Plan.partial(2, 1, plan_id=1)])
 def test_compute_time_ends_when_the_device_is_done(plan: Plan) -> None:
     """In `sync` the step is submitted before that, and nothing waits for the device; a relaxed step must not be."""
     heard = Heard()

@@ -133,7 +133,7 @@ class Dropping(World):
 @pytest.mark.parametrize("droppers", [(0,), (1, 2)])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_others_train_on(seed: int, droppers: tuple[int, ...], quorum: int | None) -> None:
-    plans = [Plan.partial(3, quorum).replace(epoch=1)] if quorum else []
+    plans = [Plan.partial(3, quorum).replace(plan_id=1)] if quorum else []
     world = Dropping(seed, steps=6, plans=plans, manual_share=0.2 if seed % 2 else 0.0)
     world.droppers = droppers
     world.run()

@@ -66,12 +66,12 @@ class Served:
 
     def pull(self, deadline_s: float) -> Any:
         self.pulls += 1
-        return SimpleNamespace(kind="params", version=self.version, epoch=1, params=[torch.ones(3)])
+        return SimpleNamespace(kind="params", version=self.version, plan_id=1, params=[torch.ones(3)])
 
 
 def member(rank: int, ranks: tuple[int, ...], meeting: Meeting) -> GroupSteps:
     bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4))
-    plan = Plan.grouped(len(ranks), [ranks]).replace(epoch=1)
+    plan = Plan.grouped(len(ranks), [ranks]).replace(plan_id=1)
     engine = SimpleNamespace(
         rank=rank, prefix="s", plan=plan, version=0, failure=None, applier=SimpleNamespace(buckets=[bucket]),
         streams=Streams([]),
@@ -86,7 +86,7 @@ def member(rank: int, ranks: tuple[int, ...], meeting: Meeting) -> GroupSteps:
         deadline_s=DEADLINE_S,
         on_step=lambda info: None,
         on_notes=lambda notes: None,
-        plan_of=lambda epoch: None,
+        plan_of=lambda plan_id: None,
         same_session=lambda one, other: False,
     )
 
@@ -144,7 +144,7 @@ def test_a_group_acts_on_its_own_plan_until_it_has_met_for_the_last_time() -> No
     alone._collective = None
     for each in (steps, alone):
         assert each._acts_on == 1
-        each._engine.plan = Plan.sync(2).replace(epoch=2)
+        each._engine.plan = Plan.sync(2).replace(plan_id=2)
     assert steps._acts_on == 1 and alone._acts_on == 2, "one has to meet the other member, to learn of the end together"
     steps._moved = True
     assert steps._acts_on == 2

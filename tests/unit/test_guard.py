@@ -35,7 +35,7 @@ def with_losses(losses: list[float], *, slow: bool = True, **fields: object) -> 
 @given(seed=st.integers(0, 10_000), noise=st.sampled_from((0.0, 0.05, 0.15, 0.3)))
 def test_a_falling_loss_is_no_alarm(seed: int, noise: float) -> None:
     losses = falling(600, noise=noise, seed=seed)
-    guard, plan = AccuracyGuard(), Plan.partial(8, 7, epoch=1)
+    guard, plan = AccuracyGuard(), Plan.partial(8, 7, plan_id=1)
     for end in range(40, 600, 8):
         assert guard.check(with_losses(losses[:end]), plan) == ""
 
@@ -52,12 +52,12 @@ def test_a_noisier_loss_of_one_rank_is_no_alarm() -> None:
 def test_a_rising_loss_returns_to_sync_and_holds_off() -> None:
     losses = falling(200)
     losses += [losses[-1] * (1.0 + 0.02 * k) for k in range(60)]
-    policy, plan = CostPolicy(8), Plan.partial(8, 7, epoch=1)
+    policy, plan = CostPolicy(8), Plan.partial(8, 7, plan_id=1)
     ends = range(160, 260, 4)
     taken = next((end, p) for end in ends if (p := policy.decide(with_losses(losses[:end]), plan)) is not None)
     end, back = taken
     assert 210 < end < 240
-    assert back.mode == "sync" and back.epoch == 2
+    assert back.mode == "sync" and back.plan_id == 2
     assert back.reason.startswith("the loss rises against its trend, ") and back.reason.endswith(": sync")
     # Asked again before the switch: the same answer, and no second alarm.
     again = policy.decide(with_losses(losses[: end + 1]), plan)
@@ -72,17 +72,17 @@ def test_a_rising_loss_returns_to_sync_and_holds_off() -> None:
 def test_a_second_alarm_holds_off_twice_as_long() -> None:
     guard = AccuracyGuard(hold_steps=10)
     bad = [1.0] * 100 + [5.0] * 8
-    assert guard.check(with_losses([1.0] * 100), Plan.partial(8, 7, epoch=1)) == ""
-    assert guard.check(with_losses(bad), Plan.partial(8, 7, epoch=1)).startswith("the loss diverges, 5 after 1")
+    assert guard.check(with_losses([1.0] * 100), Plan.partial(8, 7, plan_id=1)) == ""
+    assert guard.check(with_losses(bad), Plan.partial(8, 7, plan_id=1)).startswith("the loss diverges, 5 after 1")
     assert guard.until_step == 118
-    assert guard.check(with_losses([1.0] * 200), Plan.sync(8, epoch=2)) == ""
-    assert guard.check(with_losses([1.0] * 200), Plan.partial(8, 7, epoch=3)) == ""
-    assert guard.check(with_losses([1.0] * 200 + [9.0] * 8), Plan.partial(8, 7, epoch=3))
+    assert guard.check(with_losses([1.0] * 200), Plan.sync(8, plan_id=2)) == ""
+    assert guard.check(with_losses([1.0] * 200), Plan.partial(8, 7, plan_id=3)) == ""
+    assert guard.check(with_losses([1.0] * 200 + [9.0] * 8), Plan.partial(8, 7, plan_id=3))
     assert guard.until_step == 208 + 20
 
 
 def test_alarms_of_long_ago_are_forgiven() -> None:
-    guard, plan = AccuracyGuard(hold_steps=10), Plan.partial(8, 7, epoch=1)
+    guard, plan = AccuracyGuard(hold_steps=10), Plan.partial(8, 7, plan_id=1)
 
     def alarm(step: int) -> int:
         """For how long relaxed modes are held off after an alarm at a step."""
@@ -112,7 +112,7 @@ def test_the_noise_scale_says_so() -> None:
     assert loudness(Plan.ps(8, 1), 1e9) == pytest.approx(1.0)  # Shorter by as much as it is noisier.
     assert loudness(Plan.ps(8, 2, lr_rule="none"), 1e9) == pytest.approx(4.0)
     assert loudness(Plan.grouped(8, 4, lr_rule="none"), 1e9) == pytest.approx(4.0)
-    guard, plan = AccuracyGuard(), Plan.ps(8, 2, lr_rule="none", epoch=1)
+    guard, plan = AccuracyGuard(), Plan.ps(8, 2, lr_rule="none", plan_id=1)
     assert guard.check(window(steady(8), noise_scale=4.0, end=40), plan) == ""
     assert guard.check(window(steady(8), noise_scale=12.0, end=44), plan) == ""
     assert guard.check(window(steady(8), noise_scale=40.0, end=48), plan).startswith("the noise scale has grown")

@@ -19,9 +19,9 @@ from star_hvd.modes.subgroup_child import ChildSteps
 from tests.support.world import World
 
 SYNC = Plan.sync(4)
-SUBGROUP = Plan.subgroup(4, (0, 1, 2), epoch=1)
-SERVED = Plan.ps(4, 3, servers=(1,), epoch=2)
-BACK = Plan.sync(4, epoch=3)
+SUBGROUP = Plan.subgroup(4, (0, 1, 2), plan_id=1)
+SERVED = Plan.ps(4, 3, servers=(1,), plan_id=2)
+BACK = Plan.sync(4, plan_id=3)
 
 
 class Engine:
@@ -37,9 +37,9 @@ class Engine:
         return self.plan.family == "rounds" or self.rank in self.plan.members
 
     def resume(self, plan: Plan, step: int) -> bool:
-        if plan.epoch <= self.plan.epoch:
+        if plan.plan_id <= self.plan.plan_id:
             return False
-        self.voided.append(plan.epoch)
+        self.voided.append(plan.plan_id)
         self.plan = plan
         return True
 
@@ -52,7 +52,7 @@ def handover(engine: Engine) -> ModeSwitcher:
         0, cast(Any, engine), cast(Any, None), ready=lambda plan, reason: None, fetch=cast(Any, None),
         local=cast(Any, None), later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
     )
-    made._held = {plan.epoch: plan for plan in (SUBGROUP, SERVED, BACK)}
+    made._held = {plan.plan_id: plan for plan in (SUBGROUP, SERVED, BACK)}
     return made
 
 
@@ -68,7 +68,7 @@ def in_band(engine: Engine, made: ModeSwitcher, plan: Plan) -> None:
 def test_a_member_keeps_its_state_whoever_is_first(rank: int) -> None:
     engine = Engine(rank, SUBGROUP)
     made = handover(engine)
-    made.moved(SERVED.epoch, 57)
+    made.moved(SERVED.plan_id, 57)
     assert engine.plan is SUBGROUP and engine.voided == []
     in_band(engine, made, SERVED)
     assert engine.plan is SERVED and engine.voided == [] and not made.told_early
@@ -76,8 +76,8 @@ def test_a_member_keeps_its_state_whoever_is_first(rank: int) -> None:
 
 def test_a_child_follows_at_once() -> None:
     engine = Engine(3, SUBGROUP)
-    handover(engine).moved(SERVED.epoch, 57)
-    assert engine.plan is SERVED and engine.voided == [SERVED.epoch]
+    handover(engine).moved(SERVED.plan_id, 57)
+    assert engine.plan is SERVED and engine.voided == [SERVED.plan_id]
 
 
 def test_what_was_told_early_is_followed_in_the_end() -> None:
@@ -93,8 +93,8 @@ def test_what_was_told_early_is_followed_in_the_end() -> None:
                 in_band(engine, made, SERVED)
             else:
                 plan = SERVED if event == "moved to servers" else BACK
-                made.moved(plan.epoch, 57 if plan is SERVED else 60)
-        assert engine.plan is BACK and engine.voided == [BACK.epoch], order
+                made.moved(plan.plan_id, 57 if plan is SERVED else 60)
+        assert engine.plan is BACK and engine.voided == [BACK.plan_id], order
 
 
 class Servers:
@@ -104,10 +104,10 @@ class Servers:
         self.prepared: list[int] = []
 
     def prepare(self, engine: int, plan: Plan) -> str | None:
-        self.prepared.append(plan.epoch)
+        self.prepared.append(plan.plan_id)
         return None
 
-    def give_up(self, engine: int, epoch: int) -> None:
+    def give_up(self, engine: int, plan_id: int) -> None:
         """Nothing waits here."""
 
 
@@ -116,16 +116,16 @@ def test_other_servers_wait_for_a_training_thread_that_is_one_mode_of_servers_be
     ready: list[int] = []
     made = handover(engine)
     made._services, made._later = cast(Any, servers), tasks.append
-    made._ready = lambda plan, reason: ready.append(plan.epoch)
+    made._ready = lambda plan, reason: ready.append(plan.plan_id)
     engine.refusal = lambda plan: None  # type: ignore[attr-defined]
     steps = SimpleNamespace(gone=False, over=False, finish=lambda: None)
-    made._made = {SERVED.epoch: cast(Any, steps)}
-    groups = Plan.grouped(4, [(0, 1), (2, 3)]).replace(epoch=3, servers=(0,))
+    made._made = {SERVED.plan_id: cast(Any, steps)}
+    groups = Plan.grouped(4, [(0, 1), (2, 3)]).replace(plan_id=3, servers=(0,))
 
     made.prepare(groups)
     assert ready == [3], "its servers are in force"
     engine.plan, steps.gone = groups, True  # The training thread computes on.
-    other = Plan.ps(4, 2, servers=(2,), epoch=4)
+    other = Plan.ps(4, 2, servers=(2,), plan_id=4)
     made.prepare(other)
     assert ready == servers.prepared == [3] and tasks == []
     made.leave()  # It comes, and leaves what was.
@@ -139,8 +139,8 @@ def a_mode_behind() -> tuple[ModeSwitcher, Servers, list[Callable[[], None]]]:
     servers, tasks = Servers(), list[Callable[[], None]]()
     made = handover(Engine(3, BACK))
     made._services, made._later = cast(Any, servers), tasks.append
-    made._made = {SERVED.epoch: cast(Any, SimpleNamespace(gone=True, over=True, finish=lambda: None))}
-    made.prepare(Plan.ps(4, 2, servers=(2,), epoch=4))
+    made._made = {SERVED.plan_id: cast(Any, SimpleNamespace(gone=True, over=True, finish=lambda: None))}
+    made.prepare(Plan.ps(4, 2, servers=(2,), plan_id=4))
     return made, servers, tasks
 
 
@@ -177,18 +177,18 @@ def server_steps(engine: StepEngine, plan: Plan) -> ServerSteps:
     told = list[Any]()
     return ServerSteps(
         engine, plan, cast(Any, Line()), deadline_s=1.0, on_step=told.append, on_notes=told.append,
-        plan_of=lambda epoch: None, same_session=lambda one, other: False,
+        plan_of=lambda plan_id: None, same_session=lambda one, other: False,
     )
 
 
 @pytest.mark.parametrize(
     ("first", "make"),
-    [(Plan.subgroup(3, (0, 1), epoch=1), child_steps), (Plan.ps(3, 1, servers=(0,), epoch=1), server_steps)],
+    [(Plan.subgroup(3, (0, 1), plan_id=1), child_steps), (Plan.ps(3, 1, servers=(0,), plan_id=1), server_steps)],
 )
 def test_word_of_the_next_mode_in_the_very_moment_a_rank_enters_one(first: Plan, make: Callable[..., Any]) -> None:
     world = World(1, world_size=3)
     engine = world.engines[2]
-    back = Plan.sync(3, epoch=2)
+    back = Plan.sync(3, plan_id=2)
 
     class Interrupted(Servers):
         def steps(self, number: int, plan: Plan) -> Any:
@@ -211,7 +211,7 @@ def test_word_of_the_next_mode_in_the_very_moment_a_rank_enters_one(first: Plan,
 def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(1, world_size=3)
     engine, asked = world.engines[2], list[bool]()
-    plan = Plan.subgroup(3, (0, 1), epoch=1)
+    plan = Plan.subgroup(3, (0, 1), plan_id=1)
     with engine.lock:
         engine.agreement.plan = plan
     given = world.engines[0].replica.snapshot()
@@ -229,7 +229,7 @@ def test_a_childs_step_during_which_the_mode_ends_is_told_as_one_of_its_own_mode
     """Else the coordinator takes the step to contain it for one of the next mode and closes none before it."""
     world = World(1, world_size=3)
     engine, told = world.engines[2], list[StepInfo]()
-    plan, after = Plan.subgroup(3, (0, 1), epoch=1), Plan.grouped(3, [(0, 1), (2,)]).replace(epoch=2, servers=(0,))
+    plan, after = Plan.subgroup(3, (0, 1), plan_id=1), Plan.grouped(3, [(0, 1), (2,)]).replace(plan_id=2, servers=(0,))
 
     class Parent(Line):
         def push(self, flats: Any, version: int) -> int:
@@ -242,4 +242,4 @@ def test_a_childs_step_during_which_the_mode_ends_is_told_as_one_of_its_own_mode
     nobody: Any = lambda wanted: None  # noqa: E731
     steps = ChildSteps(engine, plan, cast(Any, Parent()), others=nobody, deadline_s=1.0, on_step=told.append)
     steps.step(skip=False)
-    assert [info.epoch for info in told] == [1] and steps.over
+    assert [info.plan_id for info in told] == [1] and steps.over

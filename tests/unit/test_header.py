@@ -67,11 +67,11 @@ def test_no_checksums() -> None:
 @given(st.integers(1, 64), st.data())
 def test_epochs_agree_only_when_all_are_equal(world_size: int, data: st.DataObject) -> None:
     centre = data.draw(st.integers(1, 400))
-    epoch = st.none() | st.integers(max(1, centre - 2), centre + 2) | st.just(centre)
-    epochs = data.draw(st.lists(epoch, min_size=world_size, max_size=world_size) | st.just([centre] * world_size))
-    header = reduced([Contribution(True, 2, flag_epoch_delta=e) for e in epochs])
+    plan_id = st.none() | st.integers(max(1, centre - 2), centre + 2) | st.just(centre)
+    epochs = data.draw(st.lists(plan_id, min_size=world_size, max_size=world_size) | st.just([centre] * world_size))
+    header = reduced([Contribution(True, 2, flag_plan_id_delta=e) for e in epochs])
     expected = epochs[0] if len(set(epochs)) == 1 else None
-    assert header.agreed_epoch_delta(world_size) == expected
+    assert header.agreed_plan_id_delta(world_size) == expected
 
 
 @settings(max_examples=100, deadline=None)
@@ -104,7 +104,7 @@ def test_means_and_what_is_not_finite() -> None:
 def test_the_order_of_the_sum_does_not_matter(world_size: int, data: st.DataObject) -> None:
     """Horovod adds in rings and trees; flags, checksums and hyperparameters must come out alike on all of them."""
     delta, row = data.draw(st.integers(1, 400)), data.draw(st.lists(st.floats(), min_size=3, max_size=3))
-    items = [Contribution(r % 3 != 1, 5 + r, flag_epoch_delta=delta, checksum=0xABCDEF) for r in range(world_size)]
+    items = [Contribution(r % 3 != 1, 5 + r, flag_plan_id_delta=delta, checksum=0xABCDEF) for r in range(world_size)]
     items[data.draw(st.integers(0, world_size - 1))].hyper = row
     codec = HeaderCodec(world_size, 3)
     parts = [np.zeros(codec.size, dtype=np.float32) for _ in items]
@@ -115,7 +115,7 @@ def test_the_order_of_the_sum_does_not_matter(world_size: int, data: st.DataObje
         second = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
         parts.append(first + second)
     header = codec.read(parts[0])
-    assert header.agreed_epoch_delta(world_size) == delta and header.checksum_ok is True
+    assert header.agreed_plan_id_delta(world_size) == delta and header.checksum_ok is True
     assert header.hyper is not None and bits(header.hyper) == bits(row)
     assert header.own_steps == tuple(item.own_steps for item in items)
     assert header.fresh == tuple(item.fresh for item in items)
@@ -150,8 +150,8 @@ def test_who_leads(state: list[tuple[bool, int]], leader: int) -> None:
 
 def test_a_plan_not_raised_by_one_rank_is_not_agreed_on_however_the_sums_fall() -> None:
     """Three ranks at 4 add up like four at 3: only the count and the squares tell."""
-    items = [Contribution(True, 2, flag_epoch_delta=4) for _ in range(3)]
-    assert reduced([*items, Contribution(True, 2)]).agreed_epoch_delta(4) is None
-    mixed = [Contribution(True, 2, flag_epoch_delta=d) for d in (2, 4, 3, 3)]
-    assert reduced(mixed).agreed_epoch_delta(4) is None
-    assert reduced([Contribution(True, 2) for _ in range(4)]).agreed_epoch_delta(4) is None
+    items = [Contribution(True, 2, flag_plan_id_delta=4) for _ in range(3)]
+    assert reduced([*items, Contribution(True, 2)]).agreed_plan_id_delta(4) is None
+    mixed = [Contribution(True, 2, flag_plan_id_delta=d) for d in (2, 4, 3, 3)]
+    assert reduced(mixed).agreed_plan_id_delta(4) is None
+    assert reduced([Contribution(True, 2) for _ in range(4)]).agreed_plan_id_delta(4) is None

@@ -17,7 +17,7 @@ from tests.unit.windows import steady, window
 
 CALM, ONE_SLOW = Shape((1.1, 1.0)), Shape((4.0, 1.1))
 SYNC = Plan.sync(4)
-PARTIAL = Plan.partial(4, 2, epoch=1)
+PARTIAL = Plan.partial(4, 2, plan_id=1)
 
 
 class Training:
@@ -151,7 +151,7 @@ def test_who_is_slow_may_change_all_the_time() -> None:
 
 def test_updates_count_by_their_progress() -> None:
     for interval_s, harmful in ((0.75 * 0.05, False), (0.05, True)):
-        job, servers = Training(), Plan.ps(4, 3, epoch=1)
+        job, servers = Training(), Plan.ps(4, 3, plan_id=1)
         job.go(SYNC, 100, 0.05, 0.05)
         job.expect(servers)
         job.go(servers, 300, interval_s, 0.05)
@@ -161,7 +161,7 @@ def test_updates_count_by_their_progress() -> None:
 def test_freezes_are_no_steps_and_cost_what_is_expected_of_them() -> None:
     """Servers whose steps take longer are worth it where collectives stand still for two seconds now and then."""
     for frozen_s, harmful in ((0.0, True), (0.02, False)):
-        job, servers = Training(), Plan.ps(4, 3, epoch=1)
+        job, servers = Training(), Plan.ps(4, 3, plan_id=1)
         job.frozen_s["sync"] = frozen_s
         job.go(SYNC, 50, 0.05)
         job.check.note(job.step, job.now_s, SYNC, frozen=True)
@@ -185,7 +185,7 @@ def test_an_evaluation_is_no_step() -> None:
 
 def test_the_plan_before_the_last_one_is_sync() -> None:
     """From `partial(3)`, good, to servers, less good, and back; `sync` is no better than either."""
-    job, three, servers = Training(), Plan.partial(4, 3, epoch=1), Plan.ps(4, 3, epoch=2)
+    job, three, servers = Training(), Plan.partial(4, 3, plan_id=1), Plan.ps(4, 3, plan_id=2)
     job.levels["sync"] = 4.0
     job.go(SYNC, 60, 0.2, 0.05)
     job.expect(three, predicted=3.0)
@@ -209,7 +209,7 @@ def test_a_switch_that_never_came_is_forgotten() -> None:
     job.go(SYNC, 60, 0.05)
     job.expect(PARTIAL)
     job.go(SYNC, 60, 0.05)
-    job.go(Plan.partial(4, 3, epoch=2), 100, 0.2)
+    job.go(Plan.partial(4, 3, plan_id=2), 100, 0.2)
     assert job.found == []
 
 
@@ -238,7 +238,7 @@ def test_a_comparison_knows_no_unit_and_sees_a_factor(costs: list[float], scale:
 
 def _bad(predicted: float = 1.1, measured: float = 0.83) -> SwitchOutcome:
     return SwitchOutcome(
-        epoch=1, label="partial(2)", step=100, against="sync", predicted=predicted, measured=measured, steps=30.0,
+        plan_id=1, label="partial(2)", step=100, against="sync", predicted=predicted, measured=measured, steps=30.0,
         harmful=True,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ from star_hvd.run_log.spool import read_events
 from tests.unit.boards import Job
 
 BAD = SwitchOutcome(
-    epoch=1, label="partial(2)", step=64, against="sync", predicted=1.1, measured=0.83, steps=31.4, harmful=True
+    plan_id=1, label="partial(2)", step=64, against="sync", predicted=1.1, measured=0.83, steps=31.4, harmful=True
 )
 SAID = "partial(2) was predicted 1.1x faster than sync, was 0.83x over 31 steps"
 
@@ -54,9 +54,9 @@ def test_windows_of_decisions_have_a_clock() -> None:
 def test_the_run_log_and_its_page_tell_it(tmp_path: Path) -> None:
     log = RunLog(tmp_path / "runs" / "one", rank=0, world_size=2, ship=False)
     log.plan(0, Plan.sync(2))
-    log.plan(20, Plan.partial(2, 1, epoch=1, reason="rank 1 is slow"))
+    log.plan(20, Plan.partial(2, 1, plan_id=1, reason="rank 1 is slow"))
     log.outcome(BAD)
-    log.plan(64, Plan.sync(2, epoch=2, reason=f"{SAID}: sync"))
+    log.plan(64, Plan.sync(2, plan_id=2, reason=f"{SAID}: sync"))
     log.close()
     state = RunState()
     for _, event in read_events(tmp_path / "runs" / "one" / "events.jsonl"):

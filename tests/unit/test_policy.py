@@ -122,7 +122,7 @@ def window(times: list[list[float]]) -> Window:
 def test_one_persistent_straggler_is_left_out_after_three_slow_steps() -> None:
     job = auto(4, lambda r, k: 4.0 if r == 3 and k >= 12 else 1.0, 200)
     ((step, plan),) = job.changes
-    assert (step, plan.label, plan.epoch) == (15, "partial(3)", 1)
+    assert (step, plan.label, plan.plan_id) == (15, "partial(3)", 1)
     assert "rank 3 computes 4.0x slower since step 12" in plan.reason
     assert "partial(3) is expected to take 0.26 of sync's step time" in plan.reason
     assert job.relative < 1.15
@@ -206,7 +206,7 @@ def test_recovery_returns_to_sync_after_a_quiet_period_only() -> None:
     assert [plan.label for _, plan in job.changes] == ["partial(3)", "sync"]
     assert 100 + 20 <= job.changes[1][0] <= 100 + 35
     assert job.changes[1][1].quorum == 4
-    assert job.changes[1][1].epoch == 2
+    assert job.changes[1][1].plan_id == 2
 
 
 def test_one_of_two_stragglers_recovers() -> None:
@@ -300,10 +300,10 @@ def test_gain_too_small_to_relax() -> None:
 
 
 def test_carries_over_damping_and_staleness_and_counts_epochs() -> None:
-    active = Plan.sync(4, epoch=7, damping="none", max_staleness=3, reason="before")
+    active = Plan.sync(4, plan_id=7, damping="none", max_staleness=3, reason="before")
     plan = RulePolicy(4).decide(window([[1.0] * 9] * 3 + [[4.0] * 9]), active)
     assert plan is not None
-    assert (plan.epoch, plan.damping, plan.max_staleness) == (8, "none", 3)
+    assert (plan.plan_id, plan.damping, plan.max_staleness) == (8, "none", 3)
     assert plan.reason != "before"
 
 
@@ -357,11 +357,11 @@ def test_whatever_the_reports_the_answer_is_valid_and_repeatable(
         for r, (row, gap) in enumerate(zip(rows, gaps, strict=False))
     )
     made = Window(step=max(s.steps[-1] + 1 if s.steps else 0 for s in stats), ranks=stats)
-    active = Plan.sync(n, epoch=3) if quorum >= n else Plan.partial(n, quorum, epoch=3)
+    active = Plan.sync(n, plan_id=3) if quorum >= n else Plan.partial(n, quorum, plan_id=3)
     plan = RulePolicy(n).decide(made, active)
     assert plan == RulePolicy(n).decide(made, active)
     if plan is not None:
-        assert plan.epoch == 4 and plan.world_size == n
+        assert plan.plan_id == 4 and plan.world_size == n
         assert plan.quorum != active.quorum
         assert (plan.mode == "sync") == (plan.quorum == n)
         assert plan.reason and "{" not in plan.reason

@@ -47,7 +47,7 @@ def run(
         ranks = tuple(stats(rank, state, step) for rank in range(n))
         wanted = policy.decide(Window(step=step, ranks=ranks, comm_bytes=GRADIENT_BYTES, allowed=allowed), plan)
         if wanted is not None:
-            assert wanted.epoch == plan.epoch + 1 and wanted.mode in allowed
+            assert wanted.plan_id == plan.plan_id + 1 and wanted.mode in allowed
             assert wanted.reason and "{" not in wanted.reason
             changes.append((step, wanted))
             plan = wanted

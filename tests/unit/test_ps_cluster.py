@@ -217,11 +217,11 @@ def test_after_the_cut_everybody_hears_that_it_has_moved() -> None:
             made.clients[0].wait(0.2)
         made.servers[0].cut(0, 7)
         event = made.wait_event("cut")
-        assert event["epoch"] == 7
+        assert event["plan_id"] == 7
         first = made.clients[0].wait(DEADLINE_S)
         made.clients[1].push(step=2, version=2, flats=made.gradients(1, 2), weight=1.0)
         second = made.clients[1].wait(DEADLINE_S)
-        assert (first.kind, second.kind) == ("moved", "moved") and first.epoch == second.epoch == 7
+        assert (first.kind, second.kind) == ("moved", "moved") and first.plan_id == second.plan_id == 7
         assert first.version == second.version == event["version"] == made.clients[0].state(DEADLINE_S).version
         assert not second.applied and first.applied == (event["version"] == 3)
 
@@ -261,11 +261,11 @@ def row(made: Cluster, lr: float) -> list[float]:
 def test_a_plan_can_change_and_a_bad_one_is_refused() -> None:
     with cluster(Plan.ps(2, 2)) as made:
         made.clients[0].push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
-        made.servers[0].set_plan(0, Plan.ps(3, 1, epoch=1))
+        made.servers[0].set_plan(0, Plan.ps(3, 1, plan_id=1))
         assert "3 ranks" in made.wait_event("refused")["reason"]
-        made.servers[0].set_plan(0, Plan.ps(2, 1, epoch=2))  # Nobody stays blocked: one push is enough now.
+        made.servers[0].set_plan(0, Plan.ps(2, 1, plan_id=2))  # Nobody stays blocked: one push is enough now.
         reply = made.clients[0].wait(DEADLINE_S)
-        assert reply.kind == "params" and reply.epoch == 2
+        assert reply.kind == "params" and reply.plan_id == 2
 
 
 def test_a_lost_rank_is_not_waited_for() -> None:

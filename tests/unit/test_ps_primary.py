@@ -44,7 +44,7 @@ def test_a_cut_is_told_again_to_a_shard_that_was_started_anew_after_it() -> None
     first = Process()
     first.primary.cut(4)
     first.carry_out()
-    assert [event["epoch"] for event in first.cuts()] == [4]
+    assert [event["plan_id"] for event in first.cuts()] == [4]
     first.primary.push(0, 2, META)  # One that comes after it has its verdict written down.
     assert first.verdicts and first.journal is not None
     again = Process(first.journal)
@@ -53,4 +53,4 @@ def test_a_cut_is_told_again_to_a_shard_that_was_started_anew_after_it() -> None
     assert [(shard, order["op"]) for shard, order in again.orders] == [(0, "cut")]
     assert not again.cuts()
     again.carry_out()
-    assert [event["epoch"] for event in again.cuts()] == [4]
+    assert [event["plan_id"] for event in again.cuts()] == [4]

@@ -24,7 +24,7 @@ from star_hvd.config import Config
         ({"quorum": 2.0}, "quorum is 2.0; expected an integer"),
         ({"world_size": 0, "quorum": 0}, "world_size is 0; expected at least 1"),
         ({"mode": "sync", "quorum": 3}, "quorum is 3 in mode sync; expected 4"),
-        ({"epoch": -1}, "epoch is -1"),
+        ({"epoch": -1}, "plan_id is -1"),
         ({"damping": "half"}, "damping is 'half'; expected one of inverse, relative, none"),
         ({"max_staleness": -1}, "max_staleness is -1"),
         ({"max_staleness": None}, "max_staleness is None"),
@@ -54,7 +54,7 @@ def test_a_damaged_mapping_is_refused(values: Any, message: str) -> None:
 @given(st.integers(1, 64), st.data())
 def test_round_trip(world_size: int, data: st.DataObject) -> None:
     quorum = data.draw(st.integers(1, world_size))
-    plan = Plan.partial(world_size, quorum, epoch=data.draw(st.integers(0, 99)), reason=data.draw(st.text()))
+    plan = Plan.partial(world_size, quorum, plan_id=data.draw(st.integers(0, 99)), reason=data.draw(st.text()))
     assert Plan.from_dict(plan.to_dict()) == plan
     assert plan.relaxed is (quorum < world_size)
     with pytest.raises(PlanError):

@@ -36,7 +36,7 @@ def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyP
     assert explain() == "step 0: no window has been looked at yet"
     job.engine.steps = 207
     assert explain().startswith("step 207: ")
-    plan = Plan.partial(3, 2, epoch=1, reason="rank 2 computes 4.0x slower since step 1")
+    plan = Plan.partial(3, 2, plan_id=1, reason="rank 2 computes 4.0x slower since step 1")
     job.engine.active = plan
     job.engine.plans.append((5, plan))
     job.engine.explain = lambda: f"{plan.reason}; nobody is slow since step 90"
@@ -52,7 +52,7 @@ def test_the_table_says_since_when_its_reason_holds() -> None:
     job.register(None)
     job.engine.steps = 207
     assert str(_build(job.engine, QUIET, 0)).startswith("step 207: sync since step 0 ")
-    plan = Plan.partial(3, 2, epoch=1, reason="rank 2 is slow")
+    plan = Plan.partial(3, 2, plan_id=1, reason="rank 2 is slow")
     job.engine.active = plan
     job.engine.plans.append((5, plan))
     assert str(_build(job.engine, QUIET, 0)).startswith("step 207: partial(2) since step 5 (rank 2 is slow)")

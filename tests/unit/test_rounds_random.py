@@ -77,7 +77,7 @@ def test_partial(world_size: int) -> None:
     folds = late = 0
     for seed in range(SEEDS_PER_CASE):
         quorum = 1 + seed % max(1, world_size - 1)
-        plan = Plan.partial(world_size, quorum, epoch=1)
+        plan = Plan.partial(world_size, quorum, plan_id=1)
         world = World(seed, world_size=world_size, plans=[plan], optimizer="adam" if seed % 5 == 0 else "sgd")
         world.run()
         check(world)
@@ -90,11 +90,11 @@ def test_switching_back_and_forth() -> None:
     switches = 0
     for seed in range(SEEDS_PER_CASE):
         plans = [
-            Plan.partial(3, 2, epoch=1),
-            Plan.sync(3, epoch=2),
-            Plan.partial(3, 1, epoch=3),
-            Plan.partial(3, 2, epoch=4),
-            Plan.sync(3, epoch=5),
+            Plan.partial(3, 2, plan_id=1),
+            Plan.sync(3, plan_id=2),
+            Plan.partial(3, 1, plan_id=3),
+            Plan.partial(3, 2, plan_id=4),
+            Plan.sync(3, plan_id=5),
         ]
         world = World(seed, steps=8, plans=plans, uneven=False, abandon_share=0.02 if seed % 2 else 0.0)
         world.run()
@@ -106,7 +106,7 @@ def test_switching_back_and_forth() -> None:
 def test_fetching_instead_of_replaying() -> None:
     fetched = 0
     for seed in range(SEEDS_PER_CASE):
-        world = World(seed, plans=[Plan.partial(3, 2, epoch=1)], manual_share=0.5)
+        world = World(seed, plans=[Plan.partial(3, 2, plan_id=1)], manual_share=0.5)
         world.run()
         check(world)
         fetched += sum(engine.counters.fetched for engine in world.engines)
@@ -116,7 +116,7 @@ def test_fetching_instead_of_replaying() -> None:
 def test_stale_gradients_are_dropped_and_counted() -> None:
     drops = 0
     for seed in range(SEEDS_PER_CASE // 2):
-        world = World(seed, plans=[Plan.partial(3, 2, epoch=1, max_staleness=0)], steps=6)
+        world = World(seed, plans=[Plan.partial(3, 2, plan_id=1, max_staleness=0)], steps=6)
         world.run()
         check(world)
         drops += sum(engine.counters.drops for engine in world.engines)
@@ -132,7 +132,7 @@ def test_stale_gradients_are_dropped_and_counted() -> None:
     manual=st.sampled_from([0.0, 0.0, 0.3, 1.0]),
 )
 def test_anything(seed: int, world_size: int, steps: int, quorums: list[int], manual: float) -> None:
-    plans = [Plan.partial(world_size, min(m, world_size), epoch=i + 1) for i, m in enumerate(quorums)]
+    plans = [Plan.partial(world_size, min(m, world_size), plan_id=i + 1) for i, m in enumerate(quorums)]
     world = World(seed, world_size=world_size, steps=steps, plans=plans, manual_share=manual)
     world.run()
     check(world)
@@ -160,7 +160,7 @@ def test_a_rank_that_is_away_gives_what_it_has_even_on_its_shadow() -> None:
     """It may wait, in a collective of the user's, for the very rank that asks."""
     on_shadows = 0
     for seed in range(SEEDS_PER_CASE):
-        world = Resting(seed, plans=[Plan.partial(3, 2, epoch=1)])
+        world = Resting(seed, plans=[Plan.partial(3, 2, plan_id=1)])
         world.run()
         check(world)
         on_shadows += world.on_shadows
@@ -192,7 +192,7 @@ def test_a_step_that_ends_while_a_state_is_adopted_is_not_lost() -> None:
     """Its helper may complete the step in flight between a look at it and the adoption: they exclude each other."""
     tried = 0
     for seed in range(60):
-        world = World(seed, plans=[Plan.partial(3, 2, epoch=1), Plan.sync(3, epoch=2)], manual_share=0.5)
+        world = World(seed, plans=[Plan.partial(3, 2, plan_id=1), Plan.sync(3, plan_id=2)], manual_share=0.5)
         for engine in world.engines:
             adopt = engine.replica.adopt
 

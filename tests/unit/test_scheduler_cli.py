@@ -374,7 +374,7 @@ def test_a_mode_that_was_asked_for_is_the_runs_though_all_begin_in_sync(tmp_path
     logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
     for name, step in (("b", 3), ("c", 40)):
         logged(tmp_path, name, Plan.sync(4), reached_s=5.0)
-        taken = {"kind": "plan", "time_s": 1.5, "step": step, "plan": Plan.partial(4, 3, epoch=1).to_dict()}
+        taken = {"kind": "plan", "time_s": 1.5, "step": step, "plan": Plan.partial(4, 3, plan_id=1).to_dict()}
         path = tmp_path / name / "events.jsonl"
         lines = path.read_text().split("\n")
         path.write_text("\n".join([*lines[:2], json.dumps(taken), *lines[2:]]))

@@ -68,11 +68,11 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
 
 
 def ps(epoch: int, x: int = 3) -> Plan:
-    return Plan.ps(4, x, servers=(0,)).replace(epoch=epoch)
+    return Plan.ps(4, x, servers=(0,)).replace(plan_id=epoch)
 
 
 def grouped(epoch: int) -> Plan:
-    return Plan.grouped(4, [(0, 1), (2, 3)]).replace(epoch=epoch, servers=(0,))
+    return Plan.grouped(4, [(0, 1), (2, 3)]).replace(plan_id=epoch, servers=(0,))
 
 
 def test_abandoned_plans_do_not_push_out_the_connection_in_use(house: House) -> None:
@@ -88,7 +88,7 @@ def test_abandoned_plans_do_not_push_out_the_connection_in_use(house: House) -> 
 def test_plans_abandoned_in_sync_do_not_pile_up(house: House) -> None:
     for epoch in range(1, 12, 2):
         house.prepare(ps(epoch))
-        house.enter(Plan.sync(4).replace(epoch=epoch + 1))
+        house.enter(Plan.sync(4).replace(plan_id=epoch + 1))
     assert len(house.numbers()) <= 2
 
 
@@ -96,7 +96,7 @@ def test_the_last_state_of_the_mode_before_stays_to_be_had(house: House) -> None
     clients = []
     for epoch in range(1, 9, 2):
         clients.append(house.enter(ps(epoch)))
-        house.enter(Plan.sync(4).replace(epoch=epoch + 1))
+        house.enter(Plan.sync(4).replace(plan_id=epoch + 1))
         assert not clients[-1].closed
     assert [each.closed for each in clients] == [True, False, False, False]
     last = house.enter(grouped(9))
@@ -109,7 +109,7 @@ def test_a_mode_that_passed_by_while_the_training_thread_computed_keeps_its_last
     house.prepare(ps(1))
     house.engine.plan = ps(1)
     house.house.begun(0, ps(1))
-    house.engine.plan = Plan.sync(4).replace(epoch=2)  # Nobody asked for the connection.
+    house.engine.plan = Plan.sync(4).replace(plan_id=2)  # Nobody asked for the connection.
     house.prepare(grouped(3))
     assert not house.house.client(0, ps(1)).closed and house.shards == []
 
@@ -123,7 +123,7 @@ def test_servers_are_told_who_was_absent_before_they_were_there(house: House, mo
     house.house.on_message(Presence(1, False))
     house.house.on_message(Presence(3, False))
     house.house.on_message(Presence(3, True))
-    plan = Plan.ps(4, 3, servers=(2, 0)).replace(epoch=1)
+    plan = Plan.ps(4, 3, servers=(2, 0)).replace(plan_id=1)
     house.enter(plan)
     house.house.seed(0, plan, Snapshot(0, [], []))
     assert [name for name, _ in said] == ["open", "seed", "member"]
@@ -134,7 +134,7 @@ def test_a_server_that_is_not_open_yet_is_told_of_presence_later() -> None:
     server: Any = SimpleNamespace(_jobs={})
     Server._do(server, {"do": "member", "engine": 0, "rank": 1, "what": "absent"})
     with pytest.raises(ChannelError, match="not open"):
-        Server._do(server, {"do": "cut", "engine": 0, "epoch": 3})
+        Server._do(server, {"do": "cut", "engine": 0, "plan_id": 3})
 
 
 def test_nothing_is_left_of_an_optimizer_that_is_closed(house: House) -> None:

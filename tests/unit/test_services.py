@@ -15,7 +15,7 @@ from star_hvd.config import Config
 from star_hvd.runtime import process_sets, server_sessions
 from star_hvd.runtime.mode_services import ModeServices
 
-PLAN = Plan.subgroup(4, (0, 1, 2), epoch=1)
+PLAN = Plan.subgroup(4, (0, 1, 2), plan_id=1)
 
 
 def test_a_set_that_was_not_made_once_is_made_when_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_set_that_was_not_made_once_is_made_when_asked_for_again(monkeypatch: 
         services._sets.stop()
 
 
-@pytest.mark.parametrize("plan", [PLAN, Plan.ps(4, 3, servers=(0,), epoch=1)], ids=["sets", "servers"])
+@pytest.mark.parametrize("plan", [PLAN, Plan.ps(4, 3, servers=(0,), plan_id=1)], ids=["sets", "servers"])
 @pytest.mark.parametrize("how", ["give_up", "forget"])
 def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
     plan: Plan, how: str, monkeypatch: pytest.MonkeyPatch
@@ -64,9 +64,9 @@ def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
     found: list[str | None] = []
     waiting = threading.Thread(target=lambda: found.append(services.prepare(0, plan)), daemon=True)
     waiting.start()
-    services.give_up(0, plan.epoch - 1)
+    services.give_up(0, plan.plan_id - 1)
     waiting.join(0.2)
     assert waiting.is_alive(), "an earlier plan was given up, not this one"
-    services.give_up(0, plan.epoch) if how == "give_up" else services.forget(0)
+    services.give_up(0, plan.plan_id) if how == "give_up" else services.forget(0)
     waiting.join(60.0)
     assert found and found[0] is not None, "it still waits for what nobody will make"

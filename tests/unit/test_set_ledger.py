@@ -152,7 +152,7 @@ def test_a_job_through_all_its_subgroups_keeps_a_few_sets() -> None:
             (there.add if isinstance(order, MakeSet) else there.remove)(tuple(order.ranks))
         assert members in there and len(there) <= MOST_SETS + 1
         for rank in range(4):
-            job.arrive(rank, 10 * epoch, epoch=epoch)
+            job.arrive(rank, 10 * epoch, plan_id=epoch)
 
 
 def test_a_mode_that_was_not_possible_is_tried_again_later_and_later() -> None:
@@ -214,12 +214,12 @@ def test_a_mode_waits_for_a_state_that_is_being_loaded() -> None:
     job = Job(3)
     job.register(Plan.partial(3, 2))
     for rank in range(3):
-        job.arrive(rank, 5, epoch=1)
+        job.arrive(rank, 5, plan_id=1)
     (away,) = only(job.say(0, Restart(0)), m.PlanMessage)
     assert away.plan["mode"] == "sync"
     job.say(0, Switched(0, 2, 6))
     assert job.engine.active.mode == "sync" and only(job.pass_time(5.0), m.PlanMessage) == []
-    job.arrive(0, 6, epoch=2)  # With the loaded state.
+    job.arrive(0, 6, plan_id=2)  # With the loaded state.
     (back,) = only(job.pass_time(5.0), m.PlanMessage)
     assert back.plan["mode"] == "partial" and back.plan["reason"] == "the loaded state is in force"
 

@@ -57,12 +57,12 @@ def test_the_gate_opens_and_closes(architecture: str, label: str) -> None:
     star = StarHeuristic(8, architecture=architecture)
     assert star.decide(window(steady(8)), Plan.sync(8)) is None
     plan = star.decide(window(steady(8, slow={5: 4.0})), Plan.sync(8))
-    assert plan is not None and plan.label == label and plan.epoch == 1
+    assert plan is not None and plan.label == label and plan.plan_id == 1
     assert "4." in plan.reason and label in plan.reason
     # In between the mode is frozen, whoever straggles.
     assert star.decide(window(steady(8, slow={2: 4.0, 3: 4.0})), plan) is None
     back = star.decide(window(steady(8)), plan)
-    assert back is not None and back.mode == "sync" and back.epoch == 2
+    assert back is not None and back.mode == "sync" and back.plan_id == 2
     assert star.decide(window(steady(8)), back) is None
 
 

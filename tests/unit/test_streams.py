@@ -31,9 +31,9 @@ from tests.support.world import Port
 def job(seed: int, device: FakeDevice, lazy: str = "") -> DeviceWorld:
     """`sync`, then `partial`, for some seeds `sync` again; two or three ranks, kernels in any order."""
     world_size = 2 + seed % 2
-    plans = [Plan.partial(world_size, 1, epoch=1)]
+    plans = [Plan.partial(world_size, 1, plan_id=1)]
     if seed % 3 == 2:
-        plans.append(Plan.sync(world_size, epoch=2))
+        plans.append(Plan.sync(world_size, plan_id=2))
     return DeviceWorld(
         seed,
         device,
@@ -106,7 +106,7 @@ def host_values(device: FakeDevice, param: torch.nn.Parameter) -> list[float]:
 
 def fold_of_a_childs_gradient(device: FakeDevice) -> float:
     """What a parent's helper submits after the tensor server has taken over a child's gradient."""
-    world = relaxed_pair(device, Plan.partial(2, 1, epoch=1))
+    world = relaxed_pair(device, Plan.partial(2, 1, plan_id=1))
     engine = world.engines[0]
     made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
     made.engine = engine
@@ -130,7 +130,7 @@ def test_a_childs_gradient_is_folded_once_it_is_on_the_device() -> None:
 
 def kept_while_the_next_pass_begins(device: FakeDevice) -> float:
     """What a helper keeps of a gradient that lost its step, where the next backward pass begins at once."""
-    world = relaxed_pair(device, Plan.partial(2, 1, epoch=1))
+    world = relaxed_pair(device, Plan.partial(2, 1, plan_id=1))
     engine = world.engines[0]
     with device.on("T0"):
         for bucket in world.backward(engine):
@@ -173,13 +173,13 @@ class HostClient:
 
 
 def pushed_to_servers(device: FakeDevice) -> list[float]:
-    world = relaxed_pair(device, Plan.ps(2, 1, servers=(0,)).replace(epoch=1))
+    world = relaxed_pair(device, Plan.ps(2, 1, servers=(0,)).replace(plan_id=1))
     engine, client = world.engines[0], HostClient()
     with device.on("T0"):
         engine.leave_rounds()
         steps = ServerSteps(
             engine, engine.plan, cast(Any, client), deadline_s=5.0, on_step=lambda info: None,
-            on_notes=lambda notes: None, plan_of=lambda epoch: None, same_session=lambda one, other: True,
+            on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
         )
         for _ in range(3):
             backward(world, 0)
@@ -211,7 +211,7 @@ class HostLink:
 
 
 def pushed_to_a_parent(device: FakeDevice) -> list[float]:
-    world = relaxed_pair(device, Plan.subgroup(2, (0,)).replace(epoch=1))
+    world = relaxed_pair(device, Plan.subgroup(2, (0,)).replace(plan_id=1))
     engine, link = world.engines[1], HostLink()
     with device.on("T1"):
         engine.leave_rounds()
@@ -235,13 +235,13 @@ def test_a_parent_gets_whole_gradients_and_the_host_waits_with_a_deadline() -> N
 
 def shared_in_a_group(device: FakeDevice) -> list[float]:
     """A group of two: rank 1 is away, and its proxy in a thread of its own takes part with nothing."""
-    world = relaxed_pair(device, Plan.grouped(2, [(0, 1)]).replace(epoch=1))
+    world = relaxed_pair(device, Plan.grouped(2, [(0, 1)]).replace(plan_id=1))
     client, members = HostClient(), []
     for engine in world.engines:
         members.append(
             GroupSteps(
                 engine, engine.plan, cast(Any, client), Port(world.network, engine.rank), (0, 1), deadline_s=5.0,
-                on_step=lambda info: None, on_notes=lambda notes: None, plan_of=lambda epoch: None,
+                on_step=lambda info: None, on_notes=lambda notes: None, plan_of=lambda plan_id: None,
                 same_session=lambda one, other: True,
             )
         )
@@ -293,7 +293,7 @@ class LocalWorld(DeviceWorld):
 
     def _engine(self, rank: int, seed: int, optimizer: str) -> StepEngine:
         engine = super()._engine(rank, seed, optimizer)
-        engine.agreement.plan = self.known[1] = Plan.local(self.world_size, steps=2).replace(epoch=1)
+        engine.agreement.plan = self.known[1] = Plan.local(self.world_size, steps=2).replace(plan_id=1)
         engine.averaging = LocalSteps(engine, functools.partial(self.wait, engine))
         return engine
 

@@ -36,7 +36,7 @@ def completed(plan: Plan, active: Plan = SYNC, **known: Any) -> Plan:
 
 
 def test_a_switch_waits_for_all_ranks_and_says_once_that_they_are_ready() -> None:
-    plan = Plan.subgroup(4, [0, 1, 2], epoch=3)
+    plan = Plan.subgroup(4, [0, 1, 2], plan_id=3)
     switch = Switch(7, plan, SYNC, 10.0)
     assert [switch.rank_ready(rank) for rank in (2, 0, 0, 1)] == [[]] * 4
     assert switch.rank_ready(3) == [Commit(7, 3)]
@@ -44,24 +44,24 @@ def test_a_switch_waits_for_all_ranks_and_says_once_that_they_are_ready() -> Non
 
 
 def test_servers_are_told_once_all_of_them_run() -> None:
-    switch = Switch(0, Plan.ps(4, 2, epoch=2, servers=(1, 3)), SYNC, 10.0)
+    switch = Switch(0, Plan.ps(4, 2, plan_id=2, servers=(1, 3)), SYNC, 10.0)
     assert switch.server_up(1, ["b", "2", ""]) == []
     assert switch.server_up(0, ["a", "1", ""]) == [Servers(0, 2, ["a", "1", "", "b", "2", ""])]
 
 
 def test_only_servers_that_were_told_to_end_cannot_be_taken_back() -> None:
-    served = Plan.ps(4, 2, epoch=1)
+    served = Plan.ps(4, 2, plan_id=1)
     for new, hands_over, irrevocable in (
-        (Plan.sync(4, epoch=2), True, True),
-        (Plan.ps(4, 3, epoch=2), True, False),
-        (Plan.grouped(4, [[0, 1], [2, 3]], epoch=2), True, True),
+        (Plan.sync(4, plan_id=2), True, True),
+        (Plan.ps(4, 3, plan_id=2), True, False),
+        (Plan.grouped(4, [[0, 1], [2, 3]], plan_id=2), True, True),
     ):
         switch = Switch(0, new, served, 10.0)
         assert not switch.irrevocable
         for rank in range(4):
             switch.rank_ready(rank)
         assert (switch.hands_over, switch.irrevocable) == (hands_over, irrevocable)
-    assert not Switch(0, Plan.partial(4, 3, epoch=2), SYNC, 10.0).hands_over
+    assert not Switch(0, Plan.partial(4, 3, plan_id=2), SYNC, 10.0).hands_over
 
 
 def test_groups_are_formed_by_speed() -> None:

@@ -134,23 +134,23 @@ def test_one_rank_four_times_slower_keeps_nobody_waiting(batches: int, forecast:
     queue = WorkQueue(batches * 8, 8, 4)
     for rank, seconds in enumerate(batch_s if forecast else []):
         queue.forecast(rank, seconds)
-    epoch = Epoch(queue, batch_s)
+    plan_id = Epoch(queue, batch_s)
     bound = batches / sum(1.0 / seconds for seconds in batch_s)
-    assert epoch.positions() == list(range(batches * 8))
-    assert max(epoch.end_s) <= 1.10 * bound
-    assert max(epoch.end_s[:3]) - min(epoch.end_s[:3]) <= 1.0
-    assert epoch.end_s[3] <= min(epoch.end_s[:3]) + 1.0
+    assert plan_id.positions() == list(range(batches * 8))
+    assert max(plan_id.end_s) <= 1.10 * bound
+    assert max(plan_id.end_s[:3]) - min(plan_id.end_s[:3]) <= 1.0
+    assert plan_id.end_s[3] <= min(plan_id.end_s[:3]) + 1.0
     # It ends early by less than one of its own batches: with one more it would have been the last.
-    assert max(epoch.end_s[:3]) - epoch.end_s[3] < 4.0 + 1.0
+    assert max(plan_id.end_s[:3]) - plan_id.end_s[3] < 4.0 + 1.0
 
 
 @pytest.mark.parametrize("batches", range(88, 101))
 def test_splitting_the_tail_ends_all_ranks_within_about_a_fast_batch(batches: int) -> None:
     batch_s = [1.0, 1.0, 1.0, 4.0]
-    epoch = Epoch(WorkQueue(batches * 32, 32, 4, split_tail=True), batch_s)
-    assert epoch.positions() == list(range(batches * 32))
-    assert max(epoch.end_s) - min(epoch.end_s) <= 1.25
-    assert max(epoch.end_s) <= 1.04 * batches / 3.25
+    plan_id = Epoch(WorkQueue(batches * 32, 32, 4, split_tail=True), batch_s)
+    assert plan_id.positions() == list(range(batches * 32))
+    assert max(plan_id.end_s) - min(plan_id.end_s) <= 1.25
+    assert max(plan_id.end_s) <= 1.04 * batches / 3.25
 
 
 def test_without_declining_the_slow_rank_would_be_last() -> None:
@@ -202,8 +202,8 @@ def test_slow_rank_gets_all_the_rest_when_the_others_are_finished() -> None:
     queue.forecast(1, 100.0)
     queue.take(0, 0.0)
     queue.done(0)
-    epoch = Epoch(queue, [1.0, 100.0], starts_s=[math.inf, 0.0])
-    assert epoch.positions() == list(range(4, 40))
+    plan_id = Epoch(queue, [1.0, 100.0], starts_s=[math.inf, 0.0])
+    assert plan_id.positions() == list(range(4, 40))
 
 
 def test_declined_rank_takes_over_when_the_others_stay_away() -> None:
@@ -233,8 +233,8 @@ def test_every_position_once_with_any_speeds_and_ranks_that_never_ask(
     asking[0] = True
     queue = WorkQueue(samples, batch, len(batch_s), split_tail=split)
     starts_s = [0.0 if asks else math.inf for asks in asking[: len(batch_s)]]
-    epoch = Epoch(queue, batch_s, starts_s=starts_s)
-    assert epoch.positions() == list(range(samples))
+    plan_id = Epoch(queue, batch_s, starts_s=starts_s)
+    assert plan_id.positions() == list(range(samples))
     assert queue.finished
 
 
@@ -263,8 +263,8 @@ def test_every_position_once_although_ranks_die(
     dies_s = deaths[:n]
     dies_s[survivor % n] = math.inf
     queue = WorkQueue(samples, batch, n, prefetch=prefetch, split_tail=split)
-    epoch = Epoch(queue, batch_s, dies_s=dies_s, starts_s=starts[:n], notice_s=5.0, poll_s=2.0)
-    assert epoch.positions() == list(range(samples))
+    plan_id = Epoch(queue, batch_s, dies_s=dies_s, starts_s=starts[:n], notice_s=5.0, poll_s=2.0)
+    assert plan_id.positions() == list(range(samples))
     assert queue.finished
 
 
@@ -281,12 +281,12 @@ def test_untaken_samples_only_where_every_living_rank_was_declined(
     n = len(batch_s)
     dies_s = [*deaths[: n - 1], math.inf]
     queue = WorkQueue(samples, 4, n)
-    epoch = Epoch(queue, batch_s, dies_s=dies_s)
-    handed = epoch.positions()
+    plan_id = Epoch(queue, batch_s, dies_s=dies_s)
+    handed = plan_id.positions()
     assert len(handed) == len(set(handed))
     assert len(handed) + queue.remaining == samples
     if queue.remaining:
-        assert n - 1 in epoch.declined
+        assert n - 1 in plan_id.declined
 
 
 @settings(max_examples=200, deadline=None)

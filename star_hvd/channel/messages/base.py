@@ -154,7 +154,7 @@ class Arrive(Message):
     kind: ClassVar[str] = "arrive"
     engine: int
     step: int
-    epoch: int
+    plan_id: int
     compute_s: float
     input_s: float
     cpu_s: float
@@ -170,7 +170,7 @@ class Late(Message):
     kind: ClassVar[str] = "late"
     engine: int
     version: int
-    epoch: int
+    plan_id: int
     compute_s: float
     input_s: float
     cpu_s: float
@@ -205,11 +205,11 @@ class Away(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ModeUnsupported(Message):
-    """A rank cannot prepare the plan of this epoch, or cannot go on with it."""
+    """A rank cannot prepare the plan of this id, or cannot go on with it."""
 
     kind: ClassVar[str] = "refuse"
     engine: int
-    epoch: int
+    plan_id: int
     reason: str
 
 
@@ -230,7 +230,7 @@ class HeaderNote(Message):
     kind: ClassVar[str] = "round"
     engine: int
     step: int
-    epoch: int
+    plan_id: int
     fresh: list[int]
     loss: float
     weight: float
@@ -322,11 +322,11 @@ class PlanMessage(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Abandon(Message):
-    """The plan of this epoch is not taken up."""
+    """The plan of this id is not taken up."""
 
     kind: ClassVar[str] = "abandon"
     engine: int
-    epoch: int
+    plan_id: int
     reason: str
 
 

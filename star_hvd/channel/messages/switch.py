@@ -37,32 +37,32 @@ __all__ = [
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Prepared(Message):
-    """A rank has prepared the plan of this epoch: its process sets exist, its servers are open."""
+    """A rank has prepared the plan of this id: its process sets exist, its servers are open."""
 
     kind: ClassVar[str] = "ready"
     engine: int
-    epoch: int
+    plan_id: int
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class PrepareFailed(Message):
-    """A rank cannot prepare the plan of this epoch, because of what there is and is not; others may be possible."""
+    """A rank cannot prepare the plan of this id, because of what there is and is not; others may be possible."""
 
     kind: ClassVar[str] = "cannot"
     engine: int
-    epoch: int
+    plan_id: int
     reason: str
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Commit(Message):
-    """All ranks are ready for the plan of this epoch: end the present mode."""
+    """All ranks are ready for the plan of this id: end the present mode."""
 
     kind: ClassVar[str] = "commit"
     engine: int
-    epoch: int
+    plan_id: int
 
 
 @message_kind
@@ -72,7 +72,7 @@ class Drained(Message):
 
     kind: ClassVar[str] = "cut_done"
     engine: int
-    epoch: int
+    plan_id: int
     step: int
 
 
@@ -88,22 +88,22 @@ class Restart(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Switched(Message):
-    """The members of a subgroup took up the plan of this epoch at step `step`; the others have to be told."""
+    """The members of a subgroup took up the plan of this id at step `step`; the others have to be told."""
 
     kind: ClassVar[str] = "switched"
     engine: int
-    epoch: int
+    plan_id: int
     step: int
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class PlanActive(Message):
-    """The plan of this epoch is in force from step `step` on; whoever lacks the state of that step fetches it."""
+    """The plan of this id is in force from step `step` on; whoever lacks the state of that step fetches it."""
 
     kind: ClassVar[str] = "moved"
     engine: int
-    epoch: int
+    plan_id: int
     step: int
 
 
@@ -137,11 +137,11 @@ class WarmServers(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ServerUp(Message):
-    """A rank runs a server: shard `index` of the plan of this epoch is at `address`."""
+    """A rank runs a server: shard `index` of the plan of this id is at `address`."""
 
     kind: ClassVar[str] = "server_up"
     engine: int
-    epoch: int
+    plan_id: int
     index: int
     address: list[str]
 
@@ -153,7 +153,7 @@ class Servers(Message):
 
     kind: ClassVar[str] = "servers"
     engine: int
-    epoch: int
+    plan_id: int
     addresses: list[str]
 
 
@@ -164,7 +164,7 @@ class ServerRestarted(Message):
 
     kind: ClassVar[str] = "server_moved"
     engine: int
-    epoch: int
+    plan_id: int
     index: int
     address: list[str]
 
@@ -201,7 +201,7 @@ class StepNote(Message):
     kind: ClassVar[str] = "step"
     engine: int
     version: int
-    epoch: int
+    plan_id: int
     compute_s: float
     input_s: float
     cpu_s: float
@@ -219,7 +219,7 @@ class UpdateNote(Message):
     kind: ClassVar[str] = "update"
     engine: int
     version: int
-    epoch: int
+    plan_id: int
     ranks: list[int]
     updates: int
 

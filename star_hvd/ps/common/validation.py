@@ -129,7 +129,7 @@ def check_verdict(verdict: Mapping[str, Any]) -> None:
     kind, notes = verdict.get("kind"), verdict.get("notes")
     if not isinstance(kind, str) or not isinstance(verdict.get("reason"), str):
         raise _refuse("a decision on a push", "kind", kind, "a text, and a reason")
-    for name in ("version", "epoch"):
+    for name in ("version", "plan_id"):
         if not is_whole(verdict.get(name)):
             raise _refuse("a decision on a push", name, verdict.get(name), "a whole number from 0")
     if not isinstance(verdict.get("applied"), bool):

@@ -67,7 +67,7 @@ class ServerProcess:
         host: Address under which the others reach this host, or a folder for a Unix socket.
         on_event: Called on the supervising thread with a mapping: `event` is `ready`, `seeded`, `update` (`version`,
             `ranks`, `staleness`, `gradients`, `damped`, `loss`) or `drop` (`ranks`, `reason`), both left out while the
-            owner does not keep up, `refused` (a plan; `epoch`, `reason`), `cut` (`epoch`, final `version`), `failed`
+            owner does not keep up, `refused` (`plan_id`, `reason`), `cut` (`plan_id`, final `version`), `failed`
             (`reason`) or `died` (`returncode`); all but `died` name `engine`, `session` and the shard's `index` where
             they concern one. It must only note and return.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
@@ -286,7 +286,7 @@ class ServerProcess:
             for rank, what in opened.members.items():
                 self._send({**_named(message), "do": "member", "rank": rank, "what": what})
             if opened.cut is not None:
-                self._send({**_named(message), "do": "cut", "epoch": opened.cut})
+                self._send({**_named(message), "do": "cut", "plan_id": opened.cut})
 
     def _watch(self, process: Forked, pipe: Pipe) -> None:
         """Pass events on until the process is gone, and see to it that it goes if it has stopped working."""
@@ -411,12 +411,12 @@ class ServerProcess:
                 opened.message["plan"] = plan.to_dict()
             self._send({"do": "plan", "engine": engine, "plan": plan.to_dict()})
 
-    def cut(self, engine: int, epoch: int) -> None:
+    def cut(self, engine: int, plan_id: int) -> None:
         """End the mode: shard 0 makes the last update and answers everybody; `cut` follows when all shards have it."""
         with self._changed:
             for opened in self._of(engine)[-1:]:
-                opened.cut = epoch
-            self._send({"do": "cut", "engine": engine, "epoch": epoch})
+                opened.cut = plan_id
+            self._send({"do": "cut", "engine": engine, "plan_id": plan_id})
 
     def member(self, engine: int, rank: int, what: str) -> None:
         """Tell shard 0 that a rank is `absent`, `present`, `lost` (its process died) or to `forget` (a new process

@@ -47,7 +47,7 @@ class _Memory:
     """What survives a death of the process."""
 
     rule: ServerRule
-    epoch: int
+    plan_id: int
     seq: int = 0
     log: list[Order] = field(default_factory=list)
     fed: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Primary:
         self._links = links
         self._n_servers, self._holders = n_servers, holders
         self._memory: _Memory = (
-            pickle.loads(journal) if journal else _Memory(ServerRule(plan, version=version), plan.epoch)
+            pickle.loads(journal) if journal else _Memory(ServerRule(plan, version=version), plan.plan_id)
         )
         self._arrived: dict[PushId, dict[int, tuple[float, float, float] | None]] = {}
         self._unfed: dict[PushId, dict[str, Any]] = {}
@@ -97,7 +97,7 @@ class Primary:
         self._to_tell: list[tuple[int, int, dict[str, Any]]] = []
         self._to_order: list[Order] = []
         self._to_note: list[dict[str, Any]] = []
-        if journal and plan.epoch > self._memory.epoch:
+        if journal and plan.plan_id > self._memory.plan_id:
             self.set_plan(plan)
 
     @property
@@ -211,32 +211,32 @@ class Primary:
     def set_plan(self, plan: Plan) -> None:
         """Go on under another plan of servers. One that the rule refuses is reported and changes nothing."""
         memory = self._memory
-        if plan.epoch < memory.epoch or memory.cut is not None:
+        if plan.plan_id < memory.plan_id or memory.cut is not None:
             return
         guarded = self.guards
         try:
             events = memory.rule.set_plan(plan)
         except ValueError as error:
-            self._links.event({"event": "refused", "epoch": plan.epoch, "reason": str(error)})
+            self._links.event({"event": "refused", "plan_id": plan.plan_id, "reason": str(error)})
             return
-        memory.epoch = plan.epoch
+        memory.plan_id = plan.plan_id
         if guarded != self.guards:
             self._order({"op": "guard", "on": self.guards})
         self._take(events)
         self._feed()
         self._flush()
 
-    def cut(self, epoch: int) -> None:
+    def cut(self, plan_id: int) -> None:
         """The last update: what is in is applied, everybody else hears that the optimizer has moved."""
         memory = self._memory
         if memory.cut is not None:
             if self._reported_cut:
                 self._links.event({"event": "cut", **memory.cut})
             return
-        memory.epoch = max(memory.epoch, epoch)
+        memory.plan_id = max(memory.plan_id, plan_id)
         waiting = {rank: step for rank, step in self._unfed} | {rank: step for rank, (step, _) in memory.fed.items()}
         self._take(memory.rule.cut(), tell=False)
-        memory.cut = {"epoch": epoch, "version": memory.rule.version}
+        memory.cut = {"plan_id": plan_id, "version": memory.rule.version}
         memory.metas.clear()
         self._unfed.clear()
         for rank, step in waiting.items():
@@ -371,7 +371,7 @@ class Primary:
         verdict = {
             "kind": kind,
             "version": memory.rule.version,
-            "epoch": memory.epoch,
+            "plan_id": memory.plan_id,
             "applied": memory.applied.get(rank, -1) >= step,
             "reason": reason,
             "notes": _newest([note for note in self._notes if note["version"] > since]),
@@ -385,7 +385,7 @@ class Primary:
     def _settle_cut(self, rank: int, step: int) -> None:
         assert self._memory.cut is not None
         self._memory.fed.pop(rank, None)
-        self._tell(rank, step, "moved", version=self._memory.cut["version"], epoch=self._memory.cut["epoch"])
+        self._tell(rank, step, "moved", version=self._memory.cut["version"], plan_id=self._memory.cut["plan_id"])
 
     def _refuse(self, rank: int, step: int, reason: str) -> None:
         self._memory.fed.pop(rank, None)

@@ -385,7 +385,7 @@ class Server:
             if what == "plan":
                 job.primary.set_plan(Plan.from_dict(message["plan"]))
             elif what == "cut":
-                job.primary.cut(message["epoch"])
+                job.primary.cut(message["plan_id"])
             elif what == "member":
                 job.primary.member(message["rank"], message["what"])
 

@@ -27,7 +27,7 @@ class Reply:
     Attributes:
         kind: `params`, `dropped`, `moved` or `interrupted`.
         version: Of the parameters; with `moved` the final one.
-        epoch: Of the plan in force at the server; with `moved` the one it ended for.
+        plan_id: Of the plan in force at the server; with `moved` the one it ended for.
         applied: Whether the push is in the parameters.
         reason: Why a push was dropped.
         params: Flat parameters per bucket, without the weight; used again by the next push.
@@ -36,7 +36,7 @@ class Reply:
 
     kind: str
     version: int = 0
-    epoch: int = 0
+    plan_id: int = 0
     applied: bool = False
     reason: str = ""
     params: list[torch.Tensor] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Exchange:
         Raises:
             ChannelError: It lacks something.
         """
-        if not {"kind", "version", "epoch", "applied", "reason", "notes"} <= verdict.keys():
+        if not {"kind", "version", "plan_id", "applied", "reason", "notes"} <= verdict.keys():
             raise ChannelError(f"a decision on a push has the fields {sorted(verdict)}")
         check_verdict(verdict)
         self._verdict = verdict
@@ -129,7 +129,7 @@ class Exchange:
         return Reply(
             kind,
             int(self._verdict["version"]) if moved else version,
-            int(self._verdict["epoch"]),
+            int(self._verdict["plan_id"]),
             bool(self._verdict["applied"]),
             str(self._verdict["reason"]),
             [] if moved else self._flats,

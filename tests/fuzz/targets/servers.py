@@ -285,7 +285,7 @@ def _play_orders(data: bytes) -> int:
 def _answers(draw: random.Random) -> bytes:
     layout, _, _, records = _made()
     found: list[Any] = []
-    verdict = {"kind": draw.choice(("params", "dropped", "moved")), "version": 3, "epoch": 1, "applied": True,
+    verdict = {"kind": draw.choice(("params", "dropped", "moved")), "version": 3, "plan_id": 1, "applied": True,
                "reason": "", "notes": [{"version": 3, "ranks": [0], "staleness": [0], "gradients": 1, "damped": [0.0],
                                         "loss": None}]}  # fmt: skip
     found.append(["judge", b"", packed(damaged(verdict, draw) if draw.random() < 0.5 else verdict)])
