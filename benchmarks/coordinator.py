@@ -7,7 +7,17 @@ import time
 import numpy as np
 
 from scheduler.plan.plan import Plan
-from star_hvd.channel.messages.base import Arrive, Join, Late, Message, PlanMessage, Register, RoundNote, decode, encode
+from star_hvd.channel.messages.base import (
+    Arrive,
+    HeaderNote,
+    Join,
+    Late,
+    Message,
+    PlanMessage,
+    Register,
+    decode,
+    encode,
+)
 from star_hvd.channel.messages.switch import LinkRate, Prepared, PrepareFailed, Probe
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import JobState
@@ -47,7 +57,7 @@ class _Job:
                         self._say(rank, Join(0, number, ), at_s)
                     continue
             self._say(rank, Arrive(0, number, self._plan_id, own_s, 0.001, own_s, 0.0, 0.005), at_s)
-        note = RoundNote(
+        note = HeaderNote(
             0, number, self._plan_id, [1] * self._n, 2.0 / (1.0 + 0.001 * number), float(self._n), float(self._n),
             4.0, self._n, 1.0, 0.0,
         )

@@ -358,9 +358,8 @@ class Plan:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             if value != item.default:
-                values[_KEYS.get(item.name, item.name)] = [list(v) if isinstance(v, tuple) else v for v in value] if isinstance(
-                    value, tuple
-                ) else value
+                plain = [list(v) if isinstance(v, tuple) else v for v in value] if isinstance(value, tuple) else value
+                values[_KEYS.get(item.name, item.name)] = plain
         return values
 
     @classmethod

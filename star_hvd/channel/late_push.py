@@ -47,7 +47,7 @@ class ParentLink:
         keyring: Keys and addresses of the job.
         parent: The parent's rank.
         rank: This rank.
-        engine: Number of the optimizer.
+        optimizer_id: Number of the optimizer.
         chunk_bytes: Size of a message.
         pace_bytes_per_s: Rate of the pushes, 0 for as fast as the link goes.
         deadline_s: Longest wait for an answer.
@@ -58,14 +58,14 @@ class ParentLink:
         keyring: Keyring,
         parent: int,
         rank: int,
-        engine: int,
+        optimizer_id: int,
         *,
         chunk_bytes: int,
         pace_bytes_per_s: float,
         deadline_s: float,
     ) -> None:
         self.parent = parent
-        self._rank, self._engine = rank, engine
+        self._rank, self._engine = rank, optimizer_id
         self._chunk_bytes = chunk_bytes
         self._pace_bytes_per_s = pace_bytes_per_s
         self._deadline_s = deadline_s

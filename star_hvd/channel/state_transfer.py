@@ -262,7 +262,7 @@ class Caller:
 
 
 def fetch(
-    keyring: Keyring, source: int, engine: int, deadline_s: float, *, patience_s: float = math.inf
+    keyring: Keyring, source: int, optimizer_id: int, deadline_s: float, *, patience_s: float = math.inf
 ) -> Snapshot | None:
     """Get the parameters and state of an optimizer from rank `source`; None when that rank is behind itself.
 
@@ -273,7 +273,7 @@ def fetch(
     # Without an identity of its own: the server would ignore a second connection under the same one.
     caller = Caller(keyring.client(source, b"", port=keyring.peers[source].tensor_port))
     try:
-        return ask(caller, source, engine, time.monotonic() + deadline_s, state_too=True, patience_s=patience_s)
+        return ask(caller, source, optimizer_id, time.monotonic() + deadline_s, state_too=True, patience_s=patience_s)
     finally:
         caller.close()
 
@@ -281,7 +281,7 @@ def fetch(
 def ask(
     caller: Caller,
     source: int,
-    engine: int,
+    optimizer_id: int,
     limit_s: float,
     *,
     state_too: bool,
@@ -296,7 +296,7 @@ def ask(
     """
     began_s = heard_s = time.monotonic()
     reply = _Reply(source, caller.begin())
-    caller.socket.send(_REQUEST.pack(reply.request, engine, state_too, least))
+    caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, least))
     while not reply.complete:
         until_s = min(limit_s, heard_s + patience_s)
         if time.monotonic() >= until_s:
@@ -308,7 +308,7 @@ def ask(
             reply.add(frames)
         elif caller.reopened():
             reply = _Reply(source, caller.begin())
-            caller.socket.send(_REQUEST.pack(reply.request, engine, state_too, least))
+            caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, least))
     return unpack_snapshot(bytes(reply.manifest), bytes(reply.body)) if reply.manifest else None
 
 

@@ -130,10 +130,10 @@ class JobState:
         """
         if not 0 <= rank < self.world_size:
             raise ChannelError(f"a message came from rank {rank}; this job has ranks 0..{self.world_size - 1}")
-        check(message, self.world_size, self._round_of)
+        check(message, self.world_size, self._step_of)
         self._check_room(message)
         self._last_seen_s[rank] = now_s
-        if getattr(message, "engine", -1) in self._closed:
+        if getattr(message, "optimizer_id", -1) in self._closed:
             return  # What other ranks said of an optimizer while its end was on its way.
         if rank in self.lost:
             self.lost.discard(rank)
@@ -146,43 +146,43 @@ class JobState:
                 pass
             case Register():
                 plan = Plan.from_dict(message.plan) if message.plan else None
-                engine = self._engine(message.engine)
+                engine = self._engine(message.optimizer_id)
                 engine.gradient_bytes = message.gradient_bytes
                 engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
             case Unregister():
-                self._forget(message.engine)
+                self._forget(message.optimizer_id)
             case OptimizerDropped():
-                if self._engine(message.engine).drop(rank, message):
-                    self._broadcast(OptimizerOver(message.engine))
-                    self._forget(message.engine)
+                if self._engine(message.optimizer_id).drop(rank, message):
+                    self._broadcast(OptimizerOver(message.optimizer_id))
+                    self._forget(message.optimizer_id)
             case Arrive():
-                self._engine(message.engine).arrive(rank, message, now_s)
+                self._engine(message.optimizer_id).arrive(rank, message, now_s)
             case Late():
-                self._engine(message.engine).late(rank, message, now_s)
+                self._engine(message.optimizer_id).late(rank, message, now_s)
             case Join():
-                self._engine(message.engine).rule.join(rank, message.version, now_s)
+                self._engine(message.optimizer_id).rule.join(rank, message.version, now_s)
             case HeaderNote():
-                self._engine(message.engine).round_note(message)
+                self._engine(message.optimizer_id).round_note(message)
             case ModeUnsupported():
-                self._engine(message.engine).refuse(rank, message, now_s)
+                self._engine(message.optimizer_id).refuse(rank, message, now_s)
             case LinkRate():
                 self.links.note(rank, message.bytes_per_s)
             case MachineNote():
                 self._machines[rank] = MachineStats(**{n: getattr(message, n) for n in MachineStats.names()})
             case PrepareFailed():
-                self._engine(message.engine).cannot(rank, message, now_s)
+                self._engine(message.optimizer_id).cannot(rank, message, now_s)
             case Prepared():
-                self._engine(message.engine).ready(rank, message)
+                self._engine(message.optimizer_id).ready(rank, message)
             case Restart():
-                self._engine(message.engine).restart(now_s)
+                self._engine(message.optimizer_id).restart(now_s)
             case ServerUp():
-                self._engine(message.engine).server_up(message)
+                self._engine(message.optimizer_id).server_up(message)
             case ServerRestarted():
                 self._broadcast(message)
             case Drained() | Switched():
-                self._engine(message.engine).moved(message, now_s)
+                self._engine(message.optimizer_id).moved(message, now_s)
             case StepNote():
-                self._engine(message.engine).step_note(rank, message)
+                self._engine(message.optimizer_id).step_note(rank, message)
             case Away():
                 (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
                 self._set_away(rank, message.away, now_s, out_of_data=message.out_of_data)
@@ -236,9 +236,9 @@ class JobState:
 
     def _check_room(self, message: Message) -> None:
         """Refuse what would be kept without end: the ranks choose the numbers of optimizers and loaders."""
-        engine = getattr(message, "engine", None)
-        if engine is not None and engine not in self.engines and len(self.engines) >= _MOST_AT_ONCE:
-            raise ChannelError(f"a message is of optimizer {engine}; this job has {_MOST_AT_ONCE} of them already")
+        number = getattr(message, "optimizer_id", None)
+        if number is not None and number not in self.engines and len(self.engines) >= _MOST_AT_ONCE:
+            raise ChannelError(f"a message is of optimizer {number}; this job has {_MOST_AT_ONCE} of them already")
         if not isinstance(message, (RequestBatch, LeaseAsk)) or len(self._epochs) < _MOST_AT_ONCE:
             return
         if (message.loader, message.epoch) not in self._epochs:
@@ -246,26 +246,26 @@ class JobState:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _forget(self, engine: int) -> None:
+    def _forget(self, optimizer_id: int) -> None:
         """An optimizer has ended on all ranks."""
-        self.engines.pop(engine, None)
-        self._sets.ended(engine)
-        self._closed.add(engine)
+        self.engines.pop(optimizer_id, None)
+        self._sets.ended(optimizer_id)
+        self._closed.add(optimizer_id)
 
     def _broadcast(self, message: Message) -> None:
         self.outbox.append((ALL, message))
 
-    def _engine(self, engine: int) -> OptimizerState:
-        if engine not in self.engines:
-            self.engines[engine] = OptimizerState(
-                engine, self.world_size, self._config, self._broadcast, self._hosts, self._ranker, self._sets
+    def _engine(self, optimizer_id: int) -> OptimizerState:
+        if optimizer_id not in self.engines:
+            self.engines[optimizer_id] = OptimizerState(
+                optimizer_id, self.world_size, self._config, self._broadcast, self._hosts, self._ranker, self._sets
             )
-            self.engines[engine].links.bytes_per_s = self.links.bytes_per_s
-        return self.engines[engine]
+            self.engines[optimizer_id].links.bytes_per_s = self.links.bytes_per_s
+        return self.engines[optimizer_id]
 
-    def _round_of(self, engine: int) -> int:
+    def _step_of(self, optimizer_id: int) -> int:
         """The step an optimizer is at, 0 for one not heard of yet."""
-        return self.engines[engine].rule.step if engine in self.engines else 0
+        return self.engines[optimizer_id].rule.step if optimizer_id in self.engines else 0
 
     def _set_away(self, rank: int, away: bool, now_s: float, *, out_of_data: bool = True) -> None:
         if away:
@@ -378,7 +378,7 @@ class JobState:
                     engine.rule.leave(rank)
 
     def _source(self, rank: int, message: FindStateSource) -> None:
-        engine = self._engine(message.engine)
+        engine = self._engine(message.optimizer_id)
         silent = {rank} | self.lost | self._absent
         likely = [r for r in engine.rule.up_to_date() if r not in silent]
         # In turns: one may be behind after all. Whoever is away, at the end of an epoch for example, serves too, and
@@ -390,7 +390,7 @@ class JobState:
         else:
             source = likely[(self._asked[rank] - turns) % len(likely)] if likely else -1
         self._asked[rank] += 1
-        self.outbox.append((rank, StateSource(message.engine, source)))
+        self.outbox.append((rank, StateSource(message.optimizer_id, source)))
 
     def _look_for_lost(self, now_s: float) -> None:
         if now_s < self._look_at_s:

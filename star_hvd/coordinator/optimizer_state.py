@@ -59,7 +59,7 @@ class OptimizerState:
     """State of one optimizer on the coordinator.
 
     Args:
-        engine: Number of the optimizer.
+        optimizer_id: Number of the optimizer.
         world_size: Number of ranks.
         config: Settings.
         send: Queues a message to all ranks.
@@ -70,7 +70,7 @@ class OptimizerState:
 
     def __init__(
         self,
-        engine: int,
+        optimizer_id: int,
         world_size: int,
         config: Config,
         send: Callable[[Message], None],
@@ -78,7 +78,7 @@ class OptimizerState:
         ranker: Ranker | None = None,
         sets: SetLedger | None = None,
     ) -> None:
-        self.engine = engine
+        self.engine = optimizer_id
         self.world_size = world_size
         self.active = Plan.sync(world_size)
         self.rule = ClosingRule(
@@ -125,7 +125,7 @@ class OptimizerState:
         self._next_epoch = 1
         self._decide_at_s = self._decide_next_s = 0.0  # When the next window is made, and when it is without alarm.
         self._alerts = Alerts(config)
-        self._readiness = Readiness(engine, self._sets, send)
+        self._readiness = Readiness(optimizer_id, self._sets, send)
         self._again_slow = SlowReportTrigger(world_size)
 
     # ---- events ---------------------------------------------------------------------------------------------

@@ -25,13 +25,13 @@ class Readiness:
     """What was got ready for one optimizer.
 
     Args:
-        engine: Number of the optimizer.
+        optimizer_id: Number of the optimizer.
         sets: The process sets of the job.
         send: Queues a message to all ranks.
     """
 
-    def __init__(self, engine: int, sets: SetLedger, send: Callable[[Message], None]) -> None:
-        self._engine, self._sets, self._send = engine, sets, send
+    def __init__(self, optimizer_id: int, sets: SetLedger, send: Callable[[Message], None]) -> None:
+        self._engine, self._sets, self._send = optimizer_id, sets, send
         self._servers: set[int] = set()
 
     def for_plan(self, plan: Plan | None, barred: Collection[str] = ()) -> None:

@@ -59,28 +59,28 @@ class SetLedger:
     def __contains__(self, ranks: Iterable[int]) -> bool:
         return tuple(sorted(ranks)) in self._known
 
-    def acted(self, engine: int, rank: int, plan_id: int) -> None:
+    def acted(self, optimizer_id: int, rank: int, plan_id: int) -> None:
         """A rank makes steps of the plan of this id."""
-        seen = self._acts_on.setdefault(engine, [-1] * self._world_size)
+        seen = self._acts_on.setdefault(optimizer_id, [-1] * self._world_size)
         if plan_id > seen[rank]:
             seen[rank] = plan_id
 
-    def ended(self, engine: int) -> None:
+    def ended(self, optimizer_id: int) -> None:
         """An optimizer is gone on all ranks, and needs nothing."""
-        self._acts_on.pop(engine, None)
+        self._acts_on.pop(optimizer_id, None)
         for known in self._known.values():
-            known.plans = {plan for plan in known.plans if plan[0] != engine}
+            known.plans = {plan for plan in known.plans if plan[0] != optimizer_id}
 
-    def abandoned(self, engine: int, plan_id: int) -> None:
+    def abandoned(self, optimizer_id: int, plan_id: int) -> None:
         """A plan was given up before all ranks were ready for it, so that none of them can have entered it."""
         for known in self._known.values():
-            known.plans.discard((engine, plan_id))
+            known.plans.discard((optimizer_id, plan_id))
 
-    def order(self, engine: int, sets: Iterable[Ranks], plan_id: int | None = None) -> list[Message]:
+    def order(self, optimizer_id: int, sets: Iterable[Ranks], plan_id: int | None = None) -> list[Message]:
         """The messages after which all of these sets are there.
 
         Args:
-            engine: Number of the optimizer.
+            optimizer_id: Number of the optimizer.
             sets: Ranks of each.
             plan_id: Of the plan that uses them; None where they are made on suspicion.
         """
@@ -89,7 +89,7 @@ class SetLedger:
             known = self._known.setdefault(ranks, _Known(0))
             known.asked, known.idle_since_s = next(self._clock), None
             if plan_id is not None:
-                known.plans.add((engine, plan_id))
+                known.plans.add((optimizer_id, plan_id))
                 known.used = True
         gone = sorted(self._unneeded(), key=lambda ranks: self._known[ranks].asked)
         gone = [ranks for ranks in gone if ranks not in wanted][: max(0, len(self._known) - self._most)]

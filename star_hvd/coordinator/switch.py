@@ -24,7 +24,7 @@ class Switch:
         committed: Whether the old mode was told to end.
     """
 
-    engine: int
+    optimizer_id: int
     plan: Plan
     active: Plan
     deadline_s: float
@@ -52,7 +52,7 @@ class Switch:
         if len(self._addresses) < wanted:
             return []
         flat = [part for i in range(wanted) for part in self._addresses.get(i, [])]
-        return [Servers(self.engine, self.plan.plan_id, flat)]
+        return [Servers(self.optimizer_id, self.plan.plan_id, flat)]
 
     def rank_ready(self, rank: int) -> list[Message]:
         """A rank has prepared the plan; once all have, the old mode ends."""
@@ -60,4 +60,4 @@ class Switch:
         if len(self.ready) < self.plan.world_size or self.committed:
             return []
         self.committed = True
-        return [Commit(self.engine, self.plan.plan_id)]
+        return [Commit(self.optimizer_id, self.plan.plan_id)]

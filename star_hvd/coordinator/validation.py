@@ -87,13 +87,13 @@ _ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # Of a server: host, port and public key
 _NO_STEP = -1  # Of an optimizer that is dropped while servers make its steps.
 
 
-def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> None:
+def check(message: Message, world_size: int, step_of: Callable[[int], int]) -> None:
     """Reject what makes no sense; called for every message, so that what holds for one kind is looked up.
 
     Args:
         message: From a rank.
         world_size: Ranks of the job.
-        round_of: The present step of an optimizer by its number, 0 where there is none.
+        step_of: The present step of an optimizer by its number, 0 where there is none.
 
     Raises:
         ChannelError: The message says what it cannot.
@@ -102,15 +102,15 @@ def check(message: Message, world_size: int, round_of: Callable[[int], int]) -> 
     times = _TIMES_OF.get(kind)
     if times is None:
         raise ChannelError(f"a {message.kind} message came from a rank; only the coordinator sends those")
-    engine = getattr(message, "engine", 0)
-    if not 0 <= engine < _MAX_ENGINES:
-        raise ChannelError(f"optimizer number {engine} is outside 0..{_MAX_ENGINES - 1}")
+    optimizer_id = getattr(message, "optimizer_id", 0)
+    if not 0 <= optimizer_id < _MAX_ENGINES:
+        raise ChannelError(f"optimizer number {optimizer_id} is outside 0..{_MAX_ENGINES - 1}")
     for name in times:
         value = getattr(message, name)
         if not 0.0 <= value < 1e9:
             raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
     if kind in _STEP_OF:
-        step, now_at = getattr(message, _STEP_OF[kind]), round_of(engine)
+        step, now_at = getattr(message, _STEP_OF[kind]), step_of(optimizer_id)
         least = _NO_STEP if kind is OptimizerDropped else 0
         if not least <= step <= now_at + _MAX_AHEAD:
             raise ChannelError(f"a {message.kind} message is of step {step}; this job is at step {now_at}")

@@ -59,31 +59,31 @@ class Steps(Protocol):
 class Services(Protocol):
     """What the process offers to a handover; see `star_hvd.runtime.mode_services`."""
 
-    def prepare(self, engine: int, plan: Plan) -> str | None:
+    def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
         """Get process sets, servers and connections ready; blocks. A reason why not, or None."""
         ...
 
-    def give_up(self, engine: int, plan_id: int) -> None:
+    def give_up(self, optimizer_id: int, plan_id: int) -> None:
         """Plans up to this one are not wanted any more: whatever gets one of them ready stops waiting."""
         ...
 
-    def steps(self, engine: int, plan: Plan) -> Steps:
+    def steps(self, optimizer_id: int, plan: Plan) -> Steps:
         """The steps of a prepared plan that does not run in rounds."""
         ...
 
-    def seed(self, engine: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
+    def seed(self, optimizer_id: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
         """The state with which servers begin, where this rank runs any."""
         ...
 
-    def end(self, engine: int, plan: Plan, new: Plan) -> None:
+    def end(self, optimizer_id: int, plan: Plan, new: Plan) -> None:
         """All ranks are ready to go from `plan` on to `new`: let servers make their last update, where here are any."""
         ...
 
-    def begun(self, engine: int, plan: Plan) -> None:
+    def begun(self, optimizer_id: int, plan: Plan) -> None:
         """A plan of servers is in force, whether the training thread has come to it or not."""
         ...
 
-    def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
+    def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """The state with which the servers of a plan ended, None where it is not to be had any more."""
         ...
 
@@ -351,16 +351,16 @@ class ModeSwitcher:
         outside.leave()
         self.outside = None
 
-    def state_for(self, engine: int) -> Snapshot | None:
+    def state_for(self, optimizer_id: int) -> Snapshot | None:
         """The state this rank lacks: from the servers that have just ended, or from a rank that has it. None where a
         change of mode made it superfluous."""
         ended = self._ended
         if ended is not None and self._engine.next_step == ended[1]:
             with contextlib.suppress(DeadlineError):
-                snapshot = self._services.final_state(engine, *ended, self._deadline_s)
+                snapshot = self._services.final_state(optimizer_id, *ended, self._deadline_s)
                 if snapshot is not None:
                     return snapshot
-        return self._fetch(engine, lambda: self.needs_state)
+        return self._fetch(optimizer_id, lambda: self.needs_state)
 
     def state_of_others(self, wanted: Callable[[], bool]) -> Snapshot | None:
         """The newest state that any rank gives, None once it is not wanted any more."""

@@ -136,20 +136,20 @@ class ModeServices:
             )
             self._send(LinkRate(rate))
 
-    def give_up(self, engine: int, plan_id: int) -> None:
+    def give_up(self, optimizer_id: int, plan_id: int) -> None:
         """Plans of an optimizer up to `plan_id` are not wanted any more.
 
         What prepares one stops waiting, or it would hold up the preparation of the next plan, of any optimizer.
         """
         with self._changed:
-            self._given_up[engine] = max(plan_id, self._given_up.get(engine, -1))
+            self._given_up[optimizer_id] = max(plan_id, self._given_up.get(optimizer_id, -1))
             self._changed.notify_all()
-        self.house.give_up(engine, plan_id)
+        self.house.give_up(optimizer_id, plan_id)
 
-    def forget(self, engine: int) -> None:
+    def forget(self, optimizer_id: int) -> None:
         """An optimizer is closed on all ranks."""
-        self.give_up(engine, sys.maxsize)
-        self.house.forget(engine)
+        self.give_up(optimizer_id, sys.maxsize)
+        self.house.forget(optimizer_id)
 
     # ---- process sets -----------------------------------------------------------------------------------------
 
@@ -169,16 +169,16 @@ class ModeServices:
             raise StarError(f"process set {list(ranks)} does not exist; the plan that needs it was never prepared here")
         return found
 
-    def _await_sets(self, engine: int, plan: Plan) -> str | None:
+    def _await_sets(self, optimizer_id: int, plan: Plan) -> str | None:
         limit_s = time.monotonic() + self._config.plan_deadline_s
 
         def is_told(ranks: Ranks) -> bool:
-            return ranks in self._set_reasons or plan.plan_id <= self._given_up.get(engine, -1)
+            return ranks in self._set_reasons or plan.plan_id <= self._given_up.get(optimizer_id, -1)
 
         for ranks in plan.sets:
             with self._changed:
                 self._changed.wait_for(functools.partial(is_told, ranks), max(0.0, limit_s - time.monotonic()))
-                if plan.plan_id <= self._given_up.get(engine, -1):
+                if plan.plan_id <= self._given_up.get(optimizer_id, -1):
                     return f"{plan.label} was given up"
                 if ranks not in self._set_reasons:
                     return f"process set {list(ranks)} was not made within {self._config.plan_deadline_s:g} s"
@@ -189,16 +189,16 @@ class ModeServices:
 
     # ---- for handovers ----------------------------------------------------------------------------------------
 
-    def prepare(self, engine: int, plan: Plan) -> str | None:
+    def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
         """Get process sets, servers and connections of a plan ready. A reason why not, or None; blocks."""
-        reason = self._await_sets(engine, plan)
+        reason = self._await_sets(optimizer_id, plan)
         if reason is None and plan.family in ("ps", "grouped"):
-            reason = self.house.prepare(engine, plan)
+            reason = self.house.prepare(optimizer_id, plan)
         return reason
 
-    def steps(self, engine: int, plan: Plan) -> Steps:
+    def steps(self, optimizer_id: int, plan: Plan) -> Steps:
         """The steps of a prepared plan that does not run in rounds."""
-        driver = self._drivers[engine]
+        driver = self._drivers[optimizer_id]
         deadline_s = self._config.step_deadline_s
         if plan.family == "subgroup":
             parent = plan.parent_of(self._rank)
@@ -207,7 +207,7 @@ class ModeServices:
                 self._keyring,
                 parent,
                 self._rank,
-                engine,
+                optimizer_id,
                 chunk_bytes=self._config.chunk_bytes,
                 pace_bytes_per_s=self._config.late_bytes_per_s,
                 deadline_s=deadline_s,
@@ -219,27 +219,27 @@ class ModeServices:
             "on_step": driver.note_step,
             "on_notes": driver.note_updates,
             "plan_of": driver.handover.plan_of,
-            "same_session": lambda one, other: self.house.same_session(engine, one, other),
+            "same_session": lambda one, other: self.house.same_session(optimizer_id, one, other),
         }
-        client = self.house.client(engine, plan)
+        client = self.house.client(optimizer_id, plan)
         if plan.mode == "ps":
             return ServerSteps(driver.engine, plan, client, **common)
         group = next(ranks for ranks in plan.groups if self._rank in ranks)
         collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None
         return GroupSteps(driver.engine, plan, client, collective, group, **common)
 
-    def seed(self, engine: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
+    def seed(self, optimizer_id: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
         """The state with which servers begin, where this rank runs any."""
-        self.house.seed(engine, plan, snapshot())
+        self.house.seed(optimizer_id, plan, snapshot())
 
-    def end(self, engine: int, plan: Plan, new: Plan) -> None:
+    def end(self, optimizer_id: int, plan: Plan, new: Plan) -> None:
         """All ranks are ready to go on to `new`: let servers here change their rule, or make their last update."""
-        self.house.end(engine, plan, new)
+        self.house.end(optimizer_id, plan, new)
 
-    def begun(self, engine: int, plan: Plan) -> None:
+    def begun(self, optimizer_id: int, plan: Plan) -> None:
         """A plan of servers is in force."""
-        self.house.begun(engine, plan)
+        self.house.begun(optimizer_id, plan)
 
-    def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
+    def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """The state with which the servers of a plan ended at `version`."""
-        return self.house.final_state(engine, plan, version, deadline_s)
+        return self.house.final_state(optimizer_id, plan, version, deadline_s)

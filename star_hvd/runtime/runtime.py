@@ -461,7 +461,7 @@ class Runtime(CoordinatorClient):
 
     def _on_message(self, message: messages.Message) -> None:
         if isinstance(message, _FOR_A_DRIVER):
-            driver = self.drivers.get(message.engine)
+            driver = self.drivers.get(message.optimizer_id)
             if driver is not None:
                 driver.on_message(message)
         elif isinstance(message, (Lease, LeaseRecall)):
@@ -481,42 +481,42 @@ class Runtime(CoordinatorClient):
 
     # ---- fetch ----------------------------------------------------------------------------------------------
 
-    def _snapshot(self, engine: int, state_too: bool, least: int) -> Snapshot | None:
-        driver = self.drivers.get(engine)
+    def _snapshot(self, optimizer_id: int, state_too: bool, least: int) -> Snapshot | None:
+        driver = self.drivers.get(optimizer_id)
         if driver is None or (driver.engine.version < least and not driver.engine.away):
             return None  # Where nobody trains, what is here is the newest for now.
         with driver.engine.streams.own():
             return driver.engine.replica.snapshot(state_too=state_too)
 
-    def _accept_late(self, engine: int, rank: int, version: int, body: bytearray) -> int:
-        if engine == PROBE:
+    def _accept_late(self, optimizer_id: int, rank: int, version: int, body: bytearray) -> int:
+        if optimizer_id == PROBE:
             return 0
-        driver = self.drivers.get(engine)
+        driver = self.drivers.get(optimizer_id)
         if driver is None:
-            raise ChannelError(f"a late gradient of rank {rank} is for optimizer {engine}, which is not here")
+            raise ChannelError(f"a late gradient of rank {rank} is for optimizer {optimizer_id}, which is not here")
         return driver.accept_late(rank, version, body)
 
-    def _most_late_bytes(self, engine: int) -> int:
-        if engine == PROBE:
+    def _most_late_bytes(self, optimizer_id: int) -> int:
+        if optimizer_id == PROBE:
             return MAX_PROBE_BYTES
-        driver = self.drivers.get(engine)
+        driver = self.drivers.get(optimizer_id)
         buckets = driver.engine.applier.buckets if driver is not None else []
         return sum((bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets)
 
-    def _fetch(self, engine: int, wanted: Callable[[], bool]) -> Snapshot | None:
+    def _fetch(self, optimizer_id: int, wanted: Callable[[], bool]) -> Snapshot | None:
         deadline_s = self.config.control_deadline_s
         limit_s = time.monotonic() + deadline_s
         while time.monotonic() < limit_s:
             self.raise_failure()
             if not wanted():
                 return None
-            self.agent.send(messages.FindStateSource(engine))
+            self.agent.send(messages.FindStateSource(optimizer_id))
             # A rank that says nothing for long, being frozen for example, need not be the only one with the state.
             with contextlib.suppress(queue.Empty, DeadlineError):
                 reply = self._sources.get(timeout=5.0)
-                if reply.rank >= 0 and reply.engine == engine:
+                if reply.rank >= 0 and reply.optimizer_id == optimizer_id:
                     left_s = max(0.1, limit_s - time.monotonic())
-                    snapshot = fetch(self.keyring, reply.rank, engine, left_s, patience_s=deadline_s / _SOURCES)
+                    snapshot = fetch(self.keyring, reply.rank, optimizer_id, left_s, patience_s=deadline_s / _SOURCES)
                     if snapshot is not None:
                         return snapshot
             time.sleep(0.002)

@@ -88,15 +88,15 @@ class ServerSessions:
 
     # ---- getting ready, in the preparer's thread ------------------------------------------------------------------
 
-    def prepare(self, engine: int, plan: Plan) -> str | None:
+    def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
         """Start this rank's server where the plan wants one, learn where all are, connect.
 
         Returns:
             Why the plan cannot be carried out here, or None.
         """
-        driver = self._drivers[engine]
+        driver = self._drivers[optimizer_id]
         if driver.engine.plan.family == plan.family == "ps":  # The same servers go on under another rule.
-            self._serves[engine, plan.plan_id] = self._session_of(engine, driver.engine.plan).number
+            self._serves[optimizer_id, plan.plan_id] = self._session_of(optimizer_id, driver.engine.plan).number
             return None
         applier = driver.engine.applier
         groups = applier.optimizer.param_groups
@@ -105,48 +105,48 @@ class ServerSessions:
             layout = Layout.build(applier.buckets, groups, applier.base, len(plan.servers), chunk_bytes)
             spec = OptimizerSpec.of(applier.base, groups, applier.hyper)
             if self._rank in plan.servers:
-                self._announce(engine, plan)
-            client = Client(self._rank, engine, plan.plan_id, [], layout, self._key)
-            endpoints = self._connect(client, engine, plan)
+                self._announce(optimizer_id, plan)
+            client = Client(self._rank, optimizer_id, plan.plan_id, [], layout, self._key)
+            endpoints = self._connect(client, optimizer_id, plan)
         except (LayoutError, DeadlineError) as error:
             return str(error)
         session = _Session(plan.plan_id, plan, client, endpoints, layout, spec)
-        self._serves[engine, plan.plan_id] = plan.plan_id
-        self._tidy(engine, driver.engine.plan)
+        self._serves[optimizer_id, plan.plan_id] = plan.plan_id
+        self._tidy(optimizer_id, driver.engine.plan)
         with self._changed:
-            self._sessions.setdefault(engine, []).append(session)
+            self._sessions.setdefault(optimizer_id, []).append(session)
         return None
 
-    def _tidy(self, engine: int, active: Plan) -> None:
+    def _tidy(self, optimizer_id: int, active: Plan) -> None:
         """Close an optimizer's sessions that are over, or were never begun because their plan was abandoned."""
-        live = self._serves.get((engine, active.plan_id))
+        live = self._serves.get((optimizer_id, active.plan_id))
         with self._changed:
-            kept = self._sessions.get(engine, [])
+            kept = self._sessions.get(optimizer_id, [])
             past = [each for each in kept if each.number <= active.plan_id and each.number != live]
             begun = [each for each in past if each.begun]
             # The last one may still be asked for its last state; in another mode that is the last but one.
             old = [each for each in past if not each.begun] + begun[: -1 if live is not None else -2]
-            self._sessions[engine] = [each for each in kept if each not in old]
-        self._close(engine, old)
+            self._sessions[optimizer_id] = [each for each in kept if each not in old]
+        self._close(optimizer_id, old)
 
-    def forget(self, engine: int) -> None:
+    def forget(self, optimizer_id: int) -> None:
         """An optimizer is closed on all ranks: let go of its connections and of its shards on this rank's server."""
         with self._changed:
-            sessions = self._sessions.pop(engine, [])
+            sessions = self._sessions.pop(optimizer_id, [])
             for known in (self._found, self._serves):
-                for key in [key for key in known if key[0] == engine]:
+                for key in [key for key in known if key[0] == optimizer_id]:
                     del known[key]
-        self._close(engine, sessions)
+        self._close(optimizer_id, sessions)
 
-    def _close(self, engine: int, sessions: list[_Session]) -> None:
+    def _close(self, optimizer_id: int, sessions: list[_Session]) -> None:
         for session in sessions:
             session.client.close()
-            self._process.close(engine, session.number)
+            self._process.close(optimizer_id, session.number)
 
-    def give_up(self, engine: int, plan_id: int) -> None:
+    def give_up(self, optimizer_id: int, plan_id: int) -> None:
         """A plan is given up: what prepares it, or an earlier one, stops waiting."""
         with self._changed:
-            self._given_up[engine] = max(plan_id, self._given_up.get(engine, -1))
+            self._given_up[optimizer_id] = max(plan_id, self._given_up.get(optimizer_id, -1))
             self._changed.notify_all()
 
     def warm(self) -> None:
@@ -155,14 +155,14 @@ class ServerSessions:
             with contextlib.suppress(DeadlineError):  # A plan that wants it tries again, and tells.
                 self._process.ensure(self._config.plan_deadline_s)
 
-    def _connect(self, client: Client, engine: int, plan: Plan) -> list[Endpoint]:
+    def _connect(self, client: Client, optimizer_id: int, plan: Plan) -> list[Endpoint]:
         """Tell where this rank's children find it, learn where all are, start; the servers' endpoints."""
         count = len(plan.servers)
         if self._rank in plan.relays:
             own = client.adopt(plan.children_of(self._rank), self._host)
-            self._send(ServerUp(engine, plan.plan_id, count + plan.relays.index(self._rank), _to_parts(own)))
+            self._send(ServerUp(optimizer_id, plan.plan_id, count + plan.relays.index(self._rank), _to_parts(own)))
         try:
-            endpoints = self._await_endpoints(engine, plan)
+            endpoints = self._await_endpoints(optimizer_id, plan)
         except DeadlineError:
             client.close()
             raise
@@ -173,15 +173,15 @@ class ServerSessions:
         client.start()
         return endpoints[:count]
 
-    def _announce(self, engine: int, plan: Plan) -> None:
+    def _announce(self, optimizer_id: int, plan: Plan) -> None:
         address = _to_parts(self._process.ensure(self._config.plan_deadline_s))
-        self._send(ServerUp(engine, plan.plan_id, plan.servers.index(self._rank), address))
+        self._send(ServerUp(optimizer_id, plan.plan_id, plan.servers.index(self._rank), address))
 
-    def _await_endpoints(self, engine: int, plan: Plan) -> list[Endpoint]:
-        key, limit_s = (engine, plan.plan_id), self._config.plan_deadline_s
+    def _await_endpoints(self, optimizer_id: int, plan: Plan) -> list[Endpoint]:
+        key, limit_s = (optimizer_id, plan.plan_id), self._config.plan_deadline_s
 
         def given_up() -> bool:
-            return self._stopped or plan.plan_id <= self._given_up.get(engine, -1)
+            return self._stopped or plan.plan_id <= self._given_up.get(optimizer_id, -1)
 
         with self._changed:
             self._changed.wait_for(lambda: key in self._found or given_up(), limit_s)
@@ -199,7 +199,7 @@ class ServerSessions:
                 _from_parts(parts[i : i + _ENDPOINT_PARTS]) for i in range(0, len(parts), _ENDPOINT_PARTS)
             ]
             with self._changed:
-                self._found[message.engine, message.plan_id] = endpoints
+                self._found[message.optimizer_id, message.plan_id] = endpoints
                 self._changed.notify_all()
         elif isinstance(message, ServerRestarted):
             self._replace(message)
@@ -209,13 +209,13 @@ class ServerSessions:
     def _replace(self, message: ServerRestarted) -> None:
         endpoint = _from_parts(message.address)
         with self._changed:
-            sessions = list(self._sessions.get(message.engine, []))
+            sessions = list(self._sessions.get(message.optimizer_id, []))
         for session in sessions:
             if session.number == message.plan_id:
                 session.endpoints[message.index] = endpoint
                 session.client.replace(message.index, endpoint)
                 if self._rank in session.plan.servers and session.plan.servers.index(self._rank) != message.index:
-                    self._process.replace(message.engine, message.plan_id, message.index, endpoint)
+                    self._process.replace(message.optimizer_id, message.plan_id, message.index, endpoint)
 
     def _presence(self, rank: int, *, present: bool) -> None:
         (self._absent.discard if present else self._absent.add)(rank)
@@ -232,65 +232,65 @@ class ServerSessions:
                 if session.plan.parent_of(self._rank) == rank:
                     session.client.orphan(not present)
 
-    def _leads(self, engine: int) -> bool:
+    def _leads(self, optimizer_id: int) -> bool:
         """Whether this rank runs the first server of an optimizer's present session, which orders the updates."""
         with contextlib.suppress(StarError):
-            return self._session_of(engine, self._drivers[engine].engine.plan).plan.servers[0] == self._rank
+            return self._session_of(optimizer_id, self._drivers[optimizer_id].engine.plan).plan.servers[0] == self._rank
         return False
 
-    def _session_of(self, engine: int, plan: Plan) -> _Session:
+    def _session_of(self, optimizer_id: int, plan: Plan) -> _Session:
         """The session that serves a plan."""
-        number = self._serves.get((engine, plan.plan_id))
+        number = self._serves.get((optimizer_id, plan.plan_id))
         with self._changed:
-            for session in self._sessions.get(engine, []):
+            for session in self._sessions.get(optimizer_id, []):
                 if session.number == number:
                     return session
         raise StarError(f"{plan.label} has no servers here: its plan was never prepared")
 
-    def end(self, engine: int, plan: Plan, new: Plan) -> None:
+    def end(self, optimizer_id: int, plan: Plan, new: Plan) -> None:
         """All ranks are ready to go on to `new`: change the servers' rule, or let them make their last update."""
-        session = self._session_of(engine, plan)
+        session = self._session_of(optimizer_id, plan)
         if session.plan.servers[0] != self._rank:
             return
         if new.family == plan.family == "ps":
-            self._process.set_plan(engine, new)
+            self._process.set_plan(optimizer_id, new)
         else:
-            self._process.cut(engine, new.plan_id)
+            self._process.cut(optimizer_id, new.plan_id)
 
-    def same_session(self, engine: int, one: Plan, other: Plan) -> bool:
+    def same_session(self, optimizer_id: int, one: Plan, other: Plan) -> bool:
         """Whether two plans are served by the same servers without an end between them."""
-        numbers = [self._serves.get((engine, plan.plan_id), -1 - i) for i, plan in enumerate((one, other))]
+        numbers = [self._serves.get((optimizer_id, plan.plan_id), -1 - i) for i, plan in enumerate((one, other))]
         return numbers[0] == numbers[1]
 
-    def begun(self, engine: int, plan: Plan) -> None:
+    def begun(self, optimizer_id: int, plan: Plan) -> None:
         """A plan is in force: with its servers may lie, one day, the only state there is."""
         with contextlib.suppress(StarError):
-            self._session_of(engine, plan).begun = True
+            self._session_of(optimizer_id, plan).begun = True
 
     # ---- for the training thread --------------------------------------------------------------------------------
 
-    def client(self, engine: int, plan: Plan) -> Client:
+    def client(self, optimizer_id: int, plan: Plan) -> Client:
         """The connection to the servers of a plan, which begins, or goes on, with it."""
-        return self._session_of(engine, plan).client
+        return self._session_of(optimizer_id, plan).client
 
-    def seed(self, engine: int, plan: Plan, snapshot: Snapshot) -> None:
+    def seed(self, optimizer_id: int, plan: Plan, snapshot: Snapshot) -> None:
         """Open this rank's shard with the state in which the plan begins."""
-        session = self._session_of(engine, plan)
+        session = self._session_of(optimizer_id, plan)
         index = plan.servers.index(self._rank)
         self._process.open(
-            engine, session.number, index, session.endpoints, session.layout, plan, session.spec, snapshot.version
+            optimizer_id, session.number, index, session.endpoints, session.layout, plan, session.spec, snapshot.version
         )
-        self._process.seed(engine, session.number, snapshot)
+        self._process.seed(optimizer_id, session.number, snapshot)
         if index == 0:
             for rank in self._absent - {self._rank}:  # Told of while nothing was open.
-                self._process.member(engine, rank, "absent")
+                self._process.member(optimizer_id, rank, "absent")
                 if rank not in self._absent:  # Back in this very moment: its own word may have been overtaken.
-                    self._process.member(engine, rank, "present")
+                    self._process.member(optimizer_id, rank, "present")
 
-    def final_state(self, engine: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
+    def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """The state with which the servers of a plan ended at `version`, None where it is not to be had any more."""
         with contextlib.suppress(ChannelError, DeadlineError, StarError):
-            snapshot = self._session_of(engine, plan).client.state(deadline_s)
+            snapshot = self._session_of(optimizer_id, plan).client.state(deadline_s)
             if snapshot.version == version:
                 return snapshot
         return None
@@ -328,9 +328,9 @@ class ServerSessions:
                 index = session.plan.servers.index(self._rank)
                 self._send(ServerRestarted(engine, session.number, index, _to_parts(endpoint)))
 
-    def _fail(self, engine: int, error: Exception) -> None:
+    def _fail(self, optimizer_id: int, error: Exception) -> None:
         for number, driver in list(self._drivers.items()):
-            if engine in (-1, number):
+            if optimizer_id in (-1, number):
                 driver.engine.fail(error)
                 if driver.outside is not None:
                     driver.outside.wake()

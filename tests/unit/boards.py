@@ -43,10 +43,10 @@ class Job:
         self.destinations = [destination for destination, _ in outbox]
         return [message for _, message in outbox]
 
-    def register(self, plan: Plan | None, engine: int = 0) -> list[m.Message]:
+    def register(self, plan: Plan | None, optimizer_id: int = 0) -> list[m.Message]:
         first = Plan.sync(self.world_size).to_dict()
         wanted = plan.to_dict() if plan is not None else {}
-        return [x for r in range(self.world_size) for x in self.say(r, m.Register(engine, first, wanted))]
+        return [x for r in range(self.world_size) for x in self.say(r, m.Register(optimizer_id, first, wanted))]
 
     def arrive(self, rank: int, step: int, plan_id: int = 0, compute_s: float = 0.1) -> None:
         self.say(rank, m.Arrive(0, step, plan_id, compute_s, 0.0, 0.05, 0.0, 0.01))

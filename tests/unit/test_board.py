@@ -391,10 +391,10 @@ def test_a_finished_rank_stays_away_after_an_epoch_that_ends_without_it() -> Non
 
 def test_optimizers_have_steps_and_plans_of_their_own() -> None:
     job = relaxed_job()
-    job.register(Plan.sync(3), engine=1)
+    job.register(Plan.sync(3), optimizer_id=1)
     for rank in (0, 1):
         job.say(rank, m.Arrive(1, 9, 0, 0.1, 0.0, 0.0, 0.0, 0.0))
-    assert [order.engine for order in only(job.pass_time(2.0), m.CloseStep)] == []
+    assert [order.optimizer_id for order in only(job.pass_time(2.0), m.CloseStep)] == []
     assert job.board.engines[1].rule.step == 9 and not job.board.engines[1].active.relaxed
     job.say(0, m.Unregister(1))
     assert set(job.board.engines) == {0}

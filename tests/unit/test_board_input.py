@@ -40,7 +40,7 @@ BAD = [
     m.Join(0, 1 << 50),
     m.Late(0, 7, 0, 1.0, 1e10, 0.0, 0.0),
     m.Late(2_000_000, 7, 0, 1.0, 1.0, 0.0, 0.0),
-    m.RoundNote(0, 1 << 50, 0, [0], 0.0, 1.0, 1.0, 0.0, 0, 0.0, 0.0),
+    m.HeaderNote(0, 1 << 50, 0, [0], 0.0, 1.0, 1.0, 0.0, 0, 0.0, 0.0),
     m.RequestBatch(0, 0, -1, 4, False),
     m.RequestBatch(0, 0, 4, 0, False),
     m.RequestBatch(0, -1, 4, 1, False),
@@ -74,7 +74,7 @@ def test_the_state_that_is_compared_is_all_there_is() -> None:
         m.Arrive(0, 7, 1, 0.1, 0.0, 0.0, 0.0, 0.0),
         m.Late(0, 5, 1, 0.1, 0.0, 0.0, 0.0),
         m.Join(0, 8),
-        m.RoundNote(0, 6, 1, [0], 1.0, 1.0, 1.0, 1.0, 3, 1.0, 0.0),
+        m.HeaderNote(0, 6, 1, [0], 1.0, 1.0, 1.0, 1.0, 3, 1.0, 0.0),
         m.ModeUnsupported(0, 1, "x"),
         m.Away(True, False, "x"),
         m.RequestBatch(0, 0, 10, 4, False),
@@ -128,7 +128,7 @@ ANY = st.one_of(
     st.builds(m.FindStateSource, LOOP),
     st.builds(m.Finished, st.integers(-1, 3)),
     st.builds(
-        m.RoundNote, LOOP, COUNT, st.integers(-1, 4), st.just([0]), st.floats(), st.floats(), st.floats(),
+        m.HeaderNote, LOOP, COUNT, st.integers(-1, 4), st.just([0]), st.floats(), st.floats(), st.floats(),
         st.floats(), st.integers(0, 3), st.floats(), st.floats(),
     ),
 )  # fmt: skip

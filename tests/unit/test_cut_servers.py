@@ -296,8 +296,8 @@ class Parent:
         self.server = TensorServer(router, lambda engine, state_too, least: self.snapshot, 1024, pushes.take)
         self.server.start()
 
-    def _accept(self, engine: int, rank: int, version: int, body: bytearray) -> int:
-        self.taken.append((engine, rank, version, bytes(body)))
+    def _accept(self, optimizer_id: int, rank: int, version: int, body: bytearray) -> int:
+        self.taken.append((optimizer_id, rank, version, bytes(body)))
         return version + 1
 
     def close(self) -> None:

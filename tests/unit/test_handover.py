@@ -103,11 +103,11 @@ class Servers:
     def __init__(self) -> None:
         self.prepared: list[int] = []
 
-    def prepare(self, engine: int, plan: Plan) -> str | None:
+    def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
         self.prepared.append(plan.plan_id)
         return None
 
-    def give_up(self, engine: int, plan_id: int) -> None:
+    def give_up(self, optimizer_id: int, plan_id: int) -> None:
         """Nothing waits here."""
 
 

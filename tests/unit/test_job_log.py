@@ -143,12 +143,12 @@ def test_windows_have_all_ranks_folds_the_pace_and_the_batch(teller: StepReporte
     teller.note_samples(0, 16, 16, 16.0)
     teller.timeline.append({"mode": "sync", "weight": 3.0})
     for step in range(3):
-        made.job.say(0, m.RoundNote(0, step, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 1.0))
+        made.job.say(0, m.HeaderNote(0, step, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 1.0))
     limit_s = time.monotonic() + 120.0  # The pace is taken from one window to the next.
     path = made.log._log.directory / "events.jsonl"
     while not any(event["kind"] == "window" for _, event in read_events(path)) and time.monotonic() < limit_s:
         time.sleep(0.02)
-    made.job.say(0, m.RoundNote(0, 99, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.5))
+    made.job.say(0, m.HeaderNote(0, 99, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.5))
     made.log._log._window_due_s = 0.0  # Not one second each.
     events = made.end()
     window = [event for event in events if event["kind"] == "window"][-1]

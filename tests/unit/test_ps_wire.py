@@ -157,7 +157,7 @@ def test_damaged_messages_are_counted_and_change_nothing() -> None:
         bare = connect(context, made.key, made.endpoints[0], worker_identity(0, 0, 6))  # Sends no envelopes.
         chunk = made.layout.of_server(0)[0]
         size = made.layout.nbytes(chunk)
-        mine = {"engine": 0, "session": 0, "rank": 5}
+        mine = {"optimizer_id": 0, "session": 0, "rank": 5}
         messages = [
             [b""],
             [b"x" * HEADER_BYTES, b""],

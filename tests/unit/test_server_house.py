@@ -22,7 +22,7 @@ from star_hvd.runtime.server_sessions import ServerSessions
 class Connection:
     """Stands for a client."""
 
-    def __init__(self, rank: int, engine: int, number: int, *rest: Any) -> None:
+    def __init__(self, rank: int, optimizer_id: int, number: int, *rest: Any) -> None:
         self.number, self.closed = number, False
 
     def close(self) -> None:

@@ -22,9 +22,9 @@ def made(*sets: tuple[int, ...]) -> list[m.Message]:
     return [MakeSet(list(ranks)) for ranks in sets]
 
 
-def reach(ledger: SetLedger, epoch: int, engine: int = 0) -> None:
+def reach(ledger: SetLedger, epoch: int, optimizer_id: int = 0) -> None:
     for rank in range(4):
-        ledger.acted(engine, rank, epoch)
+        ledger.acted(optimizer_id, rank, epoch)
 
 
 def test_the_set_not_asked_for_longest_makes_room() -> None:
@@ -56,7 +56,7 @@ def test_a_set_stays_while_another_optimizer_needs_it() -> None:
     ledger = SetLedger(4, most=1)
     ledger.order(0, [PAIRS[0]], 1)
     ledger.order(1, [PAIRS[0]], 1)
-    reach(ledger, 2, engine=0)
+    reach(ledger, 2, optimizer_id=0)
     assert ledger.order(0, [PAIRS[1]], 2) == made(PAIRS[1])
     ledger.ended(1)
     assert ledger.order(0, [PAIRS[1]], 3) == [DropSet([0, 1]), *made(PAIRS[1])]

@@ -212,8 +212,8 @@ def push_frames(body: bytes, chunk: int, *, number: int = 1, attempt: int = 0) -
 def test_late_gradients_are_put_together_once_and_damaged_ones_leave_nothing() -> None:
     taken: list[tuple[int, int, int, bytes]] = []
 
-    def accept(engine: int, rank: int, version: int, body: bytearray) -> int:
-        taken.append((engine, rank, version, bytes(body)))
+    def accept(optimizer_id: int, rank: int, version: int, body: bytearray) -> int:
+        taken.append((optimizer_id, rank, version, bytes(body)))
         return 9
 
     pushes = LatePushes(accept)

@@ -106,7 +106,7 @@ class Register(Message):
     """A rank has made an optimizer. `initial` is its first plan, `plan` what the user asked for, empty for `auto`."""
 
     kind: ClassVar[str] = "register"
-    engine: int
+    optimizer_id: int
     initial: dict[str, Any]
     plan: dict[str, Any]
     gradient_bytes: int = 0
@@ -118,7 +118,7 @@ class Unregister(Message):
     """An optimizer is not used any more, on all ranks."""
 
     kind: ClassVar[str] = "unregister"
-    engine: int
+    optimizer_id: int
 
 
 @message_kind
@@ -131,7 +131,7 @@ class OptimizerDropped(Message):
     """
 
     kind: ClassVar[str] = "dropped"
-    engine: int
+    optimizer_id: int
     step: int
     begun: bool
     in_flight: bool
@@ -143,7 +143,7 @@ class OptimizerOver(Message):
     """All ranks have dropped an optimizer, and nothing of it is under way."""
 
     kind: ClassVar[str] = "over"
-    engine: int
+    optimizer_id: int
 
 
 @message_kind
@@ -152,7 +152,7 @@ class Arrive(Message):
     """A rank's fresh gradient of step `step` is submitted; carries the measurements around the one before."""
 
     kind: ClassVar[str] = "arrive"
-    engine: int
+    optimizer_id: int
     step: int
     plan_id: int
     compute_s: float
@@ -168,7 +168,7 @@ class Late(Message):
     """A rank's gradient, computed on the parameters of step `version`, missed that step."""
 
     kind: ClassVar[str] = "late"
-    engine: int
+    optimizer_id: int
     version: int
     plan_id: int
     compute_s: float
@@ -183,7 +183,7 @@ class Join(Message):
     """A rank that was behind computes on the parameters of step `version` from now on."""
 
     kind: ClassVar[str] = "join"
-    engine: int
+    optimizer_id: int
     version: int
 
 
@@ -208,7 +208,7 @@ class ModeUnsupported(Message):
     """A rank cannot prepare the plan of this id, or cannot go on with it."""
 
     kind: ClassVar[str] = "refuse"
-    engine: int
+    optimizer_id: int
     plan_id: int
     reason: str
 
@@ -228,7 +228,7 @@ class HeaderNote(Message):
     """Rank 0's own engine tells the coordinator what a step's header said."""
 
     kind: ClassVar[str] = "round"
-    engine: int
+    optimizer_id: int
     step: int
     plan_id: int
     fresh: list[int]
@@ -304,7 +304,7 @@ class CloseStep(Message):
     """Order to close a step; `typical_compute_s` lets a rank that is merely out of step fall in again."""
 
     kind: ClassVar[str] = "close"
-    engine: int
+    optimizer_id: int
     step: int
     typical_compute_s: float
 
@@ -315,7 +315,7 @@ class PlanMessage(Message):
     """A plan to prepare."""
 
     kind: ClassVar[str] = "plan"
-    engine: int
+    optimizer_id: int
     plan: dict[str, Any]
 
 
@@ -325,7 +325,7 @@ class Abandon(Message):
     """The plan of this id is not taken up."""
 
     kind: ClassVar[str] = "abandon"
-    engine: int
+    optimizer_id: int
     plan_id: int
     reason: str
 
@@ -336,7 +336,7 @@ class FindStateSource(Message):
     """A rank that is behind asks whose parameters it can fetch."""
 
     kind: ClassVar[str] = "source"
-    engine: int
+    optimizer_id: int
 
 
 @message_kind
@@ -345,7 +345,7 @@ class StateSource(Message):
     """Answer to `FindStateSource`: a rank that is up to date, -1 where none is."""
 
     kind: ClassVar[str] = "source_reply"
-    engine: int
+    optimizer_id: int
     rank: int
 
 

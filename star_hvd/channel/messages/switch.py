@@ -40,7 +40,7 @@ class Prepared(Message):
     """A rank has prepared the plan of this id: its process sets exist, its servers are open."""
 
     kind: ClassVar[str] = "ready"
-    engine: int
+    optimizer_id: int
     plan_id: int
 
 
@@ -50,7 +50,7 @@ class PrepareFailed(Message):
     """A rank cannot prepare the plan of this id, because of what there is and is not; others may be possible."""
 
     kind: ClassVar[str] = "cannot"
-    engine: int
+    optimizer_id: int
     plan_id: int
     reason: str
 
@@ -61,7 +61,7 @@ class Commit(Message):
     """All ranks are ready for the plan of this id: end the present mode."""
 
     kind: ClassVar[str] = "commit"
-    engine: int
+    optimizer_id: int
     plan_id: int
 
 
@@ -71,7 +71,7 @@ class Drained(Message):
     """The servers have made their last update: the next plan begins at step `step`."""
 
     kind: ClassVar[str] = "cut_done"
-    engine: int
+    optimizer_id: int
     plan_id: int
     step: int
 
@@ -82,7 +82,7 @@ class Restart(Message):
     """All ranks are about to load a state: end the servers' mode, and begin it again with what was loaded."""
 
     kind: ClassVar[str] = "restart"
-    engine: int
+    optimizer_id: int
 
 
 @message_kind
@@ -91,7 +91,7 @@ class Switched(Message):
     """The members of a subgroup took up the plan of this id at step `step`; the others have to be told."""
 
     kind: ClassVar[str] = "switched"
-    engine: int
+    optimizer_id: int
     plan_id: int
     step: int
 
@@ -102,7 +102,7 @@ class PlanActive(Message):
     """The plan of this id is in force from step `step` on; whoever lacks the state of that step fetches it."""
 
     kind: ClassVar[str] = "moved"
-    engine: int
+    optimizer_id: int
     plan_id: int
     step: int
 
@@ -140,7 +140,7 @@ class ServerUp(Message):
     """A rank runs a server: shard `index` of the plan of this id is at `address`."""
 
     kind: ClassVar[str] = "server_up"
-    engine: int
+    optimizer_id: int
     plan_id: int
     index: int
     address: list[str]
@@ -152,7 +152,7 @@ class Servers(Message):
     """Where all servers of a plan are; `addresses` is flat, as many entries per server as in `ServerUp`."""
 
     kind: ClassVar[str] = "servers"
-    engine: int
+    optimizer_id: int
     plan_id: int
     addresses: list[str]
 
@@ -163,7 +163,7 @@ class ServerRestarted(Message):
     """A server died and was started again; told by its rank to the coordinator, and by that to everybody."""
 
     kind: ClassVar[str] = "server_moved"
-    engine: int
+    optimizer_id: int
     plan_id: int
     index: int
     address: list[str]
@@ -199,7 +199,7 @@ class StepNote(Message):
     """A rank's step in a mode without a common reduction: what was measured, and what became of its gradient."""
 
     kind: ClassVar[str] = "step"
-    engine: int
+    optimizer_id: int
     version: int
     plan_id: int
     compute_s: float
@@ -217,7 +217,7 @@ class UpdateNote(Message):
     """Rank 0 tells of the servers' updates up to `version`: ranks in the last one, and how many there were."""
 
     kind: ClassVar[str] = "update"
-    engine: int
+    optimizer_id: int
     version: int
     plan_id: int
     ranks: list[int]

@@ -11,19 +11,19 @@ _SESSION = struct.Struct("<cII")
 _UNIQUE_BYTES = 8
 
 
-def worker_identity(engine: int, session: int, rank: int) -> bytes:
+def worker_identity(optimizer_id: int, session: int, rank: int) -> bytes:
     """How a worker's socket is known to the servers."""
-    return _IDENTITY.pack(b"W", engine, session, rank)
+    return _IDENTITY.pack(b"W", optimizer_id, session, rank)
 
 
-def shard_identity(engine: int, session: int, index: int) -> bytes:
+def shard_identity(optimizer_id: int, session: int, index: int) -> bytes:
     """How a shard's socket is known to the primary; behind it come bytes of this connection alone."""
-    return _IDENTITY.pack(b"S", engine, session, index)
+    return _IDENTITY.pack(b"S", optimizer_id, session, index)
 
 
-def session_prefix(kind: bytes, engine: int, session: int) -> bytes:
+def session_prefix(kind: bytes, optimizer_id: int, session: int) -> bytes:
     """How the identities of a session's workers (`W`) or shards (`S`) begin."""
-    return _SESSION.pack(kind, engine, session)
+    return _SESSION.pack(kind, optimizer_id, session)
 
 
 def is_identity(name: bytes) -> bool:

@@ -69,7 +69,7 @@ class Header(NamedTuple):
     """
 
     kind: int
-    engine: int
+    optimizer_id: int
     session: int
     rank: int = 0
     step: int = 0

@@ -344,7 +344,7 @@ class ServerProcess:
 
     def open(
         self,
-        engine: int,
+        optimizer_id: int,
         session: int,
         index: int,
         endpoints: Sequence[Endpoint],
@@ -356,7 +356,7 @@ class ServerProcess:
         """Make this process shard `index` of an optimizer. `ready` follows, or `failed`.
 
         Args:
-            engine: Number of the optimizer.
+            optimizer_id: Number of the optimizer.
             session: Counts up each time the optimizer enters a mode of servers; all but the last two are closed.
             index: Which shard; 0 orders the updates.
             endpoints: Of all shards, in order.
@@ -367,7 +367,7 @@ class ServerProcess:
         """
         message = {
             "do": "open",
-            "engine": engine,
+            "engine": optimizer_id,
             "session": session,
             "index": index,
             "endpoints": [endpoint.to_list() for endpoint in endpoints],
@@ -379,19 +379,19 @@ class ServerProcess:
             "recover": False,
         }
         with self._changed:
-            for key in sorted(key for key in self._opened if key[0] == engine)[:-1]:
+            for key in sorted(key for key in self._opened if key[0] == optimizer_id)[:-1]:
                 self._release(key)
             opened = _Opened(message, layout, new_memory() if self._mirror else None)
-            self._opened[engine, session] = opened
+            self._opened[optimizer_id, session] = opened
             self._send(message, opened.memory)
 
-    def seed(self, engine: int, session: int, snapshot: Snapshot) -> None:
+    def seed(self, optimizer_id: int, session: int, snapshot: Snapshot) -> None:
         """Give the shard its part of the parameters and the optimizer state. `seeded` follows.
 
         The snapshot is kept until then, in case the server dies, and must not change.
         """
         with self._changed:
-            opened = self._opened[engine, session]
+            opened = self._opened[optimizer_id, session]
             opened.seed = snapshot
             self._send_seed(opened)
 
@@ -404,21 +404,21 @@ class ServerProcess:
             head = {**_named(opened.message), "do": "seed", "chunk": chunk.index}
             self._send(functools.partial(_with_record, head, record))
 
-    def set_plan(self, engine: int, plan: Plan) -> None:
+    def set_plan(self, optimizer_id: int, plan: Plan) -> None:
         """Go on under another plan of servers; matters on shard 0. `refused` follows if the rule does not take it."""
         with self._changed:
-            for opened in self._of(engine):
+            for opened in self._of(optimizer_id):
                 opened.message["plan"] = plan.to_dict()
-            self._send({"do": "plan", "engine": engine, "plan": plan.to_dict()})
+            self._send({"do": "plan", "engine": optimizer_id, "plan": plan.to_dict()})
 
-    def cut(self, engine: int, plan_id: int) -> None:
+    def cut(self, optimizer_id: int, plan_id: int) -> None:
         """End the mode: shard 0 makes the last update and answers everybody; `cut` follows when all shards have it."""
         with self._changed:
-            for opened in self._of(engine)[-1:]:
+            for opened in self._of(optimizer_id)[-1:]:
                 opened.cut = plan_id
-            self._send({"do": "cut", "engine": engine, "plan_id": plan_id})
+            self._send({"do": "cut", "engine": optimizer_id, "plan_id": plan_id})
 
-    def member(self, engine: int, rank: int, what: str) -> None:
+    def member(self, optimizer_id: int, rank: int, what: str) -> None:
         """Tell shard 0 that a rank is `absent`, `present`, `lost` (its process died) or to `forget` (a new process
         has the rank and counts its steps anew).
 
@@ -428,34 +428,34 @@ class ServerProcess:
         if what not in ("absent", "present", "lost", "forget"):
             raise ValueError(f"rank {rank} is said to be {what!r}; expected absent, present, lost or forget")
         with self._changed:
-            for opened in self._of(engine)[-1:]:
+            for opened in self._of(optimizer_id)[-1:]:
                 if what != "forget":
                     opened.members[rank] = what
-            self._send({"do": "member", "engine": engine, "rank": rank, "what": what})
+            self._send({"do": "member", "engine": optimizer_id, "rank": rank, "what": what})
 
-    def replace(self, engine: int, session: int, index: int, endpoint: Endpoint) -> None:
+    def replace(self, optimizer_id: int, session: int, index: int, endpoint: Endpoint) -> None:
         """Another shard of a session has a new process. In other sessions its number may be that of another rank's."""
         with self._changed:
-            opened = self._opened.get((engine, session))
+            opened = self._opened.get((optimizer_id, session))
             if opened is not None:
                 opened.message["endpoints"][index] = endpoint.to_list()
                 values = {**_named(opened.message), "do": "replace", "index": index, "endpoint": endpoint.to_list()}
                 self._send(values)
 
-    def close(self, engine: int, session: int) -> None:
+    def close(self, optimizer_id: int, session: int) -> None:
         """Give an optimizer's shard up."""
         with self._changed:
-            if (engine, session) in self._opened:
-                self._release((engine, session))
-                self._send({"do": "close", "engine": engine, "session": session})
+            if (optimizer_id, session) in self._opened:
+                self._release((optimizer_id, session))
+                self._send({"do": "close", "engine": optimizer_id, "session": session})
 
     def _release(self, key: tuple[int, int]) -> None:
         opened = self._opened.pop(key)
         if opened.memory is not None:
             os.close(opened.memory)
 
-    def _of(self, engine: int) -> list[_Opened]:
-        return [opened for (each, _), opened in sorted(self._opened.items()) if each == engine]
+    def _of(self, optimizer_id: int) -> list[_Opened]:
+        return [opened for (each, _), opened in sorted(self._opened.items()) if each == optimizer_id]
 
     def _send(self, message: Event | Callable[[], Event], descriptor: int | None = None) -> None:
         """Send an order; a server that is dead, or is being started, is told again."""

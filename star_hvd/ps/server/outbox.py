@@ -75,7 +75,7 @@ class Outbox:
         whole = header.kind == Kind.STATED
         if not whole and store.mirrored is not None:
             return store.mirrored
-        key = (header.engine, header.session, header.chunk, store.version, int(whole))
+        key = (header.optimizer_id, header.session, header.chunk, store.version, int(whole))
         if self._last is not None and self._last[0] == key:
             return self._last[1]
         if whole:

@@ -303,7 +303,7 @@ class Server:
     def _message(self, frames: list[Any]) -> None:
         header, _ = _two(frames[1:])
         identity = frames[0].bytes
-        key, between = (header.engine, header.session), header.kind in (Kind.JOIN, Kind.ARRIVED, Kind.DONE)
+        key, between = (header.optimizer_id, header.session), header.kind in (Kind.JOIN, Kind.ARRIVED, Kind.DONE)
         expected = (shard_identity if between else worker_identity)(*key, header.rank)
         if between:
             identity = identity[: len(expected)]

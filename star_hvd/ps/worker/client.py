@@ -26,7 +26,7 @@ class Client:
 
     Args:
         rank: This worker.
-        engine: Number of the optimizer.
+        optimizer_id: Number of the optimizer.
         session: As given to `ServerProcess.open`.
         endpoints: Of all shards, in order.
         layout: The layout.
@@ -34,11 +34,11 @@ class Client:
     """
 
     def __init__(
-        self, rank: int, engine: int, session: int, endpoints: Sequence[Endpoint], layout: Layout, key: JobKey
+        self, rank: int, optimizer_id: int, session: int, endpoints: Sequence[Endpoint], layout: Layout, key: JobKey
     ) -> None:
         self.rank = rank
         self._layout = layout
-        self._line = Line(rank, engine, session, endpoints, layout, key)
+        self._line = Line(rank, optimizer_id, session, endpoints, layout, key)
         self._woken = False
         self._flats: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []

@@ -68,7 +68,7 @@ class Line:
 
     Args:
         rank: This worker.
-        engine: Number of the optimizer.
+        optimizer_id: Number of the optimizer.
         session: As given to `ServerProcess.open`.
         endpoints: Of all shards, in order.
         layout: The layout.
@@ -84,9 +84,9 @@ class Line:
     """
 
     def __init__(
-        self, rank: int, engine: int, session: int, endpoints: Sequence[Endpoint], layout: Layout, key: JobKey
+        self, rank: int, optimizer_id: int, session: int, endpoints: Sequence[Endpoint], layout: Layout, key: JobKey
     ) -> None:
-        self.rank, self.engine, self.session = rank, engine, session
+        self.rank, self.engine, self.session = rank, optimizer_id, session
         self.endpoints = list(endpoints)
         self.parent: Endpoint | None = None
         self.relay: Relay | None = None

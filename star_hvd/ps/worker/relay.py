@@ -67,15 +67,15 @@ class Relay:
         context: zmq.Context[Any],
         key: JobKey,
         host: str,
-        engine: int,
+        optimizer_id: int,
         session: int,
         layout: Layout,
         children: Iterable[int],
     ) -> None:
         children = tuple(children)
         self._door = Door(context, key, host)
-        self._engine, self._session, self._layout = engine, session, layout
-        names = {worker_identity(engine, session, rank) for rank in children}
+        self._engine, self._session, self._layout = optimizer_id, session, layout
+        names = {worker_identity(optimizer_id, session, rank) for rank in children}
         self.router = Router(self._door.router, TENSORS, names.__contains__)
         self._children = {rank: _Child() for rank in children}
         self._absent: set[int] = set()
@@ -103,7 +103,7 @@ class Relay:
         header = unpack(frames[1])
         child = self._children.get(header.rank)
         expected = worker_identity(self._engine, self._session, header.rank)
-        if child is None or frames[0].bytes != expected or (header.engine, header.session) != self._key:
+        if child is None or frames[0].bytes != expected or (header.optimizer_id, header.session) != self._key:
             raise ChannelError(f"rank {header.rank} pushed to a parent of the ranks {sorted(self._children)}")
         if header.kind == Kind.PUSH:
             meta = read_meta(frames[2])
