@@ -28,7 +28,7 @@ from rich.table import Table
 from benchmarks.coordinator import coordinator_share
 from scheduler.diagnosis.stragglers import find_stragglers
 from scheduler.learning.evaluate import hosts
-from scheduler.learning.predictor import find_ranker
+from scheduler.learning.model_choice import find_ranker
 from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy, Ranker
 from scheduler.policy.rule_policy import RulePolicy

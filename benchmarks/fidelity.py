@@ -223,7 +223,7 @@ def _ranker(console: Console) -> Any:
     import os
 
     try:
-        from scheduler.learning.predictor import find_ranker
+        from scheduler.learning.model_choice import find_ranker
     except ImportError as error:
         console.print(f"no trained predictor: {error}", markup=False)
         return None

@@ -26,7 +26,7 @@ from scheduler.simulator.scenario import draw_scenario
 
 __all__ = ["main"]
 
-_LEARNED = "scheduler.learning.predictor:learned_policy"
+_LEARNED = "scheduler.learning.model_choice:learned_policy"
 
 
 def _factory(name: str) -> Factory:

@@ -18,7 +18,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,9 @@ from scheduler.learning.boosters import BoosterError, LightGBMMissing, load_boos
 from scheduler.learning.features import FEATURES, SCHEMA_VERSION, rows, speed
 from scheduler.learning.trial import try_heads
 from scheduler.plan.plan import Plan
-from scheduler.policy.cost_policy import Ranker
 from scheduler.records import Window
 
-__all__ = ["FORMAT", "HEADS", "SHIPPED", "ModelError", "Predictor", "find_ranker", "learned_policy", "load"]
+__all__ = ["FORMAT", "HEADS", "SHIPPED", "ModelError", "Predictor", "load"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -51,7 +50,6 @@ SHIPPED = Path(__file__).parents[1] / "models" / "default"
 _SHIPPED_SHA256 = "38f58c7966b9555457a8ba54f37a590ea5c60945abab1806f81e0f7804fc926e"
 """Of that model's `model.json`, which has those of its heads: what is it, to the bit, needs no trial."""
 
-_OFF = ("cost_model", "none", "off", "0")
 _FILE = "model.json"
 _MOST_BYTES = 32 << 20
 _OUTSIDE = 0.1
@@ -266,53 +264,3 @@ def _text(path: Path, about: Mapping[str, Any], head: str) -> str:
         raise ModelError(f"{file} has SHA-256 {found[:12]}..., {_FILE} says {expected[:12]}...: damaged, copy it again")
     return raw.decode("utf-8", errors="replace")
 
-
-def find_ranker(environ: Mapping[str, str], warn: Callable[[str], None]) -> Ranker | None:
-    """The ranker a job decides with.
-
-    `STAR_MODEL` is a model's folder, an MLflow URI like `models:/star-tta@champion`, or `cost_model` for none. Without
-    it, the model that comes with the package. One from elsewhere is tried in another process first.
-
-    Args:
-        environ: The environment.
-        warn: Told once, in a sentence, why there is no model.
-
-    Returns:
-        None where the cost model decides alone: it was asked for, or the model cannot be used. Fetching from a registry
-        takes `registry.FETCH_S` at most.
-    """
-    wanted = environ.get("STAR_MODEL", "").strip()
-    if wanted.lower() in _OFF:
-        return None
-    try:
-        if wanted.startswith("models:/"):
-            from scheduler.learning.registry import fetch
-
-            return load(fetch(wanted, environ))
-        return load(Path(wanted) if wanted else SHIPPED)
-    except ModelError as error:
-        named = f"STAR_MODEL {wanted}" if wanted else "the model of this package"
-        warn(f"{named} cannot be used: {error}. The cost model decides.")
-        return None
-
-
-def learned_policy(world_size: int, hosts: Sequence[str] | None = None) -> Any:
-    """A policy with the model that `STAR_MODEL` or the package gives, for `benchmarks.policy`.
-
-    Raises:
-        ModelError: There is none.
-    """
-    import os
-
-    from scheduler.policy.cost_policy import CostPolicy
-
-    global _ranker
-    if _ranker is None:
-        problems: list[str] = []
-        _ranker = find_ranker(os.environ, problems.append)
-        if _ranker is None:
-            raise ModelError(problems[0] if problems else "STAR_MODEL asks for the cost model")
-    return CostPolicy(world_size, ranker=_ranker, hosts=hosts)
-
-
-_ranker: Ranker | None = None

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.learning.features import FEATURES, SCHEMA_VERSION
-from scheduler.learning.predictor import ModelError
+from scheduler.learning.predictor import ModelError, load
 from scheduler.redact import redacted
 
 __all__ = ["CHALLENGER", "CHAMPION", "FETCH_S", "MODEL_NAME", "Registry", "Version", "fetch", "tracking_uri"]
@@ -118,8 +118,6 @@ class Registry:
         self, folder: Path, about: Mapping[str, Any], sample: Any, figures: Sequence[Path], experiment: str
     ) -> Version:
         mlflow = self._mlflow
-        from scheduler.learning.predictor import load
-
         estimates = load(folder).estimate(sample[list(FEATURES)].to_numpy(dtype="float64"))
         import pandas
 

@@ -30,16 +30,14 @@ from star_hvd.channel.messages.base import (
 from star_hvd.channel.messages.switch import Drained, PlanActive, Prepared, PrepareFailed, ServerUp, StepNote, Switched
 from star_hvd.config import Config
 from star_hvd.coordinator.alerts import Alerts
-from star_hvd.coordinator.link_relevance import LinkRelevance
-from star_hvd.coordinator.losses import Losses
+from star_hvd.coordinator.links import LinkRelevance
 from star_hvd.coordinator.mode_backoff import PreparationBackoff
 from star_hvd.coordinator.mode_chooser import Choice
 from star_hvd.coordinator.prewarm import Readiness
 from star_hvd.coordinator.report_trigger import SlowReportTrigger
-from star_hvd.coordinator.reports import History
+from star_hvd.coordinator.reports import Arrivals, History, Losses
 from star_hvd.coordinator.set_ledger import SetLedger
 from star_hvd.coordinator.switch import Switch
-from star_hvd.coordinator.waiting_times import Arrivals
 
 __all__ = ["OptimizerState"]
 

@@ -1,8 +1,15 @@
-"""The ranks' last step reports, kept as arrays: what a window is made of, without a walk over every report."""
+"""What the ranks reported of late, kept for windows and decisions: step reports, arrivals and losses. Pure: no clock.
+
+`History` holds the step reports as arrays, so that a window takes no walk over every report. `Arrivals` tells how long
+ranks wait for each other from what communication takes besides, without comparing clocks. `Losses` are those that the
+user tells.
+"""
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +17,7 @@ import numpy.typing as npt
 
 from scheduler.records import RankTable, StepReport
 
-__all__ = ["History"]
+__all__ = ["Arrivals", "History", "Losses"]
 
 _Floats = npt.NDArray[np.float64]
 
@@ -128,3 +135,99 @@ def _share(part_s: _Floats, total_s: _Floats) -> _Floats:
     """Part of the compute time that another of the reports' times makes up, 0 to 1."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(total_s > 0.0, np.minimum(1.0, part_s / total_s), 0.0)
+
+
+_KEPT = 64
+
+
+_STEPS_KEPT = 4 * _KEPT
+
+
+class Arrivals:
+    """Waits and arrivals of every rank, the recent ones.
+
+    Args:
+        world_size: Number of ranks.
+
+    Attributes:
+        comm_s: Recent times of a step's communication without waiting for others, oldest first.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.comm_s: deque[float] = deque(maxlen=_KEPT)
+        self._wait_s: list[deque[float]] = [deque(maxlen=_KEPT) for _ in range(world_size)]
+        self._offset_s: list[deque[float]] = [deque(maxlen=_KEPT) for _ in range(world_size)]
+        self._first_s: dict[int, float] = {}
+        self._step_waits_s: dict[int, dict[int, float]] = {}
+
+    def waited(self, rank: int, wait_s: float) -> None:
+        """A rank was inside a collective for so long."""
+        self._wait_s[rank].append(wait_s)
+
+    def in_lockstep(self, rank: int, step: int, wait_s: float) -> None:
+        """The same of a step that began with the last rank.
+
+        Waiting ended at the same moment everywhere, so the longest wait minus one's own is the time one came later.
+        """
+        if step < 0:
+            return  # What a rank tells with its first step: there was none before.
+        waits = self._step_waits_s.setdefault(step, {})
+        waits[rank] = wait_s
+        if len(waits) == len(self._wait_s):
+            del self._step_waits_s[step]
+            self.comm_s.append(min(waits.values()))  # Of the last to come: it waited for nobody.
+            for other, other_s in waits.items():
+                self._offset_s[other].append(max(waits.values()) - other_s)
+        elif len(self._step_waits_s) > _STEPS_KEPT:  # Those of which not all ranks told.
+            del self._step_waits_s[next(iter(self._step_waits_s))]
+
+    def came(self, rank: int, step: int, now_s: float) -> None:
+        """A rank's gradient of a step that does not wait for all is here, by the clock of the coordinator."""
+        if step not in self._first_s:
+            self._first_s[step] = now_s
+            if len(self._first_s) > _STEPS_KEPT:
+                del self._first_s[next(iter(self._first_s))]
+        self._offset_s[rank].append(now_s - self._first_s[step])
+
+    @property
+    def usual_comm_s(self) -> float:
+        """Median of `comm_s`; NaN if unknown."""
+        return statistics.median(self.comm_s) if self.comm_s else math.nan
+
+    def offsets_s(self) -> list[float]:
+        """Median arrival of every rank behind the first one of its step; NaN if unknown.
+
+        A gradient that missed its step counts with the time at which it came after all.
+        """
+        return [statistics.median(items) if items else math.nan for items in self._offset_s]
+
+    def waits_s(self) -> list[float]:
+        """Median time of every rank inside the collective; the rank with the least is the slowest. NaN if unknown."""
+        return [statistics.median(items) if items else math.nan for items in self._wait_s]
+
+
+_LOSSES_KEPT = 256
+
+
+class Losses:
+    """What was told, the last 256 of it.
+
+    Attributes:
+        values: The mean over the ranks, or one rank's own under servers; infinite where one was no number.
+        steps: Their steps.
+        usual: Mean of the finite ones, the later the more it weighs; NaN before the first.
+    """
+
+    def __init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=_LOSSES_KEPT)
+        self.steps: deque[int] = deque(maxlen=_LOSSES_KEPT)
+        self.usual = math.nan
+
+    def note(self, step: int, loss: float) -> None:
+        """Take in the loss of a step; NaN where the user told none."""
+        if math.isnan(loss):
+            return
+        self.values.append(loss)
+        self.steps.append(step)
+        if math.isfinite(loss):
+            self.usual = loss if math.isnan(self.usual) else 0.9 * self.usual + 0.1 * loss

@@ -5,17 +5,13 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scheduler.target import Target
+from star_hvd.run_log.story import BINS, RunStory
 
-if TYPE_CHECKING:
-    from star_hvd.run_log.page import RunStory
+__all__ = ["curves_svg", "modes_svg", "ranks_svg"]
 
-__all__ = ["BINS", "curves_svg", "modes_svg", "ranks_svg"]
-
-BINS = 150
-"""Parts of a run's time in which the ranks' compute times are told."""
 
 _WIDTH_IN, _LEFT_IN, _RIGHT_IN = 9.0, 0.8, 1.5
 """Margins are the same in all figures, so that a moment is at the same place in each; the right one is for legends."""

@@ -71,7 +71,7 @@ class ModelLoader:
         self._begun = lambda: True  # It may hold an optimizer.
         problems: list[str] = []
         try:
-            from scheduler.learning.predictor import find_ranker
+            from scheduler.learning.model_choice import find_ranker
 
             self._loaded = find_ranker(os.environ, problems.append)
         except Exception as error:  # Whatever is wrong with it: the cost model decides as well.

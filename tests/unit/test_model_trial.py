@@ -16,7 +16,8 @@ from scheduler.learning import predictor, trial
 from scheduler.learning.booster_text import check_text
 from scheduler.learning.boosters import BoosterError
 from scheduler.learning.features import FEATURES
-from scheduler.learning.predictor import SHIPPED, ModelError, find_ranker, load
+from scheduler.learning.model_choice import find_ranker
+from scheduler.learning.predictor import SHIPPED, ModelError, load
 from tests.support.effort import cases
 from tests.support.model_edits import edited
 from tests.unit.learning import save_model

@@ -13,7 +13,8 @@ import pytest
 from scheduler.cost.conditions import Conditions
 from scheduler.learning import boosters
 from scheduler.learning.features import FEATURES, speed
-from scheduler.learning.predictor import SHIPPED, ModelError, Predictor, find_ranker, load
+from scheduler.learning.model_choice import find_ranker
+from scheduler.learning.predictor import SHIPPED, ModelError, Predictor, load
 from scheduler.learning.simulated_rows import in_order
 from scheduler.plan.plan import Plan
 from scheduler.policy.candidates import candidates

@@ -12,7 +12,8 @@ import pytest
 
 from scheduler.cli import main
 from scheduler.learning import dataset
-from scheduler.learning.predictor import HEADS, ModelError, Predictor, find_ranker, load
+from scheduler.learning.model_choice import find_ranker
+from scheduler.learning.predictor import HEADS, ModelError, Predictor, load
 from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry, fetch, find_model, tracking_uri
 from tests.unit.learning import save_model, small_table
 

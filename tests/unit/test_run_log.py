@@ -24,8 +24,9 @@ from scheduler.records import RankStats, StepReport, Window
 from star_hvd.run_log import RunLog, figures, layout, new_run_name, page, run_directory, window_values
 from star_hvd.run_log.convert import RunState, flat, metric_name, window_metrics
 from star_hvd.run_log.facts import environment, optimizer_facts
-from star_hvd.run_log.page import read_story, sentence, write_page
+from star_hvd.run_log.page import sentence, write_page
 from star_hvd.run_log.spool import SpoolWriter, read_events
+from star_hvd.run_log.story import read_story
 
 
 def _log(tmp_path: Path, rank: int = 0, **more: Any) -> RunLog:

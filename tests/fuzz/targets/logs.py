@@ -19,8 +19,9 @@ from scheduler.run_events import read_line
 from scheduler.simulator.episodes import ContentionError, read_contention
 from star_hvd.run_log import layout
 from star_hvd.run_log.convert import RunState, flat, point_metric, window_metrics
-from star_hvd.run_log.page import _rank_table, _segment_table, _summary, read_story, sentence
+from star_hvd.run_log.page import _rank_table, _segment_table, _summary, sentence
 from star_hvd.run_log.spool import read_events
+from star_hvd.run_log.story import read_story
 from tests.fuzz.mutate import damaged, damaged_bytes, packed
 from tests.fuzz.run import Target
 

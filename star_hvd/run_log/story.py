@@ -1,0 +1,121 @@
+"""A run read back from its files, as its page and its figures need it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from star_hvd.run_log import layout
+from star_hvd.run_log.convert import RunState
+from star_hvd.run_log.spool import read_events
+
+__all__ = ["BINS", "RunStory", "read_story"]
+
+BINS = 150  # Equal parts of a run, of each of which the page shows one colour per rank.
+_MOST_POINTS = 4000  # Of a curve; a browser shows no more.
+
+
+class RunStory:
+    """A run as the page tells it.
+
+    Attributes:
+        name: Of the run.
+        world_size: Number of ranks.
+        state: What all events amount to.
+        windows: Window events, thinned evenly where there are thousands.
+        curves: Name to (time_s, step, value) points, thinned likewise.
+        steps: Per rank the number of step reports, their median compute and wait time in seconds, and the part that
+            was late.
+        pace: Per rank its compute time in each of `BINS` equal parts of the run, seconds, NaN where unknown.
+        recorded: Least and greatest value of every curve that `hvd.record_metric` told.
+    """
+
+    def __init__(self, name: str, world_size: int) -> None:
+        self.name = name
+        self.world_size = world_size
+        self.state = RunState()
+        self.windows: list[dict[str, Any]] = []
+        self.curves: dict[str, list[tuple[float, int, float]]] = {}
+        self.steps: dict[int, tuple[int, float, float, float]] = {}
+        self.pace: dict[int, list[float]] = {}
+        self.recorded: dict[str, tuple[float, float]] = {}
+
+    @property
+    def end_s(self) -> float:
+        """Where time axes end, seconds since the start of the log."""
+        return max(self.state.last_s, 1e-3)
+
+
+def read_story(directory: Path) -> RunStory:
+    """Read a run's folder.
+
+    Raises:
+        ValueError: It holds no run, or one of a newer version.
+    """
+    about = layout.read_about(directory)
+    story = RunStory(about["name"], about["world_size"])
+    for _, event in read_events(directory / layout.EVENTS):
+        story.state.take(event)
+        if event.get("kind") == "window":
+            story.windows.append(event)
+            value = event.get("loss")
+            if isinstance(value, float):
+                story.curves.setdefault("loss", []).append((event["time_s"], event["step"], value))
+        elif event.get("kind") == "metric" and isinstance(event.get("value"), (int, float)):
+            name, value = str(event.get("name")), float(event["value"])
+            at = (event.get("time_s") or 0.0, event.get("step") or 0)
+            story.curves.setdefault(name, []).append((*at, value))
+            least, most = story.recorded.get(name, (math.inf, -math.inf))
+            story.recorded[name] = (min(least, value), max(most, value))
+    story.windows = _thinned(story.windows)
+    story.curves = {name: _thinned(points) for name, points in story.curves.items()}
+    for rank in range(story.world_size):
+        reports = _steps_of(directory / f"rank{rank}.jsonl")
+        if reports:
+            story.steps[rank] = _summary_of(reports)
+        paces = [(float(r.get("time_s") or 0.0), float(r.get("compute_s") or 0.0)) for r in reports]
+        story.pace[rank] = _binned(paces or _told(story.windows, rank), story.end_s)
+    return story
+
+
+def _steps_of(path: Path) -> list[dict[str, Any]]:
+    """A rank's reports; none where the file lies on another host."""
+    return [event for _, event in read_events(path) if event.get("kind") == "step"] if path.exists() else []
+
+
+def _told(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, float]]:
+    """Times and compute times of a rank as windows tell them: medians of the last reports, which lag behind."""
+    found = []
+    for window in windows:
+        values = (window.get("ranks") or {}).get("compute_s") or []
+        if rank < len(values) and isinstance(values[rank], (int, float)):
+            found.append((float(window["time_s"]), float(values[rank])))
+    return found
+
+
+def _binned(points: Iterable[tuple[float, float]], end_s: float) -> list[float]:
+    """Median compute time in each part of the run; where a rank made no step, that of the one it was at."""
+    bins: list[list[float]] = [[] for _ in range(BINS)]
+    for time_s, compute_s in points:
+        if time_s >= 0.0 and compute_s > 0.0:
+            bins[min(BINS - 1, int(BINS * time_s / end_s))].append(compute_s)
+    found = [statistics.median(values) if values else math.nan for values in bins]
+    # A report comes at the end of its step.
+    for index in range(BINS - 2, -1, -1):
+        if math.isnan(found[index]):
+            found[index] = found[index + 1]
+    return found
+
+
+def _summary_of(reports: Sequence[Mapping[str, Any]]) -> tuple[int, float, float, float]:
+    compute, wait = ([float(r.get(name) or 0.0) for r in reports] for name in ("compute_s", "wait_s"))
+    late = sum(bool(report.get("late")) for report in reports) / len(reports)
+    return len(reports), statistics.median(compute), statistics.median(wait), late
+
+
+def _thinned(points: list[Any]) -> list[Any]:
+    stride = -(-len(points) // _MOST_POINTS)
+    return points[::stride] if stride > 1 else points

@@ -1,0 +1,154 @@
+"""The house: which room may import which, how large rooms are, and what must not change without being meant to.
+
+Rooms are folders; a module directly in `star_hvd/` or `scheduler/` is a room of its own. A room imports rooms of lower
+floors only, whether at the top of a file or late in a function.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.support.surface import GOLDEN, surface
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_FILES = 15  # In a room, `__init__.py` not counted.
+
+FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "scheduler": (
+        ("stats", "redact", "run_events", "target", "commands", "balance"),
+        ("plan",),
+        ("records",),
+        ("rules", "diagnosis"),
+        ("cost",),
+        ("policy", "simulator"),
+        ("learning",),
+        ("cli",),
+    ),
+    "star_hvd": (
+        ("errors", "env", "config", "threads", "requirements", "cli"),
+        ("patches", "telemetry", "channel.messages"),
+        ("build_check", "engine"),
+        ("channel",),
+        ("doctor", "modes", "ps.common"),
+        ("ps.worker", "ps.server", "ps.owner", "coordinator", "run_log"),
+        ("runtime",),
+        ("wrapper", "loader", "functions", "elastic", "job_report"),
+        ("optimizer",),
+    ),
+}
+
+
+def modules() -> dict[str, Path]:
+    """All modules by dotted name; packages without their `__init__`."""
+    found = {}
+    for package in FLOORS:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def room(module: str) -> str:
+    """The room of a module; of a package's `__init__`, the package itself."""
+    parts = module.split(".")
+    is_package = MODULES[module].name == "__init__.py"
+    return ".".join(parts if is_package or len(parts) == 2 else parts[:-1])
+
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """For every module the modules of ours that it imports, anywhere in its text."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [n if (n := f"{node.module}.{a.name}") in MODULES else node.module for a in node.names]
+            else:
+                continue
+            found[module].update(name for name in names if name in MODULES and name != module)
+    return found
+
+
+def floor(name: str) -> int:
+    package, _, rest = name.partition(".")
+    for number, rooms in enumerate(FLOORS[package]):
+        if rest in rooms:
+            return number
+    raise AssertionError(f"{name} is on no floor; put it into FLOORS below every room that imports it")
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - FLOORS.keys()))
+def test_imports_go_down(module: str) -> None:
+    own = room(module)
+    for other in sorted(imports()[module]):
+        package, theirs = own.partition(".")[0], room(other)
+        if package != other.partition(".")[0]:
+            assert package == "star_hvd", f"{module} imports {other}; scheduler knows nothing of star_hvd"
+        elif theirs not in (own, package) and not own.startswith(f"{theirs}."):
+            assert floor(theirs) < floor(own), f"{module} imports {other}, of floor {floor(theirs)} of {floor(own)}"
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    graph = imports()
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"a circle of imports: {' -> '.join((*path[path.index(module):], module))}"
+        if module not in done:
+            for other in graph[module]:
+                visit(other, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+def test_the_scheduler_imports_neither_torch_nor_horovod() -> None:
+    for module, path in MODULES.items():
+        if module.startswith("scheduler"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                for name in names:
+                    assert name.partition(".")[0] not in ("torch", "horovod"), f"{module} imports {name}"
+
+
+def test_rooms_are_small() -> None:
+    count: dict[Path, int] = defaultdict(int)
+    for path in MODULES.values():
+        count[path.parent] += path.name != "__init__.py"
+    assert {str(folder): n for folder, n in count.items() if n > MOST_FILES} == {}
+
+
+def test_no_class_is_shared_over_files_by_inheritance() -> None:
+    """A base class of ours has its one heir in another file only where it is an interface with several heirs."""
+    homes, heirs = {}, defaultdict(set)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name] = module
+                for base in node.bases:
+                    heirs[base.id if isinstance(base, ast.Name) else ""].add((module, node.name))
+    for name, found in heirs.items():
+        if name in homes and not name.endswith("Error"):
+            elsewhere = {heir for module, heir in found if module != homes[name]}
+            assert len(elsewhere) != 1 or len(found) > 1, f"{name} of {homes[name]} is half of {elsewhere}"
+
+
+def test_what_users_and_their_data_rely_on_is_as_recorded() -> None:
+    """If a change is meant: `python -m tests.support.surface > tests/golden/public_surface.json`, and say it in the
+    change log."""
+    recorded, now = json.loads(GOLDEN.read_text("utf-8")), json.loads(json.dumps(surface()))
+    assert now.keys() == recorded.keys()
+    for part in recorded:
+        assert now[part] == recorded[part], part
