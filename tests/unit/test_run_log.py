@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from scheduler.diagnosis.stragglers import Straggler
 from scheduler.plan.plan import Plan
 from scheduler.records import RankStats, StepReport, Window
-from star_hvd.run_log import RunLog, figures, layout, new_run_name, page, run_directory, window_values
+from star_hvd.run_log import RunLog, figures, layout, new_run_name, run_directory, story, window_values
 from star_hvd.run_log.convert import RunState, flat, metric_name, window_metrics
 from star_hvd.run_log.facts import environment, optimizer_facts
 from star_hvd.run_log.page import sentence, write_page
@@ -439,13 +439,13 @@ def test_all_figures_have_one_time_axis_with_the_changes_of_mode(tmp_path: Path)
 
 
 def test_the_pace_of_ranks_is_that_of_the_step_they_were_at() -> None:
-    per_s = page.BINS // 10
-    found = page._binned([(1.01, 0.5), (1.02, 0.7), (9.01, 4.0)], 10.0)
+    per_s = story.BINS // 10
+    found = story._binned([(1.01, 0.5), (1.02, 0.7), (9.01, 4.0)], 10.0)
     assert found[0] == found[per_s] == pytest.approx(0.6)
     assert found[5 * per_s] == 4.0, "a long step ends with its report"
     assert math.isnan(found[-1])
     windows = [{"time_s": 2.0, "ranks": {"compute_s": [0.1, None]}}, {"time_s": 3.0}]
-    assert page._told(windows, 0) == [(2.0, 0.1)] and page._told(windows, 1) == []
+    assert story._told(windows, 0) == [(2.0, 0.1)] and story._told(windows, 1) == []
 
 
 def test_a_page_of_an_empty_run_and_of_no_run(tmp_path: Path) -> None:
