@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from benchmarks import forecast as benchmark
 from scheduler.diagnosis.expected_times import outlook
 from scheduler.diagnosis.forecast import Forecaster, LastValue, RunningMean, RunningMedian
 from scheduler.records import RankStats, Window
+from tests.support.traces import golden_and_recorded
 from tests.support.windows import steady, window
 
 Array = npt.NDArray[np.float64]
@@ -204,20 +206,21 @@ def test_the_benchmark_refuses_other_files(tmp_path: Any) -> None:
         assert benchmark.main(["--traces", str(tmp_path / name)]) == 2
 
 
-def test_on_the_recorded_traces_it_beats_last_value_and_running_mean() -> None:
-    from pathlib import Path
-
-    traces = Path(__file__).resolve().parents[4].parent / "shared/data/star/traces.json"
-    if not traces.is_file():
-        pytest.skip("the recorded traces are not on this machine")
-    matrices = benchmark.read_matrices(traces)
-    for name in benchmark.COMPLETE:
-        found = benchmark.evaluate(matrices[name])
-        errors = found["error_ms"]
-        assert errors["forecast"] < 0.97 * errors["mean"] and errors["forecast"] < 0.85 * errors["last"]
-        ours = found["next"]["forecast"]
-        assert ours["fitted"] > max(found["next"][other]["rule"] for other in ("last", "mean"))
-        assert ours["auc"] > max(found["next"][other]["auc"] for other in ("last", "mean"))
+@pytest.mark.parametrize(
+    ("path", "name", "of_mean", "of_last"),
+    golden_and_recorded(
+        # Contention that stays for a few rounds, of which ours has more, is what the last value is good at.
+        [("bursts", 0.97, 0.96), ("rotating", 0.97, 0.96)],
+        [("transformer", 0.97, 0.85), ("alexnet_ratio", 0.97, 0.85)],
+    ),
+)
+def test_on_traces_it_beats_last_value_and_running_mean(path: Path, name: str, of_mean: float, of_last: float) -> None:
+    found = benchmark.evaluate(benchmark.read_matrices(path)[name])
+    errors = found["error_ms"]
+    assert errors["forecast"] < of_mean * errors["mean"] and errors["forecast"] < of_last * errors["last"]
+    ours = found["next"]["forecast"]
+    assert ours["fitted"] > max(found["next"][other]["rule"] for other in ("last", "mean"))
+    assert ours["auc"] > max(found["next"][other]["auc"] for other in ("last", "mean"))
 
 
 # ---- the forecast of a window --------------------------------------------------------------------------------------

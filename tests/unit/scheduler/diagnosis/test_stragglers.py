@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +13,7 @@ from hypothesis import strategies as st
 from scheduler.diagnosis.stragglers import CAUSES, Readings, Straggler, find_stragglers, link_ratio
 from scheduler.records import RankStats, Window
 from scheduler.stats import lower_median
+from tests.support.traces import golden_and_recorded, uncontended_s
 
 USUAL_S = 0.1
 
@@ -283,37 +281,25 @@ def test_readings_may_be_handed_in() -> None:
     assert find_stragglers(made, readings=Readings(made)) == find_stragglers(made)
 
 
-def _traces() -> dict[str, dict[str, object]]:
-    """The recorded traces, or a skip that says where they are looked for."""
-    default = Path(__file__).resolve().parents[4].parent / "shared/data/star/traces.json"
-    path = Path(os.environ.get("STAR_TRACES", default))
-    if not path.is_file():
-        pytest.skip(f"no traces at {path}; set STAR_TRACES to the file with the recorded traces")
-    return dict(json.loads(path.read_text()))
-
-
-def _uncontended_s(model: str, what: str) -> np.ndarray:
-    """Seconds per round and worker, shape (n_rounds, 8), without the three rounds of warming up."""
-    trace = _traces()[model]
-    inward = np.asarray(trace["ssgd"]["in_ms"])  # type: ignore[index]
-    outward = np.asarray(trace["ssgd"]["prev_out_ms"])  # type: ignore[index]
-    compute = np.asarray([row[: len(inward)] for row in trace["worker_compute_ms"]]).T  # type: ignore[attr-defined]
-    if what == "total":  # the way out is logged one round late
-        compute = compute[:-1] + inward[:-1] + outward[1:]
-    return np.asarray(compute[3:] * 1e-3)
-
-
 @pytest.mark.parametrize(
-    ("model", "what", "most"),
-    [
-        ("transformer", "compute", 0.0),
-        ("alexnet_ratio", "compute", 0.0),
-        ("transformer", "total", 0.01),
-        ("alexnet_ratio", "total", 0.15),  # 112 ms +- 58 %: communication, which is not asked about
-    ],
+    ("path", "model", "what", "most"),
+    golden_and_recorded(
+        [
+            ("jitter", "compute", 0.0),
+            ("bursts", "compute", 0.0),
+            ("rotating", "compute", 0.0),
+            ("jitter", "total", 0.01),
+        ],
+        [
+            ("transformer", "compute", 0.0),
+            ("alexnet_ratio", "compute", 0.0),
+            ("transformer", "total", 0.01),
+            ("alexnet_ratio", "total", 0.15),  # 112 ms +- 58 %: communication, which is not asked about
+        ],
+    ),
 )
-def test_false_alarms_on_uncontended_traces(model: str, what: str, most: float) -> None:
-    times = _uncontended_s(model, what) / USUAL_S
+def test_false_alarms_on_uncontended_traces(path: Path, model: str, what: str, most: float) -> None:
+    times = uncontended_s(path, model, what) / USUAL_S
     alarms = windows = minimum_rule = 0
     for end in range(8, len(times) + 1):
         recent = times[max(0, end - 40) : end]

@@ -1,22 +1,20 @@
-"""The automatic rule, on windows made by hand, in a small simulated job, and on recorded traces."""
+"""The automatic rule, on windows made by hand, in a small simulated job, and on traces."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.policy.rule_policy import RulePolicy
 from scheduler.records import Plan, RankStats, Window
+from tests.support.traces import golden_and_recorded, uncontended_s
 
 USUAL_S = 0.065
 SWITCH_S = 0.05
@@ -385,33 +383,29 @@ def _opposite(active: Plan, plan: Plan, policy: RulePolicy, made: Window) -> boo
     return (plan.quorum - active.quorum) * (following.quorum - plan.quorum) < 0
 
 
-def _uncontended_s(model: str, what: str) -> np.ndarray:
-    """Seconds per round and worker, shape (n_rounds, 8), from the recorded traces; skips without them."""
-    default = Path(__file__).resolve().parents[4].parent / "shared/data/star/traces.json"
-    path = Path(os.environ.get("STAR_TRACES", default))
-    if not path.is_file():
-        pytest.skip(f"no traces at {path}; set STAR_TRACES to the file with the recorded traces")
-    trace = json.loads(path.read_text())[model]
-    inward, outward = np.asarray(trace["ssgd"]["in_ms"]), np.asarray(trace["ssgd"]["prev_out_ms"])
-    compute = np.asarray([row[: len(inward)] for row in trace["worker_compute_ms"]]).T
-    if what == "total":  # the way out is logged one round late
-        compute = compute[:-1] + inward[:-1] + outward[1:]
-    return np.asarray(compute[3:] * 1e-3)
-
-
 @pytest.mark.parametrize(
-    ("model", "what", "n"),
-    [
-        ("transformer", "compute", 8),
-        ("transformer", "compute", 2),
-        ("transformer", "total", 8),
-        ("alexnet_ratio", "compute", 8),
-        ("alexnet_ratio", "compute", 4),
-        ("alexnet_ratio", "compute", 2),
-    ],
+    ("path", "model", "what", "n"),
+    golden_and_recorded(
+        [
+            ("jitter", "compute", 8),
+            ("jitter", "compute", 2),
+            ("jitter", "total", 8),
+            ("bursts", "compute", 8),
+            ("rotating", "compute", 4),
+            ("rotating", "compute", 2),
+        ],
+        [
+            ("transformer", "compute", 8),
+            ("transformer", "compute", 2),
+            ("transformer", "total", 8),
+            ("alexnet_ratio", "compute", 8),
+            ("alexnet_ratio", "compute", 4),
+            ("alexnet_ratio", "compute", 2),
+        ],
+    ),
 )
-def test_false_alarms_on_uncontended_traces(model: str, what: str, n: int) -> None:
-    times = _uncontended_s(model, what)[:, :n]
+def test_false_alarms_on_uncontended_traces(path: Path, model: str, what: str, n: int) -> None:
+    times = uncontended_s(path, model, what)[:, :n]
     policy, alarms = RulePolicy(n), 0
     for end in range(3, len(times) + 1):
         steps = tuple(range(max(0, end - policy.window_steps), end))
