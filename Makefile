@@ -59,7 +59,7 @@ test: lint
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-quick: lint
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "not slow" tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "not slow" tests/unit tests/tools tests/fuzz $(PYTEST_ARGS)
 
 stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \

@@ -1,0 +1,424 @@
+"""The command `star-scheduler`, as a person uses it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler.cli import evaluate, main, promote, train
+from scheduler.cli.promote import gate
+from scheduler.learning import dataset
+from scheduler.learning.evaluate import Regrets
+from scheduler.learning.logged_rows import read_run, real_rows, windows
+from scheduler.learning.predictor import Predictor, load
+from scheduler.learning.registry import Version
+from scheduler.plan.plan import Plan
+from scheduler.target import Target
+from tests.support.learning import save_model, small_table
+
+
+def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["--help"])
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    for name in ("collect", "train", "evaluate", "promote"):
+        assert name in text
+        with pytest.raises(SystemExit) as stopped:
+            main.main([name, "--help"])
+        assert stopped.value.code == 0
+        assert "default" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "nowhere.csv.gz"], "cannot read the table nowhere.csv.gz"),
+        (["train", "table.txt"], "ends in .csv.gz"),
+        (["collect", "--moments", "0"], "--moments 0; expected at least"),
+        (["collect", "--seed", "999999", "--jobs", "5"], "later ones are held out"),
+        (["collect", "--jobs", "0"], "no rows"),
+        (["collect", "--jobs", "0", "--runs", "nowhere"], "expected a folder of logged runs"),
+        (["evaluate", "--model", "no/such/folder"], "there is no such folder"),
+        (["evaluate", "--scenarios", "0"], "--scenarios is 0"),
+        (["promote", "--scenarios", "0"], "--scenarios is 0"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "table.txt").write_text("x")
+    assert main.main(arguments) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith(f"star-scheduler {arguments[0]}: error: ") and message in lines[-1]
+
+
+@pytest.mark.slow
+def test_collect_train_and_evaluate_by_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["collect", "--jobs", "2", "--seed", "3", "--moments", "1", "--out", "t.csv.gz"]) == 0
+    frame, described = dataset.read(tmp_path / "t.csv.gz")
+    assert described["sources"] == {"simulated": len(frame)} and "--seed 3" in described["made_by"]
+    dataset.write(tmp_path / "small.csv.gz", small_table())
+    assert main.main(["train", "small.csv.gz", "--out", "model", "--no-registry"]) == 0
+    assert "90 % intervals cover" in capsys.readouterr().out
+    assert isinstance(load(tmp_path / "model"), Predictor)
+
+
+@pytest.mark.slow
+def test_several_tables_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    frame = small_table()
+    half = (frame["seed"] < 6).to_numpy()
+    dataset.write(tmp_path / "a.csv.gz", frame[half])
+    dataset.write(tmp_path / "b.csv.gz", frame[~half])
+    assert main.main(["train", "a.csv.gz", "b.csv.gz", "--out", "model", "--no-registry"]) == 0
+    data = load(tmp_path / "model").about["data"]
+    assert data["rows"] == len(frame) and data["networks"] == 12
+
+
+@pytest.mark.slow
+def test_train_adds_logged_runs_by_itself_and_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    frame = small_table()
+    dataset.write(tmp_path / "t.csv.gz", frame)
+    train = ["train", "t.csv.gz", "--runs", "runs", "--out", "model", "--no-registry"]
+    (tmp_path / "runs").mkdir()
+    assert main.main(train) == 2
+    assert "no usable runs in runs" in capsys.readouterr().err
+    logged(tmp_path / "runs", "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path / "runs", "b", Plan.partial(4, 3), reached_s=5.0)
+    assert main.main(train) == 0
+    real, about = dataset.read(tmp_path / "training_logs/datasets/logged.csv.gz")
+    assert about["sources"] == {"real": len(real)} and about["made_by"] == "star-scheduler train --runs runs"
+    data = load(tmp_path / "model").about["data"]
+    assert data["rows"] == len(frame) + len(real) and data["sources"]["real"] == len(real) > 0
+
+    (tmp_path / "runs").rename(tmp_path / "moved")  # The same runs under another name.
+    for name, other in (("a", "x"), ("b", "y")):
+        (tmp_path / "moved" / name).rename(tmp_path / "moved" / other)
+    dataset.write(tmp_path / "kept.csv.gz", real)
+    assert main.main(["train", "t.csv.gz", "kept.csv.gz", "--runs", "moved", "--out", "again", "--no-registry"]) == 0
+    assert load(tmp_path / "again").about["data"]["rows"] == data["rows"]
+
+
+@pytest.mark.slow
+def test_train_without_a_table_fits_to_the_projects_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(train, "_SHIPPED", tmp_path / "datasets")
+    assert main.main(["train", "--no-registry"]) == 2, "there is none"
+    assert "cannot read the table training_logs" in capsys.readouterr().err
+    dataset.write(tmp_path / "datasets/some.csv.gz", small_table())
+    assert main.main(["train", "--no-registry", "--out", "model"]) == 0
+    assert "fitting to some.csv.gz" in " ".join(capsys.readouterr().err.split())
+
+
+# ---- the gate -------------------------------------------------------------------------------------------------------
+
+
+def regrets(**mean: float) -> list[Regrets]:
+    return [Regrets(1, "small_cnn", "sync", 1.0, dict(mean), dict.fromkeys(mean, 0))]
+
+
+def test_the_gate_opens_for_a_better_model_alone() -> None:
+    good = {"coverage": 0.9}
+    assert gate(regrets(learned=0.03, cost_model=0.05), good) == []
+    assert gate(regrets(learned=0.03, cost_model=0.05, champion=0.03), good) == []
+    assert "that of champion 2.00 %" in gate(regrets(learned=0.03, cost_model=0.05, champion=0.02), good)[0]
+    assert "that of cost_model 2.00 %" in gate(regrets(learned=0.03, cost_model=0.02), good)[0]
+    for coverage in (0.8, 0.97, math.nan):
+        assert "intervals cover" in gate(regrets(learned=0.03, cost_model=0.05), {"coverage": coverage})[0]
+    assert len(gate(regrets(learned=0.03, cost_model=0.05), {})) == 1
+
+
+class FakeRegistry:
+    """Versions by alias, whose model is that of a folder."""
+
+    uri, name = "sqlite:///nowhere", "star-tta"
+
+    def __init__(self, folder: Path, **aliases: str) -> None:
+        self.folder, self.aliases = folder, aliases
+        self.logged: dict[str, float] = {}
+        self.promoted: list[str] = []
+
+    def __call__(self, environ: object) -> FakeRegistry:
+        return self
+
+    def alias(self, alias: str) -> Version | None:
+        return Version(self.name, self.aliases[alias], "run7") if alias in self.aliases else None
+
+    def download(self, alias: str) -> Path:
+        return self.folder
+
+    def log(self, version: Version, metrics: Mapping[str, float]) -> None:
+        self.logged.update(metrics)
+
+    def promote(self, version: Version, metrics: Mapping[str, float]) -> None:
+        self.promoted.append(version.number)
+
+
+def promoted(
+    monkeypatch: pytest.MonkeyPatch, registry: FakeRegistry, scenarios: int = 40, **mean: float
+) -> tuple[int, set[str]]:
+    """Exit status of `promote` where the policies have these regrets, and which policies were judged."""
+    seen: set[str] = set()
+
+    def judged(policies: Mapping[str, object], count: int, seed: int) -> list[Regrets]:
+        seen.update(policies)
+        return regrets(**mean) * count
+
+    monkeypatch.setattr(promote, "judge", judged)
+    monkeypatch.setattr("scheduler.learning.registry.Registry", registry)
+    monkeypatch.setenv("COLUMNS", "120")
+    return main.main(["promote", "--scenarios", str(scenarios)]), seen
+
+
+def test_a_first_challenger_has_to_beat_the_shipped_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path)
+    registry = FakeRegistry(tmp_path, challenger="1")
+    status, seen = promoted(monkeypatch, registry, scenarios=3, learned=0.04, champion=0.03, cost_model=0.05)
+    text = capsys.readouterr().out
+    assert status == 1 and seen == {"learned", "champion", "cost_model"} and registry.promoted == []
+    assert "star-tta v1 (challenger)" in text and "learned" not in text
+    assert "that of shipped model (no champion) 3.00 %" in text
+    assert "the champion stays: shipped model (no champion)" in text
+    assert "90 % intervals cover" in text and "so few scenarios (3) decide little" in text
+    assert registry.logged["promote/regret/champion"] == 0.03 and registry.logged["promote/scenarios"] == 3.0
+
+
+def test_a_challenger_is_judged_against_the_champion_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path)
+    monkeypatch.setattr(promote, "MOST_COVERAGE", 1.0)
+    monkeypatch.setattr(promote, "LEAST_COVERAGE", 0.0)
+    registry = FakeRegistry(tmp_path, challenger="2", champion="1")
+    status, _ = promoted(monkeypatch, registry, learned=0.03, champion=0.04, cost_model=0.05)
+    text = capsys.readouterr().out
+    assert status == 0 and registry.promoted == ["2"]
+    assert "star-tta v1 (champion)" in text and "star-tta v2 (challenger)" in text
+    assert "decide little" not in text and "stays" not in text
+
+
+def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("evaluate", "promote"):
+        with pytest.raises(SystemExit):
+            main.main([name, "--help"])
+        assert "Exit status: 0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_evaluate_names_the_version_and_keeps_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow")
+    save_model(tmp_path)
+    registry = FakeRegistry(tmp_path, challenger="4")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("scheduler.learning.registry.Registry", registry)
+    monkeypatch.setattr(evaluate, "judge", lambda *_: regrets(learned=0.06, champion=0.03, cost_model=0.05) * 40)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main.main(["evaluate"]) == 1
+    text = capsys.readouterr().out
+    assert "star-tta v4 (challenger)" in text and "shipped model (no champion)" in text
+    assert registry.logged["evaluate/regret/learned"] == 0.06 and "MLflow, run run7" in text
+
+
+# ---- logged runs ----------------------------------------------------------------------------------------------------
+
+
+def logged(
+    root: Path, name: str, plan: Plan, *, reached_s: float | None, slow: float = 3.0, batch: int = 8,
+    hyper: dict[str, object] | None = None, **more: object,
+) -> None:
+    """A run of 4 ranks as the run log writes it; rank 1 is slow."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    optimizer = {"class": "SGD", "parameters": 9, "hyper": hyper or {"lr": 0.1}}
+    facts = {"world_size": 4, "batch": batch, "target": "accuracy>=0.9", "optimizer": optimizer, **more}
+    events: list[dict[str, object]] = [
+        {"kind": "facts", "time_s": 0.0, "values": facts},
+        {"kind": "plan", "time_s": 1.0, "step": 0, "plan": plan.to_dict()},
+        {"kind": "window", "time_s": 2.0, "step": 5, "noise_scale": 3.5, "ranks": {}},
+        {"kind": "metric", "time_s": 3.0, "name": "accuracy", "value": 0.5, "step": 10},
+    ]
+    if reached_s is not None:
+        events.append({"kind": "metric", "time_s": 1.0 + reached_s, "name": "accuracy", "value": 0.93, "step": 60})
+    text = "\n".join(json.dumps(event) for event in events) + '\n{"kind": "wind'
+    (folder / "events.jsonl").write_text(text)
+    for rank in range(4):
+        lines = [
+            json.dumps({"kind": "step", "time_s": 0.1 * s, "rank": rank, "step": s,
+                        "compute_s": 0.1 * (slow if rank == 1 else 1.0) * (1.0 + 0.001 * s), "late": False})
+            for s in range(60)
+        ]
+        (folder / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_runs_of_the_same_job_become_rows(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path, "b", Plan.partial(4, 3), reached_s=5.0)
+    logged(tmp_path, "c", Plan.partial(4, 3), reached_s=4.0)
+    logged(tmp_path, "d", Plan.local(4, steps=4), reached_s=None)
+    logged(tmp_path, "e", Plan.partial(4, 3), reached_s=1.0, batch=16)  # Another job, without a sync run.
+    told: list[str] = []
+    frame = dataset.frame_of(real_rows(tmp_path, "1", told=told.append))
+    assert told[0].startswith("4 of 5 runs used")
+    assert set(frame["source"]) == {"real"} and set(frame["run"]) == {"a"} and set(frame["seed"]) == {-1}
+    by_plan = frame.groupby("plan")
+    assert by_plan["log_relative"].first()["partial(3)"] == pytest.approx(math.log(0.45))
+    assert by_plan["reached"].first().to_dict() == {"sync": 1.0, "partial(3)": 1.0, "local(4)": 0.0}
+    assert frame["slowest_log"].to_numpy() == pytest.approx(math.log(3.0), abs=0.05)
+    dataset.write(tmp_path / "t.csv.gz", frame)
+    assert dataset.read(tmp_path / "t.csv.gz")[1]["sources"] == {"real": len(frame)}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"hyper": {"lr": 0.1}}, {"hyper": {"lr": 0.2}}, False),
+        ({"hyper": {"lr": 0.1, "betas": [0.9, 0.99]}}, {"hyper": {"lr": 0.1, "betas": [0.9, 0.9]}}, False),
+        # A schedule's momentary rate says nothing: the first one does, and it is what a job without a schedule has.
+        ({"hyper": {"lr": 0.1, "initial_lr": 0.4}}, {"hyper": {"initial_lr": 0.4, "lr": 0.2}}, True),
+        ({"hyper": {"lr": 0.1}}, {"hyper": {"lr": 0.01, "initial_lr": 0.1}}, True),
+        ({"batch": 8}, {"batch": 16}, False),
+        ({"program": "a.py"}, {"program": "b.py"}, False),
+        ({"program": "a.py --epochs 3 --mode sync"}, {"program": "a.py --epochs 4 --mode sync"}, False),
+        ({"program": "a.py --mode sync --epochs 3"}, {"program": "a.py --mode=partial(3) --epochs 3"}, True),
+        ({"program": "a.py --star-mode subgroup(0, 1) -x"}, {"program": "a.py mode=local(8) -x"}, True),
+        ({"program": "a.py"}, {"program": "a.py --mode sync"}, True),
+        ({"program": "a.py --model resnet"}, {"program": "a.py --model vgg"}, False),
+        # Tags tell the runs of a program apart, instead of its arguments; not programs.
+        ({"program": "w.py /tmp/1", "tags": {"lab": "a"}}, {"program": "w.py /tmp/2", "tags": {"lab": "a"}}, True),
+        ({"program": "w.py /tmp/1", "tags": {"lab": "a"}}, {"program": "w.py /tmp/1", "tags": {"lab": "b"}}, False),
+        ({"program": "v.py", "tags": {"lab": "a"}}, {"program": "w.py", "tags": {"lab": "a"}}, False),
+        ({"target": "accuracy>=0.9"}, {"target": "accuracy >= 0.90"}, True),
+        ({"target": "accuracy>=0.9"}, {"target": "accuracy>=0.8"}, False),
+    ],
+)
+def test_only_runs_of_the_same_job_are_paired(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any], same: bool
+) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0, **one)
+    logged(tmp_path, "b", Plan.partial(4, 3), reached_s=5.0, **other)
+    assert bool(real_rows(tmp_path, "1")) is same
+
+
+def test_every_run_left_out_is_told_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "40")
+    logged(tmp_path / "r", "a", Plan.sync(4), reached_s=10.0, mode="auto")
+    logged(tmp_path / "r", "b", Plan.sync(4), reached_s=10.0, target="[abc]")
+    logged(tmp_path / "r", "c", Plan.partial(4, 3), reached_s=10.0)
+    logged(tmp_path / "r", "d", Plan.sync(4), reached_s=10.0, target=None)
+    logged(tmp_path / "r", "e", Plan.sync(4), reached_s=10.0, batch=3)
+    logged(tmp_path / "r", "f", Plan.sync(4), reached_s=None, batch=4)
+    logged(tmp_path / "r", "g", Plan.partial(4, 3), reached_s=5.0, batch=4)
+    logged(tmp_path / "r", "h", Plan.sync(4), reached_s=5.0, batch=5)
+    (tmp_path / "r" / "h" / "rank2.jsonl").unlink()
+    assert main.main(["collect", "--jobs", "0", "--runs", "r", "--out", "t.csv.gz"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[:-1] == [
+        "0 of 8 runs used",
+        "a: it ran in auto; expected one fixed mode",
+        "b: target '[abc]' is none; expected NAME>=NUMBER",
+        "c: no run of the same job in sync",
+        "d: it has no target; set STAR_TARGET",
+        "e: no run of the same job in another mode than sync",
+        "f: no run of the same job in sync reached the target",
+        "g: no run of the same job in sync reached the target",
+        "h: rank 2 has 0 step reports; expected 8 or more",
+    ]
+    assert "error: no rows: no usable runs in r;" in lines[-1] and "--jobs" not in lines[-1]
+    logged(tmp_path / "r", "i", Plan.sync(4), reached_s=12.0)
+    assert main.main(["collect", "--jobs", "0", "--runs", "r", "--out", "t.csv.gz"]) == 0
+    said = capsys.readouterr().err
+    assert "2 of 9 runs used" in said and "12 rows (0 simulated, 12 real)" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "reached"),
+    [
+        ("accuracy>=0.5", 0.5, True), ("accuracy>0.5", 0.5, False), ("accuracy > .5", 0.6, True),
+        ("loss<=1e-1", 0.1, True), ("loss<0.1", 0.1, False), ("loss<0.1", 0.05, True), ("loss<0.1", math.nan, False),
+    ],
+)
+def test_targets(text: str, value: float, reached: bool) -> None:
+    target = Target.parse(text)
+    assert target is not None and target.reached(value) is reached
+
+
+@pytest.mark.parametrize("text", ["abc", "accuracy>=abc", "accuracy>=1.2.3", "accuracy=>0.5", "accuracy==1", "", None])
+def test_what_is_no_target(text: object) -> None:
+    assert Target.parse(text) is None
+
+
+def test_a_mode_that_was_asked_for_is_the_runs_though_all_begin_in_sync(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    for name, step in (("b", 3), ("c", 40)):
+        logged(tmp_path, name, Plan.sync(4), reached_s=5.0)
+        taken = {"kind": "plan", "time_s": 1.5, "step": step, "plan": Plan.partial(4, 3, plan_id=1).to_dict()}
+        path = tmp_path / name / "events.jsonl"
+        lines = path.read_text().split("\n")
+        path.write_text("\n".join([*lines[:2], json.dumps(taken), *lines[2:]]))
+    asked, changed = read_run(tmp_path / "b"), read_run(tmp_path / "c")
+    assert asked is not None and [plan.label for plan in asked.plans] == ["partial(3)"]
+    assert asked.target_s == pytest.approx(5.0), "counted from its first step"
+    assert changed is not None and [plan.mode for plan in changed.plans] == ["sync", "partial"]
+    told: list[str] = []
+    frame = dataset.frame_of(real_rows(tmp_path, "1", told=told.append))
+    assert told[1:] == ["c: it changed its mode (sync, partial(3)); expected one fixed mode"]
+    assert frame.groupby("plan")["log_relative"].first()["partial(3)"] == pytest.approx(math.log(0.5))
+    assert set(frame["network"]) == {"real-9"}
+
+
+def test_windows_never_look_ahead(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    run = read_run(tmp_path / "a")
+    assert run is not None and run.target_s == pytest.approx(10.0)
+    for window in windows(run):
+        assert all(max(stats.steps) <= window.step for stats in window.ranks)
+        assert window.noise_scale == 3.5
+
+
+def test_runs_that_say_nothing_are_left_out(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    (tmp_path / "a" / "rank3.jsonl").unlink()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "events.jsonl").write_text("not json\n")
+    assert read_run(tmp_path / "a") is None and read_run(tmp_path / "b") is None
+    assert real_rows(tmp_path, "1") == []
+
+
+@pytest.mark.slow
+def test_evaluate_judges_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose ranges fit nothing decides as the cost model does: equal regret, status 0."""
+    monkeypatch.setenv("STAR_LOG_DIR", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    save_model(tmp_path / "model")
+    path = tmp_path / "found.json"
+    arguments = ["evaluate", "--model", str(tmp_path / "model"), "--scenarios", "1", "--seed", "3", "--json", str(path)]
+    assert main.main(arguments) == 0
+    found = json.loads(path.read_text())
+    assert found["policy"] == "learned" and found["mean_regret"] == found["baselines"]["cost_model"]
+    assert {"star_heuristic", "sync", "oracle", "partial(n-1)"} <= set(found["baselines"])
+    assert "(judged)" in capsys.readouterr().out

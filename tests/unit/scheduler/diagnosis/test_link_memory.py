@@ -1,0 +1,85 @@
+"""Links that come and go: how long a slow one is remembered."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from scheduler.diagnosis.link_memory import LinkMemory
+from scheduler.plan.plan import Plan
+from tests.support.windows import steady, window
+
+FAST, BAD = 1e9, 1e8
+SYNC = Plan.sync(4)
+
+
+class Cluster:
+    """Four links, of which the last comes and goes."""
+
+    def __init__(self) -> None:
+        self.memory, self.step = LinkMemory(), 0
+        self.times = steady(4)
+
+    def go(self, steps: int, last: float, plan: Plan = SYNC) -> npt.NDArray[np.float64]:
+        """Windows, four steps apart; the rates to expect at the end."""
+        for _ in range(max(1, steps // 4)):
+            self.step += 4
+            rate = np.array([FAST, FAST, FAST, last])
+            expected = self.memory.note(window(self.times, end=self.step, rates=rate.tolist()), plan, rate)
+        return expected
+
+
+def test_a_link_that_is_slow_now_is_slow_at_once() -> None:
+    cluster = Cluster()
+    cluster.go(40, FAST)
+    assert cluster.go(4, BAD)[3] == pytest.approx(BAD)
+
+
+def test_a_link_that_was_slow_is_trusted_again_step_by_step() -> None:
+    cluster = Cluster()
+    cluster.go(100, BAD)
+    rates = [cluster.go(24, FAST)[3] for _ in range(20)]
+    assert BAD < rates[0] < 0.3 * FAST and rates[-1] > 0.9 * FAST
+    assert rates == sorted(rates)
+    assert cluster.go(4, FAST)[:3] == pytest.approx([FAST] * 3), "the others always were"
+
+
+def test_the_more_often_it_was_slow_the_later_it_is_trusted() -> None:
+    trusted = []
+    for times in (1, 2, 3, 4, 5, 6):
+        cluster = Cluster()
+        for _ in range(times):
+            cluster.go(40, FAST)
+            cluster.go(400, BAD)
+        steps = 0
+        while cluster.go(4, FAST)[3] < 0.5 * FAST:
+            steps += 4
+        trusted.append(steps)
+    assert trusted[1] > 1.7 * trusted[0] and trusted[3] > 3.5 * trusted[0]
+    assert max(trusted[3:]) - min(trusted[3:]) <= 8, "with a limit"
+
+
+def test_a_link_between_slow_and_well_is_counted_once() -> None:
+    once, often = Cluster(), Cluster()
+    for cluster, rates in ((once, (BAD,)), (often, (BAD, 0.6 * FAST) * 5)):
+        for rate in rates:
+            cluster.go(40, rate)
+        cluster.go(400, BAD)
+    assert often.go(100, FAST)[3] == pytest.approx(once.go(100, FAST)[3], rel=0.01)
+
+
+def test_under_servers_steps_are_updates_of_fewer_gradients() -> None:
+    rounds, served = Cluster(), Cluster()
+    for cluster in (rounds, served):
+        cluster.go(100, BAD)
+    expected = rounds.go(40, FAST)[3]
+    assert served.go(80, FAST, Plan.ps(4, 2, servers=(0,)))[3] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_rank_without_a_known_rate_has_no_past() -> None:
+    cluster = Cluster()
+    assert cluster.go(4, np.inf)[3] == np.inf
+    assert cluster.go(4, BAD)[3] == pytest.approx(BAD)
+    assert cluster.go(4, np.inf)[3] == pytest.approx(BAD, rel=0.1), "what is not known now was known a moment ago"
+    assert cluster.go(1000, np.inf)[3] > 100.0 * BAD, "and not for ever"

@@ -1,0 +1,110 @@
+"""Training: figures across networks, true intervals, the same model from the same table."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scheduler.learning import dataset, train
+from scheduler.learning.evaluate import Regrets, standings, summary
+from scheduler.learning.features import FEATURES
+from scheduler.learning.plots import draw
+from scheduler.learning.predictor import load
+from tests.support.learning import NETWORKS, save_model, small_fit, small_table
+
+SMALL = train.Settings(rounds=15, leaves=7, least_rows=10, learning_rate=0.1)
+
+
+def test_it_beats_the_cost_model_on_networks_it_was_not_fitted_to() -> None:
+    found = small_fit().metrics
+    assert found["error"] < 0.6 * found["cost_error"]
+    assert found["kendall"] > found["cost_kendall"] + 0.05
+    assert found["choice_regret"] < found["cost_choice_regret"]
+    assert 0.85 <= found["coverage"] <= 0.95
+
+
+def test_intervals_are_widened_until_they_are_true() -> None:
+    frame, fitted = small_table(), small_fit()
+    residual = frame["log_relative"].to_numpy() - fitted.judged["cost"]
+    rows = (frame["mode"] != "sync").to_numpy()
+    inside = (residual >= fitted.judged["low"] - fitted.widen) & (residual <= fitted.judged["high"] + fitted.widen)
+    assert inside[rows].mean() == pytest.approx(train.COVERAGE, abs=0.02)
+
+
+def test_a_judged_row_is_never_one_that_its_heads_saw() -> None:
+    """Labels of a network are made unlike all others: if they leaked, its predictions would be like them."""
+    frame = small_table().copy()
+    odd = (frame["network"] == "network3").to_numpy() & (frame["mode"] != "sync").to_numpy()
+    frame.loc[odd, "log_relative"] += 50.0
+    judged = train.fit(frame, SMALL).judged["middle"]
+    assert np.abs(judged[odd]).max() < 5.0
+
+
+def test_too_few_networks_are_refused() -> None:
+    frame = small_table()
+    few = frame[frame["network"].isin([f"network{i}" for i in range(4)])]
+    with pytest.raises(dataset.DatasetError, match="4 networks; expected at least 10"):
+        train.fit(few)
+
+
+def test_the_same_table_and_seed_give_the_same_model(tmp_path: Path) -> None:
+    table = small_table()
+    for name in ("a", "b"):
+        train.save(train.fit(table, SMALL), tmp_path / name, data={})
+    one, two = (json.loads((tmp_path / name / "model.json").read_text()) for name in ("a", "b"))
+    assert one["heads"] == two["heads"]
+
+
+def test_a_saved_model_says_what_it_is(tmp_path: Path) -> None:
+    about = save_model(tmp_path)
+    assert about["features"] == list(FEATURES) and about["data"]["rows"] == len(small_table())
+    assert load(tmp_path).about["metrics"] == about["metrics"]
+    assert all(math.isfinite(value) for value in about["metrics"].values())
+
+
+def test_an_outcome_that_is_not_known_is_left_out() -> None:
+    frame = small_table().copy()
+    frame.loc[frame["network"] == "network1", "reached"] = math.nan
+    found = train.fit(frame, SMALL)
+    assert math.isfinite(found.metrics["reach_brier"]) and len(frame["network"].unique()) == NETWORKS
+
+
+def test_tuning_stays_in_its_budget_and_finds_no_worse_settings() -> None:
+    told: list[str] = []
+    found = train.tune(small_table(), budget_s=0.0, told=told.append)
+    assert found == train.Settings() and len(told) == 1
+    more = train.tune(small_table(), budget_s=4.0, told=told.append)
+    assert isinstance(more, train.Settings) and len(told) >= 2
+
+
+def test_kendall_counts_pairs_in_order() -> None:
+    frame = small_table().iloc[:4]
+    real = np.array([1.0, 2.0, 3.0, 4.0])
+    assert train.kendall(frame, real, real) == 1.0
+    assert train.kendall(frame, -real, real) == -1.0
+    assert train.kendall(frame, np.array([1.0, 2.0, 4.0, 3.0]), real) == pytest.approx(4 / 6)
+
+
+def test_plots_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = draw(small_fit(), small_table(), tmp_path)
+    assert [file.name for file in files] == ["importance.png", "intervals.png", "reach.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_standings_are_ordered_and_say_what_is_a_mode() -> None:
+    rows = [
+        Regrets(1, "small_cnn", "partial", 1.0, {"sync": 0.5, "learned": 0.1, "oracle": 0.0}, {"learned": 2}),
+        Regrets(2, "big_cnn", "sync", 1.0, {"sync": 0.0, "learned": 0.2, "oracle": 0.0}, {"learned": 0}),
+    ]
+    found = standings(rows)
+    assert [one.name for one in found] == ["oracle", "learned", "sync"]
+    assert [one.fixed for one in found] == [False, False, True]
+    assert found[1].mean == pytest.approx(0.15) and found[2].worst == 0.5
+    figures = summary(rows, "learned")
+    assert figures["mean_regret"] == pytest.approx(0.15) and figures["best_single_mode"] == "sync"
+    assert set(figures["baselines"]) == {"sync", "oracle"}

@@ -1,0 +1,163 @@
+"""Which plans are worth considering, and who is in trouble."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import predict
+from scheduler.plan.plan import MODES, Plan
+from scheduler.policy.candidates import candidates, find_trouble, same_plan
+from tests.support.windows import steady, window
+
+
+def conditions(times: np.ndarray, rate: list[float] | None = None, comm_bytes: float = 1e6) -> Conditions:
+    n = times.shape[1]
+    return Conditions(times_s=times, rate=np.array(rate or [1e9] * n), comm_bytes=comm_bytes)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8, 200])
+def test_nobody_slow_leaves_few(n: int) -> None:
+    calm = conditions(steady(n))
+    assert not find_trouble(calm)
+    assert [plan.mode for plan in candidates(calm)] == ["sync", "partial"]
+    active = Plan.local(n, steps=4, plan_id=3)
+    assert [plan.label for plan in candidates(calm, active)] == ["sync", "local(4)", f"partial({n - 1})"]
+
+
+def test_jitter_of_five_milliseconds_is_no_trouble() -> None:
+    """As in STAR's alexnet log: 5.4 ms and 14 % of jitter."""
+    assert not find_trouble(conditions(steady(8, 200, jitter=0.14, usual_s=0.0054)))
+
+
+@pytest.mark.parametrize("reports", [3, 6, 24])
+def test_one_long_step_is_no_trouble_however_few_there_were(reports: int) -> None:
+    times = steady(4, reports, usual_s=0.02)
+    times[-1, 1] = 1.0
+    early = Conditions.from_window(window(times))
+    assert early is not None and not find_trouble(early)
+    times = steady(4, 2 * reports, usual_s=0.02)
+    times[::2, 1] = 1.0
+    again = Conditions.from_window(window(times))
+    assert again is not None and find_trouble(again).slow == (1,)
+
+
+def test_as_many_are_left_out_as_are_slow() -> None:
+    trouble = find_trouble(conditions(steady(8, slow={2: 2.0, 5: 4.0})))
+    assert (trouble.slow, trouble.now_and_then, trouble.links) == ((2, 5), (), ())
+    assert 2 in trouble.at_once
+    labels = {plan.label for plan in candidates(conditions(steady(8, slow={2: 2.0, 5: 4.0})))}
+    assert {"sync", "partial(6)", "subgroup(0,1,3,4,6,7)", "grouped(2)", "ps(6)", "ps(backup=2)", "ps(1)"} <= labels
+
+
+def test_ranks_a_little_slower_are_left_out_of_one_subgroup_beside_the_slow_one() -> None:
+    mixed = conditions(steady(8, slow={1: 1.2, 6: 1.08, 7: 3.0}))
+    trouble = find_trouble(mixed)
+    assert trouble.slow == (7,)
+    labels = {plan.label for plan in candidates(mixed)}
+    assert {"subgroup(0,1,2,3,4,5,6)", "subgroup(0,2,3,4,5,6)"} <= labels
+    # `partial` waits for rank 1, which is about to come; without it a step is shorter.
+    with_it, without = (predict(Plan.subgroup(8, m), mixed) for m in ((0, 1, 2, 3, 4, 5, 6), (0, 2, 3, 4, 5, 6)))
+    assert predict(Plan.partial(8, 6), mixed).interval_s == pytest.approx(with_it.interval_s, rel=0.02)
+    assert without.interval_s < 0.95 * with_it.interval_s
+    many = conditions(steady(200, slow={1: 1.2, 7: 3.0}))
+    left_out = [set(range(200)) - set(plan.members) for plan in candidates(many) if plan.mode == "subgroup"]
+    assert left_out == [{7}], "of many ranks some are always a little slower"
+
+
+def test_ranks_that_are_slow_in_turn() -> None:
+    times = steady(4, 40)
+    for step in range(40):
+        times[step, step // 5 % 4] *= 4.0
+    trouble = find_trouble(conditions(times))
+    assert set(trouble.now_and_then) | set(trouble.slow) == {0, 1, 2, 3}
+    assert 1 in trouble.at_once
+    # A batch of four usual times is late for four steps: while nobody waits they overlap.
+    assert max(trouble.at_once) == 2
+
+
+def test_a_slow_link_is_left_outside_and_holds_no_server() -> None:
+    slow = conditions(steady(8), [1e9] * 3 + [1e7] + [1e9] * 4, 1e7)
+    assert find_trouble(slow).links == (3,)
+    found = candidates(slow)
+    assert "subgroup(0,1,2,4,5,6,7)" in {plan.label for plan in found}
+    assert all(3 not in plan.servers for plan in found if plan.mode == "ps")
+    hosts = [f"host{rank}" for rank in range(8)]
+    spread = [plan for plan in candidates(slow, hosts=hosts) if plan.mode == "ps"]
+    assert spread and all(3 not in plan.servers and plan.servers for plan in spread)
+
+
+def test_a_slow_link_that_carries_nothing_is_no_trouble() -> None:
+    assert not find_trouble(conditions(steady(8), [1e9] * 3 + [1e7] + [1e9] * 4, 1e3))
+
+
+def test_where_most_ranks_wait_for_a_processor_no_server_takes_one_from_them() -> None:
+    times = steady(4, slow={2: 3.0})
+    one = Conditions.from_window(window(times, starved={2: 0.6}))
+    assert one is not None and not one.crowded, "one starved rank is a straggler"
+    assert any(plan.mode == "ps" for plan in candidates(one))
+    most = Conditions.from_window(window(times, starved={0: 0.3, 1: 0.3, 2: 0.6}))
+    assert most is not None and most.crowded
+    modes = {plan.mode for plan in candidates(most)}
+    assert "ps" not in modes and {"sync", "partial", "subgroup"} <= modes
+    # But nothing else helps against a rank that stands still.
+    frozen = most.with_freezes(0.05, [2], [2])
+    assert any(plan.mode == "ps" for plan in candidates(frozen))
+
+
+def test_ranks_that_freeze_hold_no_server() -> None:
+    frozen = conditions(steady(4)).with_freezes(0.5, [1], [1])
+    assert find_trouble(frozen).frozen == (1,)
+    servers = [plan for plan in candidates(frozen) if plan.mode == "ps"]
+    assert servers and all(1 not in plan.servers for plan in servers)
+    assert {"ps(3)", "ps(backup=1)"} <= {plan.label for plan in servers}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 12), seed=st.integers(0, 1000), allowed=st.sets(st.sampled_from(MODES)), share=st.floats(0.0, 0.6)
+)
+def test_whatever_is_offered_can_be_done(n: int, seed: int, allowed: set[str], share: float) -> None:
+    rng = np.random.default_rng(seed)
+    times = steady(n, 24) * np.where(rng.random((1, n)) < share, rng.uniform(1.5, 8.0, (1, n)), 1.0)
+    rate = np.where(rng.random(n) < share, 1e7, 1e9).tolist()
+    now = conditions(times, rate, 1e7)
+    active = Plan.partial(n, max(1, n - 1), damping="none", max_staleness=5, plan_id=7)
+    found = candidates(now, active, allowed=allowed)
+    assert found
+    assert {plan.mode for plan in found} <= (allowed or {"sync"}) or [plan.label for plan in found] == ["sync"]
+    assert (active in found) == ("partial" in allowed) or n == 1
+    for one in range(len(found)):
+        assert not any(same_plan(found[one], other) for other in found[one + 1 :])
+    for plan in found:
+        if plan.groups:
+            assert sorted(rank for crew in plan.groups for rank in crew) == list(range(n))
+        if plan.mode in ("partial", "subgroup") and plan is not active:
+            assert plan.quorum >= n // 2
+        if plan.mode in ("sync", "partial", "subgroup"):
+            assert (plan.damping, plan.max_staleness) == ("none", 5)
+
+
+def test_equal_times_twice_give_equal_plans() -> None:
+    now = conditions(steady(8, slow={1: 3.0}))
+    assert candidates(now) == candidates(now)
+
+
+def test_the_plan_in_force_is_itself_among_them() -> None:
+    back = Plan.sync(4, plan_id=4, reason="nobody was slow", damping="none")
+    found = candidates(conditions(steady(4, slow={1: 3.0})), back)
+    assert found[0] is back
+    assert sum(plan.mode == "sync" for plan in found) == 1
+    assert same_plan(Plan.sync(4), back) and not same_plan(Plan.sync(4), Plan.partial(4, 3))
+
+
+def test_half_of_the_ranks_at_most_are_slow() -> None:
+    trouble = find_trouble(conditions(steady(4, slow={0: 3.0, 1: 3.0, 2: 3.0})))
+    assert not trouble.slow  # Then slow is what this job is.
+    assert all(1 <= count <= 2 for count in trouble.at_once)
+    assert math.isclose(conditions(steady(4, slow={0: 3.0, 1: 3.0, 2: 3.0})).typical_s, 0.3, rel_tol=0.1)

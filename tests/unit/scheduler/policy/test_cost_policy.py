@@ -1,0 +1,419 @@
+"""The policy of predictions: when it switches, when it does not, and what it says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import Prediction
+from scheduler.diagnosis.freezes import Freezes
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
+from scheduler.policy.rule_policy import RulePolicy
+from scheduler.policy.ski_rental import SkiRental
+from scheduler.records import Window
+from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
+from tests.support.windows import steady, window
+
+SLOW = {5: 3.1}
+
+
+def drive(policy: CostPolicy, active: Plan, windows: Sequence[Window]) -> list[Plan]:
+    """Plans taken up, window by window."""
+    taken = []
+    for one in windows:
+        plan = policy.decide(one, active)
+        if plan is not None:
+            active = plan
+            taken.append(plan)
+    return taken
+
+
+# ---- choices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+@pytest.mark.parametrize("jitter", [0.02, 0.08])
+def test_equal_ranks_stay_in_sync(n: int, jitter: float) -> None:
+    policy = CostPolicy(n)
+    windows = [window(steady(n, jitter=jitter), end=end) for end in range(32, 400, 8)]
+    assert drive(policy, Plan.sync(n), windows) == []
+    assert policy.explain() == "nobody is slow: sync"
+
+
+def test_a_slow_rank_is_answered_with_a_reason() -> None:
+    policy = CostPolicy(8)
+    plan = policy.decide(window(steady(8, slow=SLOW), end=442), Plan.sync(8))
+    assert plan is not None and plan.plan_id == 1
+    found = plan.reason
+    assert found.startswith("rank 5 computes 3.1x slower since step 410: partial(7) is predicted ")
+    assert "x faster than sync, 90 % interval " in found
+    speed = float(found.split("is predicted ")[1].split("x")[0])
+    low, high = (float(part) for part in found.split("interval ")[1].split(";")[0].split("-"))
+    assert 1.0 < low < 2.0 < speed < 3.3 < high < 5.0, "the cost model alone is not sure"
+    runner_up = found.rsplit("; ", 1)[1]
+    other = next(p for p in policy.last if p.plan.mode not in ("partial", "sync"))
+    assert runner_up == f"{other.plan.label} {1.0 / other.relative:.1f}x"
+    policy.decide(window(steady(8, slow=SLOW), end=446), plan)
+    assert policy.explain() == found
+
+
+def test_of_plans_alike_the_one_that_waits_for_more_ranks_is_taken() -> None:
+    def almost(offered: Sequence[Plan], conditions: Conditions, win: Window, active: Plan) -> list[Prediction]:
+        """Each rank that a step of `partial` waits for costs half a percent."""
+        found = []
+        for plan in offered:
+            out = 8 - plan.quorum
+            relative = {"sync": 1.0, "partial": 0.5 - (0.05 + 0.002 * out if out > 1 else 0.0)}.get(plan.mode, 0.9)
+            found.append(
+                Prediction(plan=plan, relative=relative, low=relative, high=relative, interval_s=0.1, progress=1.0,
+                           drift=0.0, reach=1.0)
+            )  # fmt: skip
+        return sorted(found, key=lambda p: p.relative)
+
+    slow = window(steady(8, slow={5: 3.1, 6: 3.1}), end=442)
+    policy = CostPolicy(8, ranker=almost)
+    plan = policy.decide(slow, Plan.sync(8))
+    assert [p.plan.quorum for p in policy.last if p.plan.mode == "partial"] == [4, 6], "fewer ranks are a trifle faster"
+    assert plan is not None and plan.label == "partial(6)"
+    assert policy.decide(slow, plan) is None
+    best = policy.decide(slow, Plan.partial(8, 4))
+    assert best is None, "nor is the plan in force left for one alike"
+
+
+def test_a_process_set_is_paid_for_once() -> None:
+    def half(offered: Sequence[Plan], conditions: Conditions, win: Window, active: Plan) -> list[Prediction]:
+        relative = {"sync": 1.0, "subgroup": 0.5}
+        found = [
+            Prediction(plan=p, relative=relative[p.mode], low=0.5, high=1.0, interval_s=0.1, progress=1.0, drift=0.0,
+                       reach=1.0)
+            for p in offered
+        ]  # fmt: skip
+        return sorted(found, key=lambda p: p.relative)
+
+    policy, end = CostPolicy(8, ranker=half), 40
+
+    def steps_until_a_switch() -> tuple[int, Plan]:
+        nonlocal end
+        for count in range(1, 30):
+            end += 1
+            plan = policy.decide(window(steady(8, slow=SLOW), end=end, allowed=("sync", "subgroup")), Plan.sync(8))
+            if plan is not None:
+                return count, plan
+        raise AssertionError("no switch")
+
+    first, plan = steps_until_a_switch()
+    policy.decide(window(steady(8, slow=SLOW), end=end, allowed=("sync", "subgroup")), plan)
+    second, _ = steps_until_a_switch()
+    assert first >= 6 and second == 1, "50 ms are lost with each step, and a set takes 300"
+
+
+def test_both_of_two_and_causes_are_named() -> None:
+    policy = CostPolicy(8)
+    both = window(steady(8, slow={2: 3.0, 3: 3.0}), starved={2: 0.9, 3: 0.9}, end=40)
+    plan = policy.decide(both, Plan.sync(8))
+    assert plan is not None
+    assert plan.reason.startswith("ranks 2 and 3 compute 3.0x slower, short of a processor, since step 8: ")
+
+
+def test_ranks_slow_in_turn_are_named() -> None:
+    times = steady(4, 40)
+    for step in range(40):
+        times[step, step // 2 % 3] *= 4.0
+    plan = CostPolicy(4).decide(window(times), Plan.sync(4))
+    assert plan is not None and plan.mode != "sync"
+    assert "ranks 0, 1 and 2 compute 4." in plan.reason and " since step " in plan.reason
+
+
+def test_a_slow_link_leaves_for_a_subgroup() -> None:
+    rates = [1e9, 1e9, 1e9, 1e7]
+    slow = [
+        window(steady(4), rates=rates, comm_bytes=4_000_000, end=end, allowed=("sync", "partial", "subgroup"))
+        for end in range(40, 80, 4)
+    ]
+    taken = drive(CostPolicy(4), Plan.sync(4), slow)
+    assert [plan.label for plan in taken] == ["subgroup(0,1,2)"]
+    assert "rank 3 has a link of 10 MB/s" in taken[0].reason
+
+
+def test_it_goes_back_when_nobody_is_slow_and_not_before() -> None:
+    policy, relaxed = CostPolicy(8), Plan.partial(8, 7, plan_id=3, damping="none", max_staleness=4)
+    assert drive(policy, relaxed, [window(steady(8, slow=SLOW), end=e) for e in range(40, 140, 4)]) == []
+    calm = [policy.decide(window(steady(8), end=end), relaxed) for end in range(144, 244, 4)]
+    assert calm[:24] == [None] * 24
+    back = calm[24]
+    assert back is not None and (back.mode, back.plan_id, back.damping, back.max_staleness) == ("sync", 4, "none", 4)
+    assert back.reason == "nobody was slow since step 144: sync"
+
+
+def test_a_mode_that_cannot_run_any_more_is_left() -> None:
+    policy = CostPolicy(8)
+    only = window(steady(8, slow=SLOW), allowed=("sync", "partial"), end=40)
+    plan = policy.decide(only, Plan.ps(8, 7, plan_id=2))
+    assert plan is not None and plan.label == "partial(7)"
+    assert plan.reason.startswith("ps(7) cannot run any more; rank 5 computes 3.1x slower")
+
+
+def test_hysteresis() -> None:
+    """A plan that is a little better is not taken up, from either side."""
+
+    def ranker(offered: Sequence[Plan], _: Conditions, __: Window, ___: Plan) -> list[Prediction]:
+        values = {"partial(7)": 0.50, "partial(6)": 0.49}
+        return [
+            Prediction(
+                plan=plan, relative=values.get(plan.label, 1.0), low=0.4, high=0.6, interval_s=0.1, progress=1.0,
+                drift=0.0, reach=1.0,
+            )
+            for plan in offered
+        ]  # fmt: skip
+
+    for active in (Plan.partial(8, 7, plan_id=1), Plan.partial(8, 6, plan_id=1)):
+        policy = CostPolicy(8, ranker=ranker)
+        assert drive(policy, active, [window(steady(8, slow={1: 3.0, 2: 3.0}), end=e) for e in range(40, 200, 4)]) == []
+    # A mild straggler's 4 % is no reason either.
+    mild = [window(steady(8, slow={1: 1.04}), end=e) for e in range(40, 200, 4)]
+    assert drive(CostPolicy(8), Plan.sync(8), mild) == []
+
+
+@pytest.mark.parametrize(("waits", "switches"), [(0.0, True), (0.4, False)])
+def test_where_processors_are_short_a_tenth_is_no_gain(waits: float, switches: bool) -> None:
+    def ranker(offered: Sequence[Plan], _: Conditions, __: Window, ___: Plan) -> list[Prediction]:
+        return [
+            Prediction(
+                plan=plan, relative=0.9 if plan.mode == "partial" else 1.0, low=0.8, high=1.0, interval_s=0.1,
+                progress=1.0, drift=0.0, reach=1.0,
+            )
+            for plan in offered
+        ]  # fmt: skip
+
+    starved = dict.fromkeys(range(4), waits)
+    policy = CostPolicy(4, ranker=ranker)
+    windows = [window(steady(4, slow={1: 3.0}), end=e, starved=starved) for e in range(40, 400, 4)]
+    assert bool(drive(policy, Plan.sync(4), windows)) == switches
+
+
+def test_after_a_return_to_sync_a_switch_still_has_its_price() -> None:
+    """A plan `sync` of epoch 2 is the plan `sync` among the candidates."""
+    rates = [1e9, 1e9, 1e9, 1e7]
+    link = window(steady(4), rates=rates, comm_bytes=1_000_000, end=40, allowed=("sync", "ps"))
+    fresh, later = CostPolicy(4), CostPolicy(4)
+    one = fresh.decide(link, Plan.sync(4))
+    two = later.decide(link, Plan.sync(4, plan_id=2, reason="nobody was slow"))
+    assert one is None and two is None
+    assert "; sync until that has cost 0." in later.explain() and later.explain() == fresh.explain()
+
+
+def test_bad_windows_and_arguments() -> None:
+    with pytest.raises(ValueError, match="window is for 4"):
+        CostPolicy(8).decide(window(steady(4)), Plan.sync(8))
+    with pytest.raises(ValueError, match="plan is for 4"):
+        CostPolicy(8).decide(window(steady(8)), Plan.sync(4))
+    with pytest.raises(ValueError, match="hosts"):
+        CostPolicy(8, hosts=["one"])
+    assert CostPolicy(1).decide(window(steady(1)), Plan.sync(1)) is None
+    assert CostPolicy(8).window_steps >= RulePolicy(8).window_steps
+
+
+def test_explain_at_every_time() -> None:
+    policy = CostPolicy(8)
+    assert policy.explain() == "no window has been looked at yet"
+    policy.decide(Window(step=0, ranks=window(steady(8, 1), rates=[math.nan] * 8).ranks), Plan.sync(8))
+    assert policy.explain() == "not every rank has reported yet: sync"
+    nothing_else = window(steady(8, slow=SLOW), allowed=("sync",), end=40)
+    policy.decide(nothing_else, Plan.sync(8))
+    assert policy.explain() == "rank 5 computes 3.1x slower since step 8: sync, no other mode can run"
+    large = window(steady(8, slow={5: 1.5}), allowed=("sync", "local"), end=40, comm_bytes=10_000_000)
+    policy.decide(large, Plan.sync(8))
+    assert policy.explain().startswith("rank 5 computes 1.5x slower since step 8: sync, local(")
+    assert policy.explain().endswith("as fast, too little for a switch")
+    relaxed = Plan.partial(8, 7, reason="because")
+    policy.decide(window(steady(8), end=44), relaxed)
+    assert policy.explain() == "because; nobody is slow since step 44"
+
+
+def test_meanwhile_a_mode_without_a_price_is_taken() -> None:
+    """With a slow rank: `partial` at once, servers once their hand-over pays; a subgroup has next to no price."""
+    times = steady(4, slow={3: 2.0}, usual_s=0.01)
+    slow = [window(times, comm_bytes=20_000, end=end, allowed=("sync", "partial", "ps")) for end in range(40, 600, 4)]
+    policy, ends = CostPolicy(4), []
+    plan = Plan.sync(4)
+    for one in slow:
+        taken = policy.decide(one, plan)
+        if taken is not None:
+            plan = taken
+            ends.append((one.step, plan.label))
+    (first, partial), (later, servers) = ends
+    assert (partial, servers) == ("partial(3)", "ps(backup=1)") and first <= 44 and later > 100
+    rates = [1e9, 1e9, 1e9, 1e7]
+    link = [
+        window(steady(4), rates=rates, comm_bytes=1_000_000, end=end, allowed=("sync", "local", "subgroup"))
+        for end in range(40, 120, 4)
+    ]
+    assert [plan.mode for plan in drive(CostPolicy(4), Plan.sync(4), link)] == ["subgroup"]
+
+
+# ---- ski-rental -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    losses=st.lists(st.one_of(st.just(0.0), st.floats(0.0, 1.0)), min_size=1, max_size=120),
+    price=st.floats(0.1, 20.0),
+)
+def test_at_most_twice_hindsight(losses: list[float], price: float) -> None:
+    """A disturbance of any course: what is lost and paid against paying at the start, or never."""
+    rental, lost, paid = SkiRental(), 0.0, False
+    rental.rest(0)
+    for step, loss in enumerate(losses, start=1):
+        lost += loss
+        if rental.pays(step, loss, price):
+            paid = True
+            break
+    cost = lost + (price if paid else 0.0)
+    best = min(sum(losses), price)
+    # The loss of the last step before a decision cannot be spared by anyone who sees it only then.
+    assert cost <= 2.0 * best + max(losses) + 1e-9
+    assert paid == (sum(losses) >= price or lost >= price)
+
+
+def test_asking_again_costs_nothing_and_rest_forgets() -> None:
+    rental = SkiRental()
+    rental.rest(10)
+    assert not any(rental.pays(11, 1.0, 2.5) for _ in range(50))
+    assert rental.lost_s == 1.0
+    rental.rest(12)
+    assert not rental.pays(14, 1.0, 2.5)
+    assert rental.pays(15, 1.0, 2.5)
+    with pytest.raises(ValueError, match="0 or more"):
+        rental.pays(16, math.nan, 1.0)
+
+
+def job(episodes: tuple[Episode, ...], *, seed: int = 0, allowed: Sequence[str] = ("sync", "ps")) -> Scenario:
+    return Scenario(
+        cluster=Cluster(world_size=4, jitter=0.02),
+        network=Network(comm_bytes=1_000_000, compute_s=0.1, target_steps=300.0),
+        episodes=episodes,
+        seed=seed,
+        allowed=frozenset(allowed),
+    )
+
+
+def test_a_short_disturbance_causes_no_costly_switch() -> None:
+    short = job((Episode(rank=1, kind="compute", start_s=5.0, end_s=5.5, factor=2.0),))
+    outcome = Job(short, policy=CostPolicy(4)).run()
+    assert outcome.switches == ()
+    lasting = job((Episode(rank=1, kind="compute", start_s=5.0, end_s=1e6, factor=4.0),))
+    outcome = Job(lasting, policy=CostPolicy(4)).run()
+    assert outcome.switches[0][1].startswith("ps(")
+    assert 5.0 < outcome.switches[0][0] < 8.0
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 1000), gap=st.floats(1.0, 30.0), length=st.floats(0.2, 30.0), factor=st.floats(1.5, 6.0))
+def test_any_rhythm_of_a_disturbance_costs_at_most_twice_the_better_mode(
+    seed: int, gap: float, length: float, factor: float
+) -> None:
+    """On and off in the worst rhythm, with a costly hand-over each way."""
+    episodes = tuple(
+        Episode(rank=2, kind="compute", start_s=i * (gap + length), end_s=i * (gap + length) + length, factor=factor)
+        for i in range(40)
+    )
+    sc = job(episodes, seed=seed)
+    chosen = Job(sc, policy=CostPolicy(4)).run().time_s
+    best = min(Job(sc, plan).run(limit_s=1e4).time_s for plan in (Plan.sync(4), Plan.ps(4, 3)))
+    assert chosen <= 2.0 * best
+
+
+# ---- freezes --------------------------------------------------------------------------------------------------------
+
+
+def test_freezes_are_counted_and_forgotten() -> None:
+    freezes, plan = Freezes(), Plan.sync(4)
+    for step, silent in ((0, 0.0), (100, 1.5), (100, 2.0), (101, 0.0), (200, 3.0), (201, 0.0)):
+        freezes.note(window(steady(4), end=step, silent_s={1: silent}), plan, 0.1)
+        if step == 101:
+            assert dict(freezes.freezing) == {1: 1} and list(freezes.froze) == [1]
+            assert freezes.per_step_s == pytest.approx(0.5 * 2.0 / 101.0)
+    assert dict(freezes.freezing) == {1: 2}
+    assert freezes.per_step_s == pytest.approx(1.5 * 2.5 / 201.0)
+    freezes.note(window(steady(4), end=2000), plan, 0.1)
+    assert not freezes.freezing and freezes.per_step_s == 0.0
+
+
+def test_a_freeze_without_end_is_one_freeze_however_long() -> None:
+    freezes, plan = Freezes(), Plan.ps(4, 1)
+    for step in range(0, 12000, 50):
+        freezes.note(window(steady(4), end=step, silent_s={3: max(0.0, 0.02 * (step - 100))}), plan, 0.1)
+    assert dict(freezes.freezing) == {3: 1}
+    freezes.note(window(steady(4), end=12050), plan, 0.1)
+    assert not freezes.freezing, "it began long ago"
+
+
+def test_what_came_once_counts_less_and_less() -> None:
+    freezes, plan = Freezes(), Plan.sync(4)
+    costs = []
+    for step in (0, 2, 3, 60, 160, 400):
+        freezes.note(window(steady(4), end=step, silent_s={1: 2.0 * (step == 2)}), plan, 0.1)
+        costs.append(freezes.per_step_s)
+    assert costs[1:5] == pytest.approx([1.0 / 25.0, 1.0 / 25.0, 1.0 / 60.0, 1.0 / 160.0])
+    assert list(freezes.froze) == [1] and not freezes.freezing and costs[5] == 0.0, "below 5 % of a step by now"
+
+
+def test_a_pause_of_all_is_nobodys_freeze() -> None:
+    freezes = Freezes()
+    freezes.note(window(steady(4), silent_s=dict.fromkeys(range(4), 5.0)), Plan.sync(4), 0.1)
+    assert not list(freezes.froze)
+
+
+def test_a_rank_that_freezes_sends_the_job_to_servers() -> None:
+    episodes = tuple(Episode(rank=1, kind="frozen", start_s=t, end_s=t + 3.0) for t in np.arange(4.0, 200.0, 9.0))
+    outcome = Job(job(episodes, allowed=("sync", "partial", "ps")), policy=CostPolicy(4)).run()
+    labels = [label for _, label, _ in outcome.switches]
+    assert any(label.startswith("ps(") for label in labels)
+    reason = next(reason for _, label, reason in outcome.switches if label.startswith("ps("))
+    assert reason.startswith("rank 1 has frozen once of late: ps(")
+    assert outcome.time_s < 0.9 * Job(job(episodes), Plan.sync(4)).run().time_s
+
+
+def test_a_slow_link_is_answered_before_anybody_can_be_judged_by_times() -> None:
+    rates, nothing = [2.5e7, 2.5e7, 2.5e7, 2.5e6], [math.nan] * 4
+    early = window(steady(4, 1, slow={1: 4.0}), rates=rates, comm_bytes=1_000_000, comm_s=(0.7, 0.7), end=2)
+    plan = CostPolicy(4).decide(early, Plan.sync(4))
+    assert plan is not None and plan.label == "subgroup(0,1,2)", "one long step of rank 1 says nothing"
+    assert plan.reason.startswith("rank 3 has a link of 2.5 MB/s, 10.0x slower than the others'")
+    policy = CostPolicy(4)
+    assert policy.decide(window(steady(4, 1, slow={1: 4.0}), rates=nothing, end=2), Plan.sync(4)) is None
+    assert policy.explain() == "not every rank has reported yet: sync"
+
+
+def test_what_a_freeze_costs_is_lost_against_servers() -> None:
+    """Not what its like will cost: that takes a dozen steps to add up to the price of the switch."""
+    policy = CostPolicy(4)
+    assert policy.decide(window(steady(4), end=40), Plan.sync(4)) is None
+    taken = policy.decide(window(steady(4), end=42, silent_s={3: 2.0}), Plan.sync(4))
+    assert taken is not None and taken.mode == "ps" and taken.reason.startswith("rank 3 has frozen once of late: ps(")
+
+
+def test_a_single_freeze_is_left_behind() -> None:
+    """Servers for a while, as another may follow; back in `sync` when none does, at little loss."""
+    sc = job((Episode(rank=1, kind="frozen", start_s=4.0, end_s=7.0),), allowed=("sync", "partial", "ps"))
+    sc = replace(sc, network=replace(sc.network, target_steps=1000.0))
+    outcome = Job(sc, policy=CostPolicy(4)).run()
+    assert [label.split("(")[0] for _, label, _ in outcome.switches] == ["ps", "sync"]
+    assert outcome.time_s < 1.05 * Job(sc, Plan.sync(4)).run().time_s
+
+
+def test_freezes_are_noticed_while_a_plan_is_on_its_way() -> None:
+    policy, plan = CostPolicy(4), Plan.sync(4)
+    assert policy.decide(window(steady(4), end=40), plan) is None
+    for end, silent_s in ((44, 1.5), (60, 0.0), (80, 1.6), (96, 0.0)):
+        policy.watch(window(steady(4), end=end, silent_s={3: silent_s}), plan)
+    taken = drive(policy, plan, [window(steady(4), end=end) for end in range(100, 160, 4)])
+    assert taken and taken[0].mode == "ps" and "rank 3 has frozen 2 times of late" in taken[0].reason

@@ -1,0 +1,322 @@
+"""What followed a switch against what was predicted: series of step times with known answers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.cost.cost_model import Prediction
+from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
+from scheduler.policy.switch_outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms, compare
+from tests.support.windows import steady, window
+
+CALM, ONE_SLOW = Shape((1.1, 1.0)), Shape((4.0, 1.1))
+SYNC = Plan.sync(4)
+PARTIAL = Plan.partial(4, 2, plan_id=1)
+
+
+class Training:
+    """A job whose steps take given times, looked at every tenth of a second."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.check = OutcomeCheck()
+        self.rng = np.random.default_rng(seed)
+        self.now_s, self.step, self.look_s = 100.0, 0, 0.0
+        self.levels = {"sync": 1.1, "partial(2)": 1.0, "partial(3)": 1.0, "ps(3)": 0.75}
+        self.gains = {"sync": 1.0, "partial(2)": 1.0, "partial(3)": 1.0, "ps(3)": 0.75}
+        self.frozen_s = dict.fromkeys(self.gains, 0.0)
+        self.found: list[SwitchOutcome] = []
+
+    def go(self, plan: Plan, steps: int, step_s: float, jitter: float = 0.0, *, until_harm: bool = False) -> int:
+        """Make steps under a plan; how many it were."""
+        for made in range(1, steps + 1):
+            self.now_s += step_s * math.exp(jitter * float(self.rng.standard_normal()))
+            self.step += 1
+            if self.now_s < self.look_s:
+                continue
+            self.look_s = self.now_s + 0.1
+            self.check.see(self.levels[plan.label])
+            self.check.note(self.step, self.now_s, plan, frozen=False)
+            outcome = self.check.judge(
+                {name: Terms(self.gains[name], self.frozen_s[name], self.levels[name]) for name in self.gains}
+            )
+            if outcome is not None:
+                self.found.append(outcome)
+                if until_harm and outcome.harmful:
+                    return made
+        return steps
+
+    def expect(self, plan: Plan, replaced: Plan = SYNC, predicted: float = 1.1, replaced_s: float = 0.1) -> None:
+        self.check.expect(
+            plan, replaced, predicted=predicted, over_sync=predicted, replaced_s=replaced_s,
+            level=self.levels[replaced.label],
+        )
+
+    @property
+    def harmful(self) -> list[SwitchOutcome]:
+        return [one for one in self.found if one.harmful]
+
+
+@pytest.mark.parametrize("step_s", [0.004, 0.03, 0.1, 1.0])
+def test_a_plan_that_makes_steps_dearer_is_found_out(step_s: float) -> None:
+    steps = []
+    for seed in range(8):
+        job = Training(seed)
+        job.go(SYNC, max(80, round(3.0 / step_s)), step_s, 0.15)
+        job.expect(PARTIAL)
+        steps.append(job.go(PARTIAL, 2000, 1.25 * step_s, 0.15, until_harm=True))
+        assert job.found[-1].harmful and job.found[-1].against == "sync"
+        assert 0.65 < job.found[-1].measured < 0.95
+    assert min(steps) >= 20 and max(steps) * step_s <= max(6.0, 120 * step_s)
+
+
+def test_the_sentence_names_both_figures() -> None:
+    job = Training()
+    job.go(SYNC, 100, 0.05)
+    job.expect(PARTIAL)
+    job.go(PARTIAL, 100, 0.06, until_harm=True)
+    said = job.found[-1].sentence
+    assert said.startswith("partial(2) was predicted 1.1x faster than sync, was 0.83x over "), said
+
+
+def test_a_plan_that_changes_nothing_is_hardly_ever_left() -> None:
+    left = 0
+    for seed in range(40):
+        job = Training(seed)
+        job.go(SYNC, 120, 0.04, 0.3)
+        job.expect(PARTIAL)
+        job.go(PARTIAL, 600, 0.04, 0.3)
+        left += bool(job.harmful)
+    assert left <= 4, "of 40 jobs of 600 steps with 30 % of jitter"
+
+
+def test_a_plan_that_pays_is_told_once_and_kept() -> None:
+    for seed in range(10):
+        job = Training(seed)
+        job.go(SYNC, 120, 0.05, 0.2)
+        job.expect(PARTIAL, predicted=1.4)
+        job.go(PARTIAL, 400, 0.04, 0.2)
+        assert len(job.found) == 1 and not job.harmful
+        assert job.found[0].predicted == 1.4 and 1.1 < job.found[0].measured < 1.4
+
+
+def test_nothing_is_compared_across_a_change_of_trouble() -> None:
+    job = Training()
+    job.go(SYNC, 100, 0.05, 0.05)
+    job.levels["sync"] = 4.0
+    job.expect(PARTIAL, replaced_s=0.2, predicted=3.0)
+    job.go(PARTIAL, 200, 0.06, 0.05)
+    assert not job.harmful, "dearer than sync was, when nobody was slow; sync would take 0.2 s now"
+    assert job.found and job.found[0].measured == pytest.approx(0.2 / 0.06, rel=0.1), "by what was predicted of sync"
+    job.levels["sync"] = 1.1
+    job.go(PARTIAL, 400, 0.06, 0.05, until_harm=True)
+    assert job.harmful, "and now nobody is slow again"
+
+
+def test_what_was_measured_in_less_trouble_is_scaled_to_the_present() -> None:
+    """From `partial(3)` at its ease to `partial(2)`, when two ranks became slow: 1.7 times what it would take now."""
+    job, three = Training(), Plan.partial(4, 3)
+    job.go(three, 100, 0.05, 0.05)
+    job.levels["partial(3)"] = 1.7
+    job.expect(PARTIAL, three, predicted=1.5)
+    job.go(PARTIAL, 200, 0.06, 0.05)
+    assert job.found and not job.harmful
+    assert job.found[0].measured == pytest.approx(1.7 * 0.05 / 0.06, rel=0.05)
+
+
+def test_who_is_slow_may_change_all_the_time() -> None:
+    """On a busy machine what is predicted of a step goes up and down with every look."""
+    job, turn = Training(), 0
+    rng = np.random.default_rng(3)
+
+    def go(plan: Plan, step_s: float) -> None:
+        nonlocal turn
+        for _ in range(60):
+            for name in job.levels:
+                job.levels[name] = math.exp(0.2 * float(rng.standard_normal()))
+            if not job.harmful:
+                turn += job.go(plan, 4, step_s, 0.15, until_harm=True)
+
+    go(SYNC, 0.05)
+    job.expect(PARTIAL)
+    turn = 0
+    go(PARTIAL, 0.065)
+    assert job.harmful and turn < 240
+
+
+def test_updates_count_by_their_progress() -> None:
+    for interval_s, harmful in ((0.75 * 0.05, False), (0.05, True)):
+        job, servers = Training(), Plan.ps(4, 3, plan_id=1)
+        job.go(SYNC, 100, 0.05, 0.05)
+        job.expect(servers)
+        job.go(servers, 300, interval_s, 0.05)
+        assert bool(job.harmful) is harmful
+
+
+def test_freezes_are_no_steps_and_cost_what_is_expected_of_them() -> None:
+    """Servers whose steps take longer are worth it where collectives stand still for two seconds now and then."""
+    for frozen_s, harmful in ((0.0, True), (0.02, False)):
+        job, servers = Training(), Plan.ps(4, 3, plan_id=1)
+        job.frozen_s["sync"] = frozen_s
+        job.go(SYNC, 50, 0.05)
+        job.check.note(job.step, job.now_s, SYNC, frozen=True)
+        job.now_s += 2.0
+        job.check.note(job.step + 1, job.now_s, SYNC, frozen=True)
+        job.go(SYNC, 50, 0.05)
+        job.expect(servers)
+        job.go(servers, 200, 0.75 * 0.06)
+        assert bool(job.harmful) is harmful
+
+
+def test_an_evaluation_is_no_step() -> None:
+    job = Training()
+    job.go(SYNC, 200, 0.05, 0.05)
+    job.expect(PARTIAL)
+    for _ in range(4):
+        job.go(PARTIAL, 50, 0.05, 0.05)
+        job.now_s += 0.6
+    assert not job.harmful
+
+
+def test_the_plan_before_the_last_one_is_sync() -> None:
+    """From `partial(3)`, good, to servers, less good, and back; `sync` is no better than either."""
+    job, three, servers = Training(), Plan.partial(4, 3, plan_id=1), Plan.ps(4, 3, plan_id=2)
+    job.levels["sync"] = 4.0
+    job.go(SYNC, 60, 0.2, 0.05)
+    job.expect(three, predicted=3.0)
+    job.go(three, 150, 0.06, 0.1)
+    job.expect(servers, three, predicted=1.2)
+    assert job.check.references == ("sync",), "until it is in force"
+    job.go(servers, 400, 0.75 * 0.09, 0.1, until_harm=True)
+    assert job.harmful and job.harmful[0].against == "partial(3)"
+    assert job.harmful[0].measured == pytest.approx(0.06 / 0.09, rel=0.15)
+
+
+def test_a_plan_nobody_chose_for_its_speed_is_not_judged() -> None:
+    job = Training()
+    job.go(SYNC, 100, 0.05)
+    job.go(PARTIAL, 200, 0.2)
+    assert job.found == [] and job.check.references == ()
+
+
+def test_a_switch_that_never_came_is_forgotten() -> None:
+    job = Training()
+    job.go(SYNC, 60, 0.05)
+    job.expect(PARTIAL)
+    job.go(SYNC, 60, 0.05)
+    job.go(Plan.partial(4, 3, plan_id=2), 100, 0.2)
+    assert job.found == []
+
+
+def test_without_a_clock_nothing_is_measured() -> None:
+    check = OutcomeCheck()
+    check.see(1.0)
+    for step in range(100):
+        check.note(step, math.nan, SYNC, frozen=False)
+    assert not check.measured(SYNC, 1.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    costs=st.lists(st.floats(0.01, 1.0), min_size=6, max_size=30),
+    scale=st.floats(1e-3, 1e3),
+    slower=st.floats(0.5, 3.0),
+)
+def test_a_comparison_knows_no_unit_and_sees_a_factor(costs: list[float], scale: float, slower: float) -> None:
+    one = compare([slower * cost for cost in costs], costs, 50.0)
+    other = compare([scale * slower * cost for cost in costs], [scale * cost for cost in costs], 50.0)
+    assert one.ratio == pytest.approx(slower, rel=1e-6)
+    assert (other.ratio, other.error) == (pytest.approx(one.ratio), pytest.approx(one.error))
+    if slower <= 1.05:
+        assert not one.harmful
+
+
+def _bad(predicted: float = 1.1, measured: float = 0.83) -> SwitchOutcome:
+    return SwitchOutcome(
+        plan_id=1, label="partial(2)", step=100, against="sync", predicted=predicted, measured=measured, steps=30.0,
+        harmful=True,
+    )  # fmt: skip
+
+
+def test_a_mode_that_did_harm_waits_longer_each_time() -> None:
+    backoff, step, now_s = ModeBackoff(), 100, 0.0
+    for turn in range(4):
+        backoff.hold("partial", _bad(), CALM, step, now_s)
+        waits = 200 * 2**turn
+        assert backoff.holds("partial", 1.2, CALM, step + waits - 1, now_s + 1e6)
+        assert backoff.holds("partial", 1.2, CALM, step + waits, now_s + 60.0 * 2**turn - 1.0), "both have to pass"
+        assert not backoff.holds("partial", 1.2, CALM, step + waits, now_s + 60.0 * 2**turn)
+        assert not backoff.holds("ps", 1.2, CALM, step, now_s)
+        step, now_s = step + waits, now_s + 60.0 * 2**turn
+
+
+def test_other_trouble_and_a_promise_beyond_the_error_end_the_wait() -> None:
+    backoff = ModeBackoff()
+    backoff.hold("partial", _bad(), CALM, 100, 0.0)
+    assert backoff.holds("partial", 3.0, CALM, 120, 1.0), "as before, so that the promise is worth as little"
+    assert backoff.holds("partial", 1.3, ONE_SLOW, 120, 1.0), "it erred by 1.33"
+    assert not backoff.holds("partial", 3.0, ONE_SLOW, 120, 1.0)
+
+
+# ---- the policy ---------------------------------------------------------------------------------------------------
+
+
+def _tempted(offered, conditions, win, active):  # type: ignore[no-untyped-def]
+    """A predictor that likes `partial`, whatever happens."""
+    return [
+        Prediction(
+            plan=p, relative=0.9 if p.mode == "partial" else 1.0, low=0.8, high=1.0, interval_s=0.1, progress=1.0,
+            drift=0.0, reach=1.0,
+        )
+        for p in offered
+    ]  # fmt: skip
+
+
+def _run(policy: CostPolicy, steps: int, cost: dict[str, float], start: int = 40, now_s: float = 0.0) -> list[Plan]:
+    """A job of 8 ranks, rank 5 1.45x slower, whose steps take what `cost` says of their mode; the plans taken."""
+    active, taken = Plan.sync(8), []
+    for step in range(start, start + steps, 4):
+        now_s += 4.0 * cost[active.mode]
+        times = steady(8, slow={5: 1.45})
+        plan = policy.decide(window(times, end=step, allowed=("sync", "partial"), now_s=now_s), active)
+        if plan is not None:
+            active = plan
+            taken.append(plan)
+    return taken
+
+
+def test_the_policy_leaves_a_plan_that_makes_steps_dearer() -> None:
+    policy = CostPolicy(8, ranker=_tempted)
+    taken = _run(policy, 200, {"sync": 0.1, "partial": 0.12})
+    assert [plan.mode for plan in taken] == ["partial", "sync"], "and does not try it again at once"
+    assert taken[1].reason.startswith(f"{taken[0].label} was predicted 1.1x faster than sync, was 0.8")
+    assert [one.harmful for one in policy.outcomes] == [True]
+    assert "partial did harm and waits until step" in policy.explain()
+
+
+def test_the_policy_tries_again_after_a_while_and_waits_longer_then() -> None:
+    policy = CostPolicy(8, ranker=_tempted)
+    taken = _run(policy, 2000, {"sync": 0.1, "partial": 0.12})
+    assert 4 <= len(taken) <= 7
+    assert [plan.mode for plan in taken[:4]] == ["partial", "sync", "partial", "sync"]
+
+
+def test_the_policy_keeps_a_plan_that_pays_and_says_so() -> None:
+    policy = CostPolicy(8, ranker=_tempted)
+    taken = _run(policy, 400, {"sync": 0.1, "partial": 0.08})
+    assert [plan.mode for plan in taken] == ["partial"]
+    assert policy.explain().endswith("; predicted 1.1x faster than sync, was 1.2x")
+
+
+def test_little_is_not_taken_before_the_present_plan_was_measured() -> None:
+    policy = CostPolicy(8, ranker=_tempted)
+    active = Plan.sync(8)
+    for step in range(40, 52, 2):
+        times = steady(8, slow={5: 1.45})
+        found = policy.decide(window(times, end=step, allowed=("sync", "partial"), now_s=0.1 * step), active)
+        assert found is None, "nothing could be compared afterwards"

@@ -1,0 +1,442 @@
+"""The coordinator's state, driven by scripted jobs without sockets, clocks or threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scheduler.records import Plan
+from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Presence, Restart
+from star_hvd.config import Config
+from star_hvd.coordinator.job_state import ALL
+from star_hvd.errors import ChannelError
+from star_hvd.runtime import coordinator_client
+from tests.support.boards import PLAN, Job, only, relaxed_job
+
+
+def test_a_plan_is_published_once_all_ranks_have_registered() -> None:
+    job = Job()
+    plan = Plan.partial(3, 2, max_staleness=4)
+    first = Plan.sync(3).to_dict()
+    for rank in (1, 2):
+        assert job.say(rank, m.Register(0, first, plan.to_dict())) == []
+    (published,) = job.say(0, m.Register(0, first, plan.to_dict()))
+    assert isinstance(published, m.PlanMessage) and job.destinations == [ALL]
+    assert Plan.from_dict(published.plan) == plan.replace(plan_id=1)
+    assert not job.engine.active.relaxed, "it is in force only when a rank acts on it"
+    job.arrive(2, 3, plan_id=1)
+    assert job.engine.active == plan.replace(plan_id=1) and job.engine.rule.plan == job.engine.active
+
+
+def test_sync_and_auto_publish_nothing_at_first() -> None:
+    assert Job().register(Plan.sync(3)) == []
+    assert Job().register(None) == []
+
+
+def test_ranks_that_ask_for_different_modes_get_that_of_rank_0() -> None:
+    job = Job(2)
+    first = Plan.sync(2).to_dict()
+    job.say(1, m.Register(0, first, Plan.sync(2).to_dict()))
+    (published,) = job.say(0, m.Register(0, first, Plan.partial(2, 1).to_dict()))
+    assert isinstance(published, m.PlanMessage) and published.plan["mode"] == "partial"
+
+
+def test_the_first_step_of_a_rank_tells_nothing_of_the_steps_to_come() -> None:
+    job = Job()
+    job.register(None)
+    for rank in range(3):
+        job.arrive(rank, 7, compute_s=1.3 + rank)
+        job.arrive(rank, 8, compute_s=0.02)
+    assert [stats.compute_s for stats in job.engine.window().ranks] == [(0.02,)] * 3
+
+
+def test_a_refused_plan_is_abandoned() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    heard = job.say(2, m.ModeUnsupported(0, 1, "cannot"))
+    assert heard == [m.Abandon(0, 1, "cannot")]
+    assert job.engine.refused == "cannot" and not job.engine.active.relaxed
+    assert job.pass_time(5.0) == []
+
+
+def test_a_plan_not_taken_up_in_time_is_abandoned() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    assert only(job.pass_time(59.0), m.Abandon) == []
+    (abandon,) = only(job.pass_time(2.0), m.Abandon)
+    assert "60 s" in abandon.reason
+
+
+def test_a_plan_taken_up_while_it_was_being_abandoned_is_in_force() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    job.say(2, m.ModeUnsupported(0, 1, "cannot"))
+    job.arrive(0, 4, plan_id=1)
+    assert job.engine.active.relaxed and job.engine.rule.plan.relaxed
+
+
+def test_a_rank_pinned_while_relaxed_brings_everybody_back_to_sync() -> None:
+    job = relaxed_job()
+    (published,) = only(job.say(1, m.ModeUnsupported(0, 1, "a GradScaler")), m.PlanMessage)
+    assert published.plan["mode"] == "sync" and published.plan["epoch"] == 2
+    assert "rank 1: a GradScaler" in published.plan["reason"]
+    assert only(job.say(2, m.ModeUnsupported(0, 1, "a GradScaler")), m.PlanMessage) == [], "one return is enough"
+    job.arrive(0, 9, plan_id=2)
+    assert not job.engine.active.relaxed
+    assert only(job.say(2, m.ModeUnsupported(0, 2, "again")), m.PlanMessage) == []
+
+
+def test_a_step_is_closed_and_ordered_once() -> None:
+    job = relaxed_job()
+    job.tick()
+    for rank in (0, 1):
+        job.arrive(rank, 6, plan_id=1)
+    orders = only(job.tick(), m.CloseStep)
+    orders += only(job.pass_time(3.0), m.CloseStep)
+    assert [order.step for order in orders] == [6]
+    assert orders[0].typical_compute_s == pytest.approx(0.1)
+
+
+def test_an_epoch_ends_when_all_ranks_have_asked_in_vain() -> None:
+    job = Job()
+    take = m.RequestBatch(0, 0, 10, 4, False)
+    grants = [job.say(rank, take)[0] for rank in (0, 1, 2)]
+    assert [(g.start, g.stop) for g in grants] == [(0, 4), (4, 8), (8, 10)]  # type: ignore[attr-defined]
+    assert job.destinations == [2], "only the rank that asked is answered"
+    for rank in (0, 1):
+        (grant,) = job.say(rank, take)
+        assert grant == m.Grant(0, 0, 0, 0)
+    heard = job.say(2, take)
+    assert heard == [m.Grant(0, 0, 0, 0), m.EpochEnd(0, 0)]
+    assert job.say(2, take) == [m.Grant(0, 0, 0, 0)], "announced once"
+
+
+def test_a_request_that_is_repeated_gets_the_same_batch_and_no_other_rank_gets_it() -> None:
+    job = Job()
+    first = job.say(1, m.RequestBatch(0, 0, 10, 4, False, 1))
+    assert first == [m.Grant(0, 0, 0, 4, 1)]
+    again = m.RequestBatch(0, 0, 10, 4, False, 1)
+    assert job.say(1, again) == first == job.say(1, again)
+    assert job.say(2, m.RequestBatch(0, 0, 10, 4, False, 1)) == [m.Grant(0, 0, 4, 8, 1)], "every rank counts for itself"
+    assert job.say(1, m.RequestBatch(0, 0, 10, 4, False, 2)) == [m.Grant(0, 0, 8, 10, 2)]
+    assert job.say(1, m.RequestBatch(0, 0, 10, 4, False, 1)) == first, "even later"
+    for number in range(3, 200):
+        job.say(1, m.RequestBatch(0, 3, 10_000, 4, False, number))
+    assert job.say(1, m.RequestBatch(0, 0, 10, 4, False, 1)) == [], "an epoch that is long over does not begin again"
+    assert len(job.board._granted[1]) <= 64
+
+
+def test_a_rank_asks_again_and_takes_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_client, "_ASK_AGAIN_S", 0.1)
+    sent: list[m.Message] = []
+
+    class Silent:
+        last_heard_s = 0.0
+
+        def send(self, message: m.Message) -> None:
+            """The first answer is lost; those to the repetitions come twice."""
+            sent.append(message)
+            assert isinstance(message, m.RequestBatch)
+            if sent.count(message) > 1:
+                for _ in range(2):
+                    process._grants.put(m.Grant(message.loader, message.epoch, 4 * message.number, 99, message.number))
+
+    process = coordinator_client.CoordinatorClient(Config(), 0)
+    process.agent = Silent()  # type: ignore[assignment]
+    for number in (1, 2, 3):
+        process.request(0, 0, 100, 4, False)
+        assert process.granted(0, 0) == (4 * number, 99)
+    assert set(sent) == {m.RequestBatch(0, 0, 100, 4, False, number) for number in (1, 2, 3)}
+
+
+def test_an_epoch_ends_for_the_others_when_a_rank_finishes_in_the_middle_of_it() -> None:
+    """A rank may break out of its loop and end its program while others wait for the end of the epoch."""
+    job = Job()
+    take = m.RequestBatch(0, 0, 2, 1, False)
+    job.say(0, take), job.say(1, take), job.say(0, take), job.say(1, take)
+    assert only(job.pass_time(5.0), m.EpochEnd) == []
+    assert only(job.say(2, m.Finished(2)), m.EpochEnd) == [m.EpochEnd(0, 0)]
+
+
+def test_everybody_leaves_once_all_have_finished() -> None:
+    job = Job()
+    assert only(job.say(0, m.Finished(0)), m.Bye) == []
+    assert only(job.say(1, m.Finished(1)), m.Bye) == []
+    assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye([])]
+    assert only(job.pass_time(30.0), m.Bye) == []
+
+
+def test_a_coordinator_that_stood_still_calls_nobody_lost() -> None:
+    job = Job(3)
+    job.register(None)
+    job.pass_time(1.0)
+    job.now_s += 30.0
+    job.board.stood_still(30.0, job.now_s)
+    assert only(job.tick(), m.Bye) == [] and not job.board.lost
+    job.pass_time(1.0)
+    assert not job.board.lost
+    assert only(job.pass_time(11.0, alive=(0, 1)), m.Bye) == [] and job.board.lost == {2}
+
+
+def test_nobody_is_told_of_an_end_while_nobody_has_finished() -> None:
+    """Rank 0 may hear nothing for a while, of itself neither, and all come back."""
+    job = Job(3)
+    assert only(job.pass_time(30.0, alive=()), m.Bye) == [] and job.board.lost == {0, 1, 2}
+    job.pass_time(1.0)
+    assert not job.board.lost
+    for rank in (0, 1):
+        assert only(job.say(rank, m.Finished(rank)), m.Bye) == []
+    assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye([])]
+
+
+def sources(job: Job, rank: int) -> set[int]:
+    """Ranks that are named, but for every third, which may not be known to have the state."""
+    named = [reply.rank for _ in range(9) for reply in only(job.say(rank, m.FindStateSource(0)), m.StateSource)]
+    return set(named[::3] + named[1::3])
+
+
+def test_the_source_of_a_fetch_is_up_to_date_and_alive() -> None:
+    job = relaxed_job()
+    assert sources(job, 2) == {0, 1} and job.destinations == [2], "in turns: one may be behind after all"
+    for rank in (0, 1):
+        job.arrive(rank, 9, plan_id=1)
+    assert sources(job, 0) == {1}, "not the one that asks, not the one behind"
+    job.say(1, m.Away(True, True, "evaluation"))
+    job.say(0, m.Away(True, True, "end of epoch"))
+    assert sources(job, 2) == {0, 1}, "whoever waits for the one that asks serves it"
+    job.pass_time(11.0, alive=(1, 2))
+    assert sources(job, 2) == {1}, "rank 0 is silent"
+    job.pass_time(11.0, alive=(2,))
+    assert sources(job, 2) == {-1}
+
+
+def test_a_rank_that_takes_part_no_more_is_asked_for_the_state_now_and_then() -> None:
+    """It may be the last that had it, where all who take part are away and nobody can replay their steps."""
+    job = relaxed_job()
+    for rank in (0, 1):
+        job.arrive(rank, 9, plan_id=1)
+    named = [reply.rank for _ in range(9) for reply in only(job.say(0, m.FindStateSource(0)), m.StateSource)]
+    assert named == [1, 1, 2] * 3
+
+
+def test_a_rank_that_says_nothing_is_not_asked_for_the_state() -> None:
+    job = relaxed_job()
+    job.pass_time(job.board._config.absent_after_s + 1.0, alive=(1, 2))
+    assert 0 not in job.board.lost
+    assert sources(job, 2) == {1}
+
+
+def test_children_go_on_without_a_parent_that_is_away() -> None:
+    job = Job(4)
+    job.register(None)
+    job.engine.active = Plan.ps(4, 4, servers=(0,), fan_in=1, parents=((1, 0), (3, 2)))
+    job.say(2, m.Away(True, False, "allreduce"))
+    assert only(job.tick(), Presence) == [], "a collective of the user's is short, as a rule"
+    assert only(job.pass_time(1.0), Presence) == [Presence(2, False)]
+    assert only(job.pass_time(5.0), Presence) == [], "once"
+    assert only(job.say(2, m.Away(False, True, "allreduce")), Presence) == [Presence(2, True)]
+    job.say(1, m.Away(True, True, "end of epoch"))
+    assert only(job.pass_time(2.0), Presence) == [], "nobody waits for a child"
+
+
+def test_a_state_is_loaded_once_servers_that_are_ending_have_ended() -> None:
+    job = Job(3)
+    job.register(Plan.ps(3, 2))
+    engine = job.engine
+    for rank in range(3):
+        job.say(rank, Prepared(0, 1))
+        job.arrive(rank, 9, plan_id=1)
+    assert engine.active.mode == "ps"
+    engine.publish(Plan.grouped(3, [(0, 1), (2,)]).replace(servers=(1,)), job.now_s)
+    for rank in range(3):
+        heard = job.say(rank, Prepared(0, 2))
+    assert only(heard, Commit) == [Commit(0, 2)], "the old servers are told to end"
+    heard = job.say(0, Restart(0)) + job.pass_time(1.0)
+    assert only(heard, m.PlanMessage) == [] and only(heard, m.Abandon) == []
+    heard = job.say(0, Drained(0, 2, 30)) + job.pass_time(1.0)
+    (home,) = only(heard, m.PlanMessage)
+    assert home.plan["mode"] == "sync" and home.plan["epoch"] == 3
+    for rank in range(3):
+        job.say(rank, Prepared(0, 3))
+    job.say(1, Drained(0, 3, 30))
+    assert engine.active.mode == "sync" and engine._again.mode == "grouped", "the loaded state goes there afterwards"
+
+
+def test_arrivals_are_hurried_while_somebody_is_away() -> None:
+    job = relaxed_job()
+    assert m.ReportImmediately(True) in job.say(1, m.Away(True, True, "x"))
+    assert m.ReportImmediately(True) not in job.say(2, m.Away(True, True, "x"))
+    job.say(1, m.Away(False, True, "x"))
+    assert m.ReportImmediately(False) not in job.pass_time(3.0)
+    job.say(2, m.Away(False, True, "x"))
+    assert m.ReportImmediately(False) in job.pass_time(2.0)
+
+
+def test_what_is_said_of_a_closed_optimizer_is_ignored() -> None:
+    job = relaxed_job()
+    job.say(0, m.Unregister(0))
+    job.arrive(1, 7)
+    assert job.board.engines == {}
+
+
+def test_a_rank_pinned_while_another_relaxed_plan_is_on_its_way_brings_everybody_back_to_sync() -> None:
+    """It says the epoch of the plan in force: it has dropped the one on its way already."""
+    job = relaxed_job()
+    job.engine.publish(Plan.partial(3, 1), job.now_s)
+    (on_its_way,) = only(job.sent(), m.PlanMessage)
+    heard = job.say(1, m.ModeUnsupported(0, 1, "a GradScaler")) + job.tick()
+    given_up = [x.plan_id for x in only(heard, m.Abandon)]
+    assert given_up == [on_its_way.plan["epoch"]], "it must not wait for the deadline"
+    (published,) = only(heard, m.PlanMessage)
+    assert published.plan["mode"] == "sync" and "a GradScaler" in published.plan["reason"]
+    assert only(job.pass_time(5.0), m.PlanMessage) == [], "one return is enough"
+
+
+def test_a_rank_pinned_before_the_first_plan_was_taken_up_ends_it_at_once() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    heard = job.say(2, m.ModeUnsupported(0, 0, "a GradScaler"))
+    assert heard == [m.Abandon(0, 1, "a GradScaler")]
+    assert job.pass_time(70.0) == []
+
+
+def test_a_refused_plan_that_was_taken_up_all_the_same_is_left_again() -> None:
+    """All ranks had raised their flags for it when one of them found out that it cannot."""
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    job.say(2, m.ModeUnsupported(0, 1, "a GradScaler"))
+    for rank in range(3):
+        job.arrive(rank, 4, plan_id=1)
+    assert job.engine.active.relaxed
+    (published,) = only(job.pass_time(1.0), m.PlanMessage)
+    assert published.plan["mode"] == "sync" and published.plan["epoch"] == 2
+    assert only(job.pass_time(30.0), m.PlanMessage) == []
+    for rank in range(3):
+        job.arrive(rank, 5, plan_id=2)
+    assert not job.engine.active.relaxed and only(job.pass_time(70.0), m.PlanMessage) == []
+
+
+def test_a_return_to_sync_that_was_not_taken_up_in_time_is_tried_again() -> None:
+    job = relaxed_job()
+    job.say(1, m.ModeUnsupported(0, 1, "a GradScaler"))
+    heard = job.pass_time(62.0)
+    assert len(only(heard, m.Abandon)) == len(only(heard, m.PlanMessage)) == 1
+    assert only(heard, m.PlanMessage)[0].plan["mode"] == "sync"
+
+
+def test_arrivals_are_hurried_also_after_a_rank_came_back_late() -> None:
+    """The end of an epoch takes all ranks back; what they say of it afterwards must not swallow the next order."""
+    job = relaxed_job()
+    job.say(1, m.Away(False, True, "x"))
+    assert m.ReportImmediately(True) in job.say(2, m.Away(True, True, "x"))
+    assert job.say(0, m.Away(True, True, "x")) == []
+    assert m.ReportImmediately(False) not in job.pass_time(3.0)
+
+
+def test_nobody_is_told_twice_that_arrivals_need_not_hurry() -> None:
+    job = relaxed_job()
+    job.say(1, m.Away(True, True, "x"))
+    job.say(1, m.Away(False, True, "x"))
+    assert only(job.pass_time(3.0), m.ReportImmediately) == [m.ReportImmediately(False)]
+    job.say(1, m.Away(False, True, "x"))
+    assert only(job.pass_time(3.0), m.ReportImmediately) == []
+
+
+def test_a_step_that_was_closed_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The ranks may compute the next gradient for minutes; that is no stall."""
+    job = relaxed_job()
+    job.tick()
+    caplog.clear()
+    for rank in (0, 1):
+        job.arrive(rank, 6, plan_id=1)
+    assert len(only(job.pass_time(30.0), m.CloseStep)) == 1
+    assert "waiting" not in caplog.text
+    job.arrive(0, 7, plan_id=1)
+    assert len(only(job.pass_time(30.0), m.CloseStep)) == 0
+    assert "step 7 has been waiting for ranks [1, 2]" in caplog.text
+
+
+def test_auto_relaxes_for_a_slow_rank_and_never_after_a_refusal() -> None:
+    published: dict[bool, list[Any]] = {}
+    for refused in (False, True):
+        job = Job(4)
+        job.register(None)
+        if refused:
+            job.say(3, m.ModeUnsupported(0, 0, "sparse gradients"))
+        heard: list[m.Message] = []
+        for step in range(120):
+            for rank in range(4):
+                job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
+            job.now_s += 0.4
+            heard += job.tick()
+        published[refused] = only(heard, m.PlanMessage)
+    assert published[False] and published[False][0].plan["quorum"] < 4
+    assert published[True] == []
+
+
+def test_a_finished_rank_stays_away_after_an_epoch_that_ends_without_it() -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    job.say(2, m.Finished(2))
+    for rank in (0, 1):
+        job.say(rank, m.Away(True, True, "end of data"))
+        job.say(rank, m.RequestBatch(0, 0, 0, 4, False))
+    for rank in (0, 1):
+        job.say(rank, m.Away(False, True, "end of data"))
+        job.arrive(rank, 0)
+    assert [order.step for order in only(job.tick(), m.CloseStep)] == [0], "rank 2 will never deliver again"
+
+
+def test_optimizers_have_steps_and_plans_of_their_own() -> None:
+    job = relaxed_job()
+    job.register(Plan.sync(3), optimizer_id=1)
+    for rank in (0, 1):
+        job.say(rank, m.Arrive(1, 9, 0, 0.1, 0.0, 0.0, 0.0, 0.0))
+    assert [order.optimizer_id for order in only(job.pass_time(2.0), m.CloseStep)] == []
+    assert job.board.engines[1].rule.step == 9 and not job.board.engines[1].active.relaxed
+    job.say(0, m.Unregister(1))
+    assert set(job.board.engines) == {0}
+
+
+def test_a_report_from_before_a_switch_does_not_undo_it() -> None:
+    job = relaxed_job()
+    job.engine.publish(Plan.partial(3, 1), job.now_s)
+    job.arrive(0, 9, plan_id=2)
+    assert job.engine.active.quorum == 1
+    job.arrive(1, 8, plan_id=1)
+    job.arrive(2, 8, plan_id=0)
+    job.say(0, m.HeaderNote(0, 8, 1, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.0))
+    assert job.engine.active.quorum == job.engine.rule.plan.quorum == 1
+    assert [plan.plan_id for _, plan in job.engine.plans] == [0, 1, 2]
+
+
+def test_an_epoch_nobody_published_is_not_taken_up() -> None:
+    job = relaxed_job()
+    job.arrive(0, 9, plan_id=7)
+    assert job.engine.active.plan_id == 1
+
+
+def test_rank_0_may_tell_of_a_switch_first() -> None:
+    job = Job()
+    job.register(Plan.partial(3, 2))
+    job.say(0, m.HeaderNote(0, 4, 1, [0, 1, 2], 1.5, 3.0, 3.0, 0.0, 0, 0.0, 0.0))
+    assert job.engine.active.relaxed and job.engine.steps == 5 and job.engine.losses.usual == 1.5
+
+
+def test_arrivals_stay_hurried_as_long_as_a_rank_has_finished() -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    assert only(job.say(2, m.Finished(2)), m.ReportImmediately) == [m.ReportImmediately(True)]
+    for rank in (0, 1):
+        job.say(rank, m.RequestBatch(0, 0, 0, 4, False))
+    assert only(job.pass_time(5.0), m.ReportImmediately) == []
+
+
+@pytest.mark.parametrize("plan", [PLAN | {"mode": "x" * 500_000}, PLAN | {"y" * 500_000: 1}, {"z": 1}])
+def test_what_is_said_of_a_refused_plan_is_short(plan: dict[str, Any]) -> None:
+    for message in (m.Register(0, plan, {}), m.Register(0, PLAN, plan)):
+        with pytest.raises(ChannelError, match="a plan was refused: plan ") as caught:
+            Job().say(0, message)
+        assert len(str(caught.value)) < 300, "an error must not carry what was received into the log"

@@ -1,0 +1,191 @@
+"""What a board is told that makes no sense, and random input."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.records import Plan
+from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages import switch as s
+from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
+from star_hvd.errors import ChannelError
+from tests.support.boards import PLAN, Job, relaxed_job
+
+BAD = [
+    m.Register(0, {"mode": "turbo", "world_size": 3, "quorum": 3}, {}),
+    m.Register(0, PLAN, {"mode": "sync"}),
+    m.Register(0, PLAN, Plan.sync(4).to_dict()),
+    m.Register(0, Plan.sync(4).to_dict(), {}),
+    m.Register(-1, PLAN, {}),
+    m.Register(0, {**PLAN, "world_size": 1 << 52, "quorum": 1 << 52}, {}),
+    m.Register(0, Plan.subgroup(3, (0, 1)).to_dict() | {"world_size": 1 << 52}, {}),  # Made, it would count its ranks.
+    m.Register(0, PLAN, {}, gradient_bytes=-1),
+    ServerUp(0, 1, 99, ["127.0.0.1", "1", "00"]),
+    ServerUp(0, 1, -1, ["127.0.0.1", "1", "00"]),
+    ServerUp(0, 1, 0, ["127.0.0.1"]),
+    ServerRestarted(0, 1, 0, ["h" * 2000, "1", "00"]),
+    m.Register(5_000_000, PLAN, {}),
+    m.Arrive(0, 7, 0, -1.0, 0.0, 0.0, 0.0, 0.0),
+    m.Arrive(0, 7, 0, math.nan, 0.0, 0.0, 0.0, 0.0),
+    m.Arrive(0, 7, 0, math.inf, 0.0, 0.0, 0.0, 0.0),
+    m.Arrive(0, 7, 0, 1.0, 0.0, 0.0, 0.0, math.nan),
+    m.Arrive(0, -7, 0, 1.0, 0.0, 0.0, 0.0, 0.0),
+    m.Arrive(0, 1 << 50, 0, 1.0, 0.0, 0.0, 0.0, 0.0),
+    m.Join(0, 1 << 50),
+    m.Late(0, 7, 0, 1.0, 1e10, 0.0, 0.0),
+    m.Late(2_000_000, 7, 0, 1.0, 1.0, 0.0, 0.0),
+    m.HeaderNote(0, 1 << 50, 0, [0], 0.0, 1.0, 1.0, 0.0, 0, 0.0, 0.0),
+    m.RequestBatch(0, 0, -1, 4, False),
+    m.RequestBatch(0, 0, 4, 0, False),
+    m.RequestBatch(0, -1, 4, 1, False),
+    m.PlanMessage(0, PLAN),
+    m.CloseStep(0, 3, 0.1),
+    m.Grant(0, 0, 0, 1),
+    m.Bye([]),
+    m.Abandon(0, 1, ""),
+    m.EpochEnd(0, 0),
+    m.StateSource(0, 1),
+    m.ReportImmediately(True),
+]
+
+
+def state_of(thing: Any) -> Any:
+    """Everything an object holds, down to plain values."""
+    if isinstance(thing, dict):
+        return {key: state_of(value) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple, deque)):
+        return [state_of(value) for value in thing]
+    if not type(thing).__module__.startswith(("star_hvd", "scheduler")):
+        return "a call" if callable(thing) else repr(thing)
+    names = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
+    return {name: state_of(getattr(thing, name)) for name in [*names, *getattr(thing, "__dict__", ())]}
+
+
+def test_the_state_that_is_compared_is_all_there_is() -> None:
+    """Each of these must show, or the test below could not fail."""
+    said = [
+        m.Hello(0),
+        m.Arrive(0, 7, 1, 0.1, 0.0, 0.0, 0.0, 0.0),
+        m.Late(0, 5, 1, 0.1, 0.0, 0.0, 0.0),
+        m.Join(0, 8),
+        m.HeaderNote(0, 6, 1, [0], 1.0, 1.0, 1.0, 1.0, 3, 1.0, 0.0),
+        m.ModeUnsupported(0, 1, "x"),
+        m.Away(True, False, "x"),
+        m.RequestBatch(0, 0, 10, 4, False),
+        m.FindStateSource(0),
+        m.Finished(1),
+        m.Unregister(0),
+    ]
+    for message in said:
+        job = relaxed_job()
+        before = state_of(job.board)
+        job.now_s += 1.0
+        job.board.handle(1, message, job.now_s)
+        assert state_of(job.board) != before, message.kind
+
+
+@pytest.mark.parametrize("message", BAD, ids=lambda x: x.kind)
+def test_bad_input_changes_nothing(message: m.Message) -> None:
+    job = relaxed_job()
+    job.say(0, m.RequestBatch(0, 0, 10, 4, False))
+    before = state_of(job.board)
+    job.now_s += 1.0
+    with pytest.raises(ChannelError):
+        job.say(1, message)
+    assert state_of(job.board) == before
+
+
+@pytest.mark.parametrize("rank", [-1, 3, 1 << 40])
+def test_a_rank_that_does_not_exist(rank: int) -> None:
+    with pytest.raises(ChannelError, match=r"ranks 0\.\.2"):
+        Job().say(rank, m.Hello(0))
+
+
+COUNT = st.integers(-2, 40) | st.sampled_from([1 << 52, -(1 << 52)])
+
+
+TIME_S = st.floats(0.0, 2.0) | st.sampled_from([math.nan, math.inf, -1.0])
+
+
+LOOP = st.integers(0, 2)
+
+
+ANY = st.one_of(
+    st.builds(m.Register, LOOP, st.sampled_from([PLAN, {}]), st.sampled_from([{}, Plan.partial(3, 2).to_dict()])),
+    st.builds(m.Unregister, st.just(2)),
+    st.builds(m.Arrive, LOOP, COUNT, st.integers(-1, 4), TIME_S, TIME_S, TIME_S, TIME_S, TIME_S),
+    st.builds(m.Late, LOOP, COUNT, st.integers(-1, 4), TIME_S, TIME_S, TIME_S, TIME_S),
+    st.builds(m.Join, LOOP, COUNT),
+    st.builds(m.Away, st.booleans(), st.booleans(), st.just("x")),
+    st.builds(m.ModeUnsupported, LOOP, st.integers(-1, 4), st.just("x")),
+    st.builds(m.RequestBatch, LOOP, st.integers(-1, 3), st.integers(-1, 9), st.integers(0, 3), st.booleans()),
+    st.builds(m.FindStateSource, LOOP),
+    st.builds(m.Finished, st.integers(-1, 3)),
+    st.builds(
+        m.HeaderNote, LOOP, COUNT, st.integers(-1, 4), st.just([0]), st.floats(), st.floats(), st.floats(),
+        st.floats(), st.integers(0, 3), st.floats(), st.floats(),
+    ),
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(-1, 3), ANY, st.floats(0.0, 3.0)), max_size=60), st.booleans())
+def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]], auto: bool) -> None:
+    """Ranks may say anything in any order: it is acted on or refused, and the board goes on."""
+    job = Job()
+    job.register(None if auto else Plan.partial(3, 2))
+    for rank, message, pause_s in said:
+        job.now_s += pause_s
+        try:
+            job.board.handle(rank, message, job.now_s)
+        except ChannelError:
+            continue
+        finally:
+            assert job.board.tick(job.now_s) > job.now_s
+        for sent in job.sent():
+            assert m.decode(m.encode(sent)) == sent
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Register(0, {"mode": "subgroup", "world_size": 1 << 52, "quorum": 1, "members": [0]}, {}),
+        m.Register(0, PLAN, {}, -1),
+        m.Register(0, PLAN, {**PLAN, "slack": (1 << 63) - 1}),
+        s.ServerUp(0, 1, -1, ["h", "1", "k"]),
+        s.ServerUp(0, 1, 1 << 52, ["h", "1", "k"]),
+        s.ServerRestarted(0, 1, 0, ["h" * 5000, "1", "k"]),
+    ],
+    ids=lambda message: message.kind,
+)
+def test_numbers_that_no_job_has_change_nothing(message: m.Message) -> None:
+    job = relaxed_job()
+    before = state_of(job.board)
+    with pytest.raises(ChannelError):
+        job.say(1, message)
+    assert state_of(job.board) == before
+
+
+def test_a_rank_that_opens_loaders_and_optimizers_without_end_is_refused() -> None:
+    job = relaxed_job()
+    for number in range(5000):
+        try:
+            job.say(1, m.RequestBatch(number, 0, 10, 4, False))
+        except ChannelError as error:
+            assert number >= 4000 and "are open" in str(error)
+            break
+    else:
+        raise AssertionError("5,000 loaders were opened")
+    job.say(1, m.RequestBatch(0, 0, 10, 4, False))  # Those that are there go on.
+
+
+def test_a_plan_that_was_never_published_does_not_free_process_sets() -> None:
+    job = relaxed_job()
+    job.say(1, m.Arrive(0, 6, 1 << 40, 0.1, 0.0, 0.0, 0.0, 0.0))
+    assert max(job.board._sets._acts_on[0]) < 10

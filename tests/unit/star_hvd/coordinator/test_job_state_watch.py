@@ -1,0 +1,241 @@
+"""What a board notices and logs: slow ranks, long steps, machines, losses, links."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from scheduler.records import Plan
+from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.leases import LeaseAsk
+from star_hvd.channel.messages.switch import LinkRate, MachineNote, Probe
+from star_hvd.config import Config
+from star_hvd.coordinator.report_trigger import SlowReportTrigger
+from star_hvd.errors import ChannelError
+from tests.support.boards import Job, only, relaxed_job
+
+
+def test_a_silent_rank_is_named_and_does_not_keep_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.say(0, m.Finished(0)), job.say(1, m.Finished(1))
+    assert only(job.pass_time(9.5, alive=(0, 1)), m.Bye) == []
+    assert only(job.pass_time(1.0, alive=(0, 1)), m.Bye) == [m.Bye([2])]
+    assert "rank 2 has given no sign of life for 10." in caplog.text
+    job.say(2, m.Heartbeat(2))
+    assert "rank 2 is heard again" in caplog.text and not job.board.lost
+
+
+def test_a_step_that_waits_long_is_logged_with_the_ranks_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(3, Config(stall_warning_s=10.0, lost_after_s=1e6))
+    job.register(None)
+    job.arrive(0, 7), job.arrive(2, 7)
+    job.pass_time(9.5)
+    assert caplog.text == ""
+    job.pass_time(1.0)
+    assert "step 7 has been waiting for ranks [1] for 10 s" in caplog.text
+    job.pass_time(5.0)
+    assert caplog.text.count("has been waiting") == 1, "not more often than it is long"
+    job.arrive(1, 7)
+    job.pass_time(30.0)
+    assert caplog.text.count("has been waiting") == 1
+
+
+def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    job = relaxed_job()
+    job.tick()
+    job.arrive(1, 6, plan_id=1)
+    (order,) = only(job.pass_time(61.0), m.CloseStep)
+    assert order.step == 6
+    assert "step 6 closes without ranks [0, 2]: its quorum did not come together within 60 s" in caplog.text
+
+
+def test_a_slow_rank_is_named_and_not_named_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(3, Config(report_interval_s=30.0, lost_after_s=1e6))
+    job.register(Plan.sync(3))
+    for step in range(40):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
+        job.now_s += 0.4
+        job.tick()
+    lines = [record.getMessage() for record in caplog.records if "slower" in record.getMessage()]
+    assert len(lines) == 1 and lines[0].startswith("rank 2 computes 4.0x slower than the median since step ")
+    assert [straggler.rank for straggler in job.engine.stragglers] == [2]
+    job.pass_time(31.0)
+    assert len([record for record in caplog.records if "slower" in record.getMessage()]) == 2
+
+
+def test_equal_ranks_are_never_called_slow(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    for step in range(40):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.1 + 0.005 * ((step + rank) % 3))
+        job.now_s += 0.1
+        job.tick()
+    assert "slower" not in caplog.text and job.engine.stragglers == ()
+
+
+def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    job.say(2, m.Finished(2))
+    for step in range(3):
+        job.arrive(0, step), job.arrive(1, step)
+        assert [order.step for order in only(job.tick(), m.CloseStep)] == [step]
+    assert caplog.text.count("ranks [2] are outside their training loop") == 1
+    fed = Job()
+    fed.register(Plan.sync(3))
+    fed.say(0, LeaseAsk(0, 0, 10, 4, False, 0))
+    fed.say(2, m.Finished(2))
+    caplog.clear()
+    fed.arrive(0, 0), fed.arrive(1, 0)
+    assert only(fed.tick(), m.CloseStep) and "outside" not in caplog.text
+
+
+def test_a_machine_s_readings_become_part_of_the_evidence() -> None:
+    job = Job(3)
+    job.register(None)
+    note = {"pressure_share": 0.1, "gpu_clock_share": math.nan, "gpu_throttled": math.nan}
+    note |= {"gpu_temperature_c": math.nan, "nic_drops_per_s": 0.0}
+    job.say(2, MachineNote(throttled_share=0.7, **note))
+    for step in range(8):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
+        job.now_s += 0.4
+        job.tick()
+    found = job.board.engines[0].stragglers
+    assert [(s.rank, s.cause) for s in found] == [(2, "starved")]
+    assert "a CPU quota holds it back 70 % of the time" in found[0].evidence
+    with pytest.raises(ChannelError, match="throttled_share"):
+        job.say(2, MachineNote(throttled_share=-1.0, **note))
+
+
+def test_a_loss_that_is_no_number_reaches_the_guard_and_not_the_mean() -> None:
+    job = Job(2)
+    job.register(None)
+    board = job.board.engines[0]
+    for step, loss in enumerate((2.0, math.inf, 1.0, math.nan)):
+        board.losses.note(step, loss)
+    assert board.losses.usual == pytest.approx(1.9)
+    assert board.window().losses == (2.0, math.inf, 1.0) and board.window().loss_steps == (0, 1, 2)
+
+
+def test_links_are_measured_once_at_the_start_and_heeded_only_where_communication_costs_something() -> None:
+    job = Job(4)
+    job.register(None)
+    rates = {0: 1e8, 1: 1e8, 2: 1e8, 3: 1e7}
+    asked = []
+
+    def answer(seconds: float) -> None:
+        for _ in range(round(seconds / 0.05)):
+            job.now_s += 0.05
+            for probe, rank in zip(job.tick(), job.destinations, strict=True):
+                if isinstance(probe, Probe):
+                    asked.append(rank)
+                    rate = min(rates[rank], rates[probe.target])
+                    job.board.handle(rank, LinkRate(rate), job.now_s)
+
+    answer(2.0)
+    assert set(asked) == {0, 1, 2, 3} and job.board.links.bytes_per_s == list(rates.values())
+    known = job.engine.window().ranks
+    assert all(math.isnan(known[rank].link_bytes_per_s) for rank in range(4)), "nobody has asked for them"
+
+    def lockstep(step: int, comm_s: float) -> None:
+        for rank in range(4):
+            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, comm_s))
+
+    asked.clear()
+    for step in range(8):
+        lockstep(step, comm_s=0.001)
+        answer(1.0)
+    assert not asked and math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
+    for step in range(8, 40):
+        lockstep(step, comm_s=0.5)
+        answer(0.2)
+    assert asked, "they are measured again where it matters"
+    assert [one.link_bytes_per_s for one in job.engine.window().ranks] == list(rates.values())
+    rates[3] = 1e8  # It recovers, and since communication is cheap again nobody measures it.
+    for step in range(40, 140):
+        lockstep(step, comm_s=0.001)
+        answer(1.0)
+    assert math.isnan(job.engine.window().ranks[3].link_bytes_per_s), "a rate of long ago is held against it"
+
+
+def test_two_steps_of_little_but_communication_are_enough_to_heed_what_is_known_of_links() -> None:
+    job = Job(4)
+    job.register(None)
+    job.board.links.bytes_per_s[:] = [1e8, 1e8, 1e8, 1e7]
+    for step in range(4):
+        heeded = not math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
+        assert heeded == (step >= 3), "what step 0 communicated is told with step 1"
+        for rank in range(4):
+            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, 0.6))
+        job.now_s += 0.7
+        job.tick()
+
+
+def test_a_second_slow_step_in_sync_is_answered_before_the_next_window() -> None:
+    job = Job(4, Config(decide_interval_s=0.1))
+    job.register(None)
+    answered = []
+    for step in range(8):
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=0.05)
+            answered += [(step, plan) for plan in only(job.tick(), m.PlanMessage)]
+        slow_s = 0.3 if step >= 6 else 0.05
+        job.now_s += slow_s
+        job.tick()  # The window that is due by now: the report comes soon behind it.
+        job.now_s += 0.03
+        job.arrive(3, step, compute_s=slow_s)
+        answered += [(step, plan) for plan in only(job.tick(), m.PlanMessage)]
+    assert [(step, message.plan["mode"]) for step, message in answered] == [(7, "partial")]
+    assert job.engine.explain() == answered[0][1].plan["reason"], "also before it is in force"
+
+
+def test_many_that_become_slow_together_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, looks = Job(64, Config(decide_interval_s=0.1)), 0
+    job.register(None)
+    for step in range(8):
+        for rank in range(64):
+            job.arrive(rank, step, compute_s=0.05)
+        job.now_s += 0.1
+        job.tick()
+    decide = job.engine._decide
+
+    def counted(now_s: float) -> None:
+        nonlocal looks
+        looks += 1
+        decide(now_s)
+
+    monkeypatch.setattr(job.engine, "_decide", counted)
+    for step in (8, 9):
+        for rank in range(30):
+            job.now_s += 1e-4
+            job.arrive(rank, step, compute_s=0.3)
+            job.tick()
+    assert looks <= 1, "in six milliseconds"
+
+
+def test_what_is_worth_a_look() -> None:
+    again = SlowReportTrigger(2)
+    assert not any(again.note(0, 9.0) for _ in range(5)), "nothing is known yet"
+    again.usual(math.nan)
+    again.usual(0.1)
+    assert [again.note(1, time_s) for time_s in (0.1, 0.5, 0.5, 0.5, 0.5)] == [False, False, True, True, False]
+    assert [again.note(1, time_s) for time_s in (0.1, 0.2, 0.1, 0.2, 0.2)] == [False, False, False, False, True]
+    again.usual(0.001)
+    assert not any(again.note(0, 0.0025) for _ in range(5)), "a millisecond or two are Horovod's cycle"
+
+
+def test_a_rank_that_is_always_late_waits_for_nobody() -> None:
+    """What it waited for in `sync`, before it was left behind, is not its wait for ever."""
+    job = Job()
+    job.register(None)
+    for step in range(5):
+        for rank in range(3):
+            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, 0.004))
+    assert job.engine.arrivals.waits_s() == [0.004] * 3
+    for step in range(5, 60, 4):
+        job.say(2, m.Late(0, step, 0, 0.4, 0.0, 0.05, 0.0))
+    assert job.engine.arrivals.waits_s() == [0.004, 0.004, 0.0]

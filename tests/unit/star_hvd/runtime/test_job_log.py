@@ -1,0 +1,231 @@
+"""What one optimizer's log is told: samples, folds of all ranks, the model that decides, targets that are none."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from scheduler.learning.predictor import SHIPPED, load
+from scheduler.plan.plan import Plan
+from scheduler.records import StepReport
+from star_hvd.channel.messages import base as m
+from star_hvd.loader import shard
+from star_hvd.modes.step_reporter import StepReporter
+from star_hvd.run_log import new_run_name
+from star_hvd.run_log.spool import read_events
+from star_hvd.runtime.job_log import JobLog, _Pace, check_curves
+from star_hvd.runtime.model_loader import ModelLoader, digest
+from tests.support.boards import Job
+
+
+@pytest.fixture
+def teller() -> StepReporter:
+    """Rank 0's, with an engine that stands still."""
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.4)
+    found = StepReporter(0, lambda message, urgent=True: None)
+    applier = SimpleNamespace(optimizer=optimizer, buckets=[])
+    found.engine = SimpleNamespace(rank=0, applier=applier, plan=Plan.sync(3))  # type: ignore[assignment]
+    found.stats = lambda: {"drops": 2, "folds": 0}  # type: ignore[method-assign]
+    return found
+
+
+class _Coordinator:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @contextlib.contextmanager
+    def board(self) -> Iterator[Any]:
+        yield self._job.board
+
+
+@pytest.fixture
+def job_log(teller: StepReporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes a log, closes it and gives its events."""
+    monkeypatch.setenv("STAR_LOG_DIR", str(tmp_path))
+    monkeypatch.setenv("STAR_RUN_LOG", "1")
+    monkeypatch.setattr("star_hvd.run_log.dispatch.send", lambda directory: None)
+    job = Job(3)
+    job.register(Plan.sync(3))
+    made: list[JobLog] = []
+
+    def make(ranker: Any = None, curves: set[str] | None = None) -> SimpleNamespace:
+        name, coordinator = new_run_name(), _Coordinator(job)
+        log = JobLog(name, teller, ["a"] * 3, coordinator, {}, ranker, curves)  # type: ignore[arg-type]
+        made.append(log)
+        log.start()
+
+        def end() -> list[dict[str, Any]]:
+            log.close()
+            limit_s = time.monotonic() + 120.0  # On a busy machine its thread ends after the deadline of `close`.
+            while True:
+                events = [event for _, event in read_events(log._log.directory / "events.jsonl")]
+                if time.monotonic() > limit_s or any(event["kind"] == "end" for event in events):
+                    return events
+                time.sleep(0.02)
+
+        return SimpleNamespace(log=log, job=job, end=end)
+
+    yield make
+    for log in made:
+        log.close()
+
+
+def _facts(events: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for event in events:
+        found.update(event["values"] if event["kind"] == "facts" else {})
+    return found
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_tells_the_samples_behind_it(teller: StepReporter) -> None:
+    told: list[StepReport] = []
+    teller.log = SimpleNamespace(step=told.append)  # type: ignore[assignment]
+    teller.note_samples(1, 16, 16, 16.0)
+    teller.note_samples(1, 9, 16, 16.0)  # Two passes per step, and the end of an epoch.
+    teller.note_samples(2, 500, 500, 16.0)  # A loader for evaluation.
+    teller._log_step(1, 0.5, 0.0, late=False)
+    teller._log_step(2, 0.5, 0.0, late=True)
+    assert [report.samples for report in told] == [25.0, 0.0]
+    assert teller.batch == 16
+
+
+def test_shard_tells_what_it_hands_out(teller: StepReporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([(0, 4), (4, 7), None])
+    run = SimpleNamespace(
+        world_size=1, reference_samples=0.0, drivers={0: teller}, loader_number=lambda: 5, catch_up=lambda: None,
+        open_stock=lambda *_: SimpleNamespace(ready=lambda limit_s: True, close=lambda: None),
+        begin_batch=lambda stock: next(taken), note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
+        await_epoch_end=lambda *_: None, meeting=lambda _: contextlib.nullcontext(),
+    )  # fmt: skip
+    monkeypatch.setattr("star_hvd.runtime.runtime.ensure", lambda config: run)
+    monkeypatch.setattr("star_hvd.runtime.runtime.current", lambda: run)
+    told: list[StepReport] = []
+    teller.log = SimpleNamespace(step=told.append)  # type: ignore[assignment]
+    for step, _ in enumerate(shard(torch.utils.data.TensorDataset(torch.arange(7.0)), batch_size=4)):
+        teller._log_step(step, 0.5, 0.0, late=False)
+    assert [report.samples for report in told] == [4.0, 3.0]
+    assert (teller.batch, teller.reference_samples) == (4, 4.0)
+
+
+def test_samples_behind_an_update_are_those_of_the_mode_in_force(teller: StepReporter) -> None:
+    def led(mode: str, *weights: float) -> None:
+        teller.timeline.extend({"mode": mode, "weight": weight} for weight in weights)
+
+    assert math.isnan(teller.update_samples("sync"))
+    led("sync", 3.0, 3.0)
+    assert math.isnan(teller.update_samples("sync")), "without shard nobody knows the size of a batch"
+    teller.note_samples(0, 16, 16, 16.0)
+    assert teller.update_samples("sync") == 48.0
+    led("partial(2)", 2.0, 2.0, 3.0)
+    assert teller.update_samples("partial(2)") == pytest.approx(16 * 7 / 3)
+    assert math.isnan(teller.update_samples("local(4)"))
+
+
+# ---- the job's events -----------------------------------------------------------------------------------------------
+
+
+def test_windows_have_all_ranks_folds_the_pace_and_the_batch(teller: StepReporter, job_log: Any) -> None:
+    made = job_log()
+    teller.note_samples(0, 16, 16, 16.0)
+    teller.timeline.append({"mode": "sync", "weight": 3.0})
+    for step in range(3):
+        made.job.say(0, m.HeaderNote(0, step, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 1.0))
+    limit_s = time.monotonic() + 120.0  # The pace is taken from one window to the next.
+    path = made.log._log.directory / "events.jsonl"
+    while not any(event["kind"] == "window" for _, event in read_events(path)) and time.monotonic() < limit_s:
+        time.sleep(0.02)
+    made.job.say(0, m.HeaderNote(0, 99, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.5))
+    made.log._log._window_due_s = 0.0  # Not one second each.
+    events = made.end()
+    window = [event for event in events if event["kind"] == "window"][-1]
+    assert window["folds"] == 3.5, "rank 0 itself folded nothing"
+    assert window["rank0_drops"] == 2.0 and "drops" not in window
+    assert window["steps_per_s"] > 0.0 and window["effective_batch"] == 48.0
+    assert _facts(events)["batch"] == 16
+
+
+def test_the_pace_is_of_the_last_seconds() -> None:
+    pace = _Pace()
+    assert math.isnan(pace.note(0.0, 0))
+    assert pace.note(1.0, 10) == 10.0
+    for second in range(2, 20):
+        rate = pace.note(float(second), 10 + 2 * (second - 1))
+    assert rate == pytest.approx(2.0)
+
+
+def test_hyperparameters_are_those_the_job_began_with(teller: StepReporter, job_log: Any, monkeypatch: Any) -> None:
+    began = JobLog._run
+
+    def late(self: JobLog) -> None:
+        teller.engine.applier.optimizer.param_groups[0]["lr"] = 0.001
+        began(self)
+
+    monkeypatch.setattr(JobLog, "_run", late)
+    assert _facts(job_log().end())["optimizer"]["hyper"]["lr"] == 0.4
+
+
+# ---- the target -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("abc", ["STAR_TARGET is 'abc'; expected NAME>=NUMBER"]),
+        ("accuracy>=abc", ["STAR_TARGET is 'accuracy>=abc'; expected"]),
+        ("accuracy>0.5", []),
+        ("acc<=1", ["STAR_TARGET is 'acc<=1', but acc was never told by hvd.record_metric (told: accuracy, loss);"]),
+        ("", []),
+    ],
+)
+def test_a_target_without_effect_is_told_in_one_line(
+    target: str, expected: list[str], job_log: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STAR_TARGET", target)
+    with caplog.at_level(logging.WARNING, "star_hvd"):
+        curves = {"loss"}  # Of another optimizer of the job.
+        made = job_log(curves=curves)
+        made.log.metric("accuracy", 0.6, 3)
+        made.end()
+        check_curves(curves)
+    said = [record.getMessage() for record in caplog.records if "STAR_TARGET" in record.getMessage()]
+    assert len(said) == len(expected) and all(one.startswith(text) for one, text in zip(said, expected, strict=True))
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def _loaded(monkeypatch: pytest.MonkeyPatch, wanted: str) -> ModelLoader:
+    monkeypatch.setenv("STAR_MODEL", wanted)
+    ranker = ModelLoader()
+    ranker.load(60.0)
+    return ranker
+
+
+def test_the_log_says_which_model_decides(monkeypatch: pytest.MonkeyPatch, job_log: Any) -> None:
+    pytest.importorskip("lightgbm")
+    found = _facts(job_log(_loaded(monkeypatch, "")).end())["model"]
+    assert found == {"source": "shipped", "sha256": digest(load(SHIPPED).about)}
+    own = _loaded(monkeypatch, str(SHIPPED)).facts
+    assert own == {"source": str(SHIPPED), "sha256": found["sha256"]}
+    assert digest({**json.loads((SHIPPED / "model.json").read_text()), "heads": {}}) != found["sha256"]
+
+
+def test_the_log_says_why_the_cost_model_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert _loaded(monkeypatch, "cost_model").facts == {"source": "cost_model"}
+    facts = _loaded(monkeypatch, str(tmp_path)).facts
+    assert facts is not None and facts["source"] == str(tmp_path) and "sha256" not in facts
+    assert facts["fallback"].startswith("cost_model: STAR_MODEL") and "no model in" in facts["fallback"]

@@ -1,0 +1,79 @@
+"""The predictor that arrives while the job trains: no step waits for it, and its arrival starts no back and forth."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from scheduler.cost.conditions import Conditions
+from scheduler.learning.simulated_rows import in_order
+from scheduler.plan.plan import Plan
+from scheduler.policy.candidates import candidates
+from scheduler.policy.cost_policy import CostPolicy
+from star_hvd.runtime.model_loader import ModelLoader
+from tests.support.windows import steady, window
+
+pytest.importorskip("lightgbm")
+
+
+def test_it_is_loaded_after_the_first_step_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAR_MODEL", "")
+    stepped, asked = threading.Event(), threading.Event()
+
+    def begun() -> bool:
+        asked.set()
+        return stepped.is_set()
+
+    ranker = ModelLoader()
+    began_s = time.monotonic()
+    ranker.load_after(begun)
+    assert asked.wait(60.0) and ranker.facts is None
+    given, active = window(steady(8, slow={1: 3.0})), Plan.sync(8)
+    conditions = Conditions.from_window(given)
+    assert conditions is not None
+    offered = candidates(conditions, active)
+    predicted = ranker(offered, conditions, given, active)
+    assert sorted(map(str, predicted)) == sorted(map(str, in_order(offered, conditions)))
+    stepped.set()
+    ranker.load_after(lambda: False)  # A second optimizer changes nothing.
+    ranker.load(60.0)
+    assert ranker.facts is not None and ranker.facts["source"] == "shipped"
+    assert any(one.learned for one in ranker(offered, conditions, given, active))
+    assert time.monotonic() - began_s < 60.0
+
+
+def test_without_a_first_step_it_is_loaded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAR_MODEL", "cost_model")
+    monkeypatch.setattr("star_hvd.runtime.model_loader._LATEST_S", 0.1)
+    ranker = ModelLoader()
+    ranker.load_after(lambda: False)
+    ranker.load(60.0)
+    assert ranker.facts == {"source": "cost_model"}
+
+
+def _drive(policy: CostPolicy, active: Plan, ends: Sequence[int], n: int, slow: dict[int, float]) -> list[Plan]:
+    """Plans in force, beginning with the first one."""
+    taken = [active]
+    for end in ends:
+        plan = policy.decide(window(steady(n, slow=slow), end=end), taken[-1])
+        if plan is not None:
+            taken.append(plan)
+    return taken
+
+
+@pytest.mark.parametrize("slow", [{}, {1: 1.3}, {1: 2.0}, {1: 4.0, 2: 2.0}])
+@pytest.mark.parametrize("arrival", [40, 120])
+def test_its_arrival_changes_the_plan_once_at_most(
+    slow: dict[int, float], arrival: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAR_MODEL", "")
+    ranker, n = ModelLoader(), 8
+    policy = CostPolicy(n, ranker=ranker)
+    before = _drive(policy, Plan.sync(n), range(32, arrival, 8), n, slow)
+    assert ranker.facts is None
+    ranker.load(60.0)
+    after = _drive(policy, before[-1], range(arrival, 600, 8), n, slow)
+    assert len(after) <= 2, [plan.label for plan in after]

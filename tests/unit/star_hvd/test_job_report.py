@@ -1,0 +1,65 @@
+"""What `hvd.explain()` says, and on which ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scheduler.records import Plan
+from star_hvd.coordinator.job_state import JobState
+from star_hvd.job_report import _build, explain
+from star_hvd.runtime import runtime
+from tests.support.boards import Job
+
+QUIET: Any = SimpleNamespace(malformed=0, lost=0, repeated=0)
+
+
+def run_of(board: JobState | None, rank: int = 0) -> SimpleNamespace:
+    """As much of a runtime as is asked; rank 0 has a board."""
+
+    @contextlib.contextmanager
+    def look() -> Iterator[JobState | None]:
+        yield board
+
+    return SimpleNamespace(rank=rank, coordinator=None if board is None else SimpleNamespace(board=look))
+
+
+def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(3)
+    monkeypatch.setattr(runtime, "_current", run_of(job.board))
+    assert explain() == "nothing is known: no optimizer was made yet"
+    job.register(None)
+    assert explain() == "step 0: no window has been looked at yet"
+    job.engine.steps = 207
+    assert explain().startswith("step 207: ")
+    plan = Plan.partial(3, 2, plan_id=1, reason="rank 2 computes 4.0x slower since step 1")
+    job.engine.active = plan
+    job.engine.plans.append((5, plan))
+    job.engine.explain = lambda: f"{plan.reason}; nobody is slow since step 90"
+    assert explain() == f"step 5: partial(2): {plan.reason}; nobody is slow since step 90"
+    job.engine.explain = lambda: f"partial(2): {plan.reason}"
+    assert explain() == f"step 5: partial(2): {plan.reason}"
+    with pytest.raises(ValueError, match="no optimizer 7"):
+        explain(7)
+
+
+def test_the_table_says_since_when_its_reason_holds() -> None:
+    job = Job(3)
+    job.register(None)
+    job.engine.steps = 207
+    assert str(_build(job.engine, QUIET, 0)).startswith("step 207: sync since step 0 ")
+    plan = Plan.partial(3, 2, plan_id=1, reason="rank 2 is slow")
+    job.engine.active = plan
+    job.engine.plans.append((5, plan))
+    assert str(_build(job.engine, QUIET, 0)).startswith("step 207: partial(2) since step 5 (rank 2 is slow)")
+
+
+def test_who_does_not_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_current", run_of(None, rank=2))
+    assert explain() == "only rank 0 knows; this is rank 2"
+    monkeypatch.setattr(runtime, "_current", None)
+    assert explain().startswith("nothing is known: ")
