@@ -167,7 +167,7 @@ class ShardLoader:
         self.samples_taken += stop - start
         self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - self._began_s)
         for driver in self._run.drivers.values():
-            driver.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
+            driver.reporter.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
         return batch
 
     def _order(self, epoch: int) -> torch.Tensor:

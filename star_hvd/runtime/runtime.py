@@ -222,8 +222,9 @@ class Runtime(CoordinatorClient):
         hosts = [peer.host for peer in self.keyring.peers]
         facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}
         ranker = None if plan else self._ranker
-        driver.log = JobLog(self._job, driver, hosts, self.coordinator, facts, ranker, self._curves)
-        driver.log.start()
+        reporter = driver.reporter
+        reporter.log = JobLog(self._job, reporter, hosts, self.coordinator, facts, ranker, self._curves)
+        reporter.log.start()
         if self._sampler is None:
             self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
             self._sampler.start()
@@ -244,8 +245,8 @@ class Runtime(CoordinatorClient):
             urgent=False,
         )
         for driver in list(self.drivers.values()):
-            if driver.log is not None:
-                driver.log.resources(readings)
+            if driver.reporter.log is not None:
+                driver.reporter.log.resources(readings)
 
     def detach(self, driver: StepDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
@@ -470,7 +471,7 @@ class Runtime(CoordinatorClient):
             self._grants.put(message)
         elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):
-                driver.hurry = message.now
+                driver.reporter.hurry = message.now
         elif isinstance(message, messages.StateSource):
             self._sources.put(message)
         elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerRestarted, Presence, Probe)):
@@ -544,8 +545,9 @@ def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
 
 
 def _close_log(driver: StepDriver) -> None:
-    if driver.log is not None:
-        driver.log.close("FAILED" if program_end.failed() or driver.engine.failure is not None else "FINISHED")
+    log = driver.reporter.log
+    if log is not None:
+        log.close("FAILED" if program_end.failed() or driver.engine.failure is not None else "FINISHED")
 
 
 _hooks_installed = False

@@ -179,7 +179,7 @@ class BucketCore:
             plan=initial,
             applier=applier,
             collective=HorovodCollective(),
-            listener=driver,
+            listener=driver.reporter,
             collective_of=lambda members: HorovodCollective(run.services.process_set(members)),
             prefix=f"star.{driver.number}",
             scale_by_ranks=self._scale_by_ranks,
