@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     run = runtime.current()
     assert run is not None
     logged = max(run.drivers)  # The one made last.
-    name, steps = f"{run._job}-{logged}", int(run.drivers[logged].stats()["steps"])
+    name, steps = f"{run._job}-{logged}", int(run.drivers[logged].reporter.stats()["steps"])
     hvd.shutdown()
     if rank == 0:
         write_json(args.run_dir / "run_log.json", {"blocks": found, "run": name, "steps": steps})

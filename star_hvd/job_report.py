@@ -149,8 +149,8 @@ def record_metric(
         return
     number = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
     for driver in run.drivers.values():
-        if driver.log is not None:
-            driver.log.metric(name, number, driver.engine.version if step is None else step, monotonic_s)
+        if driver.reporter.log is not None:
+            driver.reporter.log.metric(name, number, driver.engine.version if step is None else step, monotonic_s)
 
 
 def explain(optimizer: int | None = None) -> str:

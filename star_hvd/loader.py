@@ -116,7 +116,7 @@ class ShardLoader:
         self._config = config
         self._began_s = 0.0
         self._run = runtime.ensure(config)
-        self._number = self._run.loader_number()
+        self._number = self._run.client.loader_number()
         self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
         if self._run.reference_samples == 0:
             self._run.reference_samples = float(batch_size)
@@ -135,20 +135,20 @@ class ShardLoader:
     def __iter__(self) -> Iterator[Any]:
         if runtime.current() is not self._run:  # Horovod was initialized anew (elastic).
             self._run = runtime.ensure(self._config)
-            self._number, self._passes = self._run.loader_number(), 0
+            self._number, self._passes = self._run.client.loader_number(), 0
             self._run.reference_samples = self._run.reference_samples or self._reference_samples
         order, self.epoch = self._order(self.epoch), self.epoch + 1
         epoch, self._passes = self._passes, self._passes + 1
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
         self._run.catch_up()
-        stock = self._run.open_stock(self._number, epoch, self._n, self.batch_size, self._drop_last)
+        stock = self._run.client.open_stock(self._number, epoch, self._n, self.batch_size, self._drop_last)
         try:
             while (taken := self._begin_batch(stock)) is not None:
                 yield self._load(order, *taken)
         finally:
             stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
         with self._run.away("end of epoch"):
-            together = self._run.await_epoch_end(self._number, epoch)
+            together = self._run.client.await_epoch_end(self._number, epoch)
         if together:  # Otherwise a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
             with self._run.meeting("the end of an epoch"):
                 pass
@@ -159,15 +159,15 @@ class ShardLoader:
         if not stock.ready(_SOON_S):
             # Others still work on what was leased to them, and some of it may come back.
             with self._run.away("waiting for samples"):
-                return self._run.begin_batch(stock)
-        return self._run.begin_batch(stock)
+                return self._run.client.begin_batch(stock)
+        return self._run.client.begin_batch(stock)
 
     def _load(self, order: torch.Tensor, start: int, stop: int) -> Any:
         batch = self._collate([self.dataset[int(i)] for i in order[start:stop]])
         self.samples_taken += stop - start
         self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - self._began_s)
         for driver in self._run.drivers.values():
-            driver.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
+            driver.reporter.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
         return batch
 
     def _order(self, epoch: int) -> torch.Tensor:

@@ -389,12 +389,12 @@ class _Methods:
     def stats(self) -> dict[str, float]:
         """This rank's counters: steps, fresh, late, folds, drops, max_staleness and more; zeros in lockstep paths."""
         core = self._star.core
-        return core.driver.stats() if isinstance(core, BucketCore) else {}
+        return core.driver.reporter.stats() if isinstance(core, BucketCore) else {}
 
     def timeline(self) -> list[dict[str, Any]]:
         """On rank 0 one entry per step: step, time_s, members, mode, folds, weight; elsewhere empty."""
         core = self._star.core
-        return list(core.driver.timeline) if isinstance(core, BucketCore) else []
+        return list(core.driver.reporter.timeline) if isinstance(core, BucketCore) else []
 
     @property
     def mode(self) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as messages
-from star_hvd.channel.messages.switch import Commit, PlanActive, Prepared, PrepareFailed, Restart, Switched
+from star_hvd.channel.messages.switch import Commit, PlanActive, Prepared, PrepareFailed, Restart
 from star_hvd.config import Config
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.collective import wait_all
@@ -35,8 +35,8 @@ _POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that 
 _MODES_BEHIND = 16  # Far more modes than a rank can be behind by: each of them needed its word.
 
 
-class StepDriver(StepReporter):
-    """One optimizer's engine with its helper thread; it is also the engine's listener.
+class StepDriver:
+    """One optimizer's engine with its helper thread.
 
     Args:
         number: Number of the optimizer, equal on all ranks.
@@ -48,6 +48,7 @@ class StepDriver(StepReporter):
         preparer: Runs what gets a plan ready, in a thread of its own.
 
     Attributes:
+        reporter: Reports its steps; the engine's listener.
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
     """
@@ -61,8 +62,10 @@ class StepDriver(StepReporter):
         diagnose: Callable[[], str],
         preparer: Callable[[Callable[[], None]], None],
     ) -> None:
-        super().__init__(number, send)
+        self.number = number
+        self.reporter = StepReporter(number, send, self._on_switch)
         self.timer = StepTimer()
+        self._send = send
         self._config = config
         self._fetch = fetch
         self._diagnose = diagnose
@@ -79,15 +82,13 @@ class StepDriver(StepReporter):
         self.engine: StepEngine
         self.handover: ModeSwitcher
         self.local: LocalSteps
-        self._previous = Plan.sync(1)
         self._gradients: dict[torch.device, Fence] = {}  # Behind the latest gradient on each device.
-        self._clock_stopped, self._computed_s = True, 0.0
-        self._unsent: Callable[[], None] | None = None  # A message that waits for the compute time.
+        self._computed_s = 0.0
 
     def start(self, engine: StepEngine, services: Services) -> None:
         """Take charge of an engine and start its helper."""
         self.engine = engine
-        self._previous = engine.plan
+        self.reporter.start(engine)
         self.local = engine.averaging = LocalSteps(engine, self._await_own)
         self.handover = ModeSwitcher(
             self.number,
@@ -182,17 +183,17 @@ class StepDriver(StepReporter):
         with self._named_failures():
             self._await_deferred()
             loss, step = self.engine.loss, self.engine.version
-            self._clock_stopped, self._unsent = False, None
+            self.reporter.begin_timing()
             self._look_at_device()
             if not self.engine.arrive(manual=manual):
                 self._look_at_device(wait=True)
-                self._log_step(step, loss, 0.0, late=True)
+                self.reporter.log_step(step, loss, 0.0, late=True)
                 return None
             self._await_own()
             self._look_at_device(wait=True)
             result = self.engine.finish_own()
-        self._wait_s = time.monotonic() - self._computed_s
-        self._log_step(step, loss, self._wait_s, late=False)
+        self.reporter.wait_s = time.monotonic() - self._computed_s
+        self.reporter.log_step(step, loss, self.reporter.wait_s, late=False)
         return result
 
     def _await_deferred(self) -> None:
@@ -214,7 +215,7 @@ class StepDriver(StepReporter):
         Args:
             wait: Until they are done.
         """
-        if self._clock_stopped:
+        if not self.reporter.timing:
             return
         for fence in self._gradients.values():
             if wait:
@@ -222,22 +223,8 @@ class StepDriver(StepReporter):
             elif not fence.done():
                 return
         self._gradients.clear()
-        self._times, self._computed_s, self._clock_stopped = self.timer.stop(), time.monotonic(), True
-        unsent, self._unsent = self._unsent, None
-        if unsent is not None:
-            unsent()
-
-    def on_arrive(self, step: int, plan_id: int) -> None:
-        self._send_timed(lambda: StepReporter.on_arrive(self, step, plan_id))
-
-    def on_late(self, version: int, plan_id: int) -> None:
-        self._send_timed(lambda: StepReporter.on_late(self, version, plan_id))
-
-    def _send_timed(self, send: Callable[[], None]) -> None:
-        if self._clock_stopped:
-            send()
-        else:
-            self._unsent = send
+        times, self._computed_s = self.timer.stop(), time.monotonic()
+        self.reporter.end_timing(times)
 
     def _await_own(self) -> None:
         wait_all(
@@ -245,7 +232,7 @@ class StepDriver(StepReporter):
             self.engine.own_handles(),
             self._config.step_deadline_s,
             f"the reduction of step {self.engine.version}",
-            None if self._clock_stopped else self._look_at_device,
+            self._look_at_device if self.reporter.timing else None,
         )
 
     def step_outside(self, *, skip: bool) -> Any:
@@ -253,15 +240,15 @@ class StepDriver(StepReporter):
         outside = self.outside
         assert outside is not None
         with self._named_failures():
-            self._clock_stopped = False
+            self.reporter.begin_timing()
             self._look_at_device(wait=True)
             loss = self.engine.loss  # An averaging takes it along.
-            logged = self.steps_logged
+            logged = self.reporter.steps_logged
             value = outside.step(skip=skip)
             # Of local steps the coordinator hears at averagings, the log of each; and the log alone of a gradient that
             # came when its servers' mode had ended, and is folded into a step of the next one.
-            if self.steps_logged == logged:
-                self._log_step(self.engine.version, loss, 0.0, late=outside is not self.local)
+            if self.reporter.steps_logged == logged:
+                self.reporter.log_step(self.engine.version, loss, 0.0, late=outside is not self.local)
             self._settle()
         self._start_step()
         return value
@@ -446,7 +433,7 @@ class StepDriver(StepReporter):
         Right after a step has closed it can go at once: the grace time covers the rest. Waiting costs this rank less
         than one step, once; not waiting would cost it every step from now on.
         """
-        if not self._typical_s or self._times.compute_s > 1.25 * self._typical_s:
+        if not self._typical_s or self.reporter.times.compute_s > 1.25 * self._typical_s:
             return False
         since_close_s = time.monotonic() - self._last_close_s
         return self._config.grace_fraction * self._typical_s < since_close_s < self._typical_s
@@ -535,18 +522,13 @@ class StepDriver(StepReporter):
     def _has_work(self) -> bool:
         return self._stop.is_set() or (self.dropped and not self._carries_on) or self.engine.helper_has_work()
 
-    # ---- listener, called under the engine's lock -------------------------------------------------------------
+    # ---- inside ---------------------------------------------------------------------------------------------
 
-    def on_switch(self, step: int, plan: Plan) -> None:
-        logger.info("rank %d: step %d: switch to %s", self.engine.rank, step, plan.label)
-        previous, self._previous = self._previous, plan
+    def _on_switch(self, plan: Plan) -> None:
+        """Under the engine's lock."""
         self.handover.taken(plan)
         if self.handover.told_early:
             self._preparer(self.handover.switched)
-        if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
-            self._send(Switched(self.number, plan.plan_id, step))  # The children were not asked.
-
-    # ---- inside ---------------------------------------------------------------------------------------------
 
     def _named_failures(self) -> _NamedFailures:
         return _NamedFailures(self)

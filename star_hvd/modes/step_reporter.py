@@ -1,4 +1,4 @@
-"""What an optimizer's driver tells: the coordinator of every step, the run log, and who asks for counters."""
+"""Reports of one optimizer's steps on this rank: to the coordinator, to the run log, and its counters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.records import Plan, StepReport
 from star_hvd.channel.messages import base as messages
-from star_hvd.channel.messages.switch import StepNote
+from star_hvd.channel.messages.switch import StepNote, Switched
 from star_hvd.engine.header import Header
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.ps_worker import StepInfo
@@ -50,11 +50,12 @@ class StepLog(Protocol):
 
 
 class StepReporter:
-    """One optimizer's messages about its own steps; most are sent by the engine as its listener, under its lock.
+    """One optimizer's messages about its own steps; it is the engine's listener, called under the engine's lock.
 
     Args:
         number: Number of the optimizer, equal on all ranks.
         send: Sends a control message to the coordinator.
+        switched: Notes the plan that came into force, under the engine's lock.
 
     Attributes:
         log: Its run log, None before there is one.
@@ -64,11 +65,14 @@ class StepReporter:
         hurry: Somebody waits for steps to end: messages are not held back.
         batch: Samples per batch of the loader that feeds the training, 0 before it has given one.
         reference_samples: Samples that count as weight 1, 0 likewise.
+        times: This rank's own work in its latest step.
+        wait_s: How long it then waited for the others.
+        timing: The work of the step that arrives is still being timed: its message waits for that.
     """
 
     engine: StepEngine
 
-    def __init__(self, number: int, send: Send) -> None:
+    def __init__(self, number: int, send: Send, switched: Callable[[Plan], None]) -> None:
         self.number = number
         self.log: StepLog | None = None
         self.timeline: deque[dict[str, Any]] = deque(maxlen=100_000)
@@ -79,11 +83,30 @@ class StepReporter:
         self.reference_samples = 0.0
         self._loader = -1
         self._samples = 0  # Since the last step of this rank's own.
+        self.times = _NO_TIMES
+        self.wait_s = 0.0
+        self.timing = False
+        self._unsent: Callable[[], None] | None = None  # A message that waits for the compute time.
         self._send = send
-        self._times = _NO_TIMES
-        self._wait_s = 0.0
+        self._switched = switched
+        self._previous = Plan.sync(1)
         self._usual_s, self._arrivals = 0.0, 0
         self._began_s = time.monotonic()
+
+    def start(self, engine: StepEngine) -> None:
+        """Report the steps of `engine`."""
+        self.engine, self._previous = engine, engine.plan
+
+    def begin_timing(self) -> None:
+        """The compute time of this rank's step is not known yet."""
+        self.timing, self._unsent = True, None
+
+    def end_timing(self, times: ComputeTimes) -> None:
+        """It is known: send the message that waited for it."""
+        self.times, self.timing = times, False
+        unsent, self._unsent = self._unsent, None
+        if unsent is not None:
+            unsent()
 
     def note_samples(self, loader: int, samples: int, batch: int, reference_samples: float) -> None:
         """A loader hands out a batch. The first one to do so feeds the training; others may be for evaluation."""
@@ -94,10 +117,10 @@ class StepReporter:
 
     def note_step(self, info: StepInfo) -> None:
         """A step outside the rounds has ended."""
-        t, loss = self._times, self.engine.loss
+        t, loss = self.times, self.engine.loss
         self.engine.loss = math.nan
-        self._wait_s = info.comm_s
-        self._log_step(info.version, loss, info.comm_s, late=info.staleness > 0)
+        self.wait_s = info.comm_s
+        self.log_step(info.version, loss, info.comm_s, late=info.staleness > 0)
         self._send(
             StepNote(
                 self.number,
@@ -142,12 +165,13 @@ class StepReporter:
         known = weights and self.reference_samples
         return self.reference_samples * sum(weights) / len(weights) if known else math.nan
 
-    def _log_step(self, step: int, loss: float, wait_s: float, *, late: bool) -> None:
+    def log_step(self, step: int, loss: float, wait_s: float, *, late: bool) -> None:
+        """Write a step of this rank's own to the run log."""
         samples, self._samples = self._samples, 0
         self.steps_logged += 1
         if self.log is None:
             return
-        t = self._times
+        t = self.times
         self.log.step(
             StepReport(
                 rank=self.engine.rank,
@@ -164,10 +188,22 @@ class StepReporter:
         )
 
     def on_arrive(self, step: int, plan_id: int) -> None:
-        t = self._times
+        self._send_timed(lambda: self._send_arrive(step, plan_id))
+
+    def on_late(self, version: int, plan_id: int) -> None:
+        self._send_timed(lambda: self._send_late(version, plan_id))
+
+    def _send_timed(self, send: Callable[[], None]) -> None:
+        if self.timing:
+            self._unsent = send
+        else:
+            send()
+
+    def _send_arrive(self, step: int, plan_id: int) -> None:
+        t = self.times
         news = self._is_news(t.compute_s)
         self._send(
-            messages.Arrive(self.number, step, plan_id, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self._wait_s),
+            messages.Arrive(self.number, step, plan_id, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self.wait_s),
             urgent=news or self._urgent(),
         )
 
@@ -180,8 +216,8 @@ class StepReporter:
         self._usual_s = compute_s if self._arrivals == 1 else usual_s + _SMOOTHING * (compute_s - usual_s)
         return self._arrivals <= _FIRST_ARRIVALS or compute_s > slow_limit_s(usual_s)
 
-    def on_late(self, version: int, plan_id: int) -> None:
-        t = self._times
+    def _send_late(self, version: int, plan_id: int) -> None:
+        t = self.times
         self._send(messages.Late(self.number, version, plan_id, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s))
 
     def on_join(self, version: int) -> None:
@@ -217,6 +253,13 @@ class StepReporter:
             ),
             urgent=self._urgent(),
         )
+
+    def on_switch(self, step: int, plan: Plan) -> None:
+        logger.info("rank %d: step %d: switch to %s", self.engine.rank, step, plan.label)
+        previous, self._previous = self._previous, plan
+        self._switched(plan)
+        if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
+            self._send(Switched(self.number, plan.plan_id, step))  # The children were not asked.
 
     def on_mismatch(self, step: int) -> None:
         self.mismatches += 1

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import queue
 import time
+from collections.abc import Callable
 
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.leases import Lease, LeaseRecall
 from star_hvd.config import Config
-from star_hvd.errors import DeadlineError, StarError
-from star_hvd.modes.driver import StepDriver
+from star_hvd.errors import DeadlineError
 from star_hvd.runtime.lease_stock import LeaseStock
 
 __all__ = ["CoordinatorClient"]
@@ -21,22 +21,21 @@ _MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
 
 
 class CoordinatorClient:
-    """The part of a runtime that waits for answers of the coordinator; nothing waits without a deadline.
+    """Asks the coordinator and waits for its answers; nothing waits without a deadline.
 
     Args:
         config: Settings.
         rank: This rank.
+        agent: The connection to the coordinator.
+        raise_failure: Raises what stopped this process, if anything did; called while an answer is waited for.
     """
 
-    agent: Agent
-
-    def __init__(self, config: Config, rank: int) -> None:
-        self.config = config
-        self.rank = rank
-        self.drivers: dict[int, StepDriver] = {}
-        self.batch_weights: list[float] = []
+    def __init__(self, config: Config, rank: int, agent: Agent, raise_failure: Callable[[], None]) -> None:
+        self._config = config
+        self._rank = rank
+        self._agent = agent
+        self._raise_failure = raise_failure
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
-        self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self._stocks: dict[tuple[int, int], LeaseStock] = {}  # By loader and epoch, of the last two epochs.
         # Epochs whose end came while something else was waited for.
         self._ended: dict[tuple[int, int], messages.EpochEnd] = {}
@@ -52,9 +51,9 @@ class CoordinatorClient:
 
     def open_stock(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> LeaseStock:
         """This rank's stock of samples of an epoch; the one of the loader's epoch before may still be in use."""
-        send = self.agent.send
+        send = self._agent.send
         stock = LeaseStock(
-            self.rank, loader, epoch, samples=samples, batch=batch, drop_last=drop_last, send=lambda m: send(m)
+            self._rank, loader, epoch, samples=samples, batch=batch, drop_last=drop_last, send=lambda m: send(m)
         )
         kept = {key: each for key, each in self._stocks.items() if key[0] != loader or key[1] >= epoch - 1}
         self._stocks = {**kept, (loader, epoch): stock}
@@ -68,14 +67,17 @@ class CoordinatorClient:
             DeadlineError: The coordinator did not answer.
         """
         return stock.next(
-            self.config.control_deadline_s,
-            self.raise_failure,
-            lambda: time.monotonic() - self.agent.last_heard_s,
-            longest_s=self.config.step_deadline_s,
+            self._config.control_deadline_s,
+            self._raise_failure,
+            lambda: time.monotonic() - self._agent.last_heard_s,
+            longest_s=self._config.step_deadline_s,
         )
 
-    def on_lease(self, message: Lease | LeaseRecall) -> None:
-        """In the agent's thread."""
+    def on_message(self, message: Lease | LeaseRecall | messages.Grant | messages.EpochEnd) -> None:
+        """An answer, in the agent's thread."""
+        if isinstance(message, (messages.Grant, messages.EpochEnd)):
+            self._grants.put(message)
+            return
         stock = self._stocks.get((message.loader, message.epoch))
         if stock is not None:
             stock.on_message(message)
@@ -84,13 +86,13 @@ class CoordinatorClient:
         """Ask for the next range; `granted` collects it."""
         self._requests += 1
         self._asked.append(messages.RequestBatch(loader, epoch, samples, batch, drop_last, self._requests))
-        self.agent.send(self._asked[-1])
+        self._agent.send(self._asked[-1])
 
     def granted(self, loader: int, epoch: int) -> tuple[int, int] | None:
         """The answer to the oldest `request` of that epoch."""
         asked = next(each for each in self._asked if (each.loader, each.epoch) == (loader, epoch))
         self._asked.remove(asked)
-        grant = self._await_loader(messages.Grant, loader, epoch, self.config.control_deadline_s, "a batch", asked)
+        grant = self._await_loader(messages.Grant, loader, epoch, self._config.control_deadline_s, "a batch", asked)
         assert isinstance(grant, messages.Grant)
         return None if grant.stop <= grant.start else (grant.start, grant.stop)
 
@@ -100,7 +102,7 @@ class CoordinatorClient:
         Returns:
             Whether all came to its end and meet now; False where one left its loop before.
         """
-        deadline_s = self.config.step_deadline_s
+        deadline_s = self._config.step_deadline_s
         end = self._await_loader(messages.EpochEnd, loader, epoch, deadline_s, "the end of the epoch on all ranks")
         assert isinstance(end, messages.EpochEnd)
         return end.together
@@ -122,14 +124,14 @@ class CoordinatorClient:
             try:
                 message = self._grants.get(timeout=0.5)
             except queue.Empty:
-                self.raise_failure()
+                self._raise_failure()
                 if time.monotonic() > limit_s:
                     raise DeadlineError(
-                        f"rank {self.rank} waited {deadline_s:g} s for {what}; the coordinator on rank 0 "
-                        f"was last heard {time.monotonic() - self.agent.last_heard_s:.1f} s ago"
+                        f"rank {self._rank} waited {deadline_s:g} s for {what}; the coordinator on rank 0 "
+                        f"was last heard {time.monotonic() - self._agent.last_heard_s:.1f} s ago"
                     ) from None
                 if asked is not None and time.monotonic() > again_s:
-                    self.agent.send(asked)
+                    self._agent.send(asked)
                     again_s += _ASK_AGAIN_S
                 continue
             same = getattr(message, "loader", -1) == loader and getattr(message, "epoch", -1) == epoch
@@ -148,22 +150,3 @@ class CoordinatorClient:
         self.request(_MEETING, self._meetings, 0, 1, False)
         assert self.granted(_MEETING, self._meetings) is None
         self._await_loader(messages.EpochEnd, _MEETING, self._meetings, deadline_s, f"{what} on all ranks")
-
-    def note_batch(self, weight: float, input_s: float) -> None:
-        """The loader hands out a batch: its weight, and how long the training thread waited for it."""
-        self.batch_weights = [*self.batch_weights[-63:], weight]
-        for driver in self.drivers.values():
-            driver.timer.add_input(input_s)
-
-    def batch_weight(self, passes: int) -> float:
-        """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
-        recent = self.batch_weights[-passes:]
-        return sum(recent) / len(recent) if recent else 1.0
-
-    def raise_failure(self) -> None:
-        """Raise what stopped one of this process's engines or threads, if anything did."""
-        if self.thread_failure is not None:
-            raise self.thread_failure
-        for driver in self.drivers.values():
-            if driver.failure is not None:
-                raise driver.failure

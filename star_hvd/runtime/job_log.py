@@ -25,7 +25,7 @@ from star_hvd.telemetry.resources import Resources
 from star_hvd.threads import supervised
 
 if TYPE_CHECKING:
-    from star_hvd.modes.driver import StepDriver
+    from star_hvd.modes.step_reporter import StepReporter
     from star_hvd.runtime.model_loader import ModelLoader
 
 __all__ = ["JobLog", "check_curves"]
@@ -41,7 +41,7 @@ class JobLog:
 
     Args:
         job: Name of the job, the same on all ranks.
-        driver: The optimizer's driver, its engine started.
+        reporter: Of the optimizer, its engine started.
         hosts: Address of every rank's host.
         coordinator: On rank 0, where windows and plans come from.
         facts: Parameters of the job known already.
@@ -52,15 +52,15 @@ class JobLog:
     def __init__(
         self,
         job: str,
-        driver: StepDriver,
+        reporter: StepReporter,
         hosts: Sequence[str],
         coordinator: Coordinator | None,
         facts: Mapping[str, Any],
         ranker: ModelLoader | None = None,
         curves: set[str] | None = None,
     ) -> None:
-        self._driver = driver
-        self._applier = driver.engine.applier
+        self._reporter = reporter
+        self._applier = reporter.engine.applier
         self._hosts = hosts
         self._coordinator = coordinator
         self._ranker = ranker
@@ -72,12 +72,12 @@ class JobLog:
         self._optimizer = self._optimizer_facts() if coordinator is not None and enabled() else {}
         self._batch_told = self._model_told = False
         self._stop = threading.Event()
-        name = job if driver.number == 0 else f"{job}-{driver.number}"
+        name = job if reporter.number == 0 else f"{job}-{reporter.number}"
         self._target = env.target()
         told = {"target": self._target, "tags": env.tags()}
         known = {**facts, **{name: value for name, value in told.items() if value}}
         self._log = RunLog(
-            run_directory(name), rank=driver.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
+            run_directory(name), rank=reporter.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
         )
         self._thread = supervised(self._run, "star-job-log", critical=False)
 
@@ -117,7 +117,7 @@ class JobLog:
 
     def _check_target(self) -> None:
         """Say at once, not after a night of training, that a target is none."""
-        if self._driver.number == 0 and self._target and Target.parse(self._target) is None:
+        if self._reporter.number == 0 and self._target and Target.parse(self._target) is None:
             logger.warning(
                 "STAR_TARGET is %r; expected NAME>=NUMBER, accuracy>=0.9 for example; the run has no time to target",
                 self._target,
@@ -140,9 +140,9 @@ class JobLog:
 
     def _tell_late_facts(self) -> None:
         """What is known only some time after the start: what the loader gives, which model was loaded."""
-        if not self._batch_told and self._driver.batch:
+        if not self._batch_told and self._reporter.batch:
             self._batch_told = True
-            self._log.facts({"batch": self._driver.batch})
+            self._log.facts({"batch": self._reporter.batch})
         if not self._model_told and self._ranker is not None and self._ranker.facts is not None:
             self._model_told = True
             self._log.facts({"model": self._ranker.facts})
@@ -151,7 +151,7 @@ class JobLog:
         assert self._coordinator is not None
         self._tell_late_facts()
         with self._coordinator.board() as board:
-            engine = board.engines.get(self._driver.number)
+            engine = board.engines.get(self._reporter.number)
             if engine is None:
                 return
             plans, values = engine.plans[self._plans_told :], self._values(engine)
@@ -182,9 +182,9 @@ class JobLog:
             comm_bytes=window.comm_bytes,
             comm_s=engine.arrivals.usual_comm_s,
             steps_per_s=self._pace.note(time.monotonic(), engine.steps),
-            effective_batch=self._driver.update_samples(engine.active.label),
+            effective_batch=self._reporter.update_samples(engine.active.label),
             folds=engine.folds,
-            rank0_drops=self._driver.stats()["drops"],  # Nobody tells those of the others.
+            rank0_drops=self._reporter.stats()["drops"],  # Nobody tells those of the others.
         )
 
 

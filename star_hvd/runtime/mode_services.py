@@ -212,12 +212,12 @@ class ModeServices:
                 pace_bytes_per_s=self._config.late_bytes_per_s,
                 deadline_s=deadline_s,
             )
-            others = driver.handover.state_of_others
-            return ChildSteps(driver.engine, plan, link, others=others, deadline_s=deadline_s, on_step=driver.note_step)
+            others, on_step = driver.handover.state_of_others, driver.reporter.note_step
+            return ChildSteps(driver.engine, plan, link, others=others, deadline_s=deadline_s, on_step=on_step)
         common: dict[str, Any] = {
             "deadline_s": deadline_s,
-            "on_step": driver.note_step,
-            "on_notes": driver.note_updates,
+            "on_step": driver.reporter.note_step,
+            "on_notes": driver.reporter.note_updates,
             "plan_of": driver.handover.plan_of,
             "same_session": lambda one, other: self.house.same_session(optimizer_id, one, other),
         }

@@ -111,7 +111,7 @@ def shutdown() -> None:
         _current = None
 
 
-class Runtime(CoordinatorClient):
+class Runtime:
     """See the module's text.
 
     Args:
@@ -122,11 +122,16 @@ class Runtime(CoordinatorClient):
         # Here, on every rank: a name that is none must end the job, not only what rank 0's coordinator does.
         told = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
         changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
-        super().__init__(dataclasses.replace(config, **changes), int(mpi_ops.rank()))
+        self.config = dataclasses.replace(config, **changes)
+        self.rank = int(mpi_ops.rank())
         self.world_size = int(mpi_ops.size())
         self.keyring = Keyring()
         self.coordinator: Coordinator | None = None
+        self.drivers: dict[int, StepDriver] = {}
+        self.batch_weights: list[float] = []
+        self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
+        self.client: CoordinatorClient
         self.tensors: TensorServer
         self.services: ModeServices
         self._job = ""
@@ -178,6 +183,7 @@ class Runtime(CoordinatorClient):
             self._on_message,
             self.config.heartbeat_s,
         )
+        self.client = CoordinatorClient(self.config, self.rank, self.agent, self.raise_failure)
         self.services = ModeServices(
             self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers
         )
@@ -222,8 +228,9 @@ class Runtime(CoordinatorClient):
         hosts = [peer.host for peer in self.keyring.peers]
         facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}
         ranker = None if plan else self._ranker
-        driver.log = JobLog(self._job, driver, hosts, self.coordinator, facts, ranker, self._curves)
-        driver.log.start()
+        reporter = driver.reporter
+        reporter.log = JobLog(self._job, reporter, hosts, self.coordinator, facts, ranker, self._curves)
+        reporter.log.start()
         if self._sampler is None:
             self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
             self._sampler.start()
@@ -244,15 +251,15 @@ class Runtime(CoordinatorClient):
             urgent=False,
         )
         for driver in list(self.drivers.values()):
-            if driver.log is not None:
-                driver.log.resources(readings)
+            if driver.reporter.log is not None:
+                driver.reporter.log.resources(readings)
 
     def detach(self, driver: StepDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
         with self.meeting(messages.CLOSE, out_of_data=True):
             driver.conclude()
             # Whoever runs a server keeps it until the last group has had its last answer.
-            self.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
+            self.client.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
         self._end(driver)
         self.agent.send(messages.Unregister(driver.number))
 
@@ -373,6 +380,25 @@ class Runtime(CoordinatorClient):
         for driver in self.drivers.values():
             driver.bring_up()
 
+    def note_batch(self, weight: float, input_s: float) -> None:
+        """The loader hands out a batch: its weight, and how long the training thread waited for it."""
+        self.batch_weights = [*self.batch_weights[-63:], weight]
+        for driver in self.drivers.values():
+            driver.timer.add_input(input_s)
+
+    def batch_weight(self, passes: int) -> float:
+        """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
+        recent = self.batch_weights[-passes:]
+        return sum(recent) / len(recent) if recent else 1.0
+
+    def raise_failure(self) -> None:
+        """Raise what stopped one of this process's engines or threads, if anything did."""
+        if self.thread_failure is not None:
+            raise self.thread_failure
+        for driver in self.drivers.values():
+            if driver.failure is not None:
+                raise driver.failure
+
     def _thread_died(self, name: str, error: Exception) -> None:
         """A thread of this process ended that training cannot go on without: the training thread raises it."""
         kind = ChannelError if isinstance(error, (ChannelError, OSError, zmq.ZMQError)) else StarError
@@ -464,13 +490,11 @@ class Runtime(CoordinatorClient):
             driver = self.drivers.get(message.optimizer_id)
             if driver is not None:
                 driver.on_message(message)
-        elif isinstance(message, (Lease, LeaseRecall)):
-            self.on_lease(message)
-        elif isinstance(message, (messages.Grant, messages.EpochEnd)):
-            self._grants.put(message)
+        elif isinstance(message, (Lease, LeaseRecall, messages.Grant, messages.EpochEnd)):
+            self.client.on_message(message)
         elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):
-                driver.hurry = message.now
+                driver.reporter.hurry = message.now
         elif isinstance(message, messages.StateSource):
             self._sources.put(message)
         elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerRestarted, Presence, Probe)):
@@ -544,8 +568,9 @@ def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
 
 
 def _close_log(driver: StepDriver) -> None:
-    if driver.log is not None:
-        driver.log.close("FAILED" if program_end.failed() or driver.engine.failure is not None else "FINISHED")
+    log = driver.reporter.log
+    if log is not None:
+        log.close("FAILED" if program_end.failed() or driver.engine.failure is not None else "FINISHED")
 
 
 _hooks_installed = False

@@ -179,7 +179,7 @@ class BucketCore:
             plan=initial,
             applier=applier,
             collective=HorovodCollective(),
-            listener=driver,
+            listener=driver.reporter,
             collective_of=lambda members: HorovodCollective(run.services.process_set(members)),
             prefix=f"star.{driver.number}",
             scale_by_ranks=self._scale_by_ranks,
@@ -300,7 +300,7 @@ class BucketCore:
             return
         if self.driver.state_is_elsewhere:
             with running.away("load_state_dict"):
-                running.await_all("load_state_dict", self._config.step_deadline_s)
+                running.client.await_all("load_state_dict", self._config.step_deadline_s)
             self.driver.bring_state_home()
 
     def forget(self) -> None:

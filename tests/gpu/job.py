@@ -118,7 +118,7 @@ class Poisoned:
         self.optimizer.step()
         end.synchronize()
         self.steps += 1
-        self.times.append((1e3 * core.driver._times.compute_s, begin.elapsed_time(end)))
+        self.times.append((1e3 * core.driver.reporter.times.compute_s, begin.elapsed_time(end)))
 
     def finish(self) -> Facts:
         """Close, and what the parameters are against what they must be."""

@@ -31,7 +31,7 @@ def main(steps: int, die: bool) -> None:
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
     run = runtime.current()
     assert run is not None
-    log = next(iter(run.drivers.values())).log
+    log = next(iter(run.drivers.values())).reporter.log
     slowdown = 5.0 if rank == size - 1 else 1.0
     said: list[str] = []
     step, acted, limit_s = -1, False, time.monotonic() + PATIENCE_S

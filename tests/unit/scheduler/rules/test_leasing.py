@@ -263,33 +263,31 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
 
 
 def test_an_answer_that_comes_at_once_finds_its_stock() -> None:
-    requests = CoordinatorClient(Config(), 0)
-
     def answer(message: Message, *, urgent: bool = True) -> None:
         assert isinstance(message, LeaseAsk)
-        requests.on_lease(Lease(message.loader, message.epoch, 0, 4, False))
+        requests.on_message(Lease(message.loader, message.epoch, 0, 4, False))
 
-    requests.agent = SimpleNamespace(send=answer, last_heard_s=0.0)  # type: ignore[assignment]
+    agent = SimpleNamespace(send=answer, last_heard_s=0.0)
+    requests = CoordinatorClient(Config(), 0, agent, lambda: None)  # type: ignore[arg-type]
     assert requests.begin_batch(requests.open_stock(3, 0, 4, 4, False)) == (0, 4)
 
 
 def stocked() -> CoordinatorClient:
     """Requests whose coordinator leases four samples at once and then says that the epoch is over."""
-    requests = CoordinatorClient(Config(), 0)
-
     def answer(message: Message, *, urgent: bool = True) -> None:
         if isinstance(message, LeaseAsk):
             start = message.begun
-            requests.on_lease(Lease(message.loader, message.epoch, start, 4 if start == 0 else start, start > 0))
+            requests.on_message(Lease(message.loader, message.epoch, start, 4 if start == 0 else start, start > 0))
 
-    requests.agent = SimpleNamespace(send=answer, last_heard_s=time.monotonic())  # type: ignore[assignment]
+    agent = SimpleNamespace(send=answer, last_heard_s=time.monotonic())
+    requests = CoordinatorClient(Config(), 0, agent, lambda: None)  # type: ignore[arg-type]
     return requests
 
 
 def test_the_end_of_another_loader_s_epoch_is_kept_for_who_waits_for_it() -> None:
     requests = stocked()
-    requests._grants.put(EpochEnd(0, 5))  # Of the training, which came while its last batch is worked on,
-    requests._grants.put(EpochEnd(1, 5))
+    requests.on_message(EpochEnd(0, 5))  # Of the training, which came while its last batch is worked on,
+    requests.on_message(EpochEnd(1, 5))
     requests.await_epoch_end(1, 5)  # and this loop evaluates with another loader.
     requests.await_epoch_end(0, 5)
     assert not requests._ended

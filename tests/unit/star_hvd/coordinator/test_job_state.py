@@ -141,10 +141,11 @@ def test_a_rank_asks_again_and_takes_one_answer(monkeypatch: pytest.MonkeyPatch)
             assert isinstance(message, m.RequestBatch)
             if sent.count(message) > 1:
                 for _ in range(2):
-                    process._grants.put(m.Grant(message.loader, message.epoch, 4 * message.number, 99, message.number))
+                    process.on_message(
+                        m.Grant(message.loader, message.epoch, 4 * message.number, 99, message.number)
+                    )
 
-    process = coordinator_client.CoordinatorClient(Config(), 0)
-    process.agent = Silent()  # type: ignore[assignment]
+    process = coordinator_client.CoordinatorClient(Config(), 0, Silent(), lambda: None)  # type: ignore[arg-type]
     for number in (1, 2, 3):
         process.request(0, 0, 100, 4, False)
         assert process.granted(0, 0) == (4 * number, 99)

@@ -125,7 +125,8 @@ def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, St
     engine = world.engines[0]
     made = StepDriver(0, Config(), heard, cast(Any, None), str, lambda task: None)
     made.engine, made.handover = engine, cast(Any, SimpleNamespace(outside=None))
-    engine._listener = engine.agreement._listener = made
+    made.reporter.start(engine)
+    engine._listener = engine.agreement._listener = made.reporter
     world.engines[1].set_away(True)
     world.engines[1].close(0)
     with device.on("H1"):

@@ -102,7 +102,7 @@ def test_members_that_end_at_different_moments_all_end(size: int, seed: int) -> 
     def close(rank: int, waits_s: list[float]) -> None:
         time.sleep(waits_s[0])
         steps[rank].set_away(True)
-        met.wait(DEADLINE_S)  # What `Runtime.await_all` does.
+        met.wait(DEADLINE_S)  # What `CoordinatorClient.await_all` does.
         time.sleep(waits_s[1])
         steps[rank].conclude()
         time.sleep(waits_s[2])

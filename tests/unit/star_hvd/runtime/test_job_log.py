@@ -33,7 +33,7 @@ def teller() -> StepReporter:
     """Rank 0's, with an engine that stands still."""
     net = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.4)
-    found = StepReporter(0, lambda message, urgent=True: None)
+    found = StepReporter(0, lambda message, urgent=True: None, lambda plan: None)
     applier = SimpleNamespace(optimizer=optimizer, buckets=[])
     found.engine = SimpleNamespace(rank=0, applier=applier, plan=Plan.sync(3))  # type: ignore[assignment]
     found.stats = lambda: {"drops": 2, "folds": 0}  # type: ignore[method-assign]
@@ -97,26 +97,29 @@ def test_a_step_tells_the_samples_behind_it(teller: StepReporter) -> None:
     teller.note_samples(1, 16, 16, 16.0)
     teller.note_samples(1, 9, 16, 16.0)  # Two passes per step, and the end of an epoch.
     teller.note_samples(2, 500, 500, 16.0)  # A loader for evaluation.
-    teller._log_step(1, 0.5, 0.0, late=False)
-    teller._log_step(2, 0.5, 0.0, late=True)
+    teller.log_step(1, 0.5, 0.0, late=False)
+    teller.log_step(2, 0.5, 0.0, late=True)
     assert [report.samples for report in told] == [25.0, 0.0]
     assert teller.batch == 16
 
 
 def test_shard_tells_what_it_hands_out(teller: StepReporter, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([(0, 4), (4, 7), None])
-    run = SimpleNamespace(
-        world_size=1, reference_samples=0.0, drivers={0: teller}, loader_number=lambda: 5, catch_up=lambda: None,
+    client = SimpleNamespace(
+        loader_number=lambda: 5, begin_batch=lambda stock: next(taken), await_epoch_end=lambda *_: None,
         open_stock=lambda *_: SimpleNamespace(ready=lambda limit_s: True, close=lambda: None),
-        begin_batch=lambda stock: next(taken), note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
-        await_epoch_end=lambda *_: None, meeting=lambda _: contextlib.nullcontext(),
+    )  # fmt: skip
+    run = SimpleNamespace(
+        world_size=1, reference_samples=0.0, drivers={0: SimpleNamespace(reporter=teller)}, client=client,
+        catch_up=lambda: None, note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
+        meeting=lambda _: contextlib.nullcontext(),
     )  # fmt: skip
     monkeypatch.setattr("star_hvd.runtime.runtime.ensure", lambda config: run)
     monkeypatch.setattr("star_hvd.runtime.runtime.current", lambda: run)
     told: list[StepReport] = []
     teller.log = SimpleNamespace(step=told.append)  # type: ignore[assignment]
     for step, _ in enumerate(shard(torch.utils.data.TensorDataset(torch.arange(7.0)), batch_size=4)):
-        teller._log_step(step, 0.5, 0.0, late=False)
+        teller.log_step(step, 0.5, 0.0, late=False)
     assert [report.samples for report in told] == [4.0, 3.0]
     assert (teller.batch, teller.reference_samples) == (4, 4.0)
 
