@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["duration", "lower_median"]
+__all__ = ["duration", "listing", "lower_median"]
 
 
 def lower_median(values: Sequence[float]) -> float:
@@ -21,3 +21,12 @@ def lower_median(values: Sequence[float]) -> float:
 def duration(time_s: float) -> str:
     """`45 ms`, `1.2 s`, for a sentence."""
     return f"{time_s * 1e3:.3g} ms" if time_s < 0.9995 else f"{time_s:.3g} s"
+
+
+def listing(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1 and 4`; at most four are named."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 4:
+        return f"ranks {', '.join(map(str, ranks[:4]))} and {len(ranks) - 4} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

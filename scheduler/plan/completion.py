@@ -85,24 +85,21 @@ def _with_servers(
     if plan.servers:
         chosen = plan.servers
     else:
-        loads = [
-            placement.HostLoad(
-                rank=rank,
-                host=hosts[rank],
-                free_cpu_cores=free_cpu_cores[rank],
-                link_bytes_per_s=link_bytes_per_s[rank],
-                straggling=rank in slow,
-            )
-            for rank in range(plan.world_size)
-        ]
-        found = placement.place_servers(loads, state_bytes).servers
-        chosen = tuple(_brisk(rank, hosts, slow) for rank in found)
+        found = placement.place_on_hosts(
+            range(plan.world_size),
+            hosts=hosts,
+            slow=slow,
+            link_bytes_per_s=link_bytes_per_s,
+            free_cpu_cores=free_cpu_cores,
+            state_bytes=state_bytes,
+        ).servers
+        chosen = tuple(_not_slow_beside(rank, hosts, slow) for rank in found)
     if active.family == "subgroup":  # Only members have the state that servers begin with.
         chosen = tuple(rank for rank in chosen if rank in active.members) or active.members[:1]
     return plan.replace(servers=chosen)
 
 
-def _brisk(rank: int, hosts: Sequence[str], slow: Collection[int]) -> int:
+def _not_slow_beside(rank: int, hosts: Sequence[str], slow: Collection[int]) -> int:
     """A rank of the same host that is not slow: it starts the server, and passes orders on to it."""
     same = [other for other, host in enumerate(hosts) if host == hosts[rank] and other not in slow]
     return rank if rank not in slow or not same else same[0]

@@ -9,12 +9,16 @@ in the time allowed, hence one where the state is small: every further one is a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from scheduler.stats import duration, lower_median
 
-__all__ = ["HostLoad", "PlacementDecision", "place_servers"]
+__all__ = ["PUSH_ROUND_S", "HostLoad", "PlacementDecision", "place_on_hosts", "place_servers"]
+
+PUSH_ROUND_S = 0.05
+"""Time the servers of a policy's plan may take for one push of every rank: a good part of the steps of small networks,
+a small one of those of large ones."""
 
 _BYTES_PER_S_OF_A_CORE = 1e9
 """Pushed bytes per second that one core takes in, adds up and answers with as many bytes. Measured: 1.8e9 over
@@ -70,6 +74,44 @@ class _Host:
     def bytes_per_s(self) -> float:
         """What a server on it can take: its network's rate or, where that is less, its cores'."""
         return min(self.link_bytes_per_s, max(self.cores, _LEAST_CORES) * _BYTES_PER_S_OF_A_CORE)
+
+
+def place_on_hosts(
+    ranks: Sequence[int],
+    *,
+    hosts: Sequence[str] | None,
+    slow: Collection[int],
+    link_bytes_per_s: Sequence[float],
+    state_bytes: int,
+    free_cpu_cores: Sequence[float] | None = None,
+    push_bytes: int = 0,
+    round_s: float = 0.1,
+) -> PlacementDecision:
+    """Place servers on the hosts of some ranks, from what was measured of all ranks.
+
+    Args:
+        ranks: The ranks that may start a server.
+        hosts: Host of every rank; None where unknown, then there is one server, since several might share a host.
+        slow: Ranks that are slow now.
+        link_bytes_per_s: Rate of every rank's link; not finite, or not above 0, where unknown.
+        state_bytes: As in `place_servers`.
+        free_cpu_cores: Idle cores of every rank's host, NaN where unknown; None where all are.
+        push_bytes: As in `place_servers`.
+        round_s: As in `place_servers`.
+    """
+    loads = [
+        HostLoad(
+            rank=rank,
+            host=hosts[rank] if hosts is not None else f"rank {rank}",
+            free_cpu_cores=math.nan if free_cpu_cores is None else free_cpu_cores[rank],
+            link_bytes_per_s=rate if 0.0 < (rate := link_bytes_per_s[rank]) < math.inf else math.nan,
+            straggling=rank in slow,
+        )
+        for rank in ranks
+    ]
+    return place_servers(
+        loads, state_bytes, push_bytes=push_bytes, round_s=round_s, most=0 if hosts is not None else 1
+    )
 
 
 def place_servers(

@@ -19,7 +19,7 @@ from scheduler.cost.conditions import Array, Conditions
 from scheduler.diagnosis.stragglers import LINK_RATIO, LINK_SHARE, RESOLUTION_S
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.grouping import progressive_groups, similar_groups
-from scheduler.plan.placement import HostLoad, place_servers
+from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
 from scheduler.plan.plan import MODES, Plan
 
 __all__ = ["LEAST_SHARE", "StragglerSummary", "candidates", "enough_ranks", "find_trouble", "most_left_out",
@@ -46,8 +46,6 @@ _FEW = 32
 _A_LITTLE = 1.15
 """Times the usual time: who takes longer is left out of one subgroup. Unlike a straggler such a rank is waited for in
 `partial`, whose steps wait a moment for those about to come."""
-
-_PLACING_S = 0.05  # As in `policy_causes`.
 
 LEAST_SHARE = 0.5
 """Part of the ranks whose gradients a step waits for, at least: with fewer it is another, smaller training that goes
@@ -284,22 +282,15 @@ def _servers(
     ranks: Sequence[int] = range(n)
     if n > _MANY:
         ranks = _best_links(conditions, bad, hosts) or ranks
-    rates = np.where(np.isfinite(conditions.rate), conditions.rate, math.nan).tolist()
-    loads = [
-        HostLoad(
-            rank=rank,
-            host=hosts[rank] if hosts is not None else f"rank {rank}",
-            link_bytes_per_s=rates[rank],
-            straggling=rank in bad,
-        )
-        for rank in ranks
-    ]
-    most = 0 if hosts is not None else 1
-    push_bytes = int(conditions.comm_bytes * n / len(loads))
-    placed = place_servers(
-        loads, int(conditions.comm_bytes), push_bytes=push_bytes, round_s=_PLACING_S, most=most
-    )
-    servers = placed.servers
+    servers = place_on_hosts(
+        ranks,
+        hosts=hosts,
+        slow=bad,
+        link_bytes_per_s=conditions.rate.tolist(),
+        state_bytes=int(conditions.comm_bytes),
+        push_bytes=int(conditions.comm_bytes * n / len(ranks)),
+        round_s=PUSH_ROUND_S,
+    ).servers
     out = [len(bad), *trouble.at_once]
     wanted = sorted({n - count for count in out if 0 < count <= left_out}, reverse=True)
     if n > _MANY:

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from scheduler.cost.cost_model import Prediction
 from scheduler.diagnosis.stragglers import Readings, Straggler, find_stragglers
 from scheduler.policy.candidates import StragglerSummary
-from scheduler.policy.cause_policy import listing
 from scheduler.records import Window
-from scheduler.stats import lower_median
+from scheduler.stats import listing, lower_median
 
 __all__ = ["comparison", "who"]
 

@@ -1,44 +1,87 @@
-"""`mode="auto"`: a rule that chooses `sync` while nobody is slow, and else a mode by the cause.
+"""The rule that chooses a mode without predictions: `sync` while no rank is slow, else a mode by the cause.
 
-Slow compute, and waiting for data, are answered by `partial(m)` here; slow links and starved or frozen ranks by
-`subgroup` and `ps` in `policy_causes.py`. A mode that the window does not allow is never chosen.
+It decides where a job asks for `policy="rule"`, while predicting fails, and as a baseline of evaluations. A mode that
+the window does not allow is never chosen.
 
-The rule knows windows and active plans only, so that a live job, a simulator and a test decide alike. For `partial`
-it depends on the last window alone and works in three movements, each on the last `quiet` steps or fewer:
+Compute. Slow compute, and waiting for data, are answered by `partial(m)`, from the last window alone and on its last
+`_QUIET` steps or fewer:
 
-* relax (`sync` to `partial(m)`): some rank, not necessarily the same, was slow in each of the last
-  `persistence` steps; or in as many scattered ones, and they cost at least `frequent_gain` of the time. m
-  leaves out as many ranks as are slow at the same time.
-* lower m: more ranks overlap than m leaves out, and waiting for fewer is predicted to gain `relax_gain`.
-  m never falls below half of the ranks (the majority of eager-SGD, Li et al. 2020): when more than half are
-  slow, they are the usual case and the others merely fast, and a step of few gradients is mostly noise.
-* raise m: fewer ranks than m leaves out were slow at once over the last `2 * quiet` steps; up to `sync`, as
-  soon as waiting for everybody would have cost at most `return_loss` over the last `quiet` ones.
+* relax (`sync` to `partial(m)`): some rank, not necessarily the same, was slow in each of the last `PERSISTENCE`
+  steps; or in as many scattered ones, and they cost at least `_FREQUENT_GAIN` of the time. m leaves out as many ranks
+  as are slow at the same time.
+* lower m: more ranks overlap than m leaves out, and waiting for fewer is predicted to gain `_RELAX_GAIN`. m never
+  falls below half of the ranks (the majority of eager-SGD, Li et al. 2020): when more than half are slow, they are
+  the usual case and the others merely fast, and a step of few gradients is mostly noise.
+* raise m: fewer ranks than m leaves out were slow at once over the last `2 * _QUIET` steps; up to `sync`, as soon as
+  waiting for all ranks would have cost at most `_RETURN_LOSS` over the last `_QUIET` ones.
 
-Lowering to m asks for overlaps that raising above m excludes, and relaxing for a gain of 10 % where returning
-asks for a loss of at most 5 % and three steps without anybody slow: no window satisfies both, so the rule
-cannot flap on the same evidence.
+Lowering to m asks for overlaps that raising above m excludes, and relaxing for a gain of 10 % where returning asks for
+a loss of at most 5 % and three steps without a slow rank: no window satisfies both, so the rule cannot flap on the
+same evidence.
+
+Links, starved and frozen ranks. `partial` needs every rank's network and a processor for its helper in every step, so
+it isolates a job from slow compute only. `subgroup` needs neither of the ranks outside, and `ps` needs nothing at all
+of a rank that does not push. Hence: a slow link leaves the all-reduce for a subgroup, or the job goes to servers away
+from it; a starved or repeatedly frozen rank sends the job to servers with x = n less the slow ranks. The way back is
+`sync`, once no rank was slow for `_QUIET` steps. Links and silence have no history in a window, so the rule records
+which ranks were slow at which step. Its hysteresis: a link is slow below half of the usual rate and normal above three
+quarters of it; a plan is left after `_QUIET` steps without a slow rank and entered after `PERSISTENCE` slow ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.diagnosis.stragglers import PERSISTENCE, RESOLUTION_S, THRESHOLD, Readings, find_stragglers
-from scheduler.policy.cause_policy import CausePolicy, listing
+from scheduler.diagnosis.stragglers import (
+    LINK_CALM,
+    PERSISTENCE,
+    RESOLUTION_S,
+    Readings,
+    Straggler,
+    find_stragglers,
+    link_ratio,
+)
+from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
 from scheduler.records import Plan, Window
-from scheduler.stats import lower_median
+from scheduler.stats import listing, lower_median
 
 __all__ = ["RulePolicy"]
+
+_QUIET = 25
+"""Steps without loss before the job returns to stricter waiting. Stragglers in the STAR logs last 3.4 steps on average
+and 10 at the 95th percentile and come back: 25 outlasts their gaps."""
+
+_FREQUENT_GAIN = 0.25
+"""Slow steps that do not come in a row make the job relax when relaxing would have gained this part of the last
+`_QUIET` steps. A 4x hiccup every 8 steps does, one every 10 steps does not: with the return after `_QUIET` steps this
+keeps what waiting costs, in any rhythm of a 4x straggler, below twice the undisturbed time (measured in the tests)."""
+
+_OVERLAP = 0.1
+"""m covers the number of simultaneously slow ranks that at least this part of the slow steps reach."""
+
+_RELAX_GAIN = 0.10
+"""Smallest predicted gain that is worth relaxing for, as a part of the step time. Removing barrier waits gains up to
+11 % where no rank is slow (transformer log): less is jitter, not a straggler."""
+
+_RETURN_LOSS = 0.05
+"""Largest predicted loss at which m is raised; well below `_RELAX_GAIN`, or the rule flaps."""
+
+_SILENCE = 8
+"""In `partial`, steps without the report that is due after which a rank counts as slow."""
 
 _LATE_SLACK = 0.25
 """A batch of 4.1 usual times misses four steps, not five: a step waits a grace for ranks about to arrive.
 Same value as the live job's default `grace_fraction`."""
+
+_FROZEN_MEMORY = 4
+"""In units of `quiet`: two silences within it are a rank that freezes repeatedly. One may be a debugger, and a plan
+that isolates a frozen rank cannot be taken up before it thaws."""
 
 _Times = npt.NDArray[np.float64]
 
@@ -65,28 +108,11 @@ class _Timeline:
 class RulePolicy:
     """Chooses `sync`, `partial(m)`, `subgroup` or `ps(x)` from recent windows.
 
-    The window must reach back at least `quiet` steps (`window_steps` says how many to keep), or the rule
-    never returns to `sync`.
+    The window must reach back at least `_QUIET` steps (`window_steps` says how many to keep), or the rule never
+    returns to `sync`.
 
     Args:
         world_size: Number of ranks.
-        threshold: A report above this multiple of the reference is slow (`causes.THRESHOLD`).
-        persistence: Slow steps in a row that make the job relax (`causes.PERSISTENCE`): a hiccup of one step
-            changes nothing, and a 4x straggler costs three slow steps before it is answered.
-        frequent_gain: Slow steps that do not come in a row make the job relax when relaxing would have gained
-            this part of the last `quiet` steps. A 4x hiccup every 8 steps does, one every 10 steps does not:
-            with the return after `quiet` steps this keeps what waiting costs, in any rhythm of a 4x
-            straggler, below twice the undisturbed time (measured, see the tests).
-        quiet: Steps without loss before the job returns to stricter waiting. Stragglers in the STAR logs last
-            3.4 rounds on average and 10 at the 95th percentile and come back: 25 outlasts their gaps.
-        overlap: m covers the number of simultaneously slow ranks that at least this part of the slow steps
-            reach.
-        relax_gain: Smallest predicted gain that is worth relaxing for, as a part of the step time. Removing
-            barrier waits gains up to 11 % where nobody is slow (transformer log): less is jitter, not a
-            straggler.
-        return_loss: Largest predicted loss at which m is raised again; well below `relax_gain`, or the rule
-            flaps.
-        silence: In `partial`, steps without the report that is due after which a rank counts as slow.
         damping: Damping of `sync` and `partial` after `ps`, which has its own; otherwise the active plan's stays.
         hosts: Host of every rank, to place servers; None where unknown, then there is one server.
 
@@ -95,50 +121,21 @@ class RulePolicy:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        *,
-        threshold: float = THRESHOLD,
-        persistence: int = PERSISTENCE,
-        frequent_gain: float = 0.25,
-        quiet: int = 25,
-        overlap: float = 0.1,
-        relax_gain: float = 0.10,
-        return_loss: float = 0.05,
-        silence: int = 8,
-        damping: str = "inverse",
-        hosts: Sequence[str] | None = None,
+        self, world_size: int, *, damping: str = "inverse", hosts: Sequence[str] | None = None
     ) -> None:
-        rules = {
-            "world_size": (world_size, world_size >= 1, "at least 1"),
-            "threshold": (threshold, threshold > 1.0, "above 1"),
-            "persistence": (persistence, persistence >= 1, "at least 1"),
-            "frequent_gain": (frequent_gain, relax_gain <= frequent_gain < 1.0, "from relax_gain to below 1"),
-            "quiet": (quiet, quiet >= persistence, "at least persistence"),
-            "overlap": (overlap, 0.0 < overlap <= 1.0, "above 0 and at most 1"),
-            "relax_gain": (relax_gain, 0.0 < relax_gain < 1.0, "between 0 and 1"),
-            "return_loss": (return_loss, 0.0 <= return_loss < relax_gain, "at least 0, below relax_gain"),
-            "silence": (silence, silence >= 1, "at least 1"),
-            "hosts": (hosts, hosts is None or len(hosts) == world_size, f"one for each of {world_size} ranks"),
-        }
-        for name, (value, valid, expected) in rules.items():
-            if not valid:
-                raise ValueError(f"policy {name} is {value}; expected {expected}")
+        if world_size < 1:
+            raise ValueError(f"policy world_size is {world_size}; expected at least 1")
+        if hosts is not None and len(hosts) != world_size:
+            raise ValueError(f"policy hosts is {hosts}; expected one for each of {world_size} ranks")
         self.world_size = world_size
-        self.threshold = threshold
-        self.persistence = persistence
-        self.frequent_gain = frequent_gain
-        self.quiet = quiet
-        self.overlap = overlap
-        self.relax_gain = relax_gain
-        self.return_loss = return_loss
-        self.silence = silence
-        self._causes = CausePolicy(world_size, quiet=quiet, persistence=persistence, damping=damping, hosts=hosts)
+        self._damping = damping
+        self._hosts = hosts
+        self._forget()
 
     @property
     def window_steps(self) -> int:
         """Steps, and reports of a rank, that a window should reach back; more does no harm."""
-        return 2 * self.quiet
+        return 2 * _QUIET
 
     def decide(self, window: Window, active: Plan) -> Plan | None:
         """The plan to switch to, or `None` to keep the active one.
@@ -147,7 +144,7 @@ class RulePolicy:
 
         Args:
             window: Recent reports of all ranks, one entry per rank.
-            active: The plan in force. Its damping and staleness bound are carried over; its epoch plus one is
+            active: The plan in force. Its damping and staleness bound are carried over; its id plus one is
                 the new plan's. `grouped` and `local` are never chosen and never left by this rule.
 
         Raises:
@@ -156,36 +153,53 @@ class RulePolicy:
         for what, size in (("window", window.world_size), ("plan", active.world_size)):
             if size != self.world_size:
                 raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
-        own = self.threshold != THRESHOLD
-        readings = Readings(window, threshold=self.threshold) if own else Readings.of(window)
+        readings = Readings.of(window)
         if self.world_size < 2 or math.isnan(readings.reference_s):
             return None
         if active.mode not in window.allowed and active.mode != "sync" and "sync" in window.allowed:
-            return self._causes.sync(active, f"{active.label} cannot run any more: back to {{label}}")
-        found = find_stragglers(window, threshold=self.threshold, persistence=self.persistence, readings=readings)
-        answer = self._causes.decide(window, active, found)
-        if answer.mine:
-            return answer.plan
-        plan = self._adjust(readings, active) if active.may_close else self._relax(readings, active)
+            return self._sync(active, f"{active.label} cannot run any more: back to {{label}}")
+        found = find_stragglers(window, readings=readings)
+        hard = self._note(window, found)
+        if active.mode == "subgroup":
+            return self._adjust_subgroup(window, active, found, hard)
+        if active.mode == "ps":
+            return self._adjust_servers(window, active, found, hard)
+        if active.mode not in ("sync", "partial"):
+            return None  # Nothing this rule has chosen.
+        plan = self._isolate(window, active, found, hard) if hard else None
+        return plan or self._answer_compute(window, active, found)
+
+    # ---- slow compute: sync and partial ---------------------------------------------------------------------
+
+    def _answer_compute(self, window: Window, active: Plan, found: Sequence[Straggler]) -> Plan | None:
+        """Wait for fewer ranks or for more; where `partial` cannot run, a subgroup of the fast ranks or servers."""
+        readings = Readings.of(window)
+        plan = self._adjust_partial(readings, active) if active.may_close else self._relax(readings, active)
         if plan is None or plan.mode in window.allowed:
             return plan
-        return self._causes.replace_partial(window, active, found, plan) if plan.mode == "partial" else None
+        if plan.mode != "partial":
+            return None
+        if found and "subgroup" in window.allowed:
+            return self._subgroup(active, self._choose(found, {}), found)
+        if "ps" in window.allowed:
+            return self._servers(window, active, plan.quorum, found)
+        return None
 
     def _relax(self, readings: Readings, active: Plan) -> Plan | None:
         """From `sync`: relax when steps keep being slow and the ranks that make them so can be left out."""
         last = readings.last_steps()
         # Up to the step that all have reported: later ones look fast until their slowest rank reports.
-        if not readings.any_slow(min(last) - self.quiet):
+        if not readings.any_slow(min(last) - _QUIET):
             return None  # the usual case, and the cheap one
-        seen = self._timeline(readings, min(last), projected=False, rows=self.quiet)
+        seen = self._timeline(readings, min(last), projected=False, rows=_QUIET)
         slow = np.asarray(seen.slow.any(axis=1))
         run = _ending_run(slow)
-        if int(slow.sum()) < self.persistence:
+        if int(slow.sum()) < PERSISTENCE:
             return None
-        scope, least = slice(None), self.frequent_gain
-        if run >= self.persistence:
-            scope, least = slice(len(slow) - run, None), self.relax_gain
-        projected = self._timeline(readings, min(last), projected=True, rows=self.quiet)
+        scope, least = slice(None), _FREQUENT_GAIN
+        if run >= PERSISTENCE:
+            scope, least = slice(len(slow) - run, None), _RELAX_GAIN
+        projected = self._timeline(readings, min(last), projected=True, rows=_QUIET)
         quorum = self.world_size - self._simultaneous(projected.slow)
         strict = _order_mean_s(seen.times_s[scope], self.world_size, readings.reference_s)
         relaxed = _order_mean_s(seen.times_s[scope], quorum, readings.reference_s)
@@ -194,26 +208,26 @@ class RulePolicy:
         gain = f"is expected to take {relaxed / strict:.2f} of sync's step time"
         return self._plan(active, quorum, f"{self._who(readings, seen, scope)}: {{label}} {gain}")
 
-    def _adjust(self, readings: Readings, active: Plan) -> Plan | None:
+    def _adjust_partial(self, readings: Readings, active: Plan) -> Plan | None:
         """From `partial`: wait for fewer ranks when too many are slow at once, for more when that is free."""
         # Closed steps and the open one. A rank yet to report on the latter is judged by its previous batch.
         now = max(readings.last_steps())
         past = self._timeline(readings, now, projected=True, rows=self.window_steps)
-        line = past.tail(self.quiet)
+        line = past.tail(_QUIET)
         # Jitter is no reason to stay relaxed: whatever is not slow counts as usual.
         times = np.where(line.slow, line.times_s, readings.reference_s)
         costs = np.sort(np.where(np.isnan(times), readings.reference_s, times), axis=1).mean(axis=0).tolist()
         present = costs[active.quorum - 1]
         fewer = self.world_size - self._simultaneous(line.slow)
-        if fewer < active.quorum and _worth(present, costs[fewer - 1], self.relax_gain):
+        if fewer < active.quorum and _worth(present, costs[fewer - 1], _RELAX_GAIN):
             gain = f"is expected to take {costs[fewer - 1] / present:.2f} of {active.label}'s step time"
             return self._plan(active, fewer, f"{self._who(readings, line, slice(None))}: {{label}} {gain}")
         # Rows without reports are no evidence of quiet.
         more = active.quorum
         if not np.isnan(past.times_s).any():
             more = self.world_size - int(past.slow.sum(axis=1).max())
-        quiet = not np.isnan(line.times_s).any() and not line.slow[-self.persistence :].any()
-        if quiet and costs[-1] <= (1.0 + self.return_loss) * present:
+        quiet = not np.isnan(line.times_s).any() and not line.slow[-PERSISTENCE :].any()
+        if quiet and costs[-1] <= (1.0 + _RETURN_LOSS) * present:
             more = self.world_size
         if more <= active.quorum:
             return None
@@ -233,7 +247,7 @@ class RulePolicy:
             rows: Number of steps.
         """
         first = now - rows + 1
-        times, plain = readings.in_force(first, rows, now - self.silence - 1 if projected else None)
+        times, plain = readings.in_force(first, rows, now - _SILENCE - 1 if projected else None)
         slow = np.zeros((rows, self.world_size), dtype=np.bool_)
         for rank in np.flatnonzero(~plain).tolist():
             for begin, end, time_s, is_slow in self._spans(readings, rank, now, projected):
@@ -260,7 +274,7 @@ class RulePolicy:
             spans.append((step, end, time_s, is_slow))
         if projected:
             due = max(free, reports[-1][0] + 1) if reports else now + 1 - self.window_steps
-            if now - due >= self.silence:
+            if now - due >= _SILENCE:
                 spans.append((due, now + 1, (now - due + 1) * readings.reference_s, True))
         return spans
 
@@ -271,7 +285,7 @@ class RulePolicy:
         of them: a high quantile over the slow steps only, so that a straggler counts from its first steps on.
         """
         counts = slow.sum(axis=1)
-        support = max(self.persistence, math.ceil(self.overlap * int((counts > 0).sum())))
+        support = max(PERSISTENCE, math.ceil(_OVERLAP * int((counts > 0).sum())))
         most = max(1, self.world_size - max(1, self.world_size // 2))
         # The support-th largest count is reached in as many steps.
         reached = int(np.sort(counts)[-support]) if support <= len(counts) else 1
@@ -293,8 +307,203 @@ class RulePolicy:
     def _plan(self, active: Plan, quorum: int, reason: str) -> Plan:
         """The next plan; `reason` may name itself by `{label}`."""
         mode = "sync" if quorum == self.world_size else "partial"
-        plan = active.replace(mode=mode, quorum=quorum, plan_id=active.plan_id + 1)
-        return plan.replace(reason=reason.format(label=plan.label))
+        return self._finish(active.replace(mode=mode, quorum=quorum, plan_id=active.plan_id + 1), reason)
+
+    def _forget(self) -> None:
+        self._history: deque[tuple[int, frozenset[int]]] = deque()
+        self._link_since: dict[int, int] = {}
+        self._links: set[int] = set()
+        self._silent: set[int] = set()
+        self._freezes: dict[int, list[int]] = {}
+
+    # ---- which ranks are slow by another cause --------------------------------------------------------------
+
+    def _note(self, window: Window, found: Sequence[Straggler]) -> dict[int, Straggler]:
+        """Remember a window; the ranks that `partial` cannot help against, with their stragglers' records."""
+        if self._history and window.step < self._history[-1][0]:
+            self._forget()  # another run
+        named = {straggler.rank: straggler for straggler in found}
+        links = {rank for rank, straggler in named.items() if straggler.cause == "link"}
+        self._links = {r for r in self._links | links if not link_ratio(window, r) >= LINK_CALM}
+        self._link_since = {r: self._link_since.get(r, window.step) for r in links}
+        frozen = self._note_silence(window, found)
+        self._remember(window.step, {*named, *self._links, *frozen})
+        hard = {r: named[r] for r, since in self._link_since.items() if window.step - since >= PERSISTENCE}
+        hard.update({s.rank: s for s in found if s.cause == "starved" and not s.silent})
+        return {**hard, **frozen}
+
+    def _note_silence(self, window: Window, found: Sequence[Straggler]) -> dict[int, Straggler]:
+        """The ranks that froze repeatedly of late."""
+        silent = {straggler.rank for straggler in found if straggler.silent}
+        for rank in silent - self._silent:
+            self._freezes.setdefault(rank, []).append(window.step)
+        self._silent = silent
+        horizon = window.step - _FROZEN_MEMORY * _QUIET
+        self._freezes = {r: kept for r, s in self._freezes.items() if (kept := [step for step in s if step > horizon])}
+        return {
+            rank: Straggler(
+                rank=rank,
+                slowdown=math.inf,
+                since_step=steps[0],
+                cause="starved",
+                evidence=f"has frozen {len(steps)} times since step {steps[0]}",
+                silent=True,
+            )
+            for rank, steps in self._freezes.items()
+            if len(steps) >= 2
+        }
+
+    def _remember(self, step: int, troubled: Iterable[int]) -> None:
+        now = frozenset(troubled)
+        if self._history and self._history[-1][0] == step:
+            now |= self._history.pop()[1]
+        self._history.append((step, now))
+        # One entry from before the period stays, to tell that it has been seen in full.
+        while len(self._history) > 1 and self._history[1][0] <= step - _QUIET:
+            self._history.popleft()
+
+    def _recent(self) -> list[frozenset[int]]:
+        """Who was in trouble, window by window, over the last `quiet` steps."""
+        begin = self._history[-1][0] - _QUIET
+        return [troubled for step, troubled in self._history if step > begin]
+
+    def _seen_in_full(self) -> bool:
+        return self._history[0][0] <= self._history[-1][0] - _QUIET
+
+    def _still(self, ranks: Iterable[int]) -> set[int]:
+        """Those of the ranks that were in trouble during the last `quiet` steps, or not watched for as long."""
+        if not self._seen_in_full():
+            return set(ranks)
+        return set(ranks) & set().union(*self._recent())
+
+    # ---- slow links, starved and frozen ranks: subgroup and ps ----------------------------------------------
+
+    def _isolate(
+        self, window: Window, active: Plan, found: Sequence[Straggler], hard: dict[int, Straggler]
+    ) -> Plan | None:
+        """From `sync` and `partial`: a plan that does not need the ranks in trouble."""
+        causes = {straggler.cause for straggler in hard.values()}
+        everybody = [*{**{s.rank: s for s in found}, **hard}.values()]
+        outside = self._choose(everybody, hard)
+        if "ps" in window.allowed and ("starved" in causes or "subgroup" not in window.allowed):
+            return self._servers(window, active, self.world_size - len(outside), everybody)
+        if "link" in causes and "subgroup" in window.allowed:
+            return self._subgroup(active, outside, everybody)
+        return None
+
+    def _adjust_subgroup(
+        self, window: Window, active: Plan, found: Sequence[Straggler], hard: dict[int, Straggler]
+    ) -> Plan | None:
+        """From `subgroup`: more ranks out, calm ranks in again, to servers for a starved one, or back to `sync`."""
+        if any(straggler.cause == "starved" for straggler in hard.values()) and "ps" in window.allowed:
+            return self._isolate(window, active, found, hard)
+        children = {child for child, _ in active.parents}
+        # A link counts from its persistence on; all other causes persist when they are named.
+        named = [straggler for straggler in found if straggler.cause != "link" or straggler.rank in hard]
+        still = self._still(children)
+        outside = self._choose(named, {}, first=still)
+        if not outside:
+            return self._back(window, active)
+        if set(active.members) == set(range(self.world_size)) - outside:
+            return None
+        return self._subgroup(active, outside, [s for s in named if s.rank not in children], children - outside)
+
+    def _adjust_servers(
+        self, window: Window, active: Plan, found: Sequence[Straggler], hard: dict[int, Straggler]
+    ) -> Plan | None:
+        """From `ps`: another x, other servers where one is on a rank in trouble, or back to `sync`."""
+        if not self._still(range(self.world_size)):
+            return self._back(window, active)
+        everybody = [*{**{s.rank: s for s in found}, **hard}.values()]
+        if set(active.servers) & set(hard) and len(hard) < self.world_size:
+            moved = self._servers(window, active, active.quorum, everybody)
+            return moved if moved.servers != active.servers else None
+        if active.rule != "x":
+            return None
+        now = self.world_size - len(self._choose(everybody, hard))
+        if now < active.quorum:
+            return self._servers(window, active, now, everybody)
+        most = max(len(troubled) for troubled in self._recent())
+        wanted = max(self._least(), self.world_size - max(1, most))
+        if self._seen_in_full() and wanted > active.quorum:
+            reason = f"at most {most} ranks were slow at once for {_QUIET} steps: {{label}}"
+            return self._finish(active.replace(quorum=wanted, plan_id=active.plan_id + 1), reason)
+        return None
+
+    # ---- plans ----------------------------------------------------------------------------------------------
+
+    def _least(self) -> int:
+        """Ranks a plan keeps at least: a majority or, of an even number, half."""
+        return max(1, self.world_size // 2)
+
+    def _choose(
+        self, stragglers: Iterable[Straggler], hard: dict[int, Straggler], *, first: Iterable[int] = ()
+    ) -> set[int]:
+        """The ranks to leave out: those in `first`, those in `hard`, then the slowest, but never most of them."""
+        slowdown = {straggler.rank: straggler.slowdown for straggler in stragglers}
+        kept = set(first)
+        order = sorted(kept | set(slowdown), key=lambda r: (r not in kept, r not in hard, -slowdown.get(r, 0.0), r))
+        return set(order[: self.world_size - self._least()])
+
+    def _subgroup(self, active: Plan, outside: set[int], why: Sequence[Straggler], back: Iterable[int] = ()) -> Plan:
+        members = [rank for rank in range(self.world_size) if rank not in outside]
+        plan = Plan.subgroup(
+            self.world_size,
+            members,
+            damping=self._step_damping(active),
+            max_staleness=active.max_staleness,
+            plan_id=active.plan_id + 1,
+        )
+        named = [straggler.sentence for straggler in why if straggler.rank in outside]
+        calm = [f"{listing(sorted(back))} calm for {_QUIET} steps"] if back else []
+        return self._finish(
+            plan,
+            f"{'; '.join([*named, *calm])}: {{label}} all-reduces, gradients of {listing(sorted(outside))} come late",
+        )
+
+    def _servers(self, window: Window, active: Plan, x: int, why: Sequence[Straggler]) -> Plan:
+        placed = place_on_hosts(
+            range(self.world_size),
+            hosts=self._hosts,
+            slow={straggler.rank for straggler in why},
+            link_bytes_per_s=[stats.link_bytes_per_s for stats in window.ranks],
+            state_bytes=window.comm_bytes,
+            round_s=PUSH_ROUND_S,
+        )
+        plan = Plan.ps(
+            self.world_size,
+            x,
+            damping="none" if active.damping == "none" else "relative",
+            max_staleness=active.max_staleness,
+            servers=placed.servers,
+            plan_id=active.plan_id + 1,
+        )
+        sentences = "; ".join(straggler.sentence for straggler in why) or "ranks are slow in turn"
+        return self._finish(
+            plan, f"{sentences}: {{label}} waits for any {x} gradients, with servers at {listing(placed.servers)}"
+        )
+
+    def _back(self, window: Window, active: Plan) -> Plan | None:
+        if "sync" not in window.allowed:
+            return None
+        return self._sync(active, f"no rank was slow for {_QUIET} steps: back to {{label}}")
+
+    def _sync(self, active: Plan, reason: str) -> Plan:
+        """The plan of mode `sync` that follows `active`; `reason` may name it by `{label}`."""
+        plan = Plan.sync(
+            self.world_size,
+            damping=self._step_damping(active),
+            max_staleness=active.max_staleness,
+            plan_id=active.plan_id + 1,
+        )
+        return self._finish(plan, reason)
+
+    def _step_damping(self, active: Plan) -> str:
+        """Servers have a damping of their own, unless there is to be none."""
+        return active.damping if active.mode != "ps" or active.damping == "none" else self._damping
+
+    def _finish(self, plan: Plan, reason: str) -> Plan:
+        return plan.replace(reason=reason.replace("{label}", plan.label))
 
 
 def _ending_run(flags: npt.NDArray[np.bool_]) -> int:

@@ -291,10 +291,10 @@ def test_a_short_window_is_no_evidence_of_quiet() -> None:
 
 
 def test_gain_too_small_to_relax() -> None:
-    """Everybody but one rank of five is slow by turns or by nature: leaving one out gains nothing."""
-    rows = [[1.0] * 30, [1.0] * 30, [1.0] * 30, [1.31] * 30, [1.33] * 30]
-    assert RulePolicy(5, relax_gain=0.26, frequent_gain=0.26).decide(window(rows), Plan.sync(5)) is None
-    assert RulePolicy(5).decide(window(rows), Plan.sync(5)) is not None
+    """Every second step 1.4x slower costs a sixth of the time, too little for slow steps that are not in a row."""
+    fast = [[1.0] * 30] * 4
+    assert RulePolicy(5).decide(window([*fast, [1.4, 1.0] * 15]), Plan.sync(5)) is None
+    assert RulePolicy(5).decide(window([*fast, [2.0, 1.0] * 15]), Plan.sync(5)) is not None
 
 
 def test_carries_over_damping_and_staleness_and_counts_epochs() -> None:
@@ -303,23 +303,6 @@ def test_carries_over_damping_and_staleness_and_counts_epochs() -> None:
     assert plan is not None
     assert (plan.plan_id, plan.damping, plan.max_staleness) == (8, "none", 3)
     assert plan.reason != "before"
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"threshold": 1.0}, "threshold is 1.0; expected above 1"),
-        ({"persistence": 0}, "persistence is 0"),
-        ({"quiet": 2}, "quiet is 2"),
-        ({"return_loss": 0.2}, "return_loss is 0.2"),
-        ({"frequent_gain": 0.05}, "frequent_gain is 0.05"),
-        ({"overlap": 0.0}, "overlap is 0.0"),
-        ({"silence": 0}, "silence is 0"),
-    ],
-)
-def test_bad_settings_are_refused(values: dict[str, float], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        RulePolicy(4, **values)  # type: ignore[arg-type]
 
 
 def test_other_world_size_is_refused() -> None:
