@@ -1,6 +1,8 @@
 # The targets that people and CI use. `make` alone lists them.
 PYTHON ?= python3
 VENV ?= .venv
+# Of `make docs`, which reads the sources and needs neither torch nor Horovod.
+DOCS_VENV ?= .venv-docs
 # torch decides what Horovod is compiled against. On a machine without a GPU that
 # reaches the Internet, a much smaller torch comes with
 #   make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -24,7 +26,7 @@ STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
 	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py scripts/lock.py requirements.lock
 
-.PHONY: help setup lock demo test test-quick stress nemesis fuzz lint bench clean
+.PHONY: help setup lock demo test test-quick stress nemesis fuzz lint docs bench clean
 
 help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
@@ -36,6 +38,7 @@ help:
 	@echo "make fuzz    damaged input for every decoder and state machine (INPUTS=1000000 SEED=1)"
 	@echo "make lock    resolve anew: requirements.lock, every archive with its hash"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make docs    the pages of docs/ and the API reference, as a site in site/"
 	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
 	@echo "make clean   remove the environment, caches and build results"
 
@@ -54,6 +57,15 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict star_hvd scheduler
+
+$(DOCS_VENV)/.made: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet $$(sed -n '/^docs = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml)
+	@touch $@
+
+docs: $(DOCS_VENV)/.made
+	$(PYTHON) scripts/protocol_tables.py --check
+	$(DOCS_VENV)/bin/python -m mkdocs build --strict
 
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
@@ -78,5 +90,5 @@ bench: setup
 	$(BIN)/python -m benchmarks.tta --json benchmarks/out/tta.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis benchmarks/out
+	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis benchmarks/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
