@@ -10,6 +10,8 @@ EXTRAS ?= dev,train,bench
 PYTEST_ARGS ?=
 # Files of tests that run side by side; none of them depends on how fast it gets on.
 TEST_JOBS ?= 2
+# Unit tests that run side by side in `test-quick`, where no job of several processes competes: one per core.
+QUICK_JOBS ?= auto
 SEEDS ?= 20
 # Of `make fuzz`: its seed, and inputs of all targets together.
 SEED ?= 1
@@ -59,7 +61,7 @@ test: lint
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-quick: lint
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "not slow" tests/unit tests/tools tests/fuzz $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(QUICK_JOBS) --dist worksteal -m "not slow" tests/unit tests/tools tests/fuzz $(PYTEST_ARGS)
 
 stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \
