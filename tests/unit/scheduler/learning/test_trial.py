@@ -18,10 +18,11 @@ from scheduler.learning.boosters import BoosterError
 from scheduler.learning.features import FEATURES
 from scheduler.learning.predictor import SHIPPED, ModelError, find_ranker, load
 from tests.support.effort import cases
+from tests.support.extras import needs
 from tests.support.learning import save_model
 from tests.support.model_edits import edited
 
-pytest.importorskip("lightgbm")
+pytestmark = needs("lightgbm")
 
 JOB = """
 import json, logging, os, sys
