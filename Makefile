@@ -1,6 +1,8 @@
 # The targets that people and CI use. `make` alone lists them.
 PYTHON ?= python3
 VENV ?= .venv
+# Of `make docs`, which reads the sources and needs neither torch nor Horovod.
+DOCS_VENV ?= .venv-docs
 # torch decides what Horovod is compiled against. On a machine without a GPU that
 # reaches the Internet, a much smaller torch comes with
 #   make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -10,6 +12,8 @@ EXTRAS ?= dev,train,bench
 PYTEST_ARGS ?=
 # Files of tests that run side by side; none of them depends on how fast it gets on.
 TEST_JOBS ?= 2
+# Unit tests that run side by side in `test-quick`, where no job of several processes competes: one per core.
+QUICK_JOBS ?= auto
 SEEDS ?= 20
 # Of `make fuzz`: its seed, and inputs of all targets together.
 SEED ?= 1
@@ -24,7 +28,7 @@ STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
 	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py scripts/lock.py requirements.lock
 
-.PHONY: help setup lock demo test test-quick stress nemesis fuzz lint bench clean
+.PHONY: help setup lock demo test test-quick stress nemesis fuzz lint docs bench clean
 
 help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
@@ -36,6 +40,7 @@ help:
 	@echo "make fuzz    damaged input for every decoder and state machine (INPUTS=1000000 SEED=1)"
 	@echo "make lock    resolve anew: requirements.lock, every archive with its hash"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make docs    the pages of docs/ and the API reference, as a site in site/"
 	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
 	@echo "make clean   remove the environment, caches and build results"
 
@@ -55,11 +60,20 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict star_hvd scheduler
 
+$(DOCS_VENV)/.made: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet $$(sed -n '/^docs = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml)
+	@touch $@
+
+docs: $(DOCS_VENV)/.made
+	$(PYTHON) scripts/protocol_tables.py --check
+	$(DOCS_VENV)/bin/python -m mkdocs build --strict
+
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 test-quick: lint
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile -m "not slow" tests/unit tests/tools tests/fuzz $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(QUICK_JOBS) --dist worksteal -m "not slow" tests/unit tests/tools tests/fuzz $(PYTEST_ARGS)
 
 stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \
@@ -78,5 +92,5 @@ bench: setup
 	$(BIN)/python -m benchmarks.tta --json benchmarks/out/tta.json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis benchmarks/out
+	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis benchmarks/out
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

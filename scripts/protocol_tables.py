@@ -5,7 +5,7 @@
     python scripts/protocol_tables.py --check    exit status 1 where the page is out of date
 
 Kind, fields and meaning of a control message are those of its dataclass and docstring; who sends and who takes it is
-read off the modules that make it and those that tell it apart (`case`, `isinstance`). The sources are parsed, not
+read off the modules that make it and those that distinguish it (`case`, `isinstance`). The sources are parsed, not
 imported: only the standard library is needed.
 """
 
@@ -83,7 +83,7 @@ def _control(node: ast.ClassDef, file: str) -> Control:
 
 
 def uses(root: Path, names: set[str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Per message, the modules that make one and those that tell it apart."""
+    """Per message, the modules that make one and those that distinguish it."""
     makers: dict[str, set[str]] = {name: set() for name in names}
     takers: dict[str, set[str]] = {name: set() for name in names}
     for path in sorted((root / PACKAGE).rglob("*.py")):
@@ -100,12 +100,12 @@ def uses(root: Path, names: set[str]) -> tuple[dict[str, set[str]], dict[str, se
             if isinstance(node, ast.Call):
                 for name in _named(node.func, imported, names):
                     makers[name].add(file)
-            for name in _told_apart(node, tree, imported, names):
+            for name in _distinguished(node, tree, imported, names):
                 takers[name].add(file)
     return makers, takers
 
 
-def _told_apart(node: ast.AST, tree: ast.Module, imported: Mapping[str, str], names: set[str]) -> Iterator[str]:
+def _distinguished(node: ast.AST, tree: ast.Module, imported: Mapping[str, str], names: set[str]) -> Iterator[str]:
     if isinstance(node, ast.MatchClass):
         yield from _named(node.cls, imported, names)
     elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":

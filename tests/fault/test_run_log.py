@@ -15,15 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("mlflow")
-
 from star_hvd.run_log import layout, sync_logs
 from star_hvd.run_log.sender import connect
 from star_hvd.run_log.spool import read_events
 from tests.multiproc.run_log_raw import UNWRITTEN
+from tests.support.extras import needs
 from tests.support.launch import run_job
 
-pytestmark = pytest.mark.fault
+pytestmark = [pytest.mark.fault, needs("mlflow")]
 
 STEPS = 150
 

@@ -12,14 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-pytest.importorskip("mlflow")
-
 from star_hvd.run_log import layout
 from star_hvd.run_log.sender import connect
 from star_hvd.run_log.spool import read_events
+from tests.support.extras import needs
 from tests.support.launch import JobResult, run_job
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, needs("mlflow")]
 
 STEPS, RANKS = 120, 3
 

@@ -15,11 +15,10 @@ from scheduler.learning import dataset
 from scheduler.learning.model_choice import find_ranker
 from scheduler.learning.predictor import HEADS, ModelError, Predictor, load
 from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry, fetch, find_model, tracking_uri
+from tests.support.extras import needs
 from tests.support.learning import save_model, small_table
 
-mlflow = pytest.importorskip("mlflow")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("mlflow")]
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +53,8 @@ def test_what_goes_in_comes_out(stored: tuple[dict[str, str], Path], monkeypatch
 @pytest.mark.timeout(900)
 def test_mlflow_can_serve_it_and_knows_its_schema(stored: tuple[dict[str, str], Path]) -> None:
     environ, folder = stored
+    import mlflow
+
     mlflow.set_tracking_uri(tracking_uri(environ))
     served = mlflow.pyfunc.load_model("models:/star-tta@challenger")
     rows = small_table().head(4)
@@ -101,6 +102,8 @@ def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
 def test_runs_in_mlflow_become_rows_to_train_on(
     stored: tuple[dict[str, str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import mlflow
+
     from scheduler.learning.logged_rows import mlflow_rows
     from scheduler.plan.plan import Plan
     from tests.unit.scheduler.cli.test_main import logged

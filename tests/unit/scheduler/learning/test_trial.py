@@ -19,10 +19,11 @@ from scheduler.learning.features import FEATURES
 from scheduler.learning.model_choice import find_ranker
 from scheduler.learning.predictor import SHIPPED, ModelError, load
 from tests.support.effort import cases
+from tests.support.extras import needs
 from tests.support.learning import save_model
 from tests.support.model_edits import edited
 
-pytest.importorskip("lightgbm")
+pytestmark = needs("lightgbm")
 
 JOB = """
 import json, logging, os, sys

@@ -13,15 +13,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("mlflow")
-
 from scheduler.plan.plan import Plan
 from scheduler.records import StepReport
 from star_hvd.run_log import RunLog, layout, report_page, sync_logs
 from star_hvd.run_log import sender as sender_module
 from star_hvd.run_log.sender import Sender, connect
+from tests.support.extras import needs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs("mlflow")]
 
 RUN = "20260101-000000-abcdef"
 

@@ -1,0 +1,141 @@
+"""The documents: what they point at exists, and what is written from the code is as the code is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import protocol_tables
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+OF_THE_CODE = ("architecture.md", "concurrency.md", "protocols.md", "glossary.md", "modes.md")
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#[^)\s]*)?\)")
+QUOTED = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|yml|toml|txt|patch)|(?:[\w-]+/){2,}")
+FUNCTION = re.compile(r"(test_\w+)(\.\.\.)?")
+ATTRIBUTE = re.compile(r"([A-Z]\w+)\.(_?[a-z]\w+)")
+CLASS = re.compile(r"_?[A-Z][a-z]+(?:[A-Z]\w*)")
+FOREIGN = {"ThreadAuthenticator", "GradScaler", "SyncBatchNorm"}
+
+
+def named(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def without_blocks(page: Path) -> str:
+    """The page's text without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def sources() -> str:
+    files = [path for name in ("star_hvd", "scheduler") for path in sorted((ROOT / name).rglob("*.py"))]
+    return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+@cache
+def words() -> set[str]:
+    return set(re.findall(r"\w+", sources()))
+
+
+@cache
+def attributes() -> dict[str, set[str]]:
+    """What classes of the packages have of their own: methods, fields, and attributes set on `self`."""
+    found: dict[str, set[str]] = {}
+    for node in ast.walk(ast.parse(sources().replace("from __future__ import annotations", ""))):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        names = found.setdefault(node.name, set())
+        names.update(base.id for base in node.bases if isinstance(base, ast.Name))
+        for each in ast.walk(node):
+            if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names.add(each.name)
+            elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+                names.add(each.attr)
+            elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                names.add(each.target.id)
+    return found
+
+
+def has(cls: str, name: str) -> bool:
+    own = attributes().get(cls, set())
+    return name in own or any(base != cls and has(base, name) for base in own if base in attributes())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [target for target in LINK.findall(without_blocks(page)) if target and "://" not in target]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_that_are_named_exist(page: Path) -> None:
+    bases = [ROOT, ROOT / "star_hvd"] if page.name in ("protocols.md", "README.md") else [ROOT]
+    words = [word for quoted in QUOTED.findall(without_blocks(page)) for word in quoted.split()]
+    files = [word for word in words if FILE.fullmatch(word)]
+    files = [file for file in files if not file.startswith(("training_logs/", "benchmarks/out/"))]
+    assert [file for file in files if not any((base / file).exists() for base in bases)] == []
+
+
+def test_tests_that_are_named_exist() -> None:
+    """As `test_x.py`, or by the function's name; three dots stand for the rest of it."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
+    functions = set(re.findall(r"def (test_\w+)", "\n".join(texts.values())))
+    missing = []
+    for page in PAGES:
+        for quoted in QUOTED.findall(without_blocks(page)):
+            function = FUNCTION.fullmatch(quoted)
+            if function and function[2]:
+                known = any(name.startswith(function[1]) for name in functions)
+            elif function:
+                known = quoted in functions
+            else:
+                known = not re.fullmatch(r"test_\w+\.py", quoted) or quoted in texts
+            if not known:
+                missing.append(f"{named(page)}: {quoted}")
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", OF_THE_CODE)
+def test_classes_and_what_they_have_are_those_of_the_code(name: str) -> None:
+    page = ROOT / "docs" / name
+    missing = []
+    for quoted in QUOTED.findall(without_blocks(page)):
+        for cls, attribute in ATTRIBUTE.findall(quoted):
+            if cls in attributes() and not has(cls, attribute):
+                missing.append(f"{cls}.{attribute}")
+        for cls in CLASS.findall(quoted):
+            if cls not in FOREIGN and cls not in words():
+                missing.append(cls)
+    assert missing == []
+
+
+def test_every_thread_and_every_lock_has_its_row() -> None:
+    page = (ROOT / "docs" / "concurrency.md").read_text(encoding="utf-8")
+    rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| "))
+    threads = set(re.findall(r'(?:supervised\([^)]*?|name=f?)"(star-[a-z-]+)', sources()))
+    locks = set(re.findall(r"self\.(\w+) = threading\.(?:Lock|RLock|Condition)\(", sources())) - {"_mutex"}
+    assert len(threads) > 15 and len(locks) > 8
+    assert sorted(name for name in threads | locks if name.rstrip("-") not in rows) == []
+
+
+def test_tables_of_messages_are_up_to_date() -> None:
+    """Else: python scripts/protocol_tables.py."""
+    assert protocol_tables.main(["--check"]) == 0
+
+
+def test_a_message_that_changes_makes_the_page_out_of_date(tmp_path: Path) -> None:
+    for path in (protocol_tables.MESSAGES / "base.py", protocol_tables.WIRE, protocol_tables.PAGE):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text((ROOT / path).read_text(encoding="utf-8"), encoding="utf-8")
+    assert protocol_tables.main(["--check"], tmp_path) == 1  # Messages of other files are gone.
+    assert protocol_tables.main([], tmp_path) == 0
+    assert protocol_tables.main(["--check"], tmp_path) == 0
+    messages = tmp_path / protocol_tables.MESSAGES / "base.py"
+    messages.write_text(messages.read_text(encoding="utf-8").replace("optimizer_id: int", "number: int", 1))
+    assert protocol_tables.main(["--check"], tmp_path) == 1
