@@ -33,11 +33,6 @@ class Switch:
     _addresses: dict[int, list[str]] = field(default_factory=dict)
 
     @property
-    def hands_over(self) -> bool:
-        """Whether the ranks have to get ready for it, one by one, before any of them may raise its flag."""
-        return not (self.plan.family == self.active.family == "rounds")
-
-    @property
     def irrevocable(self) -> bool:
         """Whether servers were told to make their last update for it."""
         same = self.plan.family == self.active.family == "ps"

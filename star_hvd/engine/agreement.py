@@ -5,6 +5,8 @@ Every rank reads the same header in the same step, so each decision here falls o
 
 from __future__ import annotations
 
+import threading
+
 from scheduler.records import Plan
 from star_hvd.engine.applier import Applier
 from star_hvd.engine.header import Contribution, Header, HeaderCodec
@@ -14,16 +16,19 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """Not thread-safe: the engine calls it under its lock.
+    """`refusal`, `prepare`, `abandon` and `pin` are for any thread; the engine calls the others under its lock.
 
     Args:
         rank: This rank.
         plan: The first plan.
         applier: Where hyperparameters and checksums are read.
-        listener: Is told of steps, switches and mismatches.
+        listener: Is called at the end of steps, at switches and mismatches.
+        lock: The engine's, which is reentrant.
     """
 
-    def __init__(self, rank: int, plan: Plan, applier: Applier, listener: Listener) -> None:
+    def __init__(
+        self, rank: int, plan: Plan, applier: Applier, listener: Listener, lock: threading.Condition
+    ) -> None:
         self.rank = rank
         self.plan = plan
         self.prepared: Plan | None = None
@@ -31,6 +36,7 @@ class Agreement:
         self.codec = HeaderCodec(plan.world_size, applier.hyper.size)
         self._applier = applier
         self._listener = listener
+        self._lock = lock
         self._leader = 0
         self._row: tuple[float, ...] | None = None
         self.mixed = False  # Whether ranks have ever contributed differently, so that they may be at different steps.
@@ -39,18 +45,20 @@ class Agreement:
 
     def refusal(self, plan: Plan) -> str | None:
         """Why this rank cannot take a plan up, None where it can."""
-        if plan.world_size != self.plan.world_size:
-            return f"the plan is for {plan.world_size} ranks, this job has {self.plan.world_size}"
-        if plan.plan_id <= self.plan.plan_id:
-            return f"the plan's epoch {plan.plan_id} is not newer than {self.plan.plan_id}"
-        return self.pinned if plan.relaxed else None
+        with self._lock:
+            if plan.world_size != self.plan.world_size:
+                return f"the plan is for {plan.world_size} ranks, this job has {self.plan.world_size}"
+            if plan.plan_id <= self.plan.plan_id:
+                return f"the plan's id {plan.plan_id} is not newer than {self.plan.plan_id}"
+            return self.pinned if plan.relaxed else None
 
     def prepare(self, plan: Plan) -> str | None:
         """Get ready for a plan and raise its flag in the next headers. A reason why not, or None."""
-        reason = self.refusal(plan)
-        if reason is None:
-            self.prepared = plan
-        return reason
+        with self._lock:
+            reason = self.refusal(plan)
+            if reason is None:
+                self.prepared = plan
+            return reason
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -69,14 +77,16 @@ class Agreement:
 
     def abandon(self, plan_id: int) -> None:
         """Lower the flag of a plan that some rank could not prepare."""
-        if self.prepared is not None and self.prepared.plan_id == plan_id:
-            self.prepared = None
+        with self._lock:
+            if self.prepared is not None and self.prepared.plan_id == plan_id:
+                self.prepared = None
 
     def pin(self, reason: str) -> None:
         """Refuse relaxed plans from now on."""
-        self.pinned = reason
-        if self.prepared is not None and self.prepared.relaxed:
-            self.prepared = None
+        with self._lock:
+            self.pinned = reason
+            if self.prepared is not None and self.prepared.relaxed:
+                self.prepared = None
 
     def layout_changed(self) -> None:
         """The hyperparameters have a new layout, on all ranks in the same step."""

@@ -94,10 +94,6 @@ class Header:
     waited: bool = False
     manual_before: bool = False
 
-    @property
-    def fresh_count(self) -> int:
-        return sum(self.fresh)
-
     def complete(self, members: Sequence[int]) -> bool:
         """Whether every member's fresh gradient is in the step."""
         return all(self.fresh[rank] for rank in members)

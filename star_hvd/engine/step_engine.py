@@ -13,38 +13,138 @@ fresh. Whoever claims the header, always the last tensor of a step, owns the ste
 
 A gradient that lost its claim is kept and folded into the next submission of its bucket.
 
-The header travels behind the weight of the last bucket where it can, the one backward fills last: a tensor of its own
-would often miss Horovod's cycle of 1 ms that took the bucket. Where all ranks wait for each other the header is claimed
-as soon as the whole gradient is there, so that the reduction goes on beside whatever the program does between
-`backward` and `step`. Where steps close without late ranks (`partial`) it is claimed on arrival, and the last bucket
-waits for it, but not for long: a rank whose program works there says so in its header, and as all ranks read it in the
-same step, in the next one the header travels alone on all of them.
+When the header leaves is decided in `header_timing.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from scheduler.records import Plan
+from star_hvd.engine.agreement import Agreement
+from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import Bucket
-from star_hvd.engine.device import NORM, Fence
-from star_hvd.engine.engine_state import EngineState
+from star_hvd.engine.collective import Collective
+from star_hvd.engine.device import Fence
 from star_hvd.engine.header import Header
+from star_hvd.engine.header_timing import HeaderTiming
 from star_hvd.engine.hyperparameters import HyperRow
-from star_hvd.engine.records import OpenStep, Result, Snapshot
+from star_hvd.engine.late_gradients import LateGradients
+from star_hvd.engine.means import LocalNorm, divide, norm
+from star_hvd.engine.records import Averaging, Counters, Listener, OpenStep, Result, Snapshot
+from star_hvd.engine.replica import Replica
 from star_hvd.errors import StarError
 
 __all__ = ["StepEngine"]
 
-_HEADER_WAIT_S = 0.002
-"""Two of Horovod's cycles. The way from the last hook through `backward` into `step` takes a tenth of it."""
 
+class StepEngine:
+    """See the module's text.
 
-class StepEngine(EngineState):
-    """See the module's text; the arguments are those of `EngineState`."""
+    Args:
+        rank: This rank.
+        plan: The first plan, in force from step 0; must be `sync`.
+        applier: Steps the live parameters.
+        collective: Reduces tensors over all ranks.
+        collective_of: Gives the collective of a subgroup's members; the process set must exist.
+        listener: Is told what happens.
+        prefix: Names of the collectives start with it; unique per optimizer and equal on all ranks.
+        scale_by_ranks: Whether the result is the mean times the number of ranks (`op=Sum`).
+        can_replay: Whether the optimizer's steps can be replayed on a copy.
+        replay_queue: Closed steps kept for a training thread inside `step()` before closing waits for it.
+        noise_interval_steps: Every how many steps the local gradient norm is taken.
+        early_after_steps: Complete steps in a row, once steps have ever been incomplete, after which headers are sent
+            within backward again.
+        clock: The time in seconds; only differences count.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        plan: Plan,
+        applier: Applier,
+        collective: Collective,
+        listener: Listener,
+        collective_of: Callable[[tuple[int, ...]], Collective] | None = None,
+        prefix: str = "star",
+        scale_by_ranks: bool = False,
+        can_replay: bool = True,
+        replay_queue: int = 8,
+        noise_interval_steps: int = 8,
+        early_after_steps: int = 8,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank = rank
+        self.world_size = plan.world_size
+        self.applier = applier
+        self.streams = applier.streams
+        self.collective = collective
+        self.averaging: Averaging | None = None
+        self.prefix = prefix
+        self.counters = Counters()
+        self.next_step = 0
+        self.own_steps = 0
+        self.away = False
+        self.weight = 1.0
+        self.loss = math.nan
+        self.failure: BaseException | None = None
+        self._mutex = threading.RLock()
+        self.lock = threading.Condition(self._mutex)
+        self.helper_wake = threading.Condition(self._mutex)
+        self.replica = Replica(applier, self.lock, self.counters, self._changed)
+        self.agreement = Agreement(rank, plan, applier, listener, self.lock)
+        self._listener = listener
+        self._everybody = collective
+        self._collective_of = collective_of
+        self._scale_by_ranks = scale_by_ranks
+        self._can_replay = can_replay
+        self._replay_queue = replay_queue
+        self._norm = LocalNorm(self.streams, noise_interval_steps)
+        self._deferred: dict[int, Fence] = {}
+        self._late = LateGradients(applier.buckets, self.counters, self.streams)
+        self._timing = HeaderTiming(early_after_steps, clock)
+        self._claimed_early = False  # The header of the step that the training thread has not arrived for yet.
+        self._ever_manual = False  # Whether a program has ever worked on the mean of a step.
+        # The step in which this rank's did so first, where the header of that step did not say so.
+        self._untold_manual: int | None = None
+        self._proxied: int | None = None  # The last step, where the helper completed it.
+        self._choose_carrier()
+        self._current = OpenStep.open(0, len(applier.buckets))
+        self._inflight: OpenStep | None = None
+        self._close_upto = -1
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force for `next_step`."""
+        return self.agreement.plan
+
+    @property
+    def taking_part(self) -> bool:
+        """Whether this rank reduces together with others under the plan in force."""
+        return self.plan.family == "rounds" or self.rank in self.plan.members
+
+    @property
+    def version(self) -> int:
+        """Steps applied to the live parameters."""
+        return self.replica.version
+
+    @property
+    def needs_fetch(self) -> bool:
+        """Whether the parameters have to be fetched before the next step."""
+        return self.replica.needs_fetch
+
+    @property
+    def pending_weight(self) -> float:
+        """Weight of late gradients that wait for a step, on the scale of the counters."""
+        with self.lock:
+            return self._late.pending_weight
 
     # ---- training thread ------------------------------------------------------------------------------------
 
@@ -57,7 +157,7 @@ class StepEngine(EngineState):
             self._raise_failure()
             bucket = self.applier.buckets[index]
             self.counters.produced_weight += self.weight / len(self.applier.buckets)
-            if self._lost(index):
+            if self._out_of_rounds() or self._current.claimed(index):
                 self._late.keep(bucket, self.weight, self.version)
                 self.replica.note_bucket_use()
             else:
@@ -96,25 +196,22 @@ class StepEngine(EngineState):
         with self.lock:
             self._raise_failure()
             self.replica.computing = False
-            self._count_own_step()
+            self.own_steps += not self._claimed_early
             step, self._claimed_early = self._inflight, False
             if step is not None and step.early:
                 step.early = False
                 if manual and not self._ever_manual:
                     self._untold_manual = step.number
-                self._ever_manual = self._ever_manual or manual
-                self.counters.fresh += 1
-                self._listener.on_arrive(self.version, self.plan.plan_id)
-                return True
-            if self._out_of_rounds():
+            elif self._out_of_rounds():
                 self.counters.late += 1
                 self._listener.on_late(self.version, self.plan.plan_id)
                 return False
-            missing = [i for i in range(len(self.applier.buckets)) if not self._current.claimed(i)]
-            if missing:
-                raise StarError(f"buckets {missing} of step {self.version} were not submitted before arrive()")
+            else:
+                missing = [i for i in range(len(self.applier.buckets)) if not self._current.claimed(i)]
+                if missing:
+                    raise StarError(f"buckets {missing} of step {self.version} were not submitted before arrive()")
+                self._claim_header("trainer", manual=manual or not self._can_replay)
             self._ever_manual = self._ever_manual or manual
-            self._claim_header("trainer", manual=manual or not self._can_replay)
             self.counters.fresh += 1
             self._listener.on_arrive(self.version, self.plan.plan_id)
             return True
@@ -122,26 +219,24 @@ class StepEngine(EngineState):
     def _read_devices(self) -> None:
         """What the header needs from the devices: the host waits for it here, without the lock."""
         with self.lock:
-            norms, self._norms = self._norms, []
+            queued = self._norm.take()
             due = self.agreement.checksum_due(self.next_step)
-        if norms:
-            for norm, fence in norms:
-                fence.order(norm)
-            self.streams.await_host()
-            self._local_sqr += sum(float(norm) ** 2 for norm, _ in norms)
+        self._norm.read(queued)
         if due and self.streams.devices:
             self.agreement.checksum = (self.next_step, self.applier.checksum())
 
-    def submit_average(self, index: int, average: torch.Tensor) -> None:
+    def submit_average(self, bucket: Bucket, average: torch.Tensor) -> None:
         """`local`: submit this rank's part of an average.
 
         Args:
-            index: The bucket.
+            bucket: The bucket.
             average: As `Bucket.new_average`: the parameters times this rank's weight, then the weight.
         """
         with self.lock:
             self._raise_failure()
-            self._submit_average(self.applier.buckets[index], average)
+            step = self._current
+            step.flats[bucket.index] = step.wires[bucket.index] = average
+            step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.a{bucket.index}", average)
 
     def arrive_average(self) -> None:
         """`local`: all buckets are submitted; claim the step."""
@@ -224,8 +319,7 @@ class StepEngine(EngineState):
             if stateless or (incomplete and self.version < target):
                 return False
             self.replica.computing = True
-            self._local_sqr = 0.0
-            self._norms.clear()
+            self._norm.clear()
             self._changed()
             return True
 
@@ -284,17 +378,17 @@ class StepEngine(EngineState):
     def helper_owns(self) -> bool:
         """Whether a step is in flight that the helper has to complete."""
         with self.lock:
-            return self._helper_owns()
+            return self._inflight is not None and self._inflight.owner == "helper"
 
     def helper_averages(self) -> bool:
         """Whether that step is an averaging of local steps."""
         with self.lock:
-            return self._helper_owns() and self._inflight is not None and self._inflight.averaging is not None
+            return self.helper_owns() and self._inflight is not None and self._inflight.averaging is not None
 
     def must_poll(self) -> bool:
         """Whether the helper waits for something that nobody announces: a reduction or a device."""
         with self.lock:
-            return self._helper_owns() or bool(self._deferred)
+            return self.helper_owns() or bool(self._deferred)
 
     def helper_tick(self) -> bool:
         """Do one thing that is due, without waiting. Whether something was done."""
@@ -305,7 +399,7 @@ class StepEngine(EngineState):
             if self._may_take_over():
                 assert self._inflight is not None
                 self._inflight.early, self._inflight.owner = False, "helper"
-            owns = self._helper_owns()
+            owns = self.helper_owns()
             step = self._collected() if owns else None
             if not owns and self._may_close():
                 self._stand_in()
@@ -316,17 +410,163 @@ class StepEngine(EngineState):
             return True
         return self.replica.replay_one()
 
+    # ---- outside the rounds: servers, a subgroup's children ---------------------------------------------------
+
+    def leave_rounds(self) -> None:
+        """From here on this rank's parameters come from elsewhere, without the optimizer's state."""
+        with self.replica.apply_lock, self.lock:
+            self.replica.leave()
+
+    def outside_gradient(self, index: int) -> None:
+        """The training thread's gradient of one bucket is whole, in a mode that does not reduce it here."""
+        with self.lock:
+            self._raise_failure()
+            self.counters.produced_weight += self.weight / len(self.applier.buckets)
+
+    def note_outside(self, version: int) -> None:
+        """The live parameters are those of step `version`, received from elsewhere."""
+        with self.lock:
+            if not self.taking_part:
+                self.replica.version = self.next_step = version
+
+    def adopt_state(self, snapshot: Snapshot) -> None:
+        """Take over parameters and optimizer state of one version, for a checkpoint; the mode goes on as before."""
+        snapshot = self.replica.placed(snapshot)
+        with self.replica.apply_lock:
+            self.replica.load(snapshot)
+            self.note_outside(snapshot.version)
+
+    def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
+        """Add what was kept for a bucket to a contribution outside a reduced step; who sends it counts it."""
+        with self.lock:
+            return self._late.fold(bucket, flat, self.version, self.plan, count=False)
+
+    def keep_late(
+        self,
+        flats: Sequence[torch.Tensor],
+        version: int,
+        *,
+        foreign: bool = False,
+        weights: Sequence[float] | None = None,
+    ) -> int:
+        """Keep contributions (gradients times weight, then the weight), computed on step `version`, for the next step.
+
+        Args:
+            flats: One buffer per bucket, made by the calling thread; this object's from now on.
+            version: Of the parameters behind them.
+            foreign: They are another rank's, which this rank has taken over.
+            weights: The weights in them, read from their devices where left out.
+
+        Returns:
+            The first version that will contain them.
+        """
+        if weights is None:
+            self.streams.await_host()
+            weights = [float(flat[-1]) for flat in flats]
+        with self.lock:
+            self._raise_failure()
+            for bucket, flat, weight in zip(self.applier.buckets, flats, weights, strict=True):
+                if foreign:
+                    self.counters.produced_weight += weight / len(self.applier.buckets)
+                self._late.keep_whole(bucket, flat, min(version, self.version), weight)
+            # A bucket of the current step may have been submitted already; it then goes with the next one.
+            begun = any(self._current.claimed(bucket.index) for bucket in self.applier.buckets)
+            return self.next_step + (2 if begun else 1)
+
+    def adopt_plan(self, plan: Plan) -> None:
+        """Servers have changed their rule under way: the plan of this id is in force."""
+        with self.lock:
+            if plan.plan_id > self.plan.plan_id:
+                self.agreement.resume(plan, self.version)
+
+    def resume(self, plan: Plan, step: int) -> bool:
+        """Step `step` is the first under `plan`; its state is elsewhere and has to be fetched.
+
+        Returns:
+            Whether that is news.
+        """
+        with self.lock:
+            if plan.plan_id <= self.plan.plan_id:
+                return False
+            self.replica.cannot_replay(max(step, self.version))
+            self.replica.foreign = True
+            self.next_step = step
+            self._current = OpenStep.open(step, len(self.applier.buckets))
+            self.agreement.resume(plan, step)
+            self._plan_taken()
+            self._changed()
+            return True
+
+    def _plan_taken(self) -> None:
+        """Use the collective of the plan in force."""
+        self._timing.restart()
+        members = self.plan.members
+        if self.plan.mode != "subgroup":
+            self.collective = self._everybody
+        elif self.rank in members:
+            assert self._collective_of is not None, "this engine cannot run a subgroup"
+            self.collective = self._collective_of(members)
+
+    # ---- any thread -----------------------------------------------------------------------------------------
+
+    def close(self, step: int) -> None:
+        """The coordinator closes `step`.
+
+        Outside a relaxed plan the order is carried out only while this rank really is away: a rank that came back
+        before the order reached it delivers its gradient itself, so `sync` stays exact.
+        """
+        with self.lock:
+            self._close_upto = max(self._close_upto, step)
+            self._changed()
+
+    def set_away(self, away: bool) -> None:
+        """Whether the training thread, which calls this, leaves its training loop and delivers no gradient for now."""
+        self.replica.written()  # By the user, or in a collective of the user's; the helper may copy them from here on.
+        with self.lock:
+            self.away = away
+            self._changed()
+
+    def drop(self) -> None:
+        """The training thread makes no step again, wherever in a step it was: the helper does what is left of it."""
+        with self.lock:
+            step = self._inflight
+            if step is not None and step.owner == "trainer":
+                step.owner = "helper"  # Handles that the training thread has collected count as ended.
+            self.replica.drop(ended=self.next_step if step is None else step.number)
+        self.set_away(True)
+
+    def under_way(self) -> tuple[int, bool, bool]:
+        """The first step not wholly submitted here, -1 outside common steps; whether a part of it is; whether the step
+        before it is in flight."""
+        with self.lock:
+            if self.plan.family != "rounds":
+                return -1, False, False
+            begun = any(flat is not None for flat in self._current.flats)
+            return self.next_step, begun, self._inflight is not None
+
+    def unsuited(self, plan: Plan) -> str | None:
+        """Why a plan is nothing for this optimizer, though others are, None where it is."""
+        if self._scale_by_ranks and plan.mode in ("ps", "grouped", "local"):
+            return f"op=Sum needs the gradients of all ranks in every step, which mode {plan.mode} does not have"
+        return None
+
+    def fail(self, error: BaseException) -> None:
+        """Stop: every later call raises `error`."""
+        with self.lock:
+            if self.failure is None:
+                self.failure = error
+            self._changed()
+
+    def drop_pending(self) -> None:
+        """Count the gradients that still wait for a step as dropped: there is no further step."""
+        with self.lock:
+            self._late.drop_all()
+
     # ---- inside, under the lock -------------------------------------------------------------------------------
 
     def _may_claim_early(self) -> bool:
-        """Whether the step's gradient is whole before the training thread arrives, and nothing keeps the header back.
-
-        Where steps close without late ranks the header goes with the arrival, which the coordinator counts. Else it may
-        go early as long as helpers have nothing to do: what they replay must be known to be replayable.
-        """
-        if self.plan.may_close or self.plan.mode == "local" or self._inflight is not None:
-            return False
-        if self.agreement.mixed and self._complete_run < self._early_after_steps:
+        """Whether the gradient is whole before the training thread arrives, and nothing keeps the header back."""
+        if self._inflight is not None or not self._timing.may_be_early(self.plan, mixed=self.agreement.mixed):
             return False
         if self.streams.devices:  # The header needs numbers that the host would wait for here.
             return False
@@ -339,29 +579,22 @@ class StepEngine(EngineState):
         work on the mean is not known yet: a program that ever did is taken to do so again, and where it does for the
         first time, the next header says so (or a meeting of all ranks, whichever comes first).
         """
-        self._count_own_step()
+        self.own_steps += not self._claimed_early
         self._claimed_early = True
         self._claim_header("trainer", manual=self._ever_manual or not self._can_replay)
         assert self._inflight is not None
         self._inflight.early = True
 
-    def _count_own_step(self) -> None:
-        if not self._claimed_early:
-            self.own_steps += 1
-
-    def _samples_norm(self, number: int) -> bool:
-        return number % self._noise_interval_steps == 0
-
     def _submit_fresh(self, bucket: Bucket) -> None:
         flat = bucket.flat
-        if self._samples_norm(self._current.number):
-            self._take_norm(flat)
+        if self._norm.due(self._current.number):
+            self._norm.add(flat)
         if self.weight != 1.0:
             flat[:-1].mul_(self.weight)
         flat[-1] = self.weight
         self.counters.applied_weight += self.weight / len(self.applier.buckets)
         if bucket is self._carrier:
-            self._whole_at_s = self._clock()
+            self._timing.carrier_is_whole()
         self._submit(bucket, flat)
 
     def _submit(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -370,15 +603,10 @@ class StepEngine(EngineState):
         step.folded += self._late.fold(bucket, flat, step.number, self.plan)
         wire = bucket.to_wire(flat)
         step.flats[bucket.index], step.wires[bucket.index] = flat, wire
-        if bucket is self._carrier and self._apart:
+        if bucket is self._carrier and self._timing.alone:
             wire[-bucket.tail :].zero_()  # What is left of an earlier header.
-        if bucket is not self._carrier or self._apart:
+        if bucket is not self._carrier or self._timing.alone:
             step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.b{bucket.index}", wire)
-
-    def _submit_average(self, bucket: Bucket, average: torch.Tensor) -> None:
-        step = self._current
-        step.flats[bucket.index] = step.wires[bucket.index] = average
-        step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.a{bucket.index}", average)
 
     def _stand_in(self) -> None:
         """Submit every bucket the training thread has not, then the header."""
@@ -387,7 +615,7 @@ class StepEngine(EngineState):
             if self._current.claimed(bucket.index):
                 continue
             if averaging is not None:
-                self._submit_average(bucket, averaging.stand_in_flat(bucket))
+                self.submit_average(bucket, averaging.stand_in_flat(bucket))
             else:
                 self._submit(bucket, bucket.new_flat())
         self._claim_header("helper")
@@ -402,13 +630,13 @@ class StepEngine(EngineState):
         item = self.agreement.contribution(step, self.own_steps, fresh=fresh, away=self.away)
         if fresh:
             item.manual, item.weight, item.loss = manual, self.weight, self.loss
-            item.local_sqr = self.weight * self._local_sqr if self._samples_norm(step.number) else None
-            item.waited = self._waits_for_headers()
+            item.local_sqr = self.weight * self._norm.sqr if self._norm.due(step.number) else None
+            item.waited = self._timing.waits()
             item.manual_before, self._untold_manual = self._untold_manual == step.number - 1, None
             self.loss = math.nan
         codec = self.agreement.codec
         step.owner, name = owner, f"{self.prefix}.h"
-        if self._carrier is None or self._apart or self.plan.mode == "local":
+        if self._carrier is None or self._timing.alone or self.plan.mode == "local":
             whole = step.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
         else:
             wire = step.wires[self._carrier.index]
@@ -426,19 +654,6 @@ class StepEngine(EngineState):
         self._current = OpenStep.open(self.next_step, len(self.applier.buckets))
         self._changed()
 
-    def _waits_for_headers(self) -> bool:
-        """Whether the carrier's gradient is whole long before the header, in this step and the one before."""
-        whole_at_s, self._whole_at_s = self._whole_at_s, None
-        waited = whole_at_s is not None and self._clock() - whole_at_s > _HEADER_WAIT_S
-        self._waited = self._waited + 1 if waited else 0
-        return self._waited >= 2
-
-    def _take_norm(self, flat: torch.Tensor) -> None:
-        if self.streams.queues(flat):  # The host reads it later, where it may wait.
-            self._norms.append((_norm(flat), self.streams.give_one(NORM, flat)))
-        else:
-            self._local_sqr += _sqr_norm(flat)
-
     def _reduced(self, step: OpenStep) -> tuple[Header, list[torch.Tensor], float]:
         """Header, means and, when sampled, their squared norm. The handles have ended and are collected.
 
@@ -449,17 +664,16 @@ class StepEngine(EngineState):
         means = [self._mean(bucket, step) for bucket in self.applier.buckets]
         if header.local_count != len(self.agreement.members):
             return header, means, math.nan
-        norms = [_norm(mean) for mean in means]
+        norms = [norm(mean) for mean in means]
         self.streams.await_host()
-        return header, means, sum(float(norm) ** 2 for norm in norms)
+        return header, means, sum(float(each) ** 2 for each in norms)
 
     def _complete(self, step: OpenStep, header: Header, means: list[torch.Tensor], mean_sqr: float) -> Result:
         """Act on the header of a reduced step."""
-        self._apart = header.waited
         if header.manual and step.owner == "helper" and step.averaging is None:
             self.replica.cannot_replay(step.number)
         complete = header.complete(self.agreement.members)
-        self._complete_run = self._complete_run + 1 if complete else 0
+        self._timing.read(header, complete=complete)
         self._ever_manual = self._ever_manual or header.manual
         if header.manual_before:
             self.note_manual(step.number - 1)
@@ -478,15 +692,7 @@ class StepEngine(EngineState):
         self.streams.use(wire, flat)  # Another thread may have submitted them.
         if step.averaging is None:
             bucket.from_wire(wire, flat)
-        if self.streams.queues(flat):  # The same without a look at the device.
-            whole = flat[-1:] / self.world_size if self._scale_by_ranks else flat[-1:]
-            flat[:-1].div_(torch.where(whole == 0, torch.ones_like(whole), whole))
-            return flat
-        weight = float(flat[-1])
-        factor = weight / self.world_size if self._scale_by_ranks else weight
-        if factor not in (0.0, 1.0):  # Nobody gave anything: the sum of nothing stays zero.
-            flat[:-1].div_(factor)
-        return flat
+        return divide(flat, self.streams, self.world_size if self._scale_by_ranks else 1)
 
     def _collected(self) -> OpenStep | None:
         """The step in flight once all its operations have ended."""
@@ -515,14 +721,48 @@ class StepEngine(EngineState):
             self._changed()
             return True
 
+    def _choose_carrier(self) -> None:
+        for bucket in self.applier.buckets:
+            if bucket.tail:
+                bucket.carry(0)
+        last = self.applier.buckets[-1] if self.applier.buckets else None
+        self._carrier = last if last is not None and last.can_carry else None
+        if self._carrier is not None:
+            self._carrier.carry(self.agreement.codec.size)
 
-def _norm(flat: torch.Tensor) -> torch.Tensor:
-    """Norm of a flat buffer's gradients, accumulated in float32 at least."""
-    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-    norm: torch.Tensor = torch.linalg.vector_norm(flat[:-1], dtype=wide)
-    return norm
+    def _due(self) -> bool:
+        own = self.helper_owns() or self._may_close() or self._may_absorb() or self._may_take_over()
+        return own or self.replica.may_replay() or bool(self._deferred)
 
+    def _may_absorb(self) -> bool:
+        """Whether the helper may use an averaging that ended without the training thread."""
+        return self.replica.computing and self.averaging is not None and self.averaging.waiting
 
-def _sqr_norm(flat: torch.Tensor) -> float:
-    """Its square, read by the host."""
-    return float(_norm(flat)) ** 2
+    def _changed(self) -> None:
+        """Wake the training thread if it waits, and the helper if there is work: a thread woken for nothing costs the
+        training thread the interpreter, half a millisecond per step."""
+        self.lock.notify_all()
+        if self._due():
+            self.helper_wake.notify_all()
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def _out_of_rounds(self) -> bool:
+        """Whether the training thread's gradient is none of the current step: it computes on other parameters, or the
+        step is made of something else (`local`, which it has not entered yet)."""
+        elsewhere = not self.taking_part or self.plan.mode == "local"
+        return elsewhere or self.version != self.next_step or self.replica.foreign
+
+    def _may_take_over(self) -> bool:
+        """Whether others wait for the step after one that the training thread has claimed and does not complete."""
+        claimed = self._inflight is not None and self._inflight.early
+        return claimed and self.away and self._close_upto >= self.next_step
+
+    def _may_close(self) -> bool:
+        """Whether the helper may stand in for the training thread in the current step."""
+        if self._inflight is not None or self._close_upto < self.next_step or not self.taking_part:
+            return False
+        # A training thread that hangs inside step() must not let the queue grow without bound: the job waits for it.
+        return len(self.replica.queue) < self._replay_queue and (self.away or self.plan.may_close)

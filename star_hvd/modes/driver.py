@@ -456,7 +456,7 @@ class StepDriver:
         elif isinstance(message, PlanActive):
             self.handover.moved(message.plan_id, message.step)
         elif isinstance(message, messages.Abandon):
-            self.engine.abandon(message.plan_id)
+            self.engine.agreement.abandon(message.plan_id)
             self.handover.abandoned(message.plan_id)
 
     def _prepare(self, plan: Plan) -> None:
@@ -467,7 +467,7 @@ class StepDriver:
         if self.handover.needs_preparing(plan):
             self._preparer(lambda: self.handover.prepare(plan))
             return
-        reason = self.engine.prepare(plan)
+        reason = self.engine.agreement.prepare(plan)
         if reason is not None:
             self._send(messages.ModeUnsupported(self.number, plan.plan_id, reason))
 
@@ -483,7 +483,7 @@ class StepDriver:
         """Run exactly as Horovod from now on, because of `reason`."""
         if self.engine.agreement.pinned is None:
             prepared = self.engine.agreement.prepared  # Pinning clears it.
-            self.engine.pin(reason)
+            self.engine.agreement.pin(reason)
             refused = prepared.plan_id if prepared else self.engine.plan.plan_id
             self._send(messages.ModeUnsupported(self.number, refused, reason))
 

@@ -122,7 +122,7 @@ class LocalSteps:
         weight = engine.weight
         engine.weight = self._weight = max(self._weight, _LEAST_WEIGHT)
         for bucket in engine.applier.buckets:
-            engine.submit_average(bucket.index, self._part(bucket))
+            engine.submit_average(bucket, self._part(bucket))
         engine.arrive_average()
         self._wait()
         extras = engine.own_extras()

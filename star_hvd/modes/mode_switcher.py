@@ -145,7 +145,7 @@ class ModeSwitcher:
         """Get ready for a plan; blocks, in the preparer's thread."""
         if self._postpone(plan):
             return
-        reason = self._engine.refusal(plan) or self._services.prepare(self._number, plan)
+        reason = self._engine.agreement.refusal(plan) or self._services.prepare(self._number, plan)
         if reason is None:
             with self._lock:
                 self._held = {plan_id: held for plan_id, held in self._held.items() if plan_id >= plan.plan_id - 8}
@@ -179,7 +179,7 @@ class ModeSwitcher:
         if present.family in ("ps", "grouped"):
             self._services.end(self._number, present, plan)
         elif self._engine.taking_part:
-            self._engine.prepare(plan)
+            self._engine.agreement.prepare(plan)
 
     def plan_of(self, plan_id: int) -> Plan | None:
         """A plan that was prepared here."""

@@ -113,7 +113,7 @@ class World:
         max_staleness: See `Plan`.
         uneven: Whether ranks make different numbers of steps.
         optimizer: `sgd` (momentum) or `adam`.
-        early_after_steps: See `EngineState`.
+        early_after_steps: See `StepEngine`.
     """
 
     def __init__(
@@ -267,9 +267,9 @@ class World:
             if kind == "close":
                 self.engines[rank].close(number)
             elif kind == "abandon":
-                self.engines[rank].abandon(number)
+                self.engines[rank].agreement.abandon(number)
             else:
-                assert self.engines[rank].prepare(values[0]) is None
+                assert self.engines[rank].agreement.prepare(values[0]) is None
 
     def _advance(self, rank: int) -> None:
         program = self.programs[rank]

@@ -93,11 +93,10 @@ class Hello(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
-    """Sign of life in both directions; `engine_rounds` says how far the sender's steps are."""
+    """Sign of life in both directions."""
 
     kind: ClassVar[str] = "beat"
     rank: int
-    step: int = -1
 
 
 @message_kind

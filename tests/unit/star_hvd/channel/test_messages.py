@@ -132,7 +132,7 @@ def test_numbers_of_a_diverged_step_are_told() -> None:
 
 def test_equality_and_defaults() -> None:
     assert decode(encode(Hello(3))) == Hello(3)
-    assert decode(encode(Heartbeat(0))) == Heartbeat(0, -1)
+    assert decode(encode(Heartbeat(0))) == Heartbeat(0)
     plan = {"mode": "sync", "world_size": 2, "quorum": 2}
     assert decode(encode(Register(0, plan, {}))) == Register(0, plan, {})
 

@@ -117,7 +117,7 @@ def test_other_servers_wait_for_a_training_thread_that_is_one_mode_of_servers_be
     made = handover(engine)
     made._services, made._later = cast(Any, servers), tasks.append
     made._ready = lambda plan, reason: ready.append(plan.plan_id)
-    engine.refusal = lambda plan: None  # type: ignore[attr-defined]
+    engine.agreement = SimpleNamespace(refusal=lambda plan: None)  # type: ignore[attr-defined]
     steps = SimpleNamespace(gone=False, over=False, finish=lambda: None)
     made._made = {SERVED.plan_id: cast(Any, steps)}
     groups = Plan.grouped(4, [(0, 1), (2, 3)]).replace(plan_id=3, servers=(0,))

@@ -1,0 +1,77 @@
+"""The mean of a reduced bucket, and the gradient norms from which the noise scale is computed."""
+
+from __future__ import annotations
+
+import torch
+
+from star_hvd.engine.device import NORM, Fence, Streams
+
+__all__ = ["LocalNorm", "divide", "norm"]
+
+
+def norm(flat: torch.Tensor) -> torch.Tensor:
+    """Norm of a flat buffer's gradients, accumulated in float32 at least."""
+    wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+    found: torch.Tensor = torch.linalg.vector_norm(flat[:-1], dtype=wide)
+    return found
+
+
+def divide(flat: torch.Tensor, streams: Streams, ranks: int) -> torch.Tensor:
+    """Turn a summed buffer, weight last, into the mean times `ranks`, in place; without a look at a device."""
+    if streams.queues(flat):
+        whole = flat[-1:] / ranks
+        flat[:-1].div_(torch.where(whole == 0, torch.ones_like(whole), whole))
+        return flat
+    factor = float(flat[-1]) / ranks
+    if factor not in (0.0, 1.0):  # Where no rank gave anything, the sum stays zero.
+        flat[:-1].div_(factor)
+    return flat
+
+
+class LocalNorm:
+    """Squared norm of this rank's own gradient, taken every few steps.
+
+    `add`, `take` and `clear` are called under the engine's lock, `read` by the training thread without it.
+
+    Args:
+        streams: Of the buffers' devices.
+        interval_steps: Every how many steps it is taken.
+
+    Attributes:
+        sqr: What is known of it so far in the current step.
+    """
+
+    def __init__(self, streams: Streams, interval_steps: int) -> None:
+        self.sqr = 0.0
+        self._streams = streams
+        self._interval_steps = interval_steps
+        self._queued: list[tuple[torch.Tensor, Fence]] = []  # On devices.
+
+    def due(self, step: int) -> bool:
+        """Whether it is taken in a step."""
+        return step % self._interval_steps == 0
+
+    def add(self, flat: torch.Tensor) -> None:
+        """A bucket is whole; where the host would wait for its norm, `read` does so later."""
+        if self._streams.queues(flat):
+            self._queued.append((norm(flat), self._streams.give_one(NORM, flat)))
+        else:
+            self.sqr += float(norm(flat)) ** 2
+
+    def take(self) -> list[tuple[torch.Tensor, Fence]]:
+        """What is to be read from devices."""
+        queued, self._queued = self._queued, []
+        return queued
+
+    def read(self, queued: list[tuple[torch.Tensor, Fence]]) -> None:
+        """Wait for the devices and add what `take` gave."""
+        for found, fence in queued:
+            fence.order(found)
+        if queued:
+            self._streams.await_host()
+            self.sqr += sum(float(found) ** 2 for found, _ in queued)
+
+    def clear(self) -> None:
+        """Another gradient begins."""
+        self.sqr = 0.0
+        self._queued.clear()
