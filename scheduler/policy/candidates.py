@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.cost.conditions import Array, Conditions
-from scheduler.diagnosis.stragglers import LINK_RATIO, LINK_SHARE, RESOLUTION_S
+from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate, worth_a_switch
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.grouping import progressive_groups, similar_groups
 from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
@@ -115,13 +115,12 @@ def _quantile(ordered: Sequence[int], share: float) -> float:
 
 def _slow_links(conditions: Conditions) -> npt.NDArray[np.int64]:
     """Ranks whose link is slow beside the usual one, where a usual one would save a considerable part of their step."""
-    usual = float(np.sort(conditions.rate)[(conditions.world_size - 1) // 2])
-    if not math.isfinite(usual):
-        return np.zeros(0, dtype=np.int64)
-    wire_s = 2.0 * (conditions.world_size - 1) / conditions.world_size * conditions.comm_bytes / conditions.rate
-    saved_s = wire_s * (1.0 - conditions.rate / usual)
-    least_s = np.maximum(RESOLUTION_S, LINK_SHARE * (conditions.typical_s + wire_s))
-    return np.flatnonzero((conditions.rate < LINK_RATIO * usual) & (saved_s > least_s))
+    slow = slow_links(conditions.rate)
+    if not slow.any():
+        return np.flatnonzero(slow)
+    wire_s = ring_bytes(conditions.world_size, conditions.comm_bytes) / conditions.rate
+    saved_s = wire_s * (1.0 - conditions.rate / usual_rate(conditions.rate))
+    return np.flatnonzero(slow & worth_a_switch(saved_s, conditions.typical_s + wire_s))
 
 
 def candidates(

@@ -27,7 +27,7 @@ from scheduler.cost.cost_model import Prediction, predict, rank
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
 from scheduler.diagnosis.freezes import Freezes
-from scheduler.diagnosis.link_memory import LinkMemory
+from scheduler.diagnosis.links import LinkMemory
 from scheduler.diagnosis.slow_episodes import SlowSince
 from scheduler.diagnosis.window_stats import Readings
 from scheduler.plan.plan import SET_IDLE_S, Plan

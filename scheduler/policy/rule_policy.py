@@ -38,14 +38,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.diagnosis.links import LINK_CALM, link_ratio
 from scheduler.diagnosis.stragglers import (
-    LINK_CALM,
     PERSISTENCE,
     RESOLUTION_S,
     Readings,
     Straggler,
     find_stragglers,
-    link_ratio,
 )
 from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
 from scheduler.records import Plan, Window

@@ -252,7 +252,7 @@ class LeaseQueue:
         left = self._batches(self._free) + sum(self._batches(each.held) for each in self._holders)
         most, rate = _FIRST, 1.0
         if not math.isnan(own_s):
-            most = math.ceil(self._lease_s / own_s)
+            most = math.ceil(min(self._lease_s / own_s, left))  # Infinite where a batch takes next to nothing.
         for other, each in enumerate(self._holders):
             if other != rank and not each.ended and not self._overdue(each, now_s):
                 pace_s = each.pace_s
@@ -287,11 +287,16 @@ class LeaseQueue:
             return False
         # A rank asks when it begins the last batch it holds.
         end_s = now_s + (2.0 if holder.begun else 1.0) * holder.pace_s
-        batches = 0
+        batches, needed = 0, self._batches(self._free)
         for other, each in enumerate(self._holders):
             pace_s = each.pace_s
             if other == rank or each.ended or each.waits or math.isnan(each.heard_s) or math.isnan(pace_s):
-                continue  # Whoever waits asks no more: two that rely on each other would wait for ever.
-            if not self._overdue(each, now_s):
-                batches += max(0, math.floor((end_s - self._ends_s(each, now_s)) / pace_s + 1e-9))
-        return batches >= self._batches(self._free)
+                continue  # A rank that waits asks no more: two that rely on each other would wait for ever.
+            if self._overdue(each, now_s):
+                continue
+            share = (end_s - self._ends_s(each, now_s)) / pace_s + 1e-9
+            if share >= needed:  # Infinite, maybe, where a batch takes next to nothing.
+                return True
+            if share >= 1.0:  # Not a number, maybe, where it takes for ever.
+                batches += math.floor(share)
+        return batches >= needed

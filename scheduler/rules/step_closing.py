@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.records import Plan
 
 __all__ = ["Close", "ClosingRule"]
 
 _RECENT = 5  # Own compute times that predict the next one: short, so that a recovered rank is waited for again.
-_SLOW = 1.3  # Times the reference; as in `causes.THRESHOLD`.
 _COMING_BACK_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens.
 _OFFSETS = 64  # Arrival offsets behind the grace time.
 
@@ -220,7 +220,7 @@ class ClosingRule:
 
     def _is_slow(self, rank: int) -> bool:
         usual_s = self._ranks[rank].usual_s()
-        return usual_s is not None and usual_s > _SLOW * self.typical_compute_s()
+        return usual_s is not None and usual_s > THRESHOLD * self.typical_compute_s()
 
     def evaluate(self, now_s: float) -> tuple[Close | None, float | None]:
         """The order to close now, if any, and else the time at which to ask again without a new event.
