@@ -1,4 +1,4 @@
-"""The most a mode can give by its own arithmetic: a prediction beyond that is a mistake, whoever made it.
+"""The most a mode can give by its own arithmetic: a prediction beyond that is a mistake, whichever model made it.
 
 Not to wait for somebody saves what waiting costs, and nothing else: computing and the common part of communication
 remain in every mode. From the times that were measured

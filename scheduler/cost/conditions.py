@@ -127,12 +127,12 @@ class Conditions:
         """The same where ranks were frozen.
 
         Their longest times are taken out: a freeze that does not come again says nothing of the steps to come, and
-        one that does is counted by `frozen_s`, as it costs all ranks of a collective, whoever computes meanwhile.
+        one that does is counted by `frozen_s`, as it costs all ranks of a collective, whichever compute meanwhile.
 
         Args:
             frozen_s: Mean time per step that freezes cost.
-            freezing: Who freezes again and again.
-            froze: Who was frozen at least once.
+            freezing: Ranks that freeze repeatedly.
+            froze: Ranks that froze at least once.
         """
         if not froze:
             return self

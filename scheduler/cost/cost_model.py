@@ -79,8 +79,8 @@ class Prediction:
     bound: float = 0.0
 
     @property
-    def told(self) -> tuple[float, float]:
-        """The 90 % interval that people are told: `low` and `high`, or wider where the cost model alone speaks."""
+    def reported_interval(self) -> tuple[float, float]:
+        """The 90 % interval of reports: `low` and `high`, or wider where only the cost model predicts."""
         if self.learned:
             return self.low, self.high
         missed = 1.0 - self.reach
@@ -261,7 +261,7 @@ def _ps(plan: Plan, conditions: Conditions) -> Flow:
     x = 1 if plan.rule == "ssp" else plan.quorum
     times = conditions.times_s + way_s
     if plan.rule == "ssp":
-        # Nobody gets further ahead than the slack: in the long run all go at the pace of the slowest.
+        # No rank gets further ahead than the slack: in the long run all go at the pace of the slowest.
         times = np.maximum(times, times.mean(axis=0).max() * np.ones_like(times) * (1.0 if plan.slack < 64 else 0.0))
     return server_flow(plan, times, x, x * conditions.comm_bytes / capacity)
 

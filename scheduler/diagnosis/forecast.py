@@ -1,6 +1,6 @@
 """Forecast of every rank's next iteration time, with quantiles, from the times of the past.
 
-What there is to know is little. In STAR's logs (8 workers, nobody disturbed) a worker's time correlates with its last
+What there is to know is little. In STAR's logs (8 workers, none disturbed) a worker's time correlates with its last
 one by 0.1 (alexnet) to 0.5 (transformer) once what all workers share is taken out, and what they share is noise from
 one iteration to the next. So the last value is a bad forecast and the running mean a good one, and a better one takes a
 little of everything:

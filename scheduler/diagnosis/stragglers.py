@@ -1,11 +1,11 @@
-"""Who is slow, by how much, since when and why: a pure function of a window of reports.
+"""Which ranks are slow, by how much, since when and why: a pure function of a window of reports.
 
 Three kinds of evidence, in `find_stragglers`: compute times (causes compute, input and starved), the rates of links
 (link), and silence (starved: a process that is stopped or gets no processor at all).
 
 Of compute, the question is asked of compute times taken before the collective (`StepReport.compute_s`): inside a
 collective the waiting ranks spin at full load and every rank sees the same wall time, so no time measured
-there names anybody; a link is known by its own rate.
+there names a rank; a link is known by its own rate.
 
 The reference is the lower median over ranks of each rank's lower median. Two simpler references fail:
 
@@ -17,7 +17,7 @@ The reference is the lower median over ranks of each rank's lower median. Two si
 
 The lower median is the (ceil(n/2))-th smallest value: the largest order statistic that still belongs to the
 fast ranks when half of them are slow, hence the one with the fewest false alarms among those that name half a
-job. When more than half are slow, slow is what this job is, and nobody is named.
+job. When more than half are slow, slow is what this job is, and no rank is named.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Half: then it explains more than everything else together."""
 _WIRE_MOST = 2.0  # Times what the bytes take on a link that its part of a step may be.
 
 SILENT_STEPS = 10
-"""A rank is silent after as many usual steps, or three of its own, and a second: the agents tell of themselves more
+"""A rank is silent after as many usual steps, or three of its own, and a second: the agents send heartbeats more
 often than that."""
 
 _SILENT_S = 1.0
@@ -114,7 +114,7 @@ def find_stragglers(
     Compute: its last `persistence` reports are all slow, that is above `threshold` times the reference and, where
     the whole job has just become slower, above `threshold` times the fastest rank at that step: see `Readings`.
     Link: its rate is below half of the others' median, and a usual link would save a considerable part of its step;
-    that can be told before anybody can be judged by times.
+    that can be seen before any rank can be judged by times.
     Silence: nothing was heard of it for many steps while the others were heard.
 
     Args:
@@ -122,7 +122,7 @@ def find_stragglers(
             reports in it.
         threshold: Multiple of the reference, above 1.
         persistence: Consecutive most recent reports that must be slow, at least 1. A single spike names
-            nobody.
+            no rank.
         readings: The window's, made with `threshold`, where the caller has them.
 
     Raises:

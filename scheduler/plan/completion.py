@@ -49,7 +49,7 @@ def resolve(
         plan = _with_servers(plan, active, hosts, slow, link_bytes_per_s, free_cpu_cores, state_bytes)
     if plan.family == active.family == "subgroup" and not set(plan.members) & set(active.members):
         raise PlanError(
-            f"{plan.label} has no member of {active.label}, the plan in force, and so nobody with the optimizer's "
+            f"{plan.label} has no member of {active.label}, the plan in force, and so no rank with the optimizer's "
             "state; go through sync"
         )
     return plan

@@ -239,9 +239,9 @@ class RulePolicy:
         Args:
             readings: The window's reports.
             now: Last step of the timeline.
-            projected: Show each slow batch over all the steps it would last if nobody waited for it. In
+            projected: Show each slow batch over all the steps it would last if no step waited for it. In
                 `partial` that is what happens; in `sync`, where a slow batch is one slow step, it tells how
-                many ranks will be busy at the same time once nobody waits: a rank that began a slow batch in
+                many ranks will be busy at the same time once no step waits: a rank that began a slow batch in
                 one period of a rotating straggler is still on it in the next one.
             rows: Number of steps.
         """

@@ -186,7 +186,7 @@ class ServerRule:
         self._last.pop(rank, None)
 
     def set_plan(self, plan: Plan, ranks: Iterable[int] | None = None) -> list[Event]:
-        """Take another plan at this version; pending pushes are judged by it at once, so nobody stays blocked.
+        """Take another plan at this version; pending pushes are judged by it at once, so no rank stays blocked.
 
         Args:
             plan: A plan of mode `ps` or `grouped` for the same ranks.

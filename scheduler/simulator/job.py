@@ -357,16 +357,16 @@ def run_plans(scenarios: Sequence[Scenario], plans: Sequence[Plan], *, limit_s: 
     """
     found: dict[int, Outcome] = {}
     kinds: dict[type[Mode], list[int]] = {}
-    settled = []
+    plans_to_run = []
     for index, (scenario, plan) in enumerate(zip(scenarios, plans, strict=True)):
-        settled.append(with_groups(plan, mean_times_s(scenario)))
-        kinds.setdefault(_kind(settled[-1]), []).append(index)
+        plans_to_run.append(with_groups(plan, mean_times_s(scenario)))
+        kinds.setdefault(_kind(plans_to_run[-1]), []).append(index)
     for kind, jobs in kinds.items():
         if kind in (Server, Stream):
             for index in jobs:
-                found[index] = Job(scenarios[index], settled[index]).run(limit_s=limit_s)
+                found[index] = Job(scenarios[index], plans_to_run[index]).run(limit_s=limit_s)
             continue
-        found.update(_run_together(scenarios, settled, jobs, limit_s))
+        found.update(_run_together(scenarios, plans_to_run, jobs, limit_s))
     return [dataclasses.replace(found[index], label=plan.label) for index, plan in enumerate(plans)]
 
 

@@ -233,7 +233,7 @@ def _replay(basis: Conditions, comm_s: float, plans: Sequence[Plan], known: InFo
         chunk_s = float((worth * times_s.max(axis=1)).sum())
         totals.sync_s += chunk_s
         for label, one in found.items():
-            totals.relative[label] += chunk_s * np.array([one.relative, *one.told])
+            totals.relative[label] += chunk_s * np.array([one.relative, *one.reported_interval])
     return totals
 
 
