@@ -1,7 +1,8 @@
 """The records that rooms exchange: step reports, rank states and windows; plans are in `plans.py`.
 
 Everything here is frozen data without behaviour beyond validation, so the same records serve the live job, the
-simulator and the tests. Times are seconds on the clock of whoever wrote the record; only differences are meaningful.
+simulator and the tests. Times are seconds on the clock of the process that wrote the record; only differences are
+meaningful.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StepReport:
         runqueue_s: Time the training thread was runnable but not running (Linux schedstat), 0 where unknown.
         late: Whether the gradient missed its step.
         samples: Samples behind the gradient, 0 where unknown.
-        loss: Loss of the batch where the user told it, else NaN.
+        loss: Loss of the batch where the user reported it, else NaN.
     """
 
     rank: int
@@ -185,7 +186,7 @@ class Window:
         allowed: Modes this job can run now; no other is chosen.
         losses: Training losses of late, averaged over the ranks, oldest first; empty where the user tells none.
         loss_steps: The global steps they belong to, same length.
-        now_s: When the window was made, seconds on the clock of whoever made it; NaN where nothing is to be timed.
+        now_s: When the window was made, seconds on the clock of its process; NaN where nothing is to be timed.
     """
 
     step: int

@@ -143,8 +143,8 @@ def _window(event: Mapping[str, Any]) -> bool:
             return False
     if not all(isinstance(item, dict) and _is_rank(item.get("rank")) for item in slow or []):
         return False
-    told = event.get("time_s") is not None and event.get("step") is not None
-    return told and _numbers_at(event, "loss", "noise_scale")
+    timed = event.get("time_s") is not None and event.get("step") is not None
+    return timed and _numbers_at(event, "loss", "noise_scale")
 
 
 def _outcome(event: Mapping[str, Any]) -> bool:

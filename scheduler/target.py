@@ -1,4 +1,4 @@
-"""What a job is to reach, as `STAR_TARGET` says it: `accuracy>=0.95`. Read alike by the log and by whoever reads it."""
+"""What a job is to reach, as `STAR_TARGET` says it: `accuracy>=0.95`. Read alike by the log and by its readers."""
 
 from __future__ import annotations
 

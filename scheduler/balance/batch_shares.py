@@ -3,7 +3,7 @@
     minimize over b  max_i t_i(b_i)    with  sum b_i = B,  l_i <= b_i <= u_i, integers,  t_i(b) = alpha_i + beta_i b
 
 For a time T rank i can have b_i(T) = clamp(floor((T - alpha_i) / beta_i), l_i, u_i) samples, so the least T whose
-sizes sum to B or more is found by bisection, and what is too much is taken back, sample by sample, from whoever is
+sizes sum to B or more is found by bisection, and what is too much is taken back, sample by sample, from the rank
 then slowest. Equal to brute force on random instances; 512 ranks take milliseconds. Weight each gradient by b_i / B.
 """
 

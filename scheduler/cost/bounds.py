@@ -1,4 +1,4 @@
-"""The most a mode can give by its own arithmetic: a prediction beyond that is a mistake, whoever made it.
+"""The most a mode can give by its own arithmetic: a prediction beyond that is a mistake, whichever model made it.
 
 Not to wait for somebody saves what waiting costs, and nothing else: computing and the common part of communication
 remain in every mode. From the times that were measured
@@ -22,8 +22,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from scheduler.cost.conditions import CYCLE_S, Conditions
-from scheduler.cost.cost_model import Prediction, ring_s, settle
+from scheduler.cost.cost_model import Prediction, ring_s
 from scheduler.cost.progress import update_progress
+from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import Plan
 
 __all__ = ["bounded", "least_relative"]
@@ -57,7 +58,7 @@ def least_relative(plan: Plan, conditions: Conditions, *, sync_s: float | None =
         conditions: What was measured.
         sync_s: Interval of `sync`, where the caller has it.
     """
-    n, plan = conditions.world_size, settle(plan, conditions)
+    n, plan = conditions.world_size, with_groups(plan, conditions.usual_s.tolist())
     sync_s = _sync_s(conditions) if sync_s is None else sync_s
     compute = _COMPUTE.get(plan.mode)
     if compute is None or n < 2:

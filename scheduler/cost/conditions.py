@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
+from scheduler.diagnosis.links import ring_bytes
 from scheduler.diagnosis.stragglers import MIN_REPORTS, PERSISTENCE, Readings
 from scheduler.records import Window
 from scheduler.stats import lower_median
@@ -126,12 +127,12 @@ class Conditions:
         """The same where ranks were frozen.
 
         Their longest times are taken out: a freeze that does not come again says nothing of the steps to come, and
-        one that does is counted by `frozen_s`, as it costs all ranks of a collective, whoever computes meanwhile.
+        one that does is counted by `frozen_s`, as it costs all ranks of a collective, whichever compute meanwhile.
 
         Args:
             frozen_s: Mean time per step that freezes cost.
-            freezing: Who freezes again and again.
-            froze: Who was frozen at least once.
+            freezing: Ranks that freeze repeatedly.
+            froze: Ranks that froze at least once.
         """
         if not froze:
             return self
@@ -167,7 +168,7 @@ def _beyond_s(window: Window, rate: Array) -> float:
     if len(times) < MIN_REPORTS:
         return 0.0
     n = window.world_size
-    wire_s = 2.0 * (n - 1) / n * window.comm_bytes / float(rate[slowest])
+    wire_s = ring_bytes(n, window.comm_bytes) / float(rate[slowest])
     return max(0.0, lower_median(times) - CYCLE_S - wire_s)
 
 

@@ -22,11 +22,13 @@ from scheduler.cost.conditions import CYCLE_S, Array, Conditions
 from scheduler.cost.intervals import widened
 from scheduler.cost.progress import alignment, local_drift, update_progress
 from scheduler.cost.replay import Flow, order_interval, partial_flow, server_flow
+from scheduler.diagnosis.links import ring_bytes
 from scheduler.diagnosis.window_stats import slow_limit_s
-from scheduler.plan.grouping import progressive_groups, similar_groups, speed_groups
+from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
+from scheduler.rules.weights import damped, damping_scale
 
-__all__ = ["Prediction", "order_interval", "predict", "rank", "ring_s", "settle"]
+__all__ = ["Prediction", "order_interval", "predict", "rank", "ring_s"]
 
 _Ranks = npt.NDArray[np.int64]
 
@@ -77,25 +79,14 @@ class Prediction:
     bound: float = 0.0
 
     @property
-    def told(self) -> tuple[float, float]:
-        """The 90 % interval that people are told: `low` and `high`, or wider where the cost model alone speaks."""
+    def reported_interval(self) -> tuple[float, float]:
+        """The 90 % interval of reports: `low` and `high`, or wider where only the cost model predicts."""
         if self.learned:
             return self.low, self.high
         missed = 1.0 - self.reach
         middle = max(self.relative - missed, 1e-9)
         low, high = widened(self.plan.mode, middle, self.low - missed, self.high - missed)
         return low + missed, high + missed
-
-
-def settle(plan: Plan, conditions: Conditions) -> Plan:
-    """The plan with its groups, where it leaves them to be formed."""
-    times = conditions.usual_s.tolist()
-    if plan.mode == "grouped" and not plan.groups:
-        groups = speed_groups(times, plan.group_count) if plan.group_count else progressive_groups(times)
-        return plan.replace(groups=groups, group_count=len(groups))
-    if plan.mode == "ps" and plan.rule == "groups" and not plan.groups:
-        return plan.replace(groups=similar_groups(times))
-    return plan
 
 
 def rank(candidates: Sequence[Plan], conditions: Conditions) -> list[Prediction]:
@@ -169,7 +160,7 @@ def _progress(flow: Flow, conditions: Conditions) -> Array:
 
 def _wire_s(conditions: Conditions, rate: Array) -> float:
     """2 (m - 1) / m of the bytes over the slowest of m links."""
-    return 2.0 * (len(rate) - 1) / len(rate) * conditions.comm_bytes / float(rate.min())
+    return ring_bytes(len(rate), conditions.comm_bytes) / float(rate.min())
 
 
 def ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None) -> float:
@@ -220,9 +211,8 @@ def _partials(candidates: Sequence[Plan], conditions: Conditions) -> dict[str, F
     if not plans:
         return {}
     fixed_s = ring_s(conditions)
-    flows = partial_flow(
-        conditions.times_s, [plan.quorum for plan in plans], fixed_s, relative=[p.damping != "inverse" for p in plans]
-    )
+    scales = [damping_scale(plan, float(plan.world_size)) for plan in plans]
+    flows = partial_flow(conditions.times_s, [plan.quorum for plan in plans], fixed_s, scales=scales)
     late_s = _helpers_s(conditions, np.flatnonzero(conditions.usual_s > 1.2 * conditions.typical_s))
     return {
         plan.label: flow.slower(late_s + _closed_s(plan, conditions)) for plan, flow in zip(plans, flows, strict=True)
@@ -252,7 +242,8 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
     interval_s = float(steps.mean()) + ring_s(conditions, members) + _helpers_s(conditions, outside)
     way_s = 2.0 * conditions.comm_bytes / conditions.rate[outside] + _WAY_S
     late = np.maximum(1.0, np.ceil((conditions.usual_s[outside] + way_s) / interval_s))
-    kept = np.where(late > plan.max_staleness, 0.0, 1.0 / (1.0 + late) if plan.damping == "inverse" else 1.0)
+    weight = damped(damping_scale(plan, float(plan.world_size)), late)
+    kept = np.where(late > plan.max_staleness, 0.0, weight)
     # A child gives a gradient every `late` steps.
     weights = np.concatenate([np.ones(len(members)), kept / late])
     drifts = np.concatenate([np.zeros(len(members)), late])
@@ -263,23 +254,24 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
 def _ps(plan: Plan, conditions: Conditions) -> Flow:
     way_s = _served_s(conditions) + 2.0 * conditions.comm_bytes / conditions.rate
     if plan.rule == "groups":
-        return _crews(settle(plan, conditions), conditions, conditions.times_s + way_s, 0.0)
+        plan = with_groups(plan, conditions.usual_s.tolist())
+        return _group_flow(plan, conditions, conditions.times_s + way_s, 0.0)
     rates = conditions.rate[list(plan.servers)] if plan.servers else conditions.rate.max(keepdims=True)
     capacity = len(rates) * float(rates.min())
     x = 1 if plan.rule == "ssp" else plan.quorum
     times = conditions.times_s + way_s
     if plan.rule == "ssp":
-        # Nobody gets further ahead than the slack: in the long run all go at the pace of the slowest.
+        # No rank gets further ahead than the slack: in the long run all go at the pace of the slowest.
         times = np.maximum(times, times.mean(axis=0).max() * np.ones_like(times) * (1.0 if plan.slack < 64 else 0.0))
     return server_flow(plan, times, x, x * conditions.comm_bytes / capacity)
 
 
 def _grouped(plan: Plan, conditions: Conditions) -> Flow:
-    settled = settle(plan, conditions)
-    return _crews(settled, conditions, conditions.times_s, _served_s(conditions))
+    plan = with_groups(plan, conditions.usual_s.tolist())
+    return _group_flow(plan, conditions, conditions.times_s, _served_s(conditions))
 
 
-def _crews(plan: Plan, conditions: Conditions, times: Array, way_s: float) -> Flow:
+def _group_flow(plan: Plan, conditions: Conditions, times: Array, way_s: float) -> Flow:
     """Groups that each wait for their own: rates add up, the drift of one is what the others did meanwhile."""
     n = conditions.world_size
     groups = plan.groups or (tuple(range(n)),)
@@ -293,11 +285,7 @@ def _crews(plan: Plan, conditions: Conditions, times: Array, way_s: float) -> Fl
         cycle.append(one_s)
     rates = 1.0 / np.array(cycle)
     stale = (rates.sum() - rates) / rates
-    kept = np.ones(len(size))
-    if plan.damping == "inverse":
-        kept = 1.0 / (1.0 + stale)
-    elif plan.damping == "relative":
-        kept = np.minimum(1.0, n / size / (1.0 + stale))
+    kept = damped(damping_scale(plan, size), stale)
     length = size / n * kept if plan.lr_rule == "linear" else kept
     moved = (rates * length).sum()
     drift = (moved - rates * length) / rates

@@ -1,8 +1,8 @@
-"""How far off the cost model is, for the 90 % interval that people and the run log are told.
+"""How far off the cost model is, for the 90 % interval of explanations and the run log.
 
 Its own quantiles hold the scatter of the times and the price of staleness alone. Whether the next steps are like the
 last ones is not in them, nor what the model leaves out: of the labels in `datasets/moments.csv.gz` they cover 44 %.
-What is told is wider; the policy and the features go by the narrow ones, which say how sure the arithmetic is.
+What is reported is wider; the policy and the features go by the narrow ones, which say how sure the arithmetic is.
 
 The constants are 5 % and 95 % quantiles of log(label) - log(prediction), per mode, by quantile regression (the upper
 one linear in the predicted gain) on half of the networks of that table (`dataset.folds(table, 2) == 0`), rows up to e

@@ -1,4 +1,4 @@
-"""What is assumed of a network before its job has told anything: learning rate, price of staleness, bearable drift.
+"""What is assumed of a network before its job has measured anything: learning rate, price of staleness, bearable drift.
 
 Two ends are known, in between it goes by the logarithm of the gradient's size:
 

@@ -15,7 +15,9 @@ import numpy.typing as npt
 
 from scheduler.cost import replay_few
 from scheduler.cost.replay_few import FEW
+from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.plan.plan import Plan
+from scheduler.rules.weights import damped, damping_scale, lr_factor
 
 __all__ = ["Flow", "order_interval", "partial_flow", "server_flow"]
 
@@ -23,7 +25,6 @@ Array = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
 
 _GRACE = 0.25  # Of the usual time, as `ClosingRule` waits after the quorum.
-_SLOW = 1.3  # As there.
 _ARRIVALS = 24  # Arrivals per rank that a replay of servers takes.
 _ROWS = 8  # Rows up to which whole rows are compared to sort columns.
 _MANY = 128
@@ -192,17 +193,10 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
         counts = np.bincount(all_stale)
         stale = np.flatnonzero(counts).astype(np.float64)
         weight = counts[counts > 0] / len(all_stale)
-    kept = np.ones(len(stale))
-    if plan.damping == "inverse":
-        kept = 1.0 / (1.0 + stale)
-    elif plan.damping == "relative":
-        kept = np.minimum(1.0, n / x / (1.0 + stale))
-    full = x / n if plan.lr_rule == "linear" else 1.0
-    if plan.lr_rule == "noise":
-        full = (1.0 + plan.noise_scale / n) / (1.0 + plan.noise_scale / x)
+    kept = damped(damping_scale(plan, float(x)), stale)
     share = weight * kept
     total = float(share.sum())
-    length = full * total
+    length = lr_factor(plan, x) * total
     drifts = stale * length
     share = share / total
     return Flow(
@@ -216,26 +210,26 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
     )
 
 
-def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, relative: Sequence[bool]) -> list[Flow]:
+def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, scales: Sequence[float]) -> list[Flow]:
     """Steps that wait for a quorum and a grace, for several quorums at once.
 
     Args:
         times: Compute times to come, shape (n_steps, n_ranks); gone through twice, of many ranks for some steps more.
         quorums: m of every case.
         fixed_s: What a step takes besides.
-        relative: Whether late gradients are damped by `relative` rather than `inverse`.
+        scales: `damping_scale` of every case.
     """
     usual = _median(times)
     steps = 2 * len(times) if len(usual) <= _MANY else len(times) + 3
     typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
-    slow, grace_s = usual > _SLOW * typical_s, _GRACE * typical_s
+    slow, grace_s = usual > THRESHOLD * typical_s, _GRACE * typical_s
     if len(usual) <= FEW:
         table, loud = times.tolist(), slow.tolist()
         found = [replay_few.partial(table, quorum, fixed_s, loud, grace_s) for quorum in quorums]
     else:
         found = _partials(times, np.asarray(quorums), fixed_s, slow, grace_s, steps)
-    cases = zip(quorums, relative, found, strict=True)
-    return [_mean_flow(len(usual), steps, *case) for case in cases]
+    cases = zip(scales, found, strict=True)
+    return [_mean_flow(steps, *case) for case in cases]
 
 
 def _median(times: Array) -> Array:
@@ -301,11 +295,10 @@ def _partials(
     return [(float(now_s[case, 0]), taken[case].tolist()) for case in cases.tolist()]
 
 
-def _mean_flow(n: int, steps: int, quorum: int, relative: bool, found: tuple[float, list[int]]) -> Flow:
+def _mean_flow(steps: int, scale: float, found: tuple[float, list[int]]) -> Flow:
     counts = np.asarray(found[1], dtype=np.float64)
     stale = np.flatnonzero(counts).astype(np.float64)
-    kept = np.minimum(1.0, n / quorum / (1.0 + stale)) if relative else 1.0 / (1.0 + stale)
-    kept[stale == 0.0] = 1.0
+    kept = damped(scale, stale)
     counts = counts[counts > 0.0]
     sums = counts * kept
     total, square = float(sums.sum()), float((sums * kept).sum())

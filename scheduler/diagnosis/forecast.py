@@ -1,6 +1,6 @@
 """Forecast of every rank's next iteration time, with quantiles, from the times of the past.
 
-What there is to know is little. In STAR's logs (8 workers, nobody disturbed) a worker's time correlates with its last
+What there is to know is little. In STAR's logs (8 workers, none disturbed) a worker's time correlates with its last
 one by 0.1 (alexnet) to 0.5 (transformer) once what all workers share is taken out, and what they share is noise from
 one iteration to the next. So the last value is a bad forecast and the running mean a good one, and a better one takes a
 little of everything:
@@ -28,6 +28,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.diagnosis.window_stats import THRESHOLD
+
 __all__ = ["Forecast", "Forecaster", "LastValue", "RunningMean", "RunningMedian"]
 
 Array = npt.NDArray[np.float64]
@@ -44,7 +46,7 @@ _LOSS_MEMORY = 64  # Iterations.
 _TRUST = 0.25  # Log odds per unit of loss.
 _RESIDUALS = 64  # Iterations whose residuals make the quantiles.
 _MOST_RESIDUALS = 8192  # In all: with a thousand ranks fewer iterations tell as much.
-_LEAST_SHIFT = math.log(1.3)  # No change point is smaller (`causes.THRESHOLD`).
+_LEAST_SHIFT = math.log(THRESHOLD)  # No change point is smaller.
 _LARGEST_LOG = 300.0  # Absurd times must not overflow.
 _FAR = 3.0  # Scatters: what jitter does not reach.
 _PERSISTENCE = 5  # Reports on one side that make a change point; with three, undisturbed logs have some.

@@ -1,8 +1,8 @@
-"""Ranks that stand still again and again: remembered, because a window tells of a freeze only while it lasts.
+"""Ranks that freeze repeatedly: recorded, because a window shows a freeze only while it lasts.
 
-A frozen process keeps every Horovod collective waiting, whoever takes part in it, so the mode that isolates a job from
-it is `ps` alone, and that cannot be taken up before the rank thaws. One freeze may be a debugger, or the first of many:
-it counts by half, and ever less the longer none follows.
+A frozen process keeps every Horovod collective waiting, whichever ranks take part in it, so the mode that isolates a
+job from it is `ps` alone, and that cannot be taken up before the rank thaws. One freeze may be a debugger, or the first
+of many: it counts by half, and ever less the longer none follows.
 """
 
 from __future__ import annotations

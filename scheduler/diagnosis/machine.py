@@ -1,6 +1,6 @@
 """What a slow rank's machine says about why it is slow: quotas, pressure, clocks. Pure.
 
-Readings are compared with those of the other ranks: pressure on a host that all share explains nobody.
+Readings are compared with those of the other ranks: pressure on a host that all share explains no straggler.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def machine_evidence(rank: int, machines: Sequence[MachineStats]) -> str:
 
 
 def throttled_shares(machines: Sequence[MachineStats]) -> list[float]:
-    """Part of the time each rank's quota held it back beyond the usual of all; a quota all share starves nobody."""
+    """Part of the time each rank's quota held it back beyond the usual of all; a quota all share starves no rank."""
     shares = np.array([machine.throttled_share for machine in machines], dtype=np.float64)
     shares[~np.isfinite(shares)] = 0.0
     usual = np.sort(shares)[(len(shares) - 1) // 2]

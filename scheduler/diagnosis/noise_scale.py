@@ -18,9 +18,8 @@ A ratio of two noisy numbers is biased, so numerator and denominator are average
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
-__all__ = ["NoiseScale", "batches_from_sums", "equivalent_batches"]
+__all__ = ["NoiseScale", "batches_from_sums"]
 
 
 class NoiseScale:
@@ -51,8 +50,7 @@ class NoiseScale:
     def update(self, local_sqr_mean: float, mean_sqr: float, small_batch: float, big_batch: float) -> bool:
         """Take in one step's norms.
 
-        With unequal batches or weights let `equivalent_batches` or `batches_from_sums` give the two batch
-        sizes.
+        With unequal batches or weights let `batches_from_sums` give the two batch sizes.
 
         Args:
             local_sqr_mean: Weighted mean over ranks of |g_i|^2, the squared norms of the ranks' mean
@@ -101,47 +99,15 @@ class NoiseScale:
         return average / (1.0 - self._decay**self.updates)
 
 
-def equivalent_batches(samples: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float]:
-    """The small and the big batch of a weighted mean of gradients, for `NoiseScale.update`.
-
-    Let g_i be means over b_i samples with weights w_i, W = sum w_i, and g = sum w_i g_i / W. By independence
-
-        E sum w_i |g_i|^2 / W = |G|^2 + S * sum(w_i / b_i) / W       so 1 / small = sum(w_i / b_i) / W
-        E |g|^2               = |G|^2 + S * sum(w_i^2 / b_i) / W^2   so 1 / big   = sum(w_i^2 / b_i) / W^2
-
-    With w_i = b_i they are the mean batch B / n and the total batch B. `local_sqr_mean` must be the mean of
-    |g_i|^2 with the same weights.
-
-    Args:
-        samples: b_i, samples behind each gradient, shape (n_gradients,). Entries of 0 are ranks that gave
-            nothing.
-        weights: w_i in the reduction, same shape; the samples themselves where left out. A damped late
-            gradient has w_i = b_i / (1 + staleness).
-
-    Returns:
-        (small, big) in samples; (0, 0) without any gradient, which `update` refuses.
-
-    Raises:
-        ValueError: Different lengths, or a negative number.
-    """
-    weights = samples if weights is None else weights
-    if len(samples) != len(weights):
-        raise ValueError(f"got {len(samples)} sample counts and {len(weights)} weights; expected as many")
-    if any(not number >= 0.0 for number in (*samples, *weights)):
-        raise ValueError("a sample count or weight is negative or NaN; expected 0 or more")
-    pairs = [(b, w) for b, w in zip(samples, weights, strict=True) if b > 0.0 and w > 0.0]
-    total = sum(w for _, w in pairs)
-    if not pairs:
-        return 0.0, 0.0
-    small = total / sum(w / b for b, w in pairs)
-    return small, total**2 / sum(w * w / b for b, w in pairs)
-
-
 def batches_from_sums(weight_sum: float, weight_sqr_sum: float, samples_each: float) -> tuple[float, float]:
-    """The same from the two sums that travel with a reduction, for gradients of equally many samples each.
+    """The small and the big batch of a weighted mean of gradients g_i, each the mean over b samples.
 
-    With b_i = b the general formula leaves small = b and big = b * W^2 / sum(w_i^2): b times the effective
-    number of gradients (Kish), which is n for equal weights and less for any others.
+    Let w_i be their weights, W = sum w_i and g = sum w_i g_i / W. By independence
+
+        E sum w_i |g_i|^2 / W = |G|^2 + S / b                        so small = b
+        E |g|^2               = |G|^2 + S * sum(w_i^2) / (b W^2)     so big   = b W^2 / sum(w_i^2)
+
+    big is b times the effective number of gradients (Kish), n for equal weights and less for any others.
 
     Args:
         weight_sum: Sum of the weights of the gradients in the mean.

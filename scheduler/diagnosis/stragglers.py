@@ -1,11 +1,11 @@
-"""Who is slow, by how much, since when and why: a pure function of a window of reports.
+"""Which ranks are slow, by how much, since when and why: a pure function of a window of reports.
 
 Three kinds of evidence, in `find_stragglers`: compute times (causes compute, input and starved), the rates of links
 (link), and silence (starved: a process that is stopped or gets no processor at all).
 
 Of compute, the question is asked of compute times taken before the collective (`StepReport.compute_s`): inside a
 collective the waiting ranks spin at full load and every rank sees the same wall time, so no time measured
-there names anybody; a link is known by its own rate.
+there names a rank; a link is known by its own rate.
 
 The reference is the lower median over ranks of each rank's lower median. Two simpler references fail:
 
@@ -17,7 +17,7 @@ The reference is the lower median over ranks of each rank's lower median. Two si
 
 The lower median is the (ceil(n/2))-th smallest value: the largest order statistic that still belongs to the
 fast ranks when half of them are slow, hence the one with the fewest false alarms among those that name half a
-job. When more than half are slow, slow is what this job is, and nobody is named.
+job. When more than half are slow, slow is what this job is, and no rank is named.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.diagnosis.links import LINK_RATIO, link_ratios, ring_bytes, worth_a_switch
 from scheduler.diagnosis.window_stats import MIN_REPORTS, RECENT, RESOLUTION_S, THRESHOLD, Readings
 from scheduler.records import Window
 from scheduler.stats import duration, lower_median
 
-__all__ = ["CAUSES",
-    "LINK_CALM",
-    "LINK_RATIO",
+__all__ = [
+    "CAUSES",
     "MIN_REPORTS",
     "PERSISTENCE",
     "RESOLUTION_S",
@@ -42,7 +42,7 @@ __all__ = ["CAUSES",
     "Readings",
     "Straggler",
     "find_stragglers",
-    "link_ratio"]
+]
 
 _Floats = npt.NDArray[np.float64]
 
@@ -58,20 +58,10 @@ _CAUSE_SHARE = 0.5
 cause.
 Half: then it explains more than everything else together."""
 
-LINK_RATIO = 0.5
-"""A link is slow below this part of the median of the others', and `LINK_CALM` is where it is slow no more: between
-loopback, 10 Gb/s and 1 Gb/s lie factors of ten, between equal links of one job some ten percent."""
-
-LINK_CALM = 0.75
-
-LINK_SHARE = 0.2
-"""Part of the rank's step that a usual link would save. Less is not worth a switch, and on it depend false alarms where
-the gradient is so small that its rate measures latency."""
-
 _WIRE_MOST = 2.0  # Times what the bytes take on a link that its part of a step may be.
 
 SILENT_STEPS = 10
-"""A rank is silent after as many usual steps, or three of its own, and a second: the agents tell of themselves more
+"""A rank is silent after as many usual steps, or three of its own, and a second: the agents send heartbeats more
 often than that."""
 
 _SILENT_S = 1.0
@@ -124,7 +114,7 @@ def find_stragglers(
     Compute: its last `persistence` reports are all slow, that is above `threshold` times the reference and, where
     the whole job has just become slower, above `threshold` times the fastest rank at that step: see `Readings`.
     Link: its rate is below half of the others' median, and a usual link would save a considerable part of its step;
-    that can be told before anybody can be judged by times.
+    that can be seen before any rank can be judged by times.
     Silence: nothing was heard of it for many steps while the others were heard.
 
     Args:
@@ -132,7 +122,7 @@ def find_stragglers(
             reports in it.
         threshold: Multiple of the reference, above 1.
         persistence: Consecutive most recent reports that must be slow, at least 1. A single spike names
-            nobody.
+            no rank.
         readings: The window's, made with `threshold`, where the caller has them.
 
     Raises:
@@ -148,7 +138,7 @@ def find_stragglers(
         return ()
     table = window.table
     runs = readings.run_lengths()
-    ratios = _link_ratios(table.link_bytes_per_s)
+    ratios = link_ratios(table.link_bytes_per_s)
     suspects = (runs >= persistence) | (ratios < LINK_RATIO) | (table.silent_s > _SILENT_S)
     found = []
     excess: _Excess | None = None
@@ -166,32 +156,13 @@ def find_stragglers(
     return tuple(found)
 
 
-def link_ratio(window: Window, rank: int) -> float:
-    """The rate of the rank's link over the lower median of the others'; NaN where either is unknown."""
-    return float(_link_ratios(window.table.link_bytes_per_s)[rank])
-
-
-def _link_ratios(rates: _Floats) -> _Floats:
-    """`link_ratio` of all ranks."""
-    known = np.isfinite(rates) & (rates > 0.0)
-    ordered, others = np.sort(rates[known]), len(rates) - 1
-    count = len(ordered) - 1  # Others that are known, of a rank that is.
-    # Fewer than half are no reference.
-    if count < 1 or 2 * count < others:
-        return np.full(len(rates), math.nan)
-    middle = (count - 1) // 2
-    # Without a rank itself, those above it move down by one place.
-    usual = np.where(rates <= ordered[middle], ordered[middle + 1], ordered[middle])
-    return np.asarray(np.divide(rates, usual, out=np.full(len(rates), math.nan), where=known))
-
-
 def _slow_link(window: Window, readings: Readings, rank: int, ratio: float) -> tuple[Straggler | None, float]:
     """The rank as a straggler by its link, and the seconds per step that a usual link would save."""
     if not ratio < LINK_RATIO:
         return None, 0.0
     own_s = _comm_s(window, rank)
     saved_s = own_s * (1.0 - ratio)
-    if not (saved_s > RESOLUTION_S and saved_s > LINK_SHARE * (readings.typical_s + own_s)):
+    if not worth_a_switch(saved_s, readings.typical_s + own_s):
         return None, 0.0
     rate = float(window.table.link_bytes_per_s[rank])
     evidence = (
@@ -211,7 +182,7 @@ def _comm_s(window: Window, rank: int) -> float:
     table = window.table
     times = [time_s for time_s in table.comm_s[rank][-RECENT:] if math.isfinite(time_s) and time_s >= 0.0]
     n = window.world_size
-    wire_s = 2.0 * (n - 1) / n * window.comm_bytes / float(table.link_bytes_per_s[rank])
+    wire_s = ring_bytes(n, window.comm_bytes) / float(table.link_bytes_per_s[rank])
     if len(times) >= MIN_REPORTS:
         return min(lower_median(times), _WIRE_MOST * wire_s) if window.comm_bytes else lower_median(times)
     return wire_s

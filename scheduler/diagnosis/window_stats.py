@@ -21,7 +21,7 @@ _Ints = npt.NDArray[np.int64]
 _Flags = npt.NDArray[np.bool_]
 
 THRESHOLD = 1.3
-"""A report is slow above this multiple of the reference. In the STAR logs, where nobody is disturbed, compute times
+"""A report is slow above this multiple of the reference. In the STAR logs, where no rank is disturbed, compute times
 of 153 ms (transformer) vary by 2.4 % and never exceed 1.16 times the reference; those of 5 ms (alexnet) vary by 14 %
 and exceed 1.3 in 11 % of the reports, for which there is `RESOLUTION_S`."""
 

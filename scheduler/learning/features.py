@@ -17,7 +17,8 @@ import numpy as np
 
 from scheduler.cost.conditions import Array, Conditions
 from scheduler.cost.cost_model import Prediction
-from scheduler.diagnosis.stragglers import RESOLUTION_S, THRESHOLD
+from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate
+from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.plan import MODES, Plan
 from scheduler.records import Window
 
@@ -138,17 +139,13 @@ def rows(
     found = np.empty((len(offered), len(FEATURES)))
     found[:, : len(MOMENT)] = _moment(conditions, window, active, offered, costs)
     ordered = np.sort(conditions.usual_s)
-    slow = int((conditions.usual_s > _limit_s(conditions)).sum())
-    middle = float(np.sort(conditions.rate)[(len(ordered) - 1) // 2])
+    slow = int((conditions.usual_s > slow_limit_s(conditions.typical_s)).sum())
+    middle = usual_rate(conditions.rate)
     for index, (plan, prediction) in enumerate(zip(offered, predictions, strict=True)):
         own = _plan(plan, conditions, active, ordered, slow, middle)
         own += _cost(prediction, float(costs[index]), float(costs.min()), basis_s)
         found[index, len(MOMENT) :] = own
     return np.nan_to_num(found, nan=0.0, posinf=20.0, neginf=-20.0)
-
-
-def _limit_s(conditions: Conditions) -> float:
-    return max(THRESHOLD * conditions.typical_s, conditions.typical_s + RESOLUTION_S)
 
 
 def _log(value: float) -> float:
@@ -188,16 +185,14 @@ def _moment(
 
 def _size(conditions: Conditions, window: Window) -> list[float]:
     n, typical_s = conditions.world_size, conditions.typical_s
-    wire_bytes = 2.0 * (n - 1) / n * conditions.comm_bytes
-    rate = np.sort(conditions.rate)
-    middle = float(rate[(n - 1) // 2])
+    wire_bytes = ring_bytes(n, conditions.comm_bytes)
     known = window.table.link_bytes_per_s
     now = float(known[known > 0.0].min(initial=math.inf))
     return [
         math.log2(n),
         _log(conditions.noise / n),
-        math.log(max(wire_bytes / float(rate[0]) / typical_s, 1e-4)),
-        math.log(max(wire_bytes / middle / typical_s, 1e-4)),
+        math.log(max(wire_bytes / float(conditions.rate.min()) / typical_s, 1e-4)),
+        math.log(max(wire_bytes / usual_rate(conditions.rate) / typical_s, 1e-4)),
         math.log(max(wire_bytes / now / typical_s, 1e-4)),
         _log(_CYCLE_S / typical_s),
     ]
@@ -206,10 +201,9 @@ def _size(conditions: Conditions, window: Window) -> list[float]:
 def _times(conditions: Conditions) -> list[float]:
     usual = np.sort(conditions.usual_s) / conditions.typical_s
     n = len(usual)
-    middle = float(np.sort(conditions.rate)[(n - 1) // 2])
     return [
-        float((conditions.usual_s > _limit_s(conditions)).mean()),
-        float((conditions.rate < 0.5 * middle).mean()) if math.isfinite(middle) else 0.0,
+        float((conditions.usual_s > slow_limit_s(conditions.typical_s)).mean()),
+        float(slow_links(conditions.rate).mean()),
         _log(float(usual[-1])),
         _log(float(usual[max(0, n - 2)])),
         _log(float(usual[(3 * (n - 1)) // 4])),
@@ -224,7 +218,7 @@ def _history(conditions: Conditions, window: Window) -> list[float]:
     n, kept = times.shape
     known = np.isfinite(times)
     with np.errstate(invalid="ignore"):
-        late = times > _limit_s(conditions) / conditions.typical_s
+        late = times > slow_limit_s(conditions.typical_s) / conditions.typical_s
     filled = np.where(known, times, 1.0)
     peaks = filled.max(axis=0)
     counts = np.maximum(known.sum(axis=1), 1)

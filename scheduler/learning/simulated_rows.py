@@ -16,11 +16,12 @@ import numpy as np
 from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import Prediction, rank
 from scheduler.learning.features import rows, speed
+from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy, Ranker
 from scheduler.records import Window
 from scheduler.simulator.base import Mode
-from scheduler.simulator.job import Job, make_mode, resolved, vectorised
+from scheduler.simulator.job import Job, make_mode, vectorised
 from scheduler.simulator.machines import Array
 from scheduler.simulator.rounds import Rounds
 from scheduler.simulator.scenario import Scenario, draw_scenario
@@ -81,7 +82,7 @@ def fork(job: Job, plans: Sequence[Plan], *, steps: int = HORIZON_STEPS) -> tupl
         (log of the time to equal progress over that of `sync`, chance to reach the target), each (n_plans,).
     """
     usual = job._usual_s()
-    settled = [resolved(plan, usual) for plan in plans]
+    settled = [with_groups(plan, usual) for plan in plans]
     nominal_s = max(usual) if usual else job.scenario.network.compute_s
     first = _branch(job, [settled[0]])
     begin_s = _begin(first)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from scheduler.plan import grouping, placement
 from scheduler.plan.plan import Plan, PlanError
 
-__all__ = ["resolve"]
+__all__ = ["resolve", "with_groups"]
 
 
 def resolve(
@@ -37,10 +37,7 @@ def resolve(
     Raises:
         PlanError: It cannot follow on the plan in force.
     """
-    if plan.mode == "grouped" and not plan.groups:
-        plan = plan.replace(groups=_groups(plan, _known(times_s)))
-    if plan.mode == "ps" and plan.rule == "groups" and not plan.groups:
-        plan = plan.replace(groups=tuple(grouping.similar_groups(_known(times_s))))
+    plan = with_groups(plan, _known(times_s))
     if plan.family == active.family == "ps" and (active.parents or plan.parents or plan.fan_in):
         raise PlanError(
             f"{plan.label} cannot follow on {active.label}: connections of a fan-in tree stay as they are; go through "
@@ -52,9 +49,22 @@ def resolve(
         plan = _with_servers(plan, active, hosts, slow, link_bytes_per_s, free_cpu_cores, state_bytes)
     if plan.family == active.family == "subgroup" and not set(plan.members) & set(active.members):
         raise PlanError(
-            f"{plan.label} has no member of {active.label}, the plan in force, and so nobody with the optimizer's "
+            f"{plan.label} has no member of {active.label}, the plan in force, and so no rank with the optimizer's "
             "state; go through sync"
         )
+    return plan
+
+
+def with_groups(plan: Plan, times_s: Sequence[float]) -> Plan:
+    """The plan with its groups formed from the usual time of every rank, where it leaves them open."""
+    if plan.groups:
+        return plan
+    if plan.mode == "grouped":
+        count = plan.group_count
+        groups = grouping.speed_groups(times_s, count) if count else grouping.progressive_groups(times_s)
+        return plan.replace(groups=groups)
+    if plan.mode == "ps" and plan.rule == "groups":
+        return plan.replace(groups=grouping.similar_groups(times_s))
     return plan
 
 
@@ -63,12 +73,6 @@ def _known(times_s: Sequence[float]) -> list[float]:
     known = sorted(t for t in times_s if math.isfinite(t) and t > 0.0)
     middle = known[len(known) // 2] if known else 1.0
     return [t if math.isfinite(t) and t > 0.0 else middle for t in times_s]
-
-
-def _groups(plan: Plan, times_s: Sequence[float]) -> tuple[tuple[int, ...], ...]:
-    if plan.group_count:
-        return tuple(tuple(sorted(group)) for group in grouping.speed_groups(times_s, plan.group_count))
-    return tuple(tuple(sorted(group)) for group in grouping.progressive_groups(times_s))
 
 
 def _with_servers(

@@ -159,7 +159,7 @@ def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
     cores = {name: _least([load.free_cpu_cores for load in loads]) for name, loads in by_name.items()}
     links = {name: _least([load.link_bytes_per_s for load in loads]) for name, loads in by_name.items()}
     usual_cores = _usual(cores.values(), 1.0)
-    # Where nobody knows the network, cores alone decide.
+    # Where no rank knows its network, cores alone decide.
     usual_link = _usual(links.values(), math.inf)
     return [
         _Host(

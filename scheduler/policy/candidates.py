@@ -1,9 +1,9 @@
 """The plans worth considering at a moment: a small set, the same for the same conditions.
 
 All modes, with the arguments that the expected times suggest: as many ranks left out as are slow at once, groups and
-members by speed and link, servers away from trouble. While nobody is slow there is little to choose from: `sync`, the
-plan in force, and `partial` with one rank to spare. `local` is offered against trouble only, never for communication
-alone: equal ranks stay in `sync`.
+members by speed and link, servers away from stragglers. While no rank is slow there is little to choose from: `sync`,
+the plan in force, and `partial` with one rank to spare. `local` is offered against trouble only, never for
+communication alone: equal ranks stay in `sync`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.cost.conditions import Array, Conditions
-from scheduler.diagnosis.stragglers import LINK_RATIO, LINK_SHARE, RESOLUTION_S
+from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate, worth_a_switch
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.grouping import progressive_groups, similar_groups
 from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
@@ -44,24 +44,24 @@ _FEW = 32
 """Ranks up to which similar ones are sought by clustering, which takes the cube of their number."""
 
 _A_LITTLE = 1.15
-"""Times the usual time: who takes longer is left out of one subgroup. Unlike a straggler such a rank is waited for in
-`partial`, whose steps wait a moment for those about to come."""
+"""Times the usual time: a rank that takes longer is left out of one subgroup. Unlike a straggler such a rank is waited
+for in `partial`, whose steps wait a moment for those about to come."""
 
 LEAST_SHARE = 0.5
-"""Part of the ranks whose gradients a step waits for, at least: with fewer it is another, smaller training that goes
-on, on the word of a model of which nobody has checked that it fits."""
+"""Part of the ranks whose gradients a step waits for, at least: with fewer it is another, smaller training,
+chosen by a model that was not checked against it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerSummary:
-    """Who is slow, by the times to expect.
+    """Which ranks are slow, by the times to expect.
 
     Attributes:
         slow: Ranks whose work takes longer on average.
         now_and_then: Ranks that are slow in some of the steps.
         links: Ranks with a slow link.
         at_once: Ranks that are slow in the same step: usually, and in one of ten steps with any, ascending.
-        frozen: Ranks that stand still again and again.
+        frozen: Ranks that freeze repeatedly.
     """
 
     slow: tuple[int, ...]
@@ -80,7 +80,7 @@ def most_left_out(world_size: int, least_share: float = LEAST_SHARE) -> int:
 
 
 def find_trouble(conditions: Conditions, least_share: float = LEAST_SHARE) -> StragglerSummary:
-    """Read off the expected times who is in trouble; of those slow at once as many as a plan may do without."""
+    """Which ranks the expected times name as stragglers; of those slow at once as many as a plan may do without."""
     times = conditions.times_s
     usual_s, typical_s = conditions.usual_s, conditions.typical_s
     limit_s = slow_limit_s(typical_s)
@@ -89,7 +89,7 @@ def find_trouble(conditions: Conditions, least_share: float = LEAST_SHARE) -> St
     slow = np.flatnonzero(usual_s > limit_s)
     seldom = np.flatnonzero((share > _SELDOM) & ~(usual_s > limit_s))
     links = _slow_links(conditions)
-    # A batch of 4 usual times is late for 4 steps: once nobody waits, more ranks are late at once than begin to be.
+    # A batch of 4 usual times is late for 4 steps: once no step waits, more ranks are late at once than begin to be.
     load = np.ceil(times / typical_s - 0.25) - 1.0
     overlap = np.where(late, np.maximum(load, 1.0), 0.0).sum(axis=1).mean()
     counts = sorted(count for count in late.sum(axis=1).tolist() if count)
@@ -115,13 +115,12 @@ def _quantile(ordered: Sequence[int], share: float) -> float:
 
 def _slow_links(conditions: Conditions) -> npt.NDArray[np.int64]:
     """Ranks whose link is slow beside the usual one, where a usual one would save a considerable part of their step."""
-    usual = float(np.sort(conditions.rate)[(conditions.world_size - 1) // 2])
-    if not math.isfinite(usual):
-        return np.zeros(0, dtype=np.int64)
-    wire_s = 2.0 * (conditions.world_size - 1) / conditions.world_size * conditions.comm_bytes / conditions.rate
-    saved_s = wire_s * (1.0 - conditions.rate / usual)
-    least_s = np.maximum(RESOLUTION_S, LINK_SHARE * (conditions.typical_s + wire_s))
-    return np.flatnonzero((conditions.rate < LINK_RATIO * usual) & (saved_s > least_s))
+    slow = slow_links(conditions.rate)
+    if not slow.any():
+        return np.flatnonzero(slow)
+    wire_s = ring_bytes(conditions.world_size, conditions.comm_bytes) / conditions.rate
+    saved_s = wire_s * (1.0 - conditions.rate / usual_rate(conditions.rate))
+    return np.flatnonzero(slow & worth_a_switch(saved_s, conditions.typical_s + wire_s))
 
 
 def candidates(
@@ -160,7 +159,7 @@ def candidates(
                 offered += _servers(conditions, trouble, hosts, most)
             offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
             if n <= _MANY:
-                # Who is not known to be slow is waited for anyway: what half of the ranks costs is noise, if anything.
+                # Ranks not known to be slow are waited for anyway: what half of the ranks costs is noise, if anything.
                 offered += [Plan.partial(n, max(1, n // 2)), Plan.local(n, steps=16)]
     carried = {"max_staleness": active.max_staleness} if active is not None else {}
     if active is not None and active.mode in ("sync", "partial", "subgroup"):
@@ -181,7 +180,7 @@ def candidates(
 def enough_ranks(plan: Plan, least_share: float = LEAST_SHARE) -> bool:
     """Whether steps wait for the fresh gradients of so many ranks that `auto` may take the plan unasked.
 
-    This is about ranks that are left out: quorum and members. `ps` with x below n and `grouped` leave nobody out, for
+    This is about ranks that are left out: quorum and members. `ps` with x below n and `grouped` leave no rank out, for
     every gradient is an update or part of one, of x / n the length, when it comes; backup workers are left out. A
     subgroup of one member is no group: that is one rank training alone.
 
@@ -199,7 +198,7 @@ def reachable(plan: Plan, active: Plan | None) -> bool:
     """Whether a plan can follow on the one in force without going through `sync`, as `scheduler.plan.completion` has
     it.
 
-    A plan that is refused time and again keeps every other one away.
+    A plan that is refused each time it is chosen prevents every other one.
     """
     if active is None or plan.family != active.family:
         return True

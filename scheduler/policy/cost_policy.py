@@ -4,7 +4,7 @@ Ski-rental (`scheduler.policy.ski_rental`): the active plan is left when the los
 since one was first better, has reached the price of the switch. So a disturbance that ends before costs no switch, and
 one that lasts costs at most twice the best that hindsight knows. Where the best one has a price, a mode without one,
 there and back, like `partial` from `sync`, is taken meanwhile. Hysteresis: a candidate must be better than the active
-plan by 5 %; the return to `sync` when nobody is slow any more needs no gain. Guard of accuracy
+plan by 5 %; the return to `sync` when no rank is slow any more needs no gain. Guard of accuracy
 (`scheduler.policy.accuracy_guard`): losses that rise, or a noise scale that does, end a relaxed mode at once and for a
 while.
 
@@ -27,7 +27,7 @@ from scheduler.cost.cost_model import Prediction, predict, rank
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
 from scheduler.diagnosis.freezes import Freezes
-from scheduler.diagnosis.link_memory import LinkMemory
+from scheduler.diagnosis.links import LinkMemory
 from scheduler.diagnosis.slow_episodes import SlowSince
 from scheduler.diagnosis.window_stats import Readings
 from scheduler.plan.plan import SET_IDLE_S, Plan
@@ -53,7 +53,7 @@ _SWITCH_S, _HANDOVER_S = 0.02, 0.2
 (`benchmarks.switches`: 10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
 
 _SET_S = 0.3
-"""Making a process set holds every collective up for so long (`benchmarks.sets`: 307 ms with 4 ranks). It stays for
+"""Making a process set delays every collective for so long (`benchmarks.sets`: 307 ms with 4 ranks). It stays for
 `SET_IDLE_S`."""
 
 _SOON = 0.25
@@ -72,7 +72,7 @@ _CALM_STEPS = 12
 percentile, and come back."""
 
 _CALM_PARTIAL_STEPS = 96
-"""The same for `partial`: it costs nothing while nobody is slow, and who was slow a while ago may be so again."""
+"""The same for `partial`: it costs nothing while no rank is slow, and a straggler may come back."""
 
 _CALM_LOSS = 1.1
 
@@ -98,7 +98,7 @@ class CostPolicy:
         last: Predictions behind the last decision, best first.
         coming: A plan that may be chosen soon and takes time to get ready, None without one.
         guard: The guard of accuracy.
-        outcomes: What became of switches, the latest last; whoever reads them may empty the list.
+        outcomes: What became of switches, the latest last; a reader may empty the list.
 
     Raises:
         ValueError: Numbers out of range.
@@ -206,7 +206,7 @@ class CostPolicy:
         return self._choose(window, conditions, active, trouble, lost_s) if self.last else None
 
     def watch(self, window: Window, active: Plan) -> None:
-        """Take notice of ranks that are slow or stand still, also while nothing is decided and a plan is on its way."""
+        """Record ranks that are slow or frozen, also while nothing is decided and a plan is on its way."""
         self._slow_since.note(window)
         typical_s = Readings.of(window).typical_s
         if not math.isnan(typical_s):
@@ -325,7 +325,7 @@ class CostPolicy:
         self._near_rental.rest(window.step)
 
     def _calm(self, window: Window, active: Plan, slower: float) -> bool:
-        """Nobody was in trouble for a while; under servers steps are updates, of which there are more.
+        """Whether no rank was a straggler for a while; under servers steps are updates, of which there are more.
 
         Args:
             window: The window.
@@ -429,7 +429,7 @@ class CostPolicy:
         return self._backoff.holds(one.plan.mode, speed, self._shape, window.step, window.now_s)
 
     def _too_early(self, window: Window, best: Prediction, now: Prediction, trouble: StragglerSummary) -> bool:
-        """Whether little is promised and the plan in force not measured yet, so that nobody could tell afterwards."""
+        """Whether little gain is predicted before the plan in force is measured: no outcome could be judged."""
         if math.isnan(window.now_s) or trouble.frozen or best.relative < _CLEAR * now.relative:
             return False
         # Where trouble comes and goes, so that this never is, it is not waited for without end.

@@ -1,4 +1,4 @@
-"""What people read of a decision: who is slow, by what and since when, and what is predicted of it.
+"""The sentences of a decision: which ranks are slow, why and since when, and what is predicted.
 
     rank 5 computes 3.1x slower since step 410: partial(7) is predicted 2.6x faster than sync, 90 % interval 2.2-2.9;
     grouped(2) 2.4x
@@ -23,11 +23,11 @@ _BECAUSE = {"compute": "", "input": ", waiting for data,", "starved": ", short o
 def who(
     window: Window, trouble: StragglerSummary, freezes: Mapping[int, int], since: Mapping[int, int] | None = None
 ) -> str:
-    """Who is slow, why and since when; `nobody is slow` where nobody is.
+    """Which ranks are slow, why and since when; `nobody is slow` where none is.
 
     Args:
         window: Recent reports.
-        trouble: Who is in trouble by the times to expect: ranks that are slow in turn are known by it alone.
+        trouble: The stragglers by the times to expect: ranks that are slow in turn are known by it alone.
         freezes: How often each rank froze that is expected to do so again.
         since: Steps at which ranks became slow, where that is longer ago than the window reaches.
     """
@@ -92,7 +92,7 @@ def comparison(predictions: Sequence[Prediction], best: Prediction, now: Predict
         if now is None or now.plan.mode == "sync":
             return "sync is predicted fastest"
         return f"sync is predicted {_ratio(now.relative):.1f}x faster than {now.plan.label}"
-    high, low = (1.0 / max(bound, 1e-9) for bound in best.told)
+    high, low = (1.0 / max(bound, 1e-9) for bound in best.reported_interval)
     text = f"{best.plan.label} is predicted {1.0 / _ratio(best.relative):.1f}x faster than sync, "
     text += f"90 % interval {low:.1f}-{high:.1f}"
     if best.bound:

@@ -38,14 +38,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.diagnosis.links import LINK_CALM, link_ratio
 from scheduler.diagnosis.stragglers import (
-    LINK_CALM,
     PERSISTENCE,
     RESOLUTION_S,
     Readings,
     Straggler,
     find_stragglers,
-    link_ratio,
 )
 from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
 from scheduler.records import Plan, Window
@@ -240,9 +239,9 @@ class RulePolicy:
         Args:
             readings: The window's reports.
             now: Last step of the timeline.
-            projected: Show each slow batch over all the steps it would last if nobody waited for it. In
+            projected: Show each slow batch over all the steps it would last if no step waited for it. In
                 `partial` that is what happens; in `sync`, where a slow batch is one slow step, it tells how
-                many ranks will be busy at the same time once nobody waits: a rank that began a slow batch in
+                many ranks will be busy at the same time once no step waits: a rank that began a slow batch in
                 one period of a rotating straggler is still on it in the next one.
             rows: Number of steps.
         """

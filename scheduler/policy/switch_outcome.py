@@ -234,7 +234,7 @@ class _Tenure:
     expected: _Expected | None
     blocks: deque[Block] = field(default_factory=lambda: deque(maxlen=_KEPT))
     open: tuple[float, int] | None = None  # Where the present block began.
-    told: bool = False
+    reported: bool = False
 
 
 class OutcomeCheck:
@@ -335,7 +335,7 @@ class OutcomeCheck:
         harmful = max((one for one in known if one[1].harmful), key=lambda one: one[1].ratio, default=None)
         if harmful is not None:
             return self._outcome(*harmful)
-        if known and not tenure.told and (known[0][1].error < _SURE or len(own) >= _ENOUGH_BLOCKS):
+        if known and not tenure.reported and (known[0][1].error < _SURE or len(own) >= _ENOUGH_BLOCKS):
             return self._outcome(*known[0])
         return None
 
@@ -389,7 +389,7 @@ class OutcomeCheck:
     def _outcome(self, against: str, found: Comparison) -> SwitchOutcome:
         tenure = self._tenure
         assert tenure is not None and tenure.expected is not None
-        tenure.told = True
+        tenure.reported = True
         replaced = against == tenure.expected.replaced.label
         return SwitchOutcome(
             plan_id=tenure.plan_id,

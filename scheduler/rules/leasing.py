@@ -2,13 +2,13 @@
 
 Every rank makes the same permutation of the samples from (seed, epoch). A lease is a span of positions in it, whole
 batches that the rank begins in order. Far from the end of the epoch a rank holds what it works on for `LEASE_S`
-seconds: while the coordinator is away it goes on. Toward the end a rank holds at most half of its share of what is
-left, by its own pace, so spans shrink to single batches and all ranks end together (guided self-scheduling). Three
+seconds: it goes on while the coordinator does not answer. Toward the end a rank holds at most half of its share of what
+is left, by its own pace, so spans shrink to single batches and all ranks end together (guided self-scheduling). Three
 rules see to the rest:
 
 - A rank whose next batch would end after the others could have begun and ended all that is free gets none.
 - When nothing is free and a rank has nothing to do, spans not begun are called back from ranks that would end later.
-- The epoch is over for nobody while somebody else holds what it has not begun: a rank may leave its loop at any time,
+- The epoch is over for no rank while another holds what it has not begun: a rank may leave its loop at any time,
   and what it gives back needs a taker. Nothing can be left over as long as one rank goes on to the end.
 
 A position is always in exactly one place: free, held by one rank, or begun by one rank, which it never leaves again.
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 __all__ = ["LEASE_S", "Answer", "LeaseQueue", "Span"]
 
 LEASE_S = 60.0
-"""Twice as long as a coordinator may be away without anybody noticing: a rank asks when a quarter is used up, and may
+"""Twice as long as a coordinator may be unreachable without effect: a rank asks when a quarter is used up, and may
 become faster than its pace says."""
 
 _FIRST = 8
@@ -42,7 +42,7 @@ Span = tuple[int, int]
 
 
 class Answer(enum.Enum):
-    """What a rank hears when there is no span for it."""
+    """The answer to a rank when there is no span for it."""
 
     LATER = "later"  # It holds enough for now.
     WAIT = "wait"  # It has nothing, and others hold what may come back; an answer follows.
@@ -58,7 +58,7 @@ class _Holder:
         begun: Positions it has begun.
         heard_s: When it last asked or gave back, seconds; NaN before.
         paces_s: Recent seconds per batch.
-        forecast_s: Seconds per batch as told by `forecast`, NaN where nobody did.
+        forecast_s: Seconds per batch given to `forecast`, NaN where none was.
         ended: The epoch is over for it, or it left.
         recalled: It was asked to give back what it has not begun.
         waits: It has nothing and waits for what others give back, or for the end.
@@ -113,11 +113,11 @@ class LeaseQueue:
 
     @property
     def free(self) -> int:
-        """Positions that nobody holds."""
+        """Positions that no rank holds."""
         return sum(stop - start for start, stop in self._free)
 
     def held(self, rank: int) -> int:
-        """Positions that a rank holds and, as far as it has told, has not begun."""
+        """Positions that a rank holds and, by its last report, has not begun."""
         return sum(stop - start for start, stop in self._holder(rank).held)
 
     def forecast(self, rank: int, seconds_per_batch: float) -> None:
@@ -175,7 +175,7 @@ class LeaseQueue:
         holder.ended, holder.recalled, holder.waits = True, False, False
 
     def answers(self, now_s: float) -> Iterator[tuple[int, Span | Answer]]:
-        """What ranks that wait can be told now: a span, or that the epoch is over for them."""
+        """The answers for ranks that wait: a span, or that the epoch is over for them."""
         waiting = [rank for rank, each in enumerate(self._holders) if each.waits and not each.recalled]
         pace_s = {rank: self._holders[rank].pace_s for rank in waiting}
         waiting.sort(key=lambda rank: 0.0 if math.isnan(pace_s[rank]) else pace_s[rank])  # The fastest goes first.
@@ -202,7 +202,7 @@ class LeaseQueue:
         return self._holders[rank]
 
     def _confirm(self, rank: int, begun: int, now_s: float) -> None:
-        """Take note of what a rank has begun since it was last heard."""
+        """Record what a rank has begun since its last report."""
         holder = self._holder(rank)
         count = begun - holder.begun
         if not 0 <= count <= self.held(rank):
@@ -252,7 +252,7 @@ class LeaseQueue:
         left = self._batches(self._free) + sum(self._batches(each.held) for each in self._holders)
         most, rate = _FIRST, 1.0
         if not math.isnan(own_s):
-            most = math.ceil(self._lease_s / own_s)
+            most = math.ceil(min(self._lease_s / own_s, left))  # Infinite where a batch takes next to nothing.
         for other, each in enumerate(self._holders):
             if other != rank and not each.ended and not self._overdue(each, now_s):
                 pace_s = each.pace_s
@@ -260,7 +260,7 @@ class LeaseQueue:
         return min(most, int(left / rate / 2.0))
 
     def _overdue(self, holder: _Holder, now_s: float) -> bool:
-        """Whether a rank should have been heard long ago; never before it was heard at all."""
+        """Whether a report of a rank is long overdue; never before its first report."""
         pace_s = holder.pace_s
         if math.isnan(holder.heard_s) or math.isnan(pace_s):
             return False
@@ -287,11 +287,16 @@ class LeaseQueue:
             return False
         # A rank asks when it begins the last batch it holds.
         end_s = now_s + (2.0 if holder.begun else 1.0) * holder.pace_s
-        batches = 0
+        batches, needed = 0, self._batches(self._free)
         for other, each in enumerate(self._holders):
             pace_s = each.pace_s
             if other == rank or each.ended or each.waits or math.isnan(each.heard_s) or math.isnan(pace_s):
-                continue  # Whoever waits asks no more: two that rely on each other would wait for ever.
-            if not self._overdue(each, now_s):
-                batches += max(0, math.floor((end_s - self._ends_s(each, now_s)) / pace_s + 1e-9))
-        return batches >= self._batches(self._free)
+                continue  # A rank that waits asks no more: two that rely on each other would wait for ever.
+            if self._overdue(each, now_s):
+                continue
+            share = (end_s - self._ends_s(each, now_s)) / pace_s + 1e-9
+            if share >= needed:  # Infinite, maybe, where a batch takes next to nothing.
+                return True
+            if share >= 1.0:  # Not a number, maybe, where it takes for ever.
+                batches += math.floor(share)
+        return batches >= needed

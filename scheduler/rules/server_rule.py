@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.plan.plan import Plan
+from scheduler.rules.weights import damping, lr_factor
 
-__all__ = ["Drop", "Event", "Part", "Push", "Release", "ServerRule", "Update", "damping", "lr_factor", "pushers"]
+__all__ = ["Drop", "Event", "Part", "Push", "Release", "ServerRule", "Update", "pushers"]
 
 GUARD_REJECT_COSINE = -0.2
 """`reject` drops a push below it. Independent directions have a cosine of 0 +- 1 / sqrt(d), 0.03 with 1,000
@@ -115,28 +116,6 @@ def pushers(plan: Plan) -> tuple[int, ...]:
     return tuple(rank for rank in range(plan.world_size) if rank not in children)
 
 
-def damping(plan: Plan, staleness: int, gradients: int) -> float:
-    """Weight, 0 to 1, of a gradient of that staleness in an update of `gradients` gradients.
-
-    `inverse`: 1 / (1 + s) (DynSGD, Jiang et al. 2017). `relative`: min(1, (n / x) / (1 + s)): with equally fast ranks
-    n / x updates pass while a gradient is made, so only what is staler than usual is damped.
-    """
-    if plan.damping == "inverse":
-        return 1.0 / (1 + staleness)
-    if plan.damping == "relative":
-        return min(1.0, plan.world_size / max(1, gradients) / (1 + staleness))
-    return 1.0
-
-
-def lr_factor(plan: Plan, gradients: int) -> float:
-    """Factor on an update of x = `gradients` gradients: x / n, (1 + phi / n) / (1 + phi / x), or 1."""
-    if plan.lr_rule == "linear":
-        return gradients / plan.world_size
-    if plan.lr_rule == "noise":
-        return (1.0 + plan.noise_scale / plan.world_size) / (1.0 + plan.noise_scale / max(1, gradients))
-    return 1.0
-
-
 class ServerRule:
     """Decides for one server, or for all shards of one, what happens at each push.
 
@@ -207,7 +186,7 @@ class ServerRule:
         self._last.pop(rank, None)
 
     def set_plan(self, plan: Plan, ranks: Iterable[int] | None = None) -> list[Event]:
-        """Take another plan at this version; pending pushes are judged by it at once, so nobody stays blocked.
+        """Take another plan at this version; pending pushes are judged by it at once, so no rank stays blocked.
 
         Args:
             plan: A plan of mode `ps` or `grouped` for the same ranks.

@@ -3,7 +3,7 @@
 Pure state machine: the coordinator feeds it with arrivals and asks `evaluate(now_s)`; it never sleeps and never reads
 a clock. The same object runs in the job, in the simulator and under hypothesis.
 
-The rule. A relaxed step closes when a quorum of m fresh gradients is there and nobody is worth waiting for. A missing
+The rule. A relaxed step closes when a quorum of m fresh gradients is there and no rank is worth waiting for. A missing
 rank is worth waiting for, until the grace time after the quorum, when it works on this very step (a rank that is
 behind cannot deliver for it), is not known to be slow, and should arrive in that time by its own recent compute time.
 So a slow rank costs nothing, a rank that was on time until now gets the whole grace, and equal ranks never lose a
@@ -20,12 +20,12 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.records import Plan
 
 __all__ = ["Close", "ClosingRule"]
 
 _RECENT = 5  # Own compute times that predict the next one: short, so that a recovered rank is waited for again.
-_SLOW = 1.3  # Times the reference; as in `causes.THRESHOLD`.
 _COMING_BACK_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens.
 _OFFSETS = 64  # Arrival offsets behind the grace time.
 
@@ -36,7 +36,7 @@ class Close:
 
     Attributes:
         step: The step to close.
-        excused: Missing ranks that are away (finished, or inside the user's own collective).
+        excused: Missing ranks that are inactive (finished, or inside the user's own collective).
         missing: Ranks whose gradient is not waited for, the excused ones included.
         typical_compute_s: Usual compute time of a rank that is not slow.
         reason: `quorum`, `away` or `deadline`.
@@ -132,13 +132,13 @@ class ClosingRule:
         self._taking_part = plan.members_or_all  # Ranks whose gradients a step is made of. Asked for at every message.
 
     def skip_to(self, step: int) -> None:
-        """Steps up to `step` have ended without arrivals told here."""
+        """Steps up to `step` have ended without arrivals reported here."""
         if step > self.step:
             self.step, self._ready, self._closed = step, {}, False
 
     def restart(self, step: int, now_s: float) -> None:
         """Every rank begins at `step`, with a state handed over."""
-        self.skip_to(step)  # If some have arrived there already, before this word of it, they stay.
+        self.skip_to(step)  # If some have arrived there already, before this report, they stay.
         for state in self._ranks:
             state.version, state.started_s = max(state.version, step), now_s
 
@@ -184,7 +184,7 @@ class ClosingRule:
         self._ranks[rank].out_of_data = out_of_data
 
     def back(self, rank: int, now_s: float) -> None:
-        """A rank that was away works again; it counts as slow until it arrives or joins."""
+        """An inactive rank is active now; it counts as slow until it arrives or joins."""
         self._away.discard(rank)
         self._ranks[rank].started_s = now_s
 
@@ -220,7 +220,7 @@ class ClosingRule:
 
     def _is_slow(self, rank: int) -> bool:
         usual_s = self._ranks[rank].usual_s()
-        return usual_s is not None and usual_s > _SLOW * self.typical_compute_s()
+        return usual_s is not None and usual_s > THRESHOLD * self.typical_compute_s()
 
     def evaluate(self, now_s: float) -> tuple[Close | None, float | None]:
         """The order to close now, if any, and else the time at which to ask again without a new event.
@@ -283,14 +283,14 @@ class ClosingRule:
         )
 
     def _note_offsets(self) -> None:
-        if not self.plan.may_close:  # In lockstep arrivals are told in batches: their times say nothing.
+        if not self.plan.may_close:  # In lockstep arrivals are reported in batches: their times say nothing.
             return
         first, self._late_s = self._first_s, None
         fast = (when for rank, when in self._ready.items() if not self._is_slow(rank))
         self._offsets.extend(when - first for when in fast if when > first)
 
     def _advance(self, step: int, started_s: float) -> None:
-        """Open `step`. Whoever was ready for the step just before started on this one when it completed."""
+        """Open `step`. A rank that was ready for the step just before started on this one when it completed."""
         follows = step == self.step + 1
         for rank in self._ready if follows else ():
             state = self._ranks[rank]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 
 from scheduler.plan.plan import Plan
+from scheduler.rules.weights import damped, damping_scale
 from scheduler.simulator.account import Account
 from scheduler.simulator.machines import Array, Flags, Ints, Machines, Replicas
 
-__all__ = ["Mode", "State", "damped"]
+__all__ = ["Mode", "State", "StepMode"]
 
 HISTORY = 64
 """Reports of a rank that are kept, as in the live job's windows."""
@@ -84,20 +84,17 @@ class Mode(Replicas, ABC):
         ended: Array = np.maximum(self.state.now_s, self.state.machines.finish_s.max(axis=1))
         return ended
 
-    def _damping(self, plans: Sequence[Plan]) -> None:
-        self.inverse = np.array([plan.damping == "inverse" for plan in plans])
-        self.spread = np.array(
-            [plan.world_size / plan.quorum if plan.damping == "relative" else math.inf for plan in plans]
-        )
+
+
+class StepMode(Mode):
+    """A mode whose late gradients join the step of all ranks, damped by their staleness."""
+
+    def __init__(self, state: State, plans: Sequence[Plan]) -> None:
+        super().__init__(state, plans)
+        self.scale = np.array([damping_scale(plan, float(plan.world_size)) for plan in plans])
         self.max_staleness = np.array([plan.max_staleness for plan in plans])
 
-
-def damped(mode: Mode, staleness: Array, present: Flags) -> Array:
-    """Weights of gradients of that staleness, shape (replicas, ranks), 0 where not present or too stale.
-
-    As the live job's `Plan.damping`: 1 / (1 + s), min(1, (n / x) / (1 + s)), or 1.
-    """
-    weight = np.where(
-        mode.inverse[:, None], 1.0 / (1.0 + staleness), np.minimum(1.0, mode.spread[:, None] / (1.0 + staleness))
-    )
-    return np.where(present & (staleness <= mode.max_staleness[:, None]), weight, 0.0)
+    def weights(self, staleness: Array, present: Flags) -> Array:
+        """Weights of gradients of that staleness, shape (replicas, ranks), 0 where not present or too stale."""
+        counted = present & (staleness <= self.max_staleness[:, None])
+        return np.where(counted, damped(self.scale[:, None], staleness), 0.0)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduler.plan.grouping import progressive_groups, similar_groups, speed_groups
+from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import SET_IDLE_S, Plan
 from scheduler.records import RankStats, Window
 from scheduler.simulator.account import Account
@@ -110,17 +110,6 @@ def _kind(plan: Plan) -> type[Mode]:
     return Subgroup if plan.mode == "subgroup" else Local
 
 
-def resolved(plan: Plan, times_s: Sequence[float]) -> Plan:
-    """The plan with its groups formed, where it leaves them to the coordinator."""
-    if plan.mode == "grouped" and not plan.groups:
-        count = plan.group_count
-        groups = speed_groups(times_s, count) if count else progressive_groups(times_s)
-        return plan.replace(groups=groups, group_count=len(groups))
-    if plan.mode == "ps" and plan.rule == "groups" and not plan.groups:
-        return plan.replace(groups=similar_groups(times_s))
-    return plan
-
-
 def mean_times_s(scenario: Scenario) -> list[float]:
     """Mean time of a gradient of every rank over the expected length of the job, contention included, seconds."""
     network, n = scenario.network, scenario.world_size
@@ -156,7 +145,7 @@ class Job:
         self.state = State(Machines([scenario]), Account([scenario]))
         self.state.machines.look(self.state.now_s)
         usual = [scenario.network.compute_s * relative for relative in scenario.cluster.relative_s]
-        self.plan = resolved(plan or Plan.sync(scenario.world_size), usual)
+        self.plan = with_groups(plan or Plan.sync(scenario.world_size), usual)
         self.mode = make_mode(self.state, [self.plan])
         self.switches: list[tuple[float, str, str]] = []
         self.steps = 0
@@ -297,7 +286,7 @@ class Job:
 
     def _switch(self, plan: Plan) -> None:
         state = self.state
-        plan = resolved(plan, self._usual_s())
+        plan = with_groups(plan, self._usual_s())
         before, self.plan = self.plan, plan
         self.switches.append((self.now_s, plan.label, plan.reason))
         self._left_s.update(dict.fromkeys(before.sets, self.now_s))
@@ -368,16 +357,16 @@ def run_plans(scenarios: Sequence[Scenario], plans: Sequence[Plan], *, limit_s: 
     """
     found: dict[int, Outcome] = {}
     kinds: dict[type[Mode], list[int]] = {}
-    settled = []
+    plans_to_run = []
     for index, (scenario, plan) in enumerate(zip(scenarios, plans, strict=True)):
-        settled.append(resolved(plan, mean_times_s(scenario)))
-        kinds.setdefault(_kind(settled[-1]), []).append(index)
+        plans_to_run.append(with_groups(plan, mean_times_s(scenario)))
+        kinds.setdefault(_kind(plans_to_run[-1]), []).append(index)
     for kind, jobs in kinds.items():
         if kind in (Server, Stream):
             for index in jobs:
-                found[index] = Job(scenarios[index], settled[index]).run(limit_s=limit_s)
+                found[index] = Job(scenarios[index], plans_to_run[index]).run(limit_s=limit_s)
             continue
-        found.update(_run_together(scenarios, settled, jobs, limit_s))
+        found.update(_run_together(scenarios, plans_to_run, jobs, limit_s))
     return [dataclasses.replace(found[index], label=plan.label) for index, plan in enumerate(plans)]
 
 

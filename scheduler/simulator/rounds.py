@@ -12,17 +12,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.plan.plan import Plan
-from scheduler.simulator.base import Mode, State, damped
+from scheduler.simulator.base import State, StepMode
 from scheduler.simulator.machines import Array, Flags, Ints
 
 __all__ = ["Rounds"]
 
 _GRACE_FRACTION, _GRACE_MADS, _DEADLINE_S = 0.25, 4.0, 60.0  # Defaults of ClosingRule.
-_RECENT, _SLOW, _OFFSETS = 5, 1.3, 64  # As there.
+_RECENT, _OFFSETS = 5, 64  # As there.
 
 
-class Rounds(Mode):
+class Rounds(StepMode):
     """All ranks reduce together; a step waits for `quorum` of them, or, where that is all, for all.
 
     Args:
@@ -52,7 +53,6 @@ class Rounds(Mode):
         """Go on under other plans of the same family, with everybody where they are."""
         self.quorum = np.array([plan.quorum for plan in plans])
         self.strict = self.quorum == self.state.machines.n
-        self._damping(plans)
 
     def step(self) -> None:
         state, machines = self.state, self.state.machines
@@ -71,9 +71,9 @@ class Rounds(Mode):
         stale = np.where(arrived, 0, self.late).astype(np.float64)
         # A rank that came late and then in time gives both: its late gradient is folded into the fresh one.
         both = arrived & (self.late > 0)
-        weights = damped(self, np.maximum(stale, 0.0), arrived | (self.late > 0))
+        weights = self.weights(np.maximum(stale, 0.0), arrived | (self.late > 0))
         if both.any():
-            extra = damped(self, np.where(both, self.late, 0).astype(np.float64), both)
+            extra = self.weights(np.where(both, self.late, 0).astype(np.float64), both)
             weights = np.concatenate([weights, extra], axis=1)
             stale = np.concatenate([stale, np.where(both, self.late, 0)], axis=1)
         state.account.add_mean(end_s, weights, np.maximum(stale, 0.0))
@@ -200,14 +200,14 @@ class Rounds(Mode):
 
     def _worth_waiting(self, missing: Flags, began_s: Array, limit_s: Array) -> Flags:
         with np.errstate(invalid="ignore"):
-            slow = self.usual > _SLOW * self._typical_s()[:, None]
+            slow = self.usual > THRESHOLD * self._typical_s()[:, None]
             worth: Flags = missing & ~slow & ~(began_s + self.usual > limit_s[:, None])
             return worth
 
     def _note_offsets(self, arrived: Flags, arrive_s: Array) -> None:
         """Add the arrivals, behind the first, of ranks that are not slow; the last 64 are kept."""
         with np.errstate(invalid="ignore"):
-            fast = arrived & ~(self.usual > _SLOW * self._typical_s()[:, None]) & ~self.strict[:, None]
+            fast = arrived & ~(self.usual > THRESHOLD * self._typical_s()[:, None]) & ~self.strict[:, None]
         first_s = np.where(arrived, arrive_s, math.inf).min(axis=1)
         fast &= arrive_s > first_s[:, None]
         if not fast.any():

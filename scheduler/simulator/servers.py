@@ -13,7 +13,8 @@ import numpy as np
 
 from scheduler.cost.progress import alignment
 from scheduler.plan.plan import Plan
-from scheduler.rules.server_rule import Push, Release, ServerRule, Update, lr_factor
+from scheduler.rules.server_rule import Push, Release, ServerRule, Update
+from scheduler.rules.weights import damped, damping_scale, lr_factor
 from scheduler.simulator.base import Mode, State
 from scheduler.simulator.machines import Array, Flags, Ints, Machines
 
@@ -45,8 +46,7 @@ class Arrivals(Mode):
         self.x = np.array([plan.quorum for plan in plans])
         self.backup = np.array([plan.rule == "backup" for plan in plans])
         self.length = np.array([lr_factor(plan, plan.quorum) for plan in plans])
-        self._damping(plans)
-        self.relative_ = np.array([plan.damping == "relative" for plan in plans])
+        self.scale = np.array([damping_scale(plan, float(plan.quorum)) for plan in plans])
         machines = state.machines
         machines.look(state.now_s)
         self.base = state.version.copy()  # Version of the parameters behind each rank's gradient.
@@ -113,10 +113,7 @@ class Arrivals(Mode):
     def _account(self, chosen: Flags, end_s: Array) -> None:
         account = self.state.account
         stale = (self.state.step[:, None] - self.base).astype(np.float64)
-        kept = np.where(self.inverse[:, None], 1.0 / (1.0 + stale), 1.0)
-        spread = np.minimum(1.0, self.state.machines.n / self.x[:, None] / (1.0 + stale))
-        kept = np.where(self.relative_[:, None], spread, kept)
-        factor = np.where(chosen, kept * (self.length / self.x)[:, None], 0.0)
+        factor = np.where(chosen, damped(self.scale[:, None], stale) * (self.length / self.x)[:, None], 0.0)
         length = factor.sum(axis=1)
         drift = self.moved[:, None] - self.base_moved
         self.moved = self.moved + length

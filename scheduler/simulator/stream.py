@@ -15,7 +15,7 @@ import numpy as np
 
 from scheduler.cost.progress import alignment
 from scheduler.plan.plan import Plan
-from scheduler.rules.server_rule import lr_factor
+from scheduler.rules.weights import damped, damping_scale, lr_factor
 from scheduler.simulator.base import Mode, State
 from scheduler.simulator.machines import Array, Ints
 from scheduler.simulator.servers import capacity
@@ -97,14 +97,10 @@ class Stream(Mode):
 
     def _account(self, chosen: Ints, count: int, end_s: Array) -> Array:
         """Add the updates to the account; their lengths."""
-        plan, x, n = self.plan, self.plan.quorum, self.state.machines.n
+        plan, x = self.plan, self.plan.quorum
         first = int(self.state.step[0])
         stale = (first + np.repeat(np.arange(count), x) - self.base[chosen]).astype(np.float64)
-        kept = np.ones(len(chosen))
-        if plan.damping == "inverse":
-            kept = 1.0 / (1.0 + stale)
-        elif plan.damping == "relative":
-            kept = np.minimum(1.0, n / x / (1.0 + stale))
+        kept = damped(damping_scale(plan, float(x)), stale)
         factor = (kept * self.length / x).reshape(count, x)
         length = factor.sum(axis=1)
         moved = self.moved + np.concatenate([[0.0], np.cumsum(length)[:-1]])

@@ -9,12 +9,12 @@ import numpy as np
 
 from scheduler.cost.progress import alignment, local_drift
 from scheduler.plan.plan import Plan
-from scheduler.simulator.base import Mode, State, damped
+from scheduler.simulator.base import Mode, State, StepMode
 from scheduler.simulator.machines import Array, Flags
 
 __all__ = ["Local", "Subgroup"]
 
-class Subgroup(Mode):
+class Subgroup(StepMode):
     """The members all-reduce; every other rank sends its gradients late to a parent and gets parameters back.
 
     A child's gradient is in the first step that its parent closes after it came; the child begins its next batch when
@@ -29,7 +29,6 @@ class Subgroup(Mode):
     def __init__(self, state: State, plans: Sequence[Plan]) -> None:
         super().__init__(state, plans)
         self.members = np.array([[rank in plan.members for rank in range(state.machines.n)] for plan in plans])
-        self._damping(plans)
 
     def step(self) -> None:
         state, machines = self.state, self.state.machines
@@ -44,7 +43,7 @@ class Subgroup(Mode):
         end_s = machines.thawed(close_s)
         end_s = end_s + machines.ring_s(self.members) + machines.helper_delay_s(~self.members & ~came)
         stale = np.where(came, state.step[:, None] - state.version, 0).astype(np.float64)
-        state.account.add_mean(end_s, damped(self, stale, self.members | came), stale)
+        state.account.add_mean(end_s, self.weights(stale, self.members | came), stale)
         state.now_s, state.step = end_s, state.step + 1
         self._go_on(came, end_s)
 

@@ -25,6 +25,7 @@ from scheduler.cost.conditions import NOISE, Conditions
 from scheduler.cost.cost_model import rank
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
+from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 
@@ -232,7 +233,7 @@ def _replay(basis: Conditions, comm_s: float, plans: Sequence[Plan], known: InFo
         chunk_s = float((worth * times_s.max(axis=1)).sum())
         totals.sync_s += chunk_s
         for label, one in found.items():
-            totals.relative[label] += chunk_s * np.array([one.relative, *one.told])
+            totals.relative[label] += chunk_s * np.array([one.relative, *one.reported_interval])
     return totals
 
 
@@ -245,11 +246,11 @@ def _plans(times: Array, modes: Sequence[str], in_force: Sequence[Plan]) -> list
     plans.update({plan.label: plan for plan in in_force})
     usual = times.mean(axis=0)
     middle = float(np.sort(usual)[(n - 1) // 2])
-    late = (times > 1.3 * np.median(times)).sum(axis=1)
+    late = (times > THRESHOLD * np.median(times)).sum(axis=1)
     out = max(1, int(np.quantile(late, 0.9)))
     if n > 2 and out <= n // 2:
         plans.setdefault(f"partial({n - out})", Plan.partial(n, n - out))
-    fast = [r for r in range(n) if usual[r] <= 1.3 * middle]
+    fast = [r for r in range(n) if usual[r] <= THRESHOLD * middle]
     if n // 2 <= len(fast) < n:
         plan = Plan.subgroup(n, fast)
         plans.setdefault(plan.label, plan)

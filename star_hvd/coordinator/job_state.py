@@ -314,14 +314,12 @@ class JobState:
             return
         key = (message.loader, message.epoch)
         if key not in self._epochs:
-            self._epochs[key] = _Epoch(
-                WorkQueue(message.samples, message.batch, self.world_size, drop_last=message.drop_last)
-            )
+            self._epochs[key] = _Epoch(WorkQueue(message.samples, message.batch, drop_last=message.drop_last))
             self._forget_epochs(message.loader, message.epoch - 1)
         epoch = self._epochs[key]
         if epoch.queue is None:
             raise ChannelError(f"a rank takes single batches of loader {message.loader}, whose samples are leased")
-        granted = epoch.queue.take(rank, now_s) if rank not in epoch.ended else None
+        granted = epoch.queue.take() if rank not in epoch.ended else None
         start, stop = granted if granted is not None else (0, 0)
         grant = Grant(message.loader, message.epoch, start, stop, message.number)
         self.outbox.append((rank, grant))

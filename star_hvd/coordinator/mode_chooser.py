@@ -142,8 +142,8 @@ class Choice:
         return {
             p.plan.label: {
                 "relative": p.relative,
-                "low": p.told[0],
-                "high": p.told[1],
+                "low": p.reported_interval[0],
+                "high": p.reported_interval[1],
                 "reach": p.reach,
                 "interval_s": p.interval_s,
             }

@@ -47,7 +47,7 @@ _HISTORY, _HISTORY_MANY, _MANY = 64, 32, 128
 """Reports that are kept of each rank, of many ranks fewer: as many as a median is made of. A decision's time goes with
 the bytes it looks at."""
 _OUTCOMES = 256  # Kept for the report, and for the log where there is none.
-_UNTOLD = 64  # Plans whose predictions are kept for the log.
+_MAX_UNLOGGED_PREDICTIONS = 64  # Plans whose predictions are kept for the log.
 _SOONER = 0.25  # Part of the interval between two windows after which an alarm may have the next one.
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
@@ -106,7 +106,7 @@ class OptimizerState:
         self._registered: dict[int, Plan | None] = {}
         self._warm: set[int] = set()  # Ranks whose first report has come.
         self.choice: Choice | None = None
-        self.rested_on: dict[int, dict[str, Any]] = {}  # Epoch to the predictions behind its plan.
+        self.predictions_by_plan: dict[int, dict[str, Any]] = {}  # By plan_id, the predictions behind a plan.
         self.outcomes: list[SwitchOutcome] = []  # What became of switches, the latest last.
         self._ranker = ranker
         self._hosts = tuple(hosts) or ("localhost",) * world_size
@@ -453,8 +453,8 @@ class OptimizerState:
             self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.barred)
             self._readiness.for_plan(self.choice.coming, self.barred)
         if plan is not None:
-            self.rested_on[self._next_epoch] = self.choice.predictions()
-            self.rested_on.pop(self._next_epoch - _UNTOLD, None)  # Where nobody logs them.
+            self.predictions_by_plan[self._next_epoch] = self.choice.predictions()
+            self.predictions_by_plan.pop(self._next_epoch - _MAX_UNLOGGED_PREDICTIONS, None)  # Where no log takes them.
             self.publish(plan, now_s)
 
     def _note_outcomes(self, found: Sequence[SwitchOutcome]) -> None:

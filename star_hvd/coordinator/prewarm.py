@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from scheduler.diagnosis.stragglers import LINK_RATIO
+import numpy as np
+
+from scheduler.diagnosis.links import slow_links
 from scheduler.plan.plan import Plan
-from scheduler.stats import lower_median
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.switch import WarmServers
 from star_hvd.coordinator.set_ledger import MOST_SETS, SetLedger
@@ -53,8 +54,7 @@ class Readiness:
         known = [rate for rate in bytes_per_s if math.isfinite(rate) and rate > 0.0]
         if "subgroup" in barred or len(known) < len(bytes_per_s) or len(known) < 3:
             return
-        least = LINK_RATIO * lower_median(known)
-        fast = tuple(rank for rank, rate in enumerate(bytes_per_s) if rate >= least)
+        fast = tuple(np.flatnonzero(~slow_links(np.array(known))).tolist())
         if 2 * len(fast) >= len(known) > len(fast) and gradient_bytes / min(known) > _WORTH_S:
             self._make(fast)
 

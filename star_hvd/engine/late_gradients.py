@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from scheduler.records import Plan
+from scheduler.rules.weights import damping
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import KEPT, Fence, Streams
 from star_hvd.engine.records import Counters
@@ -19,7 +20,7 @@ def damping_factor(plan: Plan, staleness: int) -> float:
     """Weight of a late gradient: 1 / (1 + staleness) (DynSGD, Jiang et al., SIGMOD'17), 1, or 0 past the bound."""
     if staleness > plan.max_staleness:
         return 0.0
-    return 1.0 if plan.damping == "none" else 1.0 / (1.0 + staleness)
+    return damping(plan, staleness, plan.world_size)
 
 
 @dataclass(slots=True)

@@ -155,9 +155,9 @@ class JobLog:
             if engine is None:
                 return
             plans, values = engine.plans[self._plans_told :], self._values(engine)
-            rested_on = [engine.rested_on.pop(plan.plan_id, {}) for _, plan in plans]
+            predictions_by_plan = [engine.predictions_by_plan.pop(plan.plan_id, {}) for _, plan in plans]
             outcomes = [one for one in engine.outcomes if (one.plan_id, one.step) > self._outcome_told]
-        for (step, plan), predictions in zip(plans, rested_on, strict=True):
+        for (step, plan), predictions in zip(plans, predictions_by_plan, strict=True):
             self._log.plan(step, plan, predictions)
             self._plans_told += 1
         for outcome in outcomes:

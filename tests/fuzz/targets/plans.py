@@ -11,9 +11,9 @@ import msgpack
 
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan, PlanError
+from scheduler.rules.leasing import LeaseQueue
 from scheduler.rules.server_rule import Drop, Push, Release, ServerRule, Update
 from scheduler.rules.step_closing import ClosingRule
-from scheduler.rules.work_queue import WorkQueue
 from scheduler.target import Target as Bound
 from star_hvd import env
 from star_hvd.config import Config
@@ -175,42 +175,42 @@ def _play_rule(data: bytes) -> int:
 def _queue_script(draw: random.Random) -> bytes:
     size = [draw.choice((0, 1, 10, 100, 1 << 40, odd(draw))), draw.choice((1, 4, 7, odd(draw)))]
     said = [
-        [draw.choice(("take", "take", "take", "done", "give_back", "forecast")),
+        [draw.choice(("ask", "ask", "ask", "leave", "give_back", "forecast")),
          draw.randrange(_WORLD) if draw.random() < 0.95 else odd(draw),
          draw.choice((0.0, 0.1, 1.0, 5e-324, 1e300, odd(draw)))]
         for _ in range(draw.randrange(5, 60))
     ]  # fmt: skip
-    return packed([size, draw.random() < 0.3, draw.randrange(3), said])
+    return packed([size, draw.random() < 0.3, said])
 
 
 def _play_queue(data: bytes) -> int:
-    (samples, batch), drop_last, prefetch, said = msgpack.unpackb(data)
+    (samples, batch), drop_last, said = msgpack.unpackb(data)
     if not all(isinstance(value, int) for value in (samples, batch)):
         return 1
     try:
-        queue = WorkQueue(samples, batch, _WORLD, drop_last=drop_last, prefetch=prefetch)
+        queue = LeaseQueue(samples, batch, _WORLD, drop_last=drop_last)
     except ValueError:
         return 1
-    now_s, handed = 0.0, set[int]()
+    now_s, begun, total = 0.0, [0] * _WORLD, queue.free
     for kind, rank, value in said:
         if not isinstance(rank, int) or isinstance(rank, bool):
             continue
         try:
-            if kind == "take":
+            held = queue.held(rank)
+            if kind == "ask":
                 now_s += abs(value) if isinstance(value, float) and abs(value) < 1e6 else 0.1
-                taken = queue.take(rank, now_s)
-                if taken is not None:
-                    assert 0 <= taken[0] < taken[1] <= queue.stop and taken[0] not in handed
-                    handed.add(taken[0])
-            elif kind == "done":
-                queue.done(rank)
+                queue.ask(rank, begun[rank] + held // 2, now_s)
+                begun[rank] += held // 2
+            elif kind == "leave":
+                queue.leave(rank)
             elif kind == "give_back":
-                handed -= {start for start, _ in queue.give_back(rank)}
+                queue.give_back(rank, begun[rank], now_s)
             elif isinstance(value, float):
                 queue.forecast(rank, value)
         except ValueError:
             continue
-        assert queue.remaining >= 0
+        _ = list(queue.answers(now_s)), list(queue.recalls(now_s))
+        assert queue.free + sum(map(queue.held, range(_WORLD))) + sum(begun) == total
     return len(said)
 
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.cost.conditions import NOISE, Conditions
-from scheduler.cost.cost_model import predict, rank, settle
+from scheduler.cost.cost_model import predict, rank
 from scheduler.cost.priors import LARGE
 from scheduler.cost.staleness_price import StalenessPrice
+from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import MODES, Plan
 from tests.support.windows import steady, window
 
@@ -166,10 +167,10 @@ def test_drift_may_miss_the_target() -> None:
 
 
 def test_groups_left_open_are_formed() -> None:
-    slow = conditions([1.0] * 6 + [3.0, 3.0])
-    assert settle(Plan.grouped(8, 2), slow).groups == ((0, 1, 2, 3, 4, 5), (6, 7))
-    assert settle(Plan.ps(8, 1, rule="groups"), slow).groups == ((0, 1, 2, 3, 4, 5), (6, 7))
-    assert settle(Plan.sync(8), slow) == Plan.sync(8)
+    times_s = [1.0] * 6 + [3.0, 3.0]
+    assert with_groups(Plan.grouped(8, 2), times_s).groups == ((0, 1, 2, 3, 4, 5), (6, 7))
+    assert with_groups(Plan.ps(8, 1, rule="groups"), times_s).groups == ((0, 1, 2, 3, 4, 5), (6, 7))
+    assert with_groups(Plan.sync(8), times_s) == Plan.sync(8)
 
 
 # ---- windows --------------------------------------------------------------------------------------------------------

@@ -69,11 +69,11 @@ def test_only_what_is_told_is_wider() -> None:
     """`low` and `high` are features of the learned model and bounds of the policy's: they stay as they are."""
     found = prediction()
     assert found.high / found.low < 1.1
-    low, high = found.told
+    low, high = found.reported_interval
     assert low < 0.7 * found.low and high > 1.5 * found.high
-    assert prediction(learned=True).told == (found.low, found.high)
+    assert prediction(learned=True).reported_interval == (found.low, found.high)
     sync = prediction(plan=Plan.sync(3), relative=1.0, low=1.0, high=1.0, reach=1.0)
-    assert sync.told == pytest.approx((1.0, 1.0))
+    assert sync.reported_interval == pytest.approx((1.0, 1.0))
 
 
 def test_what_a_missed_target_counts_is_not_stretched() -> None:
@@ -84,11 +84,11 @@ def test_what_a_missed_target_counts_is_not_stretched() -> None:
     )
     sure = prediction(relative=sure.relative, reach=1.0)
     assert found.plan == risky.plan
-    assert risky.told == pytest.approx([bound + missed for bound in sure.told])
+    assert risky.reported_interval == pytest.approx([bound + missed for bound in sure.reported_interval])
 
 
 def test_the_sentence_tells_the_wide_interval() -> None:
     found = prediction()
-    low, high = (1.0 / bound for bound in reversed(found.told))
+    low, high = (1.0 / bound for bound in reversed(found.reported_interval))
     assert comparison([found], found, None).endswith(f"90 % interval {low:.1f}-{high:.1f}")
     assert low < 2.3 < high, "what was measured in such a job"

@@ -62,7 +62,7 @@ def test_backup_drops_what_is_late() -> None:
 
 def test_partial_waits_for_its_quorum_and_folds_the_rest() -> None:
     times = np.array([[1.0] * 7 + [4.1]] * 24)
-    all_, seven = partial_flow(times, [8, 7], 0.0, relative=[False, False])
+    all_, seven = partial_flow(times, [8, 7], 0.0, scales=[1.0, 1.0])
     assert all_.interval_s == pytest.approx(4.1)
     assert seven.interval_s == pytest.approx(1.0, rel=0.02)
     assert all_.drift == 0.0
@@ -73,7 +73,7 @@ def test_partial_waits_for_its_quorum_and_folds_the_rest() -> None:
 
 def test_equal_ranks_lose_no_gradient_in_a_replayed_partial() -> None:
     times = 0.1 * np.exp(0.02 * np.random.default_rng(1).standard_normal((24, 8)))
-    (flow,) = partial_flow(times, [7], 0.0, relative=[False])
+    (flow,) = partial_flow(times, [7], 0.0, scales=[1.0])
     assert flow.gradients == pytest.approx(8.0, abs=0.05)
     assert flow.interval_s == pytest.approx(float(times.max(axis=1).mean()), rel=0.03)
 
@@ -103,5 +103,5 @@ def test_replays_agree_with_the_simulator(plan: Plan) -> None:
     if plan.mode == "ps":
         found = server_flow(plan, times, plan.quorum, 0.0).interval_s
     else:
-        found = partial_flow(times, [plan.quorum], 0.0, relative=[False])[0].interval_s
+        found = partial_flow(times, [plan.quorum], 0.0, scales=[1.0])[0].interval_s
     assert found == pytest.approx(exact, rel=0.06)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def test_few_and_many_agree(seed: int) -> None:
     for few in (0, n):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(replay, "FEW", few)
-            flows = partial_flow(times, quorums, 0.005, relative=[False, True, False])
+            flows = partial_flow(times, quorums, 0.005, scales=[1.0, 8 / 7, math.inf])
             found.append([*flows, *(server_flow(plan, times, plan.quorum, 0.003) for plan in plans)])
     for one, other in zip(*found, strict=True):
         _equal(one, other)

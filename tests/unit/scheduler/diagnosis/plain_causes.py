@@ -6,7 +6,8 @@ import bisect
 import math
 from collections.abc import Sequence
 
-from scheduler.diagnosis.stragglers import LINK_RATIO, LINK_SHARE, PERSISTENCE, SILENT_STEPS, Straggler
+from scheduler.diagnosis.links import LINK_RATIO
+from scheduler.diagnosis.stragglers import PERSISTENCE, SILENT_STEPS, Straggler
 from scheduler.diagnosis.window_stats import MIN_REPORTS, RECENT, RESOLUTION_S, THRESHOLD
 from scheduler.records import RankStats, Window
 from scheduler.stats import duration, lower_median
@@ -60,7 +61,7 @@ def _slow_link(window: Window, readings: Readings, rank: int) -> tuple[Straggler
         return None, 0.0
     own_s = _comm_s(window, rank)
     saved_s = own_s * (1.0 - ratio)
-    if not (saved_s > RESOLUTION_S and saved_s > LINK_SHARE * (typical_s + own_s)):
+    if not (saved_s > RESOLUTION_S and saved_s > 0.2 * (typical_s + own_s)):
         return None, 0.0
     rate = window.ranks[rank].link_bytes_per_s
     evidence = (

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from scheduler.diagnosis.link_memory import LinkMemory
+from scheduler.diagnosis.links import LinkMemory
 from scheduler.plan.plan import Plan
 from tests.support.windows import steady, window
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.diagnosis.noise_scale import NoiseScale, batches_from_sums, equivalent_batches
+from scheduler.diagnosis.noise_scale import NoiseScale, batches_from_sums
 
 DIMENSIONS = 400
 
@@ -35,6 +36,42 @@ def _measured(
         mean = share @ local
         assert scale.update(float(share @ (local**2).sum(axis=1)), float(mean @ mean), *batches)
     return scale
+
+
+def equivalent_batches(samples: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float]:
+    """The general formula: the small and the big batch of a weighted mean of gradients, for `NoiseScale.update`.
+
+    Let g_i be means over b_i samples with weights w_i, W = sum w_i, and g = sum w_i g_i / W. By independence
+
+        E sum w_i |g_i|^2 / W = |G|^2 + S * sum(w_i / b_i) / W       so 1 / small = sum(w_i / b_i) / W
+        E |g|^2               = |G|^2 + S * sum(w_i^2 / b_i) / W^2   so 1 / big   = sum(w_i^2 / b_i) / W^2
+
+    With w_i = b_i they are the mean batch B / n and the total batch B. `local_sqr_mean` must be the mean of
+    |g_i|^2 with the same weights.
+
+    Args:
+        samples: b_i, samples behind each gradient, shape (n_gradients,). Entries of 0 are ranks that gave
+            nothing.
+        weights: w_i in the reduction, same shape; the samples themselves where left out. A damped late
+            gradient has w_i = b_i / (1 + staleness).
+
+    Returns:
+        (small, big) in samples; (0, 0) without any gradient, which `update` refuses.
+
+    Raises:
+        ValueError: Different lengths, or a negative number.
+    """
+    weights = samples if weights is None else weights
+    if len(samples) != len(weights):
+        raise ValueError(f"got {len(samples)} sample counts and {len(weights)} weights; expected as many")
+    if any(not number >= 0.0 for number in (*samples, *weights)):
+        raise ValueError("a sample count or weight is negative or NaN; expected 0 or more")
+    pairs = [(b, w) for b, w in zip(samples, weights, strict=True) if b > 0.0 and w > 0.0]
+    total = sum(w for _, w in pairs)
+    if not pairs:
+        return 0.0, 0.0
+    small = total / sum(w / b for b, w in pairs)
+    return small, total**2 / sum(w * w / b for b, w in pairs)
 
 
 @pytest.mark.parametrize("noise", [20.0, 300.0, 3000.0])

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.diagnosis.stragglers import CAUSES, Readings, Straggler, find_stragglers, link_ratio
+from scheduler.diagnosis.links import link_ratio
+from scheduler.diagnosis.stragglers import CAUSES, Readings, Straggler, find_stragglers
 from scheduler.records import RankStats, Window
 from scheduler.stats import lower_median
 from tests.support.traces import golden_and_recorded, uncontended_s

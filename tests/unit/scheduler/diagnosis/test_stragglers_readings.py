@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.diagnosis.stragglers import Readings, Straggler, find_stragglers, link_ratio
+from scheduler.diagnosis.links import link_ratio
+from scheduler.diagnosis.stragglers import Readings, Straggler, find_stragglers
 from scheduler.records import RankStats, RankTable, Window
 from tests.unit.scheduler.diagnosis import plain_causes
 

@@ -307,3 +307,13 @@ def test_while_the_coordinator_is_heard_another_rank_is_waited_for_longer() -> N
     assert stock.next(1.0, lambda: None, lambda: 0.1, longest_s=600.0) == (0, 4)
     with pytest.raises(DeadlineError):
         stock.next(0.5, lambda: None, lambda: 0.4, longest_s=600.0)
+
+
+@pytest.mark.parametrize("batch_s", [5e-324, 1e300])
+def test_a_batch_of_no_time_or_of_all_time_is_no_error(batch_s: float) -> None:
+    queue = LeaseQueue(1 << 40, 4, 2)
+    queue.forecast(0, batch_s)
+    queue.forecast(1, 5e-324)
+    for now_s in (0.0, 1.0):
+        for rank in (0, 1):
+            assert queue.ask(rank, 0, now_s) is not Answer.END

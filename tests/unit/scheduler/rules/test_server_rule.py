@@ -20,10 +20,9 @@ from scheduler.rules.server_rule import (
     Release,
     ServerRule,
     Update,
-    damping,
-    lr_factor,
     pushers,
 )
+from scheduler.rules.weights import damping, lr_factor
 
 Vector = npt.NDArray[np.float64]
 

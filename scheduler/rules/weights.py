@@ -1,0 +1,50 @@
+"""Weights of late gradients, and of updates of few gradients: the one place of both formulas."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler.plan.plan import Plan
+
+__all__ = ["damped", "damping", "damping_scale", "lr_factor"]
+
+_Array = npt.NDArray[np.float64]
+_Number = TypeVar("_Number", float, _Array)
+
+
+def damping_scale(plan: Plan, gradients: _Number) -> _Number | float:
+    """The c of a late gradient's weight, min(1, c / (1 + s)) at staleness s.
+
+    `inverse`: 1 (DynSGD, Jiang et al. 2017). `relative`: n / x; with equally fast ranks n / x updates pass while a
+    gradient is made, so only what is staler than usual is damped. `none`: infinite.
+
+    Args:
+        plan: The plan.
+        gradients: x, the gradients of an update; n in a step of `partial` or `subgroup`, which late gradients join.
+    """
+    if plan.damping == "relative":
+        return plan.world_size / gradients
+    return 1.0 if plan.damping == "inverse" else math.inf
+
+
+def damping(plan: Plan, staleness: int, gradients: int) -> float:
+    """Weight, 0 to 1, of a gradient of that staleness in an update of `gradients` gradients."""
+    return min(1.0, damping_scale(plan, float(max(1, gradients))) / (1 + staleness))
+
+
+def damped(scale: _Array | float, staleness: _Array) -> _Array:
+    """The same of many gradients, from `damping_scale`."""
+    return np.minimum(1.0, scale / (1.0 + staleness))
+
+
+def lr_factor(plan: Plan, gradients: int) -> float:
+    """Factor on an update of x = `gradients` gradients: x / n, (1 + phi / n) / (1 + phi / x), or 1."""
+    if plan.lr_rule == "linear":
+        return gradients / plan.world_size
+    if plan.lr_rule == "noise":
+        return (1.0 + plan.noise_scale / plan.world_size) / (1.0 + plan.noise_scale / max(1, gradients))
+    return 1.0
