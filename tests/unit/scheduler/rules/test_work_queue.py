@@ -238,6 +238,7 @@ def test_every_position_once_with_any_speeds_and_ranks_that_never_ask(
     assert queue.finished
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     batch_s=st.lists(seconds, min_size=2, max_size=6),

@@ -89,6 +89,7 @@ def enters(friend: Keyring, router: Any, port: int, name: bytes) -> None:
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_crowd_at_a_socket_of_a_rank(kind: str, count: int) -> None:
@@ -106,6 +107,7 @@ def test_a_crowd_at_a_socket_of_a_rank(kind: str, count: int) -> None:
         assert made[0] > count and own.denied > count / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", ["silent", "flood"])
 def test_a_crowd_at_a_server_and_at_a_parent(kind: str, count: int) -> None:
