@@ -187,6 +187,7 @@ def promoted(
     return main.main(["promote", "--scenarios", str(scenarios)]), seen
 
 
+@pytest.mark.slow
 def test_a_first_challenger_has_to_beat_the_shipped_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,6 +30,7 @@ def _equal(one: Flow, other: Flow) -> None:
         np.testing.assert_allclose(getattr(one, item.name), getattr(other, item.name), rtol=1e-9, err_msg=item.name)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_few_and_many_agree(seed: int) -> None:

@@ -46,6 +46,7 @@ def test_ranks_of_different_speed() -> None:
     assert errors["forecast"] <= 1.03 * min(errors.values())
 
 
+@pytest.mark.slow
 def test_what_lasts_a_little_is_used() -> None:
     """An autoregression of 0.6: neither the last value nor the mean is the best forecast."""
     draw = np.random.default_rng(5)
@@ -91,6 +92,7 @@ def test_the_probability_of_being_slow() -> None:
     assert found.slow[2] > 0.9 and np.all(np.delete(found.slow, 2) < 0.1) and found.spread > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0.02, 0.3])
 def test_intervals_cover_what_they_say(size: float) -> None:
     rows = _noise(600, size=size)

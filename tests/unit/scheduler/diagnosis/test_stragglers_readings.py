@@ -68,6 +68,7 @@ def _close(found: Straggler, expected: Straggler) -> None:
     assert all(float(one) == pytest.approx(float(other), rel=0.02, abs=1.0) for one, other in pairs)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(windows(), st.sampled_from([1.05, 1.3, 2.0]), st.integers(1, 5))
 def test_the_same_ranks_are_named(window: Window, threshold: float, persistence: int) -> None:
@@ -78,6 +79,7 @@ def test_the_same_ranks_are_named(window: Window, threshold: float, persistence:
         _close(one, other)
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(windows(), st.sampled_from([1.05, 1.3]))
 def test_the_same_reports_are_slow(window: Window, threshold: float) -> None:

@@ -104,6 +104,7 @@ def test_every_mode_can_be_tried_from_every_other() -> None:
         assert np.isfinite(log_relative).all() and job.now_s == before, start.label
 
 
+@pytest.mark.slow
 def test_a_scenario_gives_rows_of_the_table() -> None:
     scenario, moments = collect_scenario(4, moments=1)
     assert len(moments) == 1 and moments[0].plans[0].mode == "sync"

@@ -89,6 +89,7 @@ def test_kendall_counts_pairs_in_order() -> None:
     assert train.kendall(frame, np.array([1.0, 2.0, 4.0, 3.0]), real) == pytest.approx(4 / 6)
 
 
+@pytest.mark.slow
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = draw(small_fit(), small_table(), tmp_path)

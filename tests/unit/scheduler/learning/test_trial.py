@@ -77,6 +77,7 @@ def _try(root: Path, seeds: range) -> tuple[int, int]:
     return warned, len(found)
 
 
+@pytest.mark.slow
 def test_edited_models_end_no_job(tmp_path: Path) -> None:
     warned, tried = _try(tmp_path, range(16))
     assert tried == 16 and warned >= 8

@@ -205,6 +205,7 @@ def test_everybody_silent_is_no_frozen_rank() -> None:
     assert run(4, lambda r, k: {"silent": 5.0} if k % 20 < 3 else {}, 200) == []
 
 
+@pytest.mark.slow
 def test_nobody_slow_stays_in_sync() -> None:
     def state(r: int, k: int) -> dict[str, float]:
         noise = random.Random(1000 * r + k)

@@ -315,6 +315,7 @@ def test_a_short_disturbance_causes_no_costly_switch() -> None:
     assert 5.0 < outcome.switches[0][0] < 8.0
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 1000), gap=st.floats(1.0, 30.0), length=st.floats(0.2, 30.0), factor=st.floats(1.5, 6.0))
 def test_any_rhythm_of_a_disturbance_costs_at_most_twice_the_better_mode(
@@ -401,6 +402,7 @@ def test_what_a_freeze_costs_is_lost_against_servers() -> None:
     assert taken is not None and taken.mode == "ps" and taken.reason.startswith("rank 3 has frozen once of late: ps(")
 
 
+@pytest.mark.slow
 def test_a_single_freeze_is_left_behind() -> None:
     """Servers for a while, as another may follow; back in `sync` when none does, at little loss."""
     sc = job((Episode(rank=1, kind="frozen", start_s=4.0, end_s=7.0),), allowed=("sync", "partial", "ps"))

@@ -137,6 +137,7 @@ def test_two_slow_ranks_are_both_left_out() -> None:
     assert "ranks 2 and 3 compute 2.0x slower since step 0" in job.changes[0][1].reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("n", "factor"), [(4, 4.0), (8, 4.0), (8, 8.0)])
 def test_rotating_straggler_goes_relaxed_stays_there_and_covers_overlaps(n: int, factor: float, seed: int) -> None:
@@ -239,6 +240,7 @@ def test_alternating_fifty_slow_and_fifty_fast_steps() -> None:
     assert len(job.changes) <= 2 * 6  # one change each way per period of 100 steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow_steps", [1, 2, 3, 4, 10, 50])
 @pytest.mark.parametrize("fast_steps", [1, 3, 8, 24, 26, 30, 50])
 def test_any_rhythm_costs_less_than_twice_the_optimum_in_hindsight(slow_steps: int, fast_steps: int) -> None:
@@ -318,6 +320,7 @@ report_times = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     rows=st.lists(report_times, min_size=1, max_size=6),

@@ -84,6 +84,7 @@ def test_the_sentence_names_both_figures() -> None:
     assert said.startswith("partial(2) was predicted 1.1x faster than sync, was 0.83x over "), said
 
 
+@pytest.mark.slow
 def test_a_plan_that_changes_nothing_is_hardly_ever_left() -> None:
     left = 0
     for seed in range(40):
@@ -299,6 +300,7 @@ def test_the_policy_leaves_a_plan_that_makes_steps_dearer() -> None:
     assert "partial did harm and waits until step" in policy.explain()
 
 
+@pytest.mark.slow
 def test_the_policy_tries_again_after_a_while_and_waits_longer_then() -> None:
     policy = CostPolicy(8, ranker=_tempted)
     taken = _run(policy, 2000, {"sync": 0.1, "partial": 0.12})

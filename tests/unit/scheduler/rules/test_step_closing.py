@@ -192,6 +192,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 5), EVENTS)
 def test_any_sequence_of_reports(world_size: int, quorum: int, events: list[Event]) -> None:

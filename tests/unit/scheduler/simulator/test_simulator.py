@@ -113,6 +113,7 @@ def closing_times_by_the_rule(sc: Scenario, quorum: int, steps: int) -> list[tup
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
@@ -208,6 +209,7 @@ def test_groups_of_the_hipc_paper() -> None:
 # ---- contention -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), pattern=st.sampled_from(("one", "several", "rotating", "bursts", "frozen")))
 def test_batches_take_as_much_work_as_there_is(seed: int, pattern: str) -> None:
@@ -273,6 +275,7 @@ def test_trace_rows_repeat() -> None:
 # ---- whole jobs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_replicas_do_not_touch_each_other() -> None:
     plans = [Plan.sync(8), Plan.partial(8, 7), Plan.partial(8, 5), Plan.ps(8, 7), Plan.local(8, steps=4)]
     sc = draw_scenario(3, network=replace(TINY, comm_bytes=10_000_000), world_size=8, pattern="bursts")

@@ -42,6 +42,7 @@ def push(made: Cluster, client: Client, step: int) -> None:
     assert client.wait(DEADLINE_S).version == step + 1
 
 
+@pytest.mark.slow
 def test_the_wire_of_servers_shows_no_key_and_no_gradient() -> None:
     with cluster(Plan.ps(1, 1), servers=2, processes=True) as made:
         taps = [Tap(each.host, each.port) for each in made.endpoints]

@@ -117,6 +117,7 @@ def test_what_is_large_does_not_get_in_before_a_key() -> None:
         dealer.close(linger=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", ["silent", "flood"])
 def test_a_crowd_at_a_server_and_at_a_parent(kind: str, count: int) -> None:

@@ -36,6 +36,7 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b) or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(ANY)
 def test_round_trip(message: Message) -> None:
@@ -63,6 +64,7 @@ def test_arbitrary_bytes(data: bytes) -> None:
     refused_or_read(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(ANY, st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=4), st.integers(-3, 3))
 def test_mutated_messages(message: Message, changes: list[tuple[int, int]], grow: int) -> None:

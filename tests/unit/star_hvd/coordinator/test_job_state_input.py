@@ -134,6 +134,7 @@ ANY = st.one_of(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(-1, 3), ANY, st.floats(0.0, 3.0)), max_size=60), st.booleans())
 def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]], auto: bool) -> None:
@@ -172,6 +173,7 @@ def test_numbers_that_no_job_has_change_nothing(message: m.Message) -> None:
     assert state_of(job.board) == before
 
 
+@pytest.mark.slow
 def test_a_rank_that_opens_loaders_and_optimizers_without_end_is_refused() -> None:
     job = relaxed_job()
     for number in range(5000):

@@ -121,6 +121,7 @@ def test_a_loss_that_is_no_number_reaches_the_guard_and_not_the_mean() -> None:
     assert board.window().losses == (2.0, math.inf, 1.0) and board.window().loss_steps == (0, 1, 2)
 
 
+@pytest.mark.slow
 def test_links_are_measured_once_at_the_start_and_heeded_only_where_communication_costs_something() -> None:
     job = Job(4)
     job.register(None)

@@ -56,6 +56,7 @@ def decide(choice: Choice, win: Window, active: Plan, now_s: float) -> Plan | No
     return choice.decide(win, active, find_stragglers(win), now_s)
 
 
+@pytest.mark.slow
 def test_what_does_not_change_is_asked_less_and_less_often() -> None:
     ranker = Counting()
     choice, active = Choice(4, Config(), HOSTS, ranker), Plan.partial(4, 3)
@@ -93,6 +94,7 @@ def test_two_slow_reports_in_a_row_are_looked_at_immediately_in_sync() -> None:
         assert not find_stragglers(begins(2)) and find_stragglers(begins(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("active", "most"), [(Plan.partial(4, 3), 18), (Plan.sync(4), 110)])
 def test_what_changes_all_the_time_is_looked_at_a_few_times_a_second(active: Plan, most: int) -> None:
     ranker = Counting()

@@ -216,6 +216,7 @@ def test_buffers_of_a_bucket_are_split_alike() -> None:
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
+@pytest.mark.slow
 def test_a_fused_step_is_that_of_the_usual_format() -> None:
     """Fused kernels pair elements by their place in memory and say nothing where the formats differ."""
     torch.manual_seed(2)

@@ -47,6 +47,7 @@ def job(seed: int, device: FakeDevice, lazy: str = "") -> DeviceWorld:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), lazy=st.sampled_from(["", "HS", "T", "S", "THS"]))
 def test_nothing_is_read_or_overwritten_too_early_in_any_order_of_threads_and_kernels(seed: int, lazy: str) -> None:

@@ -63,6 +63,7 @@ def test_no_checksums() -> None:
     assert reduced([Contribution(True, 1)] * 3).checksum_ok is None
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 64), st.data())
 def test_epochs_agree_only_when_all_are_equal(world_size: int, data: st.DataObject) -> None:
@@ -99,6 +100,7 @@ def test_means_and_what_is_not_finite() -> None:
     assert reduced([Contribution(True, 1)]).local_sqr == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 64), st.data())
 def test_the_order_of_the_sum_does_not_matter(world_size: int, data: st.DataObject) -> None:

@@ -67,6 +67,7 @@ def test_entries_that_appear_later_do_not_travel() -> None:
     assert len(row.read(mine)) == row.size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Rprop])
 def test_the_optimizers_of_torch(kind: Any) -> None:
     optimizer = kind([torch.nn.Parameter(torch.ones(3))], lr=0.1)

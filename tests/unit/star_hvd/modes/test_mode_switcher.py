@@ -181,6 +181,7 @@ def server_steps(engine: StepEngine, plan: Plan) -> ServerSteps:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "make"),
     [(Plan.subgroup(3, (0, 1), plan_id=1), child_steps), (Plan.ps(3, 1, servers=(0,), plan_id=1), server_steps)],

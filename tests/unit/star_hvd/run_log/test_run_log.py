@@ -411,6 +411,7 @@ def _page(tmp_path: Path, target: str, **metrics: float) -> tuple[str, dict[str,
         return html.unescape(write_page(log.directory, tmp_path / "page.html").read_text()), found
 
 
+@pytest.mark.slow
 def test_the_page_says_what_became_of_the_target(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     text, axes = _page(tmp_path / "a", "accuracy>=0.8", accuracy=0.83)

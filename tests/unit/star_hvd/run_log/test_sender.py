@@ -171,6 +171,7 @@ def test_without_mlflow_there_is_none(
     assert sending.starts == 0
 
 
+@pytest.mark.slow
 def test_a_child_made_by_fork_neither_holds_the_line_nor_sends(tmp_path: Path, recorder: Recorder) -> None:
     """In a process of its own, since a test's process has threads."""
     program = (

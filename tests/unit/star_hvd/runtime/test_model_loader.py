@@ -64,6 +64,7 @@ def _drive(policy: CostPolicy, active: Plan, ends: Sequence[int], n: int, slow: 
     return taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [{}, {1: 1.3}, {1: 2.0}, {1: 4.0, 2: 2.0}])
 @pytest.mark.parametrize("arrival", [40, 120])
 def test_its_arrival_changes_the_plan_once_at_most(
