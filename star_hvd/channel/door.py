@@ -3,8 +3,7 @@
 ZeroMQ accepts everybody, gives each connection memory for a message before it has shown a key, and has no limit on how
 many do so at once. The monitor of a socket tells the descriptor of every connection it accepts; here those whose
 handshake is not complete are kept in a list, and the least likely ones are shut where there are too many, or where it
-takes too long. A rank of the job that is shut by mistake connects again by itself. Until its handshake is complete a
-connection takes small segments only (`segment_filter`).
+takes too long. A rank of the job that is shut by mistake connects again by itself.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
 
-from star_hvd.channel import segment_filter
 from star_hvd.channel.options import keep_alive
 from star_hvd.threads import supervised
 
@@ -42,19 +40,17 @@ DATA_BYTES = (1 << 22) + SLACK_BYTES
 """The largest `Config.chunk_bytes`, and what is around it. Where a rank listens it takes no more than its own."""
 
 _POLL_MS = 250
-_SOON_MS = 2  # While a connection that completed its handshake has not been found in the list.
 _BATCH = 256
 _TRIM_S = 0.3
-_LOOK_S = 0.1
 _NEW_S = 0.1
 _EVENT = struct.Struct("=Hi")  # As the monitor sends it: event, and descriptor where there is one.
 _WARN_AT = 20  # Connections turned away; a few are a scan of ports, or a rank that was slow once.
 
-# In `struct tcp_info` of Linux: bytes the other side has acknowledged; sent, and sent again (both since Linux 4.19).
-_TCP_INFO_BYTES, _BYTES_ACKED, _BYTES_SENT = 216, 120, 200
-_WELCOMED_BYTES, _ADMITTED_BYTES = 234, 280
-"""Of the handshake. The server's greeting has 64 bytes, its WELCOME, for which the peer has to know the server's public
-key, 170, and the READY behind an accepted key at least 54; an ERROR behind another has 12."""
+# In `struct tcp_info` of Linux: bytes the other side has acknowledged.
+_TCP_INFO_BYTES, _BYTES_ACKED = 128, 120
+_WELCOMED_BYTES, _ADMITTED_BYTES = 234, 240
+"""Acknowledged by a peer that was let in. The server's greeting has 64 bytes, its WELCOME, for which the peer has to
+know the server's public key, 170, and the READY behind an accepted key at least 54."""
 
 
 def set_limits(sock: zmq.Socket[Any], max_bytes: int) -> None:
@@ -80,7 +76,6 @@ class DoorWatch:
     Args:
         max_pending: Connections per socket that may be in their handshake; `expect` raises it.
         handshake_s: Longest time they may take for it.
-        known: Whether a public key is of this job; the watch is the authenticator's provider of credentials.
     """
 
     _EVENTS = (
@@ -91,13 +86,7 @@ class DoorWatch:
         | zmq.EVENT_MONITOR_STOPPED
     )
 
-    def __init__(
-        self,
-        max_pending: int = MAX_PENDING,
-        handshake_s: float = HANDSHAKE_S,
-        known: Callable[[str, bytes], bool] = lambda domain, key: False,
-    ) -> None:
-        self._known = known
+    def __init__(self, max_pending: int = MAX_PENDING, handshake_s: float = HANDSHAKE_S) -> None:
         self._max_pending, self._handshake_s = max_pending, handshake_s
         self._doors: list[_Door] = []
         self._stop = threading.Event()
@@ -112,13 +101,6 @@ class DoorWatch:
     def evicted(self) -> int:
         """Connections that were shut here: too many at once, or too slow."""
         return sum(door.evicted for door in self._doors)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """The authenticator's question, before the peer has its READY: none of the data it sends then is dropped."""
-        known = self._known(domain, key)
-        for door in self._doors if known else ():
-            door.lift_welcomed()
-        return known
 
     def expect(self, peers: int) -> None:
         """So many of the job's own may come at once, at its start for example: none of them is one too many."""
@@ -166,7 +148,7 @@ class DoorWatch:
 
 
 class _Door:
-    """One socket's door; all but the counts and `lift_welcomed` belongs to its thread."""
+    """One socket's door; all but the counts belongs to its thread."""
 
     def __init__(self, monitor: zmq.Socket[Any], max_pending: int, handshake_s: float) -> None:
         self.monitor = monitor
@@ -175,7 +157,6 @@ class _Door:
         self._accepted = self._succeeded = self._disconnected = 0
         self.max_pending, self._handshake_s = max_pending, handshake_s
         self._port, self._trimmed, self._trim_at_s = -1, 0, 0.0
-        self._look_until_s = 0.0
         self._pending: dict[int, float] = {}  # Descriptor, and since when.
 
     @property
@@ -184,7 +165,7 @@ class _Door:
 
     def take_events(self) -> bool:
         """Wait for something to happen, and note all of it; False when the socket is closed."""
-        if not self.monitor.poll(_SOON_MS if time.monotonic() < self._look_until_s else _POLL_MS):
+        if not self.monitor.poll(_POLL_MS):
             return True
         now_s = time.monotonic()
         with contextlib.suppress(zmq.Again):
@@ -199,26 +180,24 @@ class _Door:
                     self._pending.pop(value, None)
                 elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._succeeded += 1
-                    self._look_until_s = now_s + _LOOK_S
                 elif event == zmq.EVENT_LISTENING:
                     self._port = int(endpoint.rsplit(b":", 1)[1])
-                    with contextlib.suppress(OSError), _lent(value) as listener:  # Not of every system.
-                        segment_filter.limit(listener)
                 else:
                     return False
         return True
 
     def sweep(self, now_s: float) -> None:
         """Shut what waits for too long, and the least likely ones where too many wait."""
-        if not self._pending:
-            return
         overdue = {d for d, since_s in self._pending.items() if now_s - since_s > self._handshake_s}
+        if not overdue and len(self._pending) <= self.max_pending:
+            return
         progress = {descriptor: self._progress(descriptor) for descriptor in self._pending}
-        self._release(d for d, done in progress.items() if done >= _ADMITTED_BYTES)
-        waiting = list(self._pending)
+        waiting = [d for d, done in progress.items() if done < _ADMITTED_BYTES]
         surplus = self._unlikely(waiting, progress, now_s)[: max(0, len(waiting) - self.max_pending)]
         for descriptor in overdue.intersection(waiting).union(surplus):
             self._shut(descriptor)
+            del self._pending[descriptor]
+        for descriptor in progress.keys() - waiting:
             del self._pending[descriptor]
 
     def _unlikely(self, waiting: list[int], progress: dict[int, int], now_s: float) -> list[int]:
@@ -248,39 +227,15 @@ class _Door:
                 ctypes.CDLL(None).malloc_trim(0)
 
     def _progress(self, descriptor: int) -> int:
-        """Bytes of the handshake that the peer has acknowledged, or all that was sent where the last message was.
-
-        As if it were let in where the connection is gone.
-        """
+        """Bytes of the handshake that the peer has acknowledged; as if it were let in where the connection is gone."""
         try:
             with _lent(descriptor) as connection:
                 if connection.getsockname()[1:] != (self._port,):  # The number is that of another file by now.
                     return _ADMITTED_BYTES
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                acknowledged = int(struct.unpack_from("<Q", info, _BYTES_ACKED)[0])
-                if len(info) < _TCP_INFO_BYTES:
-                    return acknowledged
-                sent, again = struct.unpack_from("<QQ", info, _BYTES_SENT)
-                return int(sent - again) if sent - again >= _ADMITTED_BYTES else acknowledged
+                return int(struct.unpack_from("<Q", info, _BYTES_ACKED)[0])
         except OSError:
             return _ADMITTED_BYTES
-
-    def _release(self, admitted: Iterable[int]) -> None:
-        """Those that were let in may send what they want."""
-        for descriptor in list(admitted):
-            del self._pending[descriptor]
-            self._lift(descriptor)
-
-    def lift_welcomed(self) -> None:
-        """Take data from those who wait for their READY; any thread may call it."""
-        for descriptor in list(self._pending):
-            if self._progress(descriptor) >= _WELCOMED_BYTES:
-                self._lift(descriptor)
-
-    def _lift(self, descriptor: int) -> None:
-        with contextlib.suppress(OSError), _lent(descriptor) as connection:  # Gone, or without a filter.
-            if connection.getsockname()[1:] == (self._port,):
-                segment_filter.lift(connection)
 
     def _shut(self, descriptor: int) -> None:
         with contextlib.suppress(OSError), _lent(descriptor) as connection:  # Gone in this very moment.

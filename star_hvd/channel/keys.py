@@ -193,10 +193,10 @@ class Keyring:
         self.pair, self.server_pair = KeyPair(), KeyPair()
         self.peers: list[Peer] = []
         self._known = _Known()
-        self._door = DoorWatch(known=self._known.callback)
+        self._door = DoorWatch()
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._door)
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._known)
 
     @property
     def public_key(self) -> bytes:

@@ -77,11 +77,11 @@ class Door:
     """
 
     def __init__(self, context: zmq.Context[Any], key: JobKey, host: str, port: int = 0) -> None:
-        self._watch = DoorWatch(known=key.callback)
+        self._watch = DoorWatch()
         self._watch.expect(len(key.admitted))
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback("*", credentials_provider=self._watch)
+        self._authenticator.configure_curve_callback("*", credentials_provider=key)
         self.router: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         set_limits(self.router, MAX_MESSAGE_BYTES)
         self.router.linger = 1000
