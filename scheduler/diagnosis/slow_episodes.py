@@ -7,18 +7,24 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from scheduler.diagnosis.stragglers import Straggler
 from scheduler.diagnosis.window_stats import Readings
 from scheduler.records import Window
 
-__all__ = ["CALM_REPORTS", "SlowSince"]
+__all__ = ["CALM_REPORTS", "SlowSince", "first_slow_step"]
 
 CALM_REPORTS = 12
 """Reports of its own in a row that are not slow, after which a rank is slow no more: as many as the steps without
 trouble after which a job returns to `sync`. Reports, not steps: a slow rank of a relaxed mode makes one every few."""
 
 
+def first_slow_step(straggler: Straggler, steps: Mapping[int, int]) -> int:
+    """The step since which a straggler is slow, which `SlowSince.steps` may know to be before the window."""
+    return min(straggler.since_step, steps.get(straggler.rank, straggler.since_step))
+
+
 class SlowSince:
-    """Remembers the first slow step of every rank's present episode; shown every window of a job, in order.
+    """Records the first slow step of every rank's present episode; shown every window of a job, in order.
 
     An episode ends with `CALM_REPORTS` reports that are not slow. So a rank that is slow again and again has one.
     """

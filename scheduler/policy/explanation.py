@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from scheduler.cost.cost_model import Prediction
+from scheduler.diagnosis.slow_episodes import first_slow_step
 from scheduler.diagnosis.stragglers import Readings, Straggler, find_stragglers
 from scheduler.policy.candidates import StragglerSummary
 from scheduler.records import Window
@@ -52,7 +53,7 @@ def who(
 def _together(found: Sequence[Straggler], words: str, known: Mapping[int, int]) -> str:
     """`ranks 2 and 3 compute 2.0x slower since step 12`."""
     ranks = [s.rank for s in found]
-    step = min(min(s.since_step, known.get(s.rank, s.since_step)) for s in found)
+    step = min(first_slow_step(s, known) for s in found)
     verb = "computes" if len(ranks) == 1 else "compute"
     return f"{listing(ranks)} {verb} {lower_median([s.slowdown for s in found]):.1f}x slower{words} since step {step}"
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from scheduler.diagnosis.machine import MachineStats, machine_evidence
-from scheduler.diagnosis.slow_episodes import SlowSince
+from scheduler.diagnosis.slow_episodes import SlowSince, first_slow_step
 from scheduler.diagnosis.stragglers import Straggler
 from scheduler.records import Window
 from scheduler.rules.step_closing import Close, ClosingRule
@@ -49,8 +49,7 @@ class Alerts:
     def _with_first_step(self, straggler: Straggler) -> Straggler:
         if straggler.silent or straggler.cause == "link":  # Those have no history.
             return straggler
-        step = self._slow_since.steps.get(straggler.rank, straggler.since_step)
-        return dataclasses.replace(straggler, since_step=min(step, straggler.since_step))
+        return dataclasses.replace(straggler, since_step=first_slow_step(straggler, self._slow_since.steps))
 
     def waiting(self, now_s: float | None) -> None:
         """A step waits for ranks from now on, or no more where None."""

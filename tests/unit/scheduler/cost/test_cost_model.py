@@ -217,3 +217,12 @@ def test_starvation_counts_where_it_makes_slow() -> None:
 
 def test_all_modes_have_a_prediction() -> None:
     assert {plan.mode for plan in every_mode(4)} == set(MODES)
+
+
+def test_partial_damps_late_gradients_as_the_live_job() -> None:
+    """There `relative` is `inverse`, for a step takes in the gradients of all ranks, and `none` damps nothing."""
+    slow = conditions([1.0] * 7 + [6.0])
+    inverse, relative, none = (
+        predict(Plan.partial(8, 4, damping=name), slow).drift for name in ("inverse", "relative", "none")
+    )
+    assert relative == inverse < none

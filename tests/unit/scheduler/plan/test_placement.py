@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.plan.placement import HostLoad, place_servers
+from scheduler.plan.placement import HostLoad, place_on_hosts, place_servers
 from scheduler.plan.plan import Plan
 
 MIB = 2**20
@@ -113,3 +114,18 @@ def test_whatever_the_hosts(data: list[tuple[int, float, float, bool]], state: i
 def test_bad_input_is_refused(hosts: list[HostLoad], state: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         place_servers(hosts, state)
+
+
+def test_rates_that_are_not_known_count_alike() -> None:
+    rates = [[1e9, unknown, 1e9, 1e9] for unknown in (math.nan, math.inf, 0.0)]
+    found = [
+        place_on_hosts(range(4), hosts=["a", "b", "c", "d"], slow={0}, link_bytes_per_s=rate, state_bytes=10**8)
+        for rate in rates
+    ]
+    assert found[0] == found[1] == found[2]
+    assert 0 not in found[0].servers
+
+
+def test_one_server_where_hosts_are_not_known() -> None:
+    placed = place_on_hosts(range(4), hosts=None, slow=(), link_bytes_per_s=[1e6] * 4, state_bytes=10**9)
+    assert len(placed.servers) == 1
