@@ -27,7 +27,7 @@ pytestmark = needs("lightgbm")
 
 JOB = """
 import json, logging, os, sys
-from star_hvd.runtime.model_loader import LazyRanker
+from star_hvd.runtime.model_loader import ModelLoader
 from scheduler.policy.candidates import candidates
 from scheduler.cost.conditions import Conditions
 from scheduler.plan.plan import Plan
@@ -44,7 +44,7 @@ offered = candidates(conditions, active)
 for folder in sys.argv[1:]:
     said = []
     os.environ["STAR_MODEL"] = folder
-    ranker = LazyRanker()
+    ranker = ModelLoader()
     ranker.load(300.0)
     predicted = len(ranker(offered, conditions, given, active)) == len(offered)
     print(json.dumps([folder, said, ranker.facts, predicted]), flush=True)
