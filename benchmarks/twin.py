@@ -228,8 +228,8 @@ def _align(job: Job) -> None:
     state, machines = job.state, job.state.machines
     end_s = job.mode.leave_s()
     state.now_s = end_s + machines.ring_s()
-    state.step = np.maximum(state.step, state.version.max(axis=1)) + 1
-    everybody = np.arange(state.version.size)
-    state.report(everybody)
-    state.begin(everybody, np.repeat(state.now_s, machines.n), np.repeat(state.step, machines.n))
+    state.step = np.maximum(state.step, state.batch_step.max(axis=1)) + 1
+    all_ranks = np.arange(state.batch_step.size)
+    state.report(all_ranks)
+    state.begin(all_ranks, np.repeat(state.now_s, machines.n), np.repeat(state.step, machines.n))
     job.mode = make_mode(state, [job.plan])

@@ -128,12 +128,12 @@ def _branch(job: Job, plans: Sequence[Plan]) -> Mode:
     # Only what outlives a mode is copied: servers' queues are objects.
     left_s = job.mode.leave_s()
     state = job.mode.state.take(rows_)
-    state.machines.look(state.now_s)
+    state.machines.advance_to(state.now_s)
     state.now_s = state.machines.thawed(np.repeat(left_s[:1], len(plans)))
-    state.step = np.maximum(state.step, state.version.max(axis=1)) + 1
-    everybody = np.arange(state.version.size)
-    state.report(everybody)
-    state.begin(everybody, np.repeat(state.now_s, state.machines.n), np.repeat(state.step, state.machines.n))
+    state.step = np.maximum(state.step, state.batch_step.max(axis=1)) + 1
+    all_ranks = np.arange(state.batch_step.size)
+    state.report(all_ranks)
+    state.begin(all_ranks, np.repeat(state.now_s, state.machines.n), np.repeat(state.step, state.machines.n))
     return make_mode(state, plans)
 
 

@@ -1,8 +1,7 @@
-"""An event simulator of a training job: ranks, links, servers, contention, all modes, and the live job's policies.
+"""An event simulator of training jobs: ranks, links, servers, contention, all modes, and the policies of live jobs.
 
-`job` runs a job under a policy, or many under fixed plans; `scenario` and `episodes` say what is simulated;
-`whatif` replays a logged run, whose files `reports` reads. The modes are in `rounds`, `subsets` and `servers`, the
-arithmetic of progress in `account` and `scheduler.cost.progress`.
+`job` runs one job under a policy, or many under fixed plans; `scenario` and `episodes` describe the input; `whatif`
+replays a logged run that `reports` reads. Modes: `rounds`, `subsets`, `servers`, `stream`. Progress: `account`.
 """
 
 from scheduler.simulator.arrivals import OtherJob, contention, draw_jobs, read_arrivals

@@ -1,4 +1,4 @@
-"""What the simulated training has achieved: progress, drift, and the chance to reach the target at all."""
+"""Progress of the simulated training: steps, drift, and the probability that the target accuracy is reached."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from scheduler.simulator.scenario import Scenario
 __all__ = ["Account"]
 
 _HARM = 4.0
-"""Harm of 1, that is the limit exceeded by its double all the way, leaves a chance of exp(-4), 2 %. Sync-Switch's ASP
-reached 0.90 in one of four runs and 0.915 in none."""
+"""Exponent of `reach`: harm 1 (twice the drift limit throughout) leaves a probability of exp(-4), 2 %. In Sync-Switch's
+runs ASP reached 0.90 in one of four and 0.915 in none."""
 
 _LATE_WEIGHT = 0.1
-"""Weight of drift after the early part: 5 % of BSP, then ASP, reaches the target in 6 of 8 runs; ASP first does not."""
+"""Weight of drift after the early phase. Sync-Switch: 5 % BSP, then ASP, reaches the target in 6 of 8 runs; ASP first
+does not."""
 
 
 class Account(Replicas):
-    """Adds up updates. All arrays have shape (replicas,).
+    """Accumulates updates. All arrays have shape (replicas,).
 
     Attributes:
-        progress: Part of the way to the target, 0 to 1 and beyond.
-        reached_s: When the target was reached; infinite before.
-        harm: What lowers `reach`.
+        progress: Fraction of the way to the target; may exceed 1.
+        reached_s: Time at which the target was reached; infinite before.
+        harm: Accumulated excess of drift and noise over the network's limits; lowers `reach`.
         updates: Updates made.
         gradients: Gradients in them.
-        drift: Sum over updates of their mean drift.
+        drift: Sum over updates of their mean drift, in synchronous steps.
         gain: Sum of the progress of updates, in synchronous steps.
     """
 
@@ -52,12 +53,12 @@ class Account(Replicas):
 
     @property
     def noise(self) -> Array:
-        """phi now, in gradients of one rank."""
+        """Current noise scale phi, in gradients of one rank."""
         return self._noise * (1.0 + self._growth * np.clip(self.progress, 0.0, 1.0))
 
     @property
     def reach(self) -> Array:
-        """Probability that training as done so far, and as well as possible from now on, reaches the target."""
+        """Probability of reaching the target if no further harm is done."""
         return np.exp(-_HARM * self.harm)
 
     def add(
@@ -71,16 +72,16 @@ class Account(Replicas):
         gradients: Array,
         times: Array | float = 1.0,
     ) -> None:
-        """Add an update of each replica; see `scheduler.cost.progress` for the terms.
+        """Add one update per replica; `scheduler.cost.progress` defines the terms.
 
         Args:
-            now_s: When it was done; infinite for a replica that made none.
-            length: L.
-            signal: L, less what staleness cost.
-            effective: m.
+            now_s: Completion time; infinite for a replica without an update.
+            length: L, the length of the update in synchronous steps.
+            signal: L times the mean alignment of its gradients (what is left after staleness).
+            effective: m, the effective number of gradients averaged.
             drift: Mean drift of its gradients.
             gradients: Gradients in it.
-            times: Equal updates in a row, as in a round of local steps.
+            times: Number of equal consecutive updates, as between two averagings of `local`.
         """
         made = np.isfinite(now_s) * np.asarray(times)
         noise, early = self.noise, self.progress < self._early
@@ -103,15 +104,9 @@ class Account(Replicas):
     def add_series(
         self, now_s: Array, *, length: Array, signal: Array, effective: Array, drift: Array, gradients: float
     ) -> None:
-        """Add many updates of the one replica, shape (updates,), at the noise there is before them.
+        """Add many updates of a single replica, all at the noise scale before the first. Arguments as in `add`.
 
-        Args:
-            now_s: When each was done, ascending.
-            length: L.
-            signal: L, less what staleness cost.
-            effective: m.
-            drift: Mean drift of its gradients.
-            gradients: Gradients in each.
+        `now_s` is ascending; arrays have shape (updates,); `gradients` counts those of each update.
         """
         noise = self.noise[0]
         gain = np.asarray(update_progress(length, signal, effective, noise, self.world[0], self._rho[0]))
@@ -135,15 +130,15 @@ class Account(Replicas):
         self.drift += drift.sum()
 
     def add_mean(self, now_s: Array, weights: Array, stale: Array) -> None:
-        """Add an update that is a weighted mean over ranks, of the length of a synchronous step.
+        """Add an update of length 1 that is a weighted mean of gradients.
 
         Args:
-            now_s: When it was done.
-            weights: Shape (replicas, k): of gradients, 0 for none.
-            stale: Steps they are behind, same shape; each step has length 1, so it is the drift too.
+            now_s: Completion time.
+            weights: Weights of the gradients, 0 for none, shape (replicas, k).
+            stale: Their staleness in steps, same shape; as each step has length 1 this is their drift too.
         """
         total = weights.sum(axis=1)
-        # A round without any gradient is no update.
+        # A step without any gradient is no update.
         now_s = np.where(total > 0.0, now_s, math.inf)
         total = np.maximum(total, 1e-12)
         signal = (weights * alignment(stale, self.price[:, None])).sum(axis=1) / total

@@ -1,11 +1,10 @@
-"""Jobs that come and go on shared hosts, and the contention that one of them sees of it.
+"""Other jobs on shared hosts, and the contention they cause for the simulated job.
 
-A job on a host takes a part of its processors and of its link while it runs. Both are shared fairly: what the others
-leave, and never less than an equal part. So a rank's compute time grows with the others' processor load, and its link
-shrinks with their traffic, piece by piece as jobs arrive and end.
+A job takes a share of its hosts' processors and links while it runs. Sharing is fair: the simulated job gets what the
+others leave, and at least an equal share. Contention is piecewise constant between arrivals and ends of jobs.
 
-File format (`read_arrivals`): lines of `HH:MM:SS` or of seconds, one per submission, ascending, as in lists of
-submission times of real clusters; empty lines and lines that begin with `#` are skipped. Times count from the first.
+File format (`read_arrivals`): one submission per line, `HH:MM:SS` or seconds, ascending; empty lines and lines that
+begin with `#` are skipped. Times count from the first.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from scheduler.simulator.episodes import ContentionError, Episode
 __all__ = ["OtherJob", "contention", "draw_jobs", "read_arrivals"]
 
 _LEAST = 1.02
-"""Less than 2 % is no contention."""
+"""Smaller slowdowns are not counted as contention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherJob:
-    """A job beside the one simulated.
+    """A job that shares hosts with the simulated one.
 
     Attributes:
-        start_s: When it begins, in seconds of the simulated job, below 0 for one that runs already.
-        end_s: When it ends.
-        hosts: Hosts it has workers on, numbers from 0.
-        processors: Part of each host's processors that it asks for, 0 to 1.
-        link: Part of each host's link that it asks for, 0 to 1.
+        start_s: Start, seconds since the simulated job began; negative if it was running before.
+        end_s: End.
+        hosts: Indices of the hosts it runs on.
+        processors: Share of each host's processors that it demands, 0 to 1.
+        link: Share of each host's link that it demands, 0 to 1.
     """
 
     start_s: float
@@ -47,14 +46,14 @@ class OtherJob:
     def __post_init__(self) -> None:
         shares = 0.0 <= self.processors <= 1.0 and 0.0 <= self.link <= 1.0
         if not (-math.inf < self.start_s < self.end_s and shares and all(host >= 0 for host in self.hosts)):
-            raise ContentionError(f"{self} is no job; expected start < end, hosts >= 0 and shares from 0 to 1")
+            raise ContentionError(f"{self} is invalid; expected start < end, hosts >= 0 and shares from 0 to 1")
 
 
 def read_arrivals(path: Path) -> tuple[float, ...]:
-    """Submission times in seconds since the first.
+    """Read submission times, in seconds since the first.
 
     Raises:
-        ContentionError: Missing or malformed; the message names the file and the line.
+        ContentionError: The file is missing or malformed; the message names file and line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -89,15 +88,15 @@ def draw_jobs(
     gap_s: float = 0.0,
     duration_s: float = 0.0,
 ) -> tuple[OtherJob, ...]:
-    """Draw other jobs: when they come is given or a Poisson process, where and how long is drawn.
+    """Draw other jobs with random hosts, demands and exponential durations.
 
     Args:
         rng: Source of randomness.
         hosts: Hosts of the cluster.
         horizon_s: Length of the simulated job.
-        arrivals_s: Submission times; drawn if empty.
-        gap_s: Mean gap between two submissions, a fifth of the horizon if 0.
-        duration_s: Mean length of a job, a quarter of the horizon if 0; exponential.
+        arrivals_s: Submission times; a Poisson process if empty.
+        gap_s: Mean gap between two submissions; a fifth of the horizon if 0.
+        duration_s: Mean duration; a quarter of the horizon if 0.
     """
     if hosts < 1 or not 0.0 < horizon_s < math.inf:
         raise ContentionError(f"{hosts} hosts for {horizon_s} s; expected at least 1 host and a time above 0")
@@ -126,15 +125,15 @@ def draw_jobs(
 
 
 def contention(jobs: Sequence[OtherJob], host_of_rank: Sequence[int], *, idle: float = 0.3) -> tuple[Episode, ...]:
-    """What the ranks of the simulated job see of the others.
+    """The contention that other jobs cause for the ranks of the simulated job.
 
     Args:
-        jobs: The others.
+        jobs: The other jobs.
         host_of_rank: Host of every rank.
-        idle: Part of a host's processors that the simulated job leaves unused when it is alone.
+        idle: Share of a host's processors that the simulated job leaves unused when alone, 0 to below 1.
 
     Raises:
-        ContentionError: A share that is none.
+        ContentionError: `idle` is out of range.
     """
     if not 0.0 <= idle < 1.0:
         raise ContentionError(f"idle is {idle}; expected 0 to below 1")

@@ -1,13 +1,13 @@
-"""Contention: who is disturbed, how, when and for how long; generated, or read from a file.
+"""Contention: which ranks are slowed down, how, when and for how long; generated, or read from a file.
 
 File formats (`read_contention`):
 
     JSON   {"episodes": [{"rank": 3, "kind": "compute", "start_s": 10.0, "end_s": 70.0, "factor": 4.0}, ...]}
-           `factor` is how many times slower the rank, or its link, is; left out for kind `frozen`.
+           `factor` is how many times slower the rank, or its link, is; omitted for kind `frozen`.
     JSON   {"slowdown": [[1.0, 1.0, 4.0], [1.0, 2.5, 1.0], ...]}
     CSV    first line `rank0,rank1,...`, then one line per global step
 
-The last two are the traces of the laboratory: one row per global step, one factor per rank, repeating after the last.
+The last two are the traces of the laboratory: one row per global step, one factor per rank; they repeat.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-__all__ = ["KINDS", "PATTERNS", "ContentionError", "Episode", "Rows", "generate", "read_contention", "write_episodes"]
+__all__ = ["KINDS", "PATTERNS", "ContentionError", "Episode", "Rows", "generate", "read_contention"]
 
 KINDS = ("compute", "input", "starved", "frozen", "link")
-"""`compute`, `input`: own work takes longer. `starved`: the process gets 1 / factor of a processor, so its helper
-threads are late too. `frozen`: it stands still. `link`: its network carries 1 / factor."""
+"""`compute`, `input`: a batch takes longer. `starved`: the process gets 1 / factor of a processor, so its helper
+threads are late too. `frozen`: the process is stopped. `link`: its network carries 1 / factor."""
 
-_HABIT = 0.75  # Part of the ranks that freeze which do so again and again: who did once is most likely one of them.
+_REPEAT_SHARE = 0.75  # Share of the freezing ranks that freeze many times.
 
 PATTERNS = ("none", "one", "several", "rotating", "bursts", "mixed", "frozen", "links")
 
@@ -36,19 +36,19 @@ Rows = tuple[tuple[float, ...], ...]
 
 
 class ContentionError(ValueError):
-    """Contention that cannot be simulated; the message says what was got and what was expected."""
+    """Invalid contention; the message says what was got and what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """One rank is disturbed for a while.
+    """A slowdown of one rank for a period of time.
 
     Attributes:
         rank: The rank.
         kind: One of `KINDS`.
-        start_s: Begin, seconds since the job began.
-        end_s: End; infinite for a lasting disturbance, but not of kind `frozen`.
-        factor: How many times slower, 1 or more; not used for `frozen`.
+        start_s: Start, seconds since the job began.
+        end_s: End; may be infinite, except for `frozen`.
+        factor: How many times slower, 1 or more; unused for `frozen`.
     """
 
     rank: int
@@ -61,16 +61,16 @@ class Episode:
         if self.kind not in KINDS:
             raise ContentionError(f"episode kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
         if self.rank < 0 or not 0.0 <= self.start_s < self.end_s or not 1.0 <= self.factor < math.inf:
-            raise ContentionError(f"{self} is no episode; expected rank >= 0, 0 <= start < end and factor >= 1")
+            raise ContentionError(f"{self} is invalid; expected rank >= 0, 0 <= start < end and factor >= 1")
         if self.kind == "frozen" and math.isinf(self.end_s):
-            raise ContentionError(f"{self} never ends; a frozen rank must thaw, or the job is over")
+            raise ContentionError(f"{self} has no end; a frozen rank must thaw: give a finite end_s")
 
 
 def read_contention(path: Path) -> tuple[tuple[Episode, ...], Rows]:
-    """Episodes, or rows of slowdowns per step, from a file; the other one is empty.
+    """Read episodes, or rows of slowdowns per step, from a file; the other one is returned empty.
 
     Raises:
-        ContentionError: Missing or malformed; the message names the file and what was expected.
+        ContentionError: The file is missing or malformed.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -83,16 +83,7 @@ def read_contention(path: Path) -> tuple[tuple[Episode, ...], Rows]:
         return (), _rows(document["slowdown"])
     if isinstance(document, dict) and isinstance(document.get("episodes"), list):
         return tuple(_episode(item) for item in document["episodes"]), ()
-    raise ContentionError(f'{path} has neither {{"episodes": [...]}} nor {{"slowdown": [[...], ...]}}')
-
-
-def write_episodes(path: Path, episodes: Iterable[Episode]) -> None:
-    """Write episodes in the format that `read_contention` reads; a lasting one ends after 1e9 s there."""
-    items = [
-        {"rank": e.rank, "kind": e.kind, "start_s": e.start_s, "end_s": min(e.end_s, 1e9), "factor": e.factor}
-        for e in episodes
-    ]
-    path.write_text(json.dumps({"episodes": items}, indent=1) + "\n", encoding="utf-8")
+    raise ContentionError(f'{path} has neither {{"episodes": [...]}} nor {{"slowdown": [[...], ...]}}; expected one')
 
 
 def _episode(item: Any) -> Episode:
@@ -114,16 +105,16 @@ def _episode(item: Any) -> Episode:
 def _csv_rows(text: str) -> list[list[str]]:
     lines = [line for line in csv.reader(text.splitlines()) if line]
     if not lines or [cell.strip() for cell in lines[0]] != [f"rank{index}" for index in range(len(lines[0]))]:
-        raise ContentionError(f"it starts with {lines[0] if lines else 'nothing'}; expected rank0,rank1,...")
+        raise ContentionError(f"the first line is {lines[0] if lines else 'missing'}; expected rank0,rank1,...")
     return lines[1:]
 
 
 def _rows(rows: Sequence[Any]) -> Rows:
-    """Checked rows: equally long, factors above 0."""
+    """Validate rows: equal lengths, factors above 0."""
     try:
         checked = tuple(tuple(float(value) for value in row) for row in rows)
     except (TypeError, ValueError):
-        raise ContentionError("a row of slowdowns has something that is no number; expected factors") from None
+        raise ContentionError("a row of slowdowns has a value that is not a number; expected factors") from None
     if not checked or not checked[0] or any(len(row) != len(checked[0]) for row in checked):
         raise ContentionError("rows of slowdowns are missing or of different lengths; expected one factor per rank")
     if any(not 0.0 < value < math.inf for row in checked for value in row):
@@ -142,11 +133,10 @@ def generate(
     Args:
         rng: Source of randomness.
         world_size: Ranks of the job.
-        step_s: Usual step time, the unit of short disturbances.
-        horizon_s: Expected length of the job, the unit of long ones.
-        pattern: One of `PATTERNS`; drawn if empty. `one` and `several` last from a few seconds to the whole job,
-            `rotating` moves on every few steps, `bursts` are short, independent and everywhere, `mixed` overlays
-            two patterns.
+        step_s: Usual step time, the scale of short episodes.
+        horizon_s: Expected length of the job, the scale of long ones.
+        pattern: One of `PATTERNS`; drawn if empty. `one` and `several`: from seconds to the whole job. `rotating`: one
+            rank at a time, for a few steps each. `bursts`: short and independent on all ranks. `mixed`: two patterns.
     """
     drawn = pattern or str(rng.choice(PATTERNS, p=(0.12, 0.2, 0.14, 0.12, 0.12, 0.1, 0.1, 0.1)))
     if drawn not in PATTERNS:
@@ -170,12 +160,12 @@ def generate(
 
 
 def _factor(rng: np.random.Generator, kind: str) -> float:
-    """Mostly 1.5 to 6, sometimes up to 20; links lose more, to a tenth or a hundredth."""
+    """A log-normal slowdown: mostly 1.5 to 6, at times up to 20; of links mostly 10, at times 100."""
     return float(1.0 + rng.lognormal(2.2 if kind == "link" else 0.6, 0.7))
 
 
 def _spells(rng: np.random.Generator, rank: int, kind: str, step_s: float, horizon_s: float) -> list[Episode]:
-    """Disturbed and undisturbed periods of one rank, of log-uniform length between ten steps and twice the job."""
+    """Alternate slow and normal periods of one rank; mean length log-uniform from ten steps to twice the job."""
     spells: list[Episode] = []
     now_s = float(rng.choice((0.0, rng.uniform(0.0, 0.5 * horizon_s))))
     length_s = math.exp(rng.uniform(math.log(10.0 * step_s), math.log(2.0 * horizon_s)))
@@ -190,7 +180,7 @@ def _spells(rng: np.random.Generator, rank: int, kind: str, step_s: float, horiz
 
 
 def _rotating(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
-    """One rank at a time, moving on after a few steps: what STAR's logs show, at 3.4 steps."""
+    """One slow rank at a time, another one every few steps; STAR's logs show 3.4 steps."""
     factor, turn_s = _factor(rng, "compute"), step_s * float(rng.uniform(3.0, 40.0))
     count = min(2000, int(1.5 * horizon_s / turn_s) + 1)
     ranks = rng.integers(0, n, size=count)
@@ -201,7 +191,7 @@ def _rotating(rng: np.random.Generator, n: int, step_s: float, horizon_s: float)
 
 
 def _bursts(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
-    """Every rank now and then, independently, for a few steps."""
+    """Short independent episodes on every rank, a few steps each."""
     share, length_s = float(rng.uniform(0.02, 0.2)), step_s * float(rng.uniform(2.0, 15.0))
     each = min(200, max(1, int(1.5 * horizon_s * share / length_s)))
     episodes = []
@@ -218,13 +208,13 @@ def _bursts(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -
 
 
 def _frozen(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
-    """One or two ranks that stand still: mostly again and again, sometimes only a few times, or once."""
+    """One or two ranks that freeze: `_REPEAT_SHARE` of them many times, the others one to three times."""
     episodes: list[Episode] = []
     for rank in rng.choice(n, size=min(n, int(rng.integers(1, 3))), replace=False):
         pause_s = max(1.0, step_s * float(rng.uniform(5.0, 60.0)))
         every_s = pause_s * float(rng.uniform(2.0, 12.0))
         now_s = every_s * float(rng.uniform(0.1, 1.0))
-        most = 400 if rng.random() < _HABIT else int(rng.integers(1, 4))
+        most = 400 if rng.random() < _REPEAT_SHARE else int(rng.integers(1, 4))
         for _ in range(most):
             if now_s >= 1.5 * horizon_s:
                 break

@@ -1,9 +1,9 @@
-"""One simulated job under a policy, or many under fixed plans, to the target.
+"""One simulated job under a policy, or many under fixed plans, until the target is reached.
 
-The policy is the one of the live job: `decide(window, active)` gives a plan or None. A plan is taken up one step after
-it was decided; among modes of collectives that costs `switch_s`, to servers and away from them `handover_s`, and on the
-way back into the rounds the state moves once the batches in hand are done. A policy with a method
-`observe(plan, updates, gain, drift)` is told what training achieved, as loss decrease.
+The policy is a live job's: `decide(window, active)` returns a plan or None. A plan becomes active one step after the
+decision. A switch costs `switch_s` between modes of collectives and `handover_s` to or from servers; a switch from
+another family than `rounds` also waits for the current batches and transfers the state. A policy that has a method
+`observe(plan, updates, gain, drift)` receives the progress made, as a live job estimates it from the loss.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from scheduler.stats import lower_median
 __all__ = ["Job", "Outcome", "Policy", "make_mode", "mean_times_s", "run_plans", "vectorised"]
 
 _STATE_COPIES = 3.0
-"""Parameters and two moments are fetched by ranks that rejoin the others, or that leave servers."""
+"""Parameters and two moments: what ranks fetch when they rejoin the others or leave servers."""
 
 _SILENT_S, _SILENT_STEPS = 1.2, 12.0
-"""A step as long as that gives the coordinator time to decide while it lasts."""
+"""Seconds and usual step times after which the coordinator decides while a step is still open."""
 
 _LOSSES = 256
 _LOSS, _LOSS_NOISE = (0.2, 2.1, 3.0), 0.08
-"""From 2.3 (ten classes, nothing learned) to 0.3 at the target, with 8 % of noise: what the digits task shows."""
+"""Loss from 2.3 (ten classes, untrained) to 0.3 at the target, with 8 % noise: measured on the digits task."""
 
 _UPDATES = 60.0
-"""A job ends without its target after as many times the updates that synchronous steps would take, per gradient."""
+"""A job stops short of its target after this many times the gradients that synchronous steps would take."""
 
 
 class Policy(Protocol):
-    """What decides, in a live job and here."""
+    """The interface of a policy that a simulated job calls."""
 
     def decide(self, window: Window, active: Plan) -> Plan | None:
-        """The plan to switch to, None to keep the active one."""
+        """Return the plan to switch to, None to keep the active one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a job ended.
+    """Result of a simulated job.
 
     Attributes:
         label: Name of the plan, or of the policy.
-        time_s: To the target; infinite where it was not reached in time.
-        reach: Probability that the target's accuracy is reached at all, under the noise and drift there was.
+        time_s: Time to the target; infinite if it was not reached before the limit.
+        reach: Probability that the target accuracy is reached at all, given noise and drift.
         updates: Updates made.
         step_s: Mean time between updates.
         efficiency: Mean progress of an update, in synchronous steps.
         drift: Mean drift of updates.
-        switches: Changes of plan as (time in seconds, label, reason).
+        switches: Switches of plans as (time in seconds, label, reason).
     """
 
     label: str
@@ -78,18 +78,18 @@ class Outcome:
     switches: tuple[tuple[float, str, str], ...] = ()
 
     def expected_s(self, again_s: float) -> float:
-        """Expected time to the target where a job that misses it is run again in a way that takes `again_s`."""
+        """Expected time to the target, where a job that misses it is repeated at a cost of `again_s`."""
         return self.time_s + (1.0 - self.reach) * again_s
 
 
 def vectorised(plan: Plan) -> bool:
-    """Whether many replicas of the plan advance together; else each runs by itself."""
+    """Whether many replicas of the plan can be simulated together in arrays."""
     fixed = not streams(plan) and plan.rule in ("x", "backup") and not plan.parents and plan.guard == "none"
     return plan.mode in ("sync", "partial", "subgroup", "local") or (plan.mode == "ps" and fixed)
 
 
 def make_mode(state: State, plans: Sequence[Plan]) -> Mode:
-    """The mode of these plans, one per replica, all of one kind.
+    """Create the mode of these plans, one per replica, all of one kind.
 
     Raises:
         ValueError: Plans of different kinds.
@@ -111,15 +111,15 @@ def _kind(plan: Plan) -> type[Mode]:
 
 
 def mean_times_s(scenario: Scenario) -> list[float]:
-    """Mean time of a gradient of every rank over the expected length of the job, contention included, seconds."""
+    """Mean seconds per gradient of every rank over the expected length of the job, with contention."""
     network, n = scenario.network, scenario.world_size
     horizon_s = 1.5 * network.target_steps * network.compute_s
     speed = np.ones((200, n))
     at_s = (np.arange(200) + 0.5) / 200 * horizon_s
     for e in scenario.episodes:
-        inside = (at_s >= e.start_s) & (at_s < e.end_s)
+        active = (at_s >= e.start_s) & (at_s < e.end_s)
         if e.kind != "link":
-            speed[inside, e.rank] *= 0.0 if e.kind == "frozen" else 1.0 / e.factor
+            speed[active, e.rank] *= 0.0 if e.kind == "frozen" else 1.0 / e.factor
     for row in scenario.rows[:1000]:
         speed = np.concatenate([speed, 1.0 / np.asarray(row)[None, :n]])
     if scenario.rows:
@@ -132,9 +132,9 @@ class Job:
     """One job under a policy.
 
     Args:
-        scenario: What is simulated.
+        scenario: The job to simulate.
         plan: The first plan; `sync` if None.
-        policy: Who decides; nobody if None.
+        policy: The policy; without one the plan never changes.
         every_steps: Steps between two decisions.
     """
 
@@ -143,7 +143,7 @@ class Job:
     ) -> None:
         self.scenario, self.policy, self.every_steps = scenario, policy, every_steps
         self.state = State(Machines([scenario]), Account([scenario]))
-        self.state.machines.look(self.state.now_s)
+        self.state.machines.advance_to(self.state.now_s)
         usual = [scenario.network.compute_s * relative for relative in scenario.cluster.relative_s]
         self.plan = with_groups(plan or Plan.sync(scenario.world_size), usual)
         self.mode = make_mode(self.state, [self.plan])
@@ -151,7 +151,7 @@ class Job:
         self.steps = 0
         self._pending: Plan | None = None
         self._left_s: dict[tuple[int, ...], float] = {}  # When a plan with that process set ended.
-        self._told = (0.0, 0.0, 0.0)
+        self._observed = (0.0, 0.0, 0.0)
         self._frozen = sorted(
             (e.start_s, e.end_s, e.rank) for e in scenario.episodes if e.kind == "frozen"
         )
@@ -169,7 +169,7 @@ class Job:
         return bool(np.isfinite(self.state.account.reached_s[0]))
 
     def run(self, *, label: str = "", limit_s: float = math.inf) -> Outcome:
-        """To the target, or until `limit_s` or too many updates have passed."""
+        """Run to the target, to `limit_s`, or to the largest number of gradients."""
         network = self.scenario.network
         most = _UPDATES * network.target_steps * self.scenario.world_size
         while not self.reached and self.now_s < limit_s and float(self.state.account.gradients[0]) < most:
@@ -177,7 +177,7 @@ class Job:
         return self.outcome(label)
 
     def advance(self, steps: int = 1) -> None:
-        """Go on by some updates, deciding on the way."""
+        """Advance by some updates, with the decisions due in them."""
         for _ in range(steps):
             if self._pending is not None:
                 self._switch(self._pending)
@@ -192,18 +192,18 @@ class Job:
             if self.now_s - before_s > max(_SILENT_S, _SILENT_STEPS * usual_s):
                 self._decide(self._silences(before_s))
             if self._pending is None and self.steps % self.every_steps == 0:
-                self._tell()
+                self._observe()
                 self._decide({})
 
     def outcome(self, label: str = "") -> Outcome:
-        """What there is so far."""
+        """The result so far."""
         return _outcome(self.state, 0, label or self.plan.label, tuple(self.switches))
 
     def window(self, silent_s: dict[int, float] | None = None) -> Window:
-        """What the coordinator would know now. Links and noise are measured with an error of a few percent."""
+        """The window the coordinator would see now, with measurement errors of links (3 %) and noise scale (20 %)."""
         state, scenario = self.state, self.scenario
         machines = state.machines
-        machines.look(state.now_s)
+        machines.advance_to(state.now_s)
         noise, links = self._errors()
         known = np.minimum(state.reported[0], HISTORY)
         silent = {rank: self.now_s - start for start, end, rank in self._frozen if start < self.now_s < end}
@@ -240,10 +240,8 @@ class Job:
             now_s=self.now_s,
         )
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
-
     def _errors(self) -> tuple[float, Array]:
-        """Errors of the measured noise scale and link rates, slowly changing, of unit variance."""
+        """Measurement errors of noise scale and link rates: autocorrelated, of unit variance."""
         noise, links = self._measured
         keep, new = 0.9, math.sqrt(1.0 - 0.9 * 0.9)
         noise = keep * noise + new * float(self._rng.standard_normal())
@@ -252,13 +250,13 @@ class Job:
         return noise, links
 
     def _note_loss(self) -> None:
-        """A training loss as users report it: falling with progress, noisy by the batch it is taken on."""
+        """Record a training loss as a user would report it: it falls with progress and has a batch's noise."""
         loss = _LOSS[0] + _LOSS[1] * math.exp(-_LOSS[2] * float(self.state.account.progress[0]))
         loss *= 1.0 + _LOSS_NOISE * float(self._loss_rng.standard_normal())
         self._losses.append((int(self.state.step[0]), loss))
 
     def _silences(self, since_s: float) -> dict[int, float]:
-        """Ranks that stood still during the last step, and for how long."""
+        """Ranks that were frozen during the last step, and for how many seconds."""
         found: dict[int, float] = {}
         for start, end, rank in self._frozen:
             silent_s = min(end, self.now_s) - max(start, since_s)
@@ -272,15 +270,15 @@ class Job:
         if plan is not None:
             self._pending = plan
 
-    def _tell(self) -> None:
-        """Tell the policy what training achieved, with 10 % of noise: that is what a loss curve tells."""
+    def _observe(self) -> None:
+        """Pass the progress made to the policy, with 10 % noise: the precision of a loss curve."""
         observe = getattr(self.policy, "observe", None)
         account = self.state.account
         total = (float(account.updates[0]), float(account.gain[0]), float(account.drift[0]))
-        updates, gain, drift = (new - old for new, old in zip(total, self._told, strict=True))
+        updates, gain, drift = (new - old for new, old in zip(total, self._observed, strict=True))
         if observe is None or updates < 1.0:
             return
-        self._told = total
+        self._observed = total
         noisy = gain * (1.0 + 0.1 * float(self._rng.standard_normal()))
         observe(self.plan, updates, noisy, drift / updates)
 
@@ -305,24 +303,24 @@ class Job:
 
 
 def _switched(state: State, mode: Mode, before: Plan, plan: Plan, sets_s: float) -> Mode:
-    """The mode of `plan`, once the state is where it has to be and the process sets are made."""
+    """Switch to `plan`: wait for batches, transfer the state, make process sets; returns the new mode."""
     machines = state.machines
     if isinstance(mode, Rounds) and plan.mode in ("sync", "partial"):
         mode.set_plans([plan] * machines.replicas)
         state.now_s = state.now_s + machines.switch_s
         return mode
-    machines.look(np.maximum(state.now_s, 0.0))
-    # Rounds end with equal replicas, so nothing is waited for there, and nothing moves.
+    machines.advance_to(np.maximum(state.now_s, 0.0))
+    # Replicas are equal at the end of every step of Rounds: no wait, no transfer.
     end_s = machines.thawed(state.now_s if isinstance(mode, Rounds) else mode.leave_s())
     served = bool({before.family, plan.family} & {"ps", "grouped"}) and before.family != plan.family
     cost_s = machines.handover_s if served else machines.switch_s
     if before.family != "rounds" and before.family != plan.family:
         cost_s = cost_s + _STATE_COPIES * machines.bytes / machines.rate.min(axis=1)
     state.now_s = end_s + cost_s + sets_s
-    state.step = np.maximum(state.step, state.version.max(axis=1)) + 1
-    everybody = np.arange(state.version.size)
-    state.report(everybody)
-    state.begin(everybody, np.repeat(state.now_s, machines.n), np.repeat(state.step, machines.n))
+    state.step = np.maximum(state.step, state.batch_step.max(axis=1)) + 1
+    all_ranks = np.arange(state.batch_step.size)
+    state.report(all_ranks)
+    state.begin(all_ranks, np.repeat(state.now_s, machines.n), np.repeat(state.step, machines.n))
     return make_mode(state, [plan] * machines.replicas)
 
 
@@ -344,16 +342,15 @@ def _outcome(
 
 
 def run_plans(scenarios: Sequence[Scenario], plans: Sequence[Plan], *, limit_s: float = math.inf) -> list[Outcome]:
-    """Run one job per (scenario, plan) to its target, those of one kind together.
+    """Run one job per (scenario, plan) to its target; jobs of one kind run together in arrays.
 
     Args:
-        scenarios: One per job, of equal world size; give the same object where it is the same scenario.
-        plans: One per job.
+        scenarios: One per job, of equal world size; equal scenarios should be the same object.
+        plans: One per job. Groups that a plan leaves open are formed from the mean times of the whole job (hindsight).
         limit_s: Time after which a job ends without its target.
 
     Returns:
-        Outcomes in the order of the jobs. Groups that a plan leaves open are formed by the mean times of the whole
-        job: a fixed plan is given what only hindsight knows.
+        Outcomes in the order of the jobs.
     """
     found: dict[int, Outcome] = {}
     kinds: dict[type[Mode], list[int]] = {}
@@ -375,7 +372,7 @@ def _run_together(
 ) -> dict[int, Outcome]:
     chosen = [scenarios[index] for index in jobs]
     state = State(Machines(chosen), Account(chosen))
-    state.machines.look(state.now_s)
+    state.machines.advance_to(state.now_s)
     mode = make_mode(state, [plans[index] for index in jobs])
     most = np.array([_UPDATES * s.network.target_steps * s.world_size for s in chosen])
     left: Ints = np.arange(len(jobs))

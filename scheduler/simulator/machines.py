@@ -1,8 +1,8 @@
-"""Ranks, links and contention as arrays over replicas: when a batch begun now will end.
+"""Ranks, links and contention as arrays over replicas; computes when each batch ends.
 
-A replica is one simulated job; all replicas of one `Machines` have the same number of ranks and advance together. The
-first axis of every array is the replica. Contention is piecewise constant in time and integrated exactly: a batch
-during which its rank freezes ends after the thaw.
+A replica is one simulated job; all replicas of one `Machines` have equally many ranks and advance together. The first
+axis of every array is the replica. Contention is piecewise constant in time and integrated exactly: a batch during
+which its rank freezes ends after the thaw.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _Pieces: TypeAlias = Sequence[Sequence[Sequence[tuple[float, float]]]]
 Self = TypeVar("Self", bound="Replicas")
 
 _PERIOD = 512
-"""Jitter repeats after as many batches of a rank. All replicas of a scenario have the same, so that modes compared
-differ by the mode and not by luck."""
+"""Batches of a rank after which jitter repeats. Replicas of a scenario share it, so that modes are compared under the
+same jitter."""
 
 
 class Replicas:
-    """Something whose arrays have the replicas as first axis, but for those named in `shared`."""
+    """Base of objects whose arrays have the replicas as first axis, except those named in `shared`."""
 
     shared: frozenset[str] = frozenset()
 
     def take(self: Self, rows: Ints) -> Self:
-        """A copy with these replicas, which may repeat: how a job is forked."""
+        """Copy with these replicas, which may repeat: forks a job."""
         other = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, np.ndarray) and name not in self.shared:
@@ -49,13 +49,13 @@ class Replicas:
 
 
 class Machines(Replicas):
-    """The ranks' batches and links.
+    """Batches and links of the ranks.
 
     Args:
         scenarios: One per replica, of equal world size. Replicas of the same object share its tables.
 
     Attributes:
-        start_s: Begin of the batch every rank is on, shape (replicas, ranks).
+        start_s: Start of every rank's current batch, shape (replicas, ranks).
         finish_s: Its end.
         count: Batches begun.
 
@@ -112,7 +112,7 @@ class Machines(Replicas):
         links = [[_pieces(own, _link_factor) for own in _by_rank(s, self.n)] for s in scenarios]
         starved = [[_pieces(own, _starved_factor) for own in _by_rank(s, self.n)] for s in scenarios]
         rates = [np.asarray(s.cluster.link_bytes_per_s) for s in scenarios]
-        # Links and starvation change at the same edges: one table of status, three values each.
+        # Links, starvation and input change at the same edges: one status table with three values.
         fed = [[_pieces(own, _input_factor) for own in _by_rank(s, self.n)] for s in scenarios]
         self._status_edges, self._link, self._starved, self._fed = _merge(links, starved, fed, rates)
         steps = max((len(s.rows) for s in scenarios), default=0)
@@ -124,18 +124,18 @@ class Machines(Replicas):
 
     @property
     def replicas(self) -> int:
-        """Simulated jobs in it."""
+        """Number of simulated jobs."""
         return len(self.source)
 
     # ---- batches ----------------------------------------------------------------------------------------------------
 
-    def begin(self, where: Ints, start_s: Array, version: Ints) -> None:
-        """Begin a batch of each of these ranks.
+    def begin(self, where: Ints, start_s: Array, step: Ints) -> None:
+        """Begin a batch on each of these ranks.
 
         Args:
-            where: replica * n + rank, shape (k,), each once.
-            start_s: Begin, not before the rank's last end, shape (k,).
-            version: Global step of its parameters, shape (k,): rows of a trace are per step.
+            where: Unique indices replica * n + rank, shape (k,).
+            start_s: Start, not before the end of the rank's last batch, shape (k,).
+            step: Global step of each, shape (k,); selects the row of a trace.
         """
         row, rank = np.divmod(where, self.n)
         source = self.source[row]
@@ -144,7 +144,7 @@ class Machines(Replicas):
         count[where] = done + 1
         work_s = self._base_s[source, rank] * self._jitter[source, done % _PERIOD, rank]
         if self._rows.size:
-            work_s *= self._rows[source, version % self._row_steps[row], rank]
+            work_s *= self._rows[source, step % self._row_steps[row], rank]
         finish_s = start_s + work_s * self._factor.reshape(-1)[where]
         over = np.flatnonzero(finish_s > self._until_s.reshape(-1)[where])
         if len(over):
@@ -153,7 +153,7 @@ class Machines(Replicas):
         self.finish_s.reshape(-1)[where] = finish_s
 
     def _across(self, where: Ints, source: Ints, rank: Ints, start_s: Array, work_s: Array) -> Array:
-        """Ends of batches that run into another piece of their rank's contention."""
+        """Ends of batches that span several pieces of their rank's contention."""
         segment = self._segment.reshape(-1)[where]
         now_s, left_s, finish_s = start_s.copy(), work_s.copy(), np.full(len(where), np.nan)
         todo = np.arange(len(where))
@@ -175,12 +175,12 @@ class Machines(Replicas):
 
     @property
     def duration_s(self) -> Array:
-        """Compute time of the batch every rank is on, shape (replicas, ranks)."""
+        """Compute time of every rank's current batch, shape (replicas, ranks)."""
         return self.finish_s - self.start_s
 
     @property
     def fastest_s(self) -> float:
-        """A time that no batch of any rank is shorter than."""
+        """A lower bound of the compute time of any batch."""
         shortest = self._base_s.min(axis=1) * self._jitter.min(axis=(1, 2))
         return float(shortest.min()) * (float(self._rows.min()) if self._rows.size else 1.0)
 
@@ -191,10 +191,10 @@ class Machines(Replicas):
 
     # ---- links and processes ----------------------------------------------------------------------------------------
 
-    def look(self, now_s: Array) -> None:
-        """Bring `rate` (bytes/s), `starved` and `fed` (factors) and `thaw_s` to a time, never back.
+    def advance_to(self, now_s: Array) -> None:
+        """Update `rate` (bytes/s), `starved` and `fed` (slowdowns) and `thaw_s` to a time, which never goes back.
 
-        `starved` is infinite for a frozen rank; `fed` is the factor of an input that is late.
+        `starved` is infinite for a frozen rank; `fed` is the slowdown by late input.
         """
         if bool((now_s < self._change_s).all()):
             return
@@ -212,9 +212,9 @@ class Machines(Replicas):
         self._change_s = end_s.min(axis=1)
 
     def thawed(self, now_s: Array) -> Array:
-        """The first time, from `now_s` on, at which no rank is frozen: what every collective waits for."""
+        """First time from `now_s` on at which no rank is frozen: a collective needs every process."""
         for _ in range(64):
-            self.look(now_s)
+            self.advance_to(now_s)
             later = np.maximum(now_s, self.thaw_s.max(axis=1))
             if bool((later == now_s).all()):
                 break
@@ -222,7 +222,7 @@ class Machines(Replicas):
         return now_s
 
     def ring_s(self, members: Flags | None = None) -> Array:
-        """What an all-reduce takes that computing does not hide, by the links at the last `look`."""
+        """Exposed time of a ring all-reduce at the link rates of the last `advance_to`."""
         if members is None:
             count, rate = np.full(self.replicas, float(self.n)), self.rate.min(axis=1)
         else:
@@ -234,7 +234,7 @@ class Machines(Replicas):
         return total_s
 
     def averaging_s(self) -> Array:
-        """What it takes to average parameters and momentum over all ranks, which nothing hides."""
+        """Time to average parameters and momentum over all ranks; no computing hides it."""
         if self.n < 2:
             return np.zeros(self.replicas)
         wire_s = 2.0 * (self.n - 1.0) / self.n * self.bytes / self.rate.min(axis=1)
@@ -242,7 +242,7 @@ class Machines(Replicas):
         return total_s
 
     def helper_delay_s(self, missing: Flags) -> Array:
-        """How long a collective waits for the helpers of missing ranks that are starved: half a pause."""
+        """Time a collective waits for helpers of missing, starved ranks: half a pause, times the share without CPU."""
         stopped = np.where(missing & np.isfinite(self.starved), 1.0 - 1.0 / self.starved, 0.0)
         delay_s: Array = 0.5 * self.pause_s * stopped.max(axis=1)
         return delay_s
@@ -279,7 +279,7 @@ def _by_rank(scenario: Scenario, n: int) -> list[list[Episode]]:
 
 
 def _pieces(episodes: Sequence[Episode], factor: Callable[[Sequence[Episode]], float]) -> list[tuple[float, float]]:
-    """(begin, factor) of every piece of time, from 0 on; episodes may overlap."""
+    """(start, factor) of every piece of time, from 0 on; episodes may overlap."""
     times = sorted({0.0, *(e.start_s for e in episodes), *(e.end_s for e in episodes if math.isfinite(e.end_s))})
     ordered = sorted(episodes, key=lambda e: e.start_s)
     pieces: list[tuple[float, float]] = []
@@ -309,7 +309,7 @@ def _stack(pieces: _Pieces) -> tuple[Array, Array]:
 def _merge(
     links: _Pieces, starved: _Pieces, fed: _Pieces, rates: Sequence[Array]
 ) -> tuple[Array, Array, Array, Array]:
-    """Status tables; pieces in which no value changes are joined, so that looking is mostly a comparison."""
+    """Status tables; adjacent pieces of equal values are joined, so that `advance_to` is mostly a comparison."""
     together: list[list[list[tuple[float, tuple[float, ...]]]]] = []
     for ranks in zip(links, starved, fed, strict=True):
         joined = []

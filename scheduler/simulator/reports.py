@@ -1,7 +1,7 @@
 """Step reports of a logged run, as rows for a replay.
 
-Input are files with one JSON object per line: `rank`, `step`, `compute_s` and, where known, `wait_s`, `late` and
-`time_s`. Lines of another `kind` than `step` are skipped.
+Input: files with one JSON object per line, with `rank`, `step`, `compute_s` and optionally `wait_s`, `late` and
+`time_s`. Lines whose `kind` is not `step` are skipped.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reports:
-    """Rows of a run: one for every global step that some rank reported.
+    """Reports of a run, one row per global step that some rank reported.
 
     Attributes:
-        steps: Global step of every row, ascending. Servers update without a report of that step: there are gaps.
-        own_steps: Most reports that a rank made of the row's step; above 1 between two averagings of `local`.
-        compute_s: Shape (n_rows, n_ranks). Where a rank did not report (it was late), its last time is put in; where it
-            did several times, their mean.
-        wait_s: Same shape; NaN where unknown, and where the gradient was late: that one waited for nothing.
-        seconds: From the beginning of the first step to the end of the last one, NaN where unknown.
+        steps: Global step of every row, ascending; with gaps, as servers make updates that no rank reports.
+        own_steps: Most reports of one rank for the row's step; above 1 between two averagings of `local`.
+        compute_s: Shape (n_rows, n_ranks): mean of a rank's reports, its last value where it made none (it was late).
+        wait_s: Same shape; NaN where unknown, and for late gradients, which do not wait.
+        seconds: From the start of the first step to the end of the last one; NaN where unknown.
     """
 
     steps: npt.NDArray[np.int64]
@@ -53,10 +52,10 @@ class _Report:
 
 
 def read_reports(paths: Iterable[Path]) -> Reports:
-    """Read JSONL files, one or all ranks per file; steps before all ranks have reported once are left out.
+    """Read JSONL files, one or all ranks per file; steps before every rank has reported once are skipped.
 
     Raises:
-        ValueError: No reports, a line that is none, or a rank that never reported.
+        ValueError: No reports, a malformed one, or a rank without reports.
     """
     by_step: dict[int, dict[int, list[_Report]]] = {}
     ranks: set[int] = set()

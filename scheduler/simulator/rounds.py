@@ -1,8 +1,8 @@
 """`sync` and `partial(m)`, many replicas at once, with the closing rule of the live job.
 
-The rule is `scheduler.rules.step_closing.ClosingRule` in arrays: quorum, then a grace for ranks that work on this very
-step, are not known to be slow and should arrive in time. Only what happens from the quorum on is taken event by event;
-before it nothing can be decided. A test drives both with the same batches and compares every closing time.
+The rule is `scheduler.rules.step_closing.ClosingRule` in arrays: a quorum, then a grace for ranks that work on this
+step, are not slow and should arrive in time. Events are simulated one by one from the quorum on only. A test drives
+both implementations with the same batches and compares every closing time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RECENT, _OFFSETS = 5, 64  # As there.
 
 
 class Rounds(StepMode):
-    """All ranks reduce together; a step waits for `quorum` of them, or, where that is all, for all.
+    """All ranks reduce together; a step waits for `quorum` of them.
 
     Args:
         state: The job.
@@ -32,12 +32,12 @@ class Rounds(StepMode):
 
     Attributes:
         closed_s: When the last step was closed, before its communication.
-        left_out: Ranks that the last step did without.
+        left_out: Ranks whose gradients the last step closed without.
     """
 
     def __init__(self, state: State, plans: Sequence[Plan]) -> None:
         super().__init__(state, plans)
-        shape = state.version.shape
+        shape = state.batch_step.shape
         self.recent = np.full((*shape, _RECENT), math.inf)
         self.seen = np.zeros(shape, dtype=np.int64)
         self.usual = np.full(shape, math.nan)
@@ -46,17 +46,17 @@ class Rounds(StepMode):
         self.closed_s = state.now_s.copy()
         self.left_out = np.zeros(shape, dtype=np.bool_)
         self.late = np.full(shape, -1, dtype=np.int64)  # Staleness of a gradient to fold into this step.
-        state.step = np.maximum(state.step, state.version.max(axis=1))
+        state.step = np.maximum(state.step, state.batch_step.max(axis=1))
         self.set_plans(plans)
 
     def set_plans(self, plans: Sequence[Plan]) -> None:
-        """Go on under other plans of the same family, with everybody where they are."""
+        """Continue under other plans of the same family; batches go on."""
         self.quorum = np.array([plan.quorum for plan in plans])
         self.strict = self.quorum == self.state.machines.n
 
     def step(self) -> None:
         state, machines = self.state, self.state.machines
-        fresh = state.version == state.step[:, None]
+        fresh = state.batch_step == state.step[:, None]
         if self.strict.all() and fresh.all():
             close_s, arrived = machines.finish_s.max(axis=1), fresh
             where = np.arange(fresh.size)
@@ -65,11 +65,11 @@ class Rounds(StepMode):
         else:
             close_s, arrived = self._close(fresh)
         self.closed_s, self.left_out = close_s, ~arrived
-        machines.look(close_s)
+        machines.advance_to(close_s)
         end_s = machines.thawed(close_s)
         end_s = end_s + machines.ring_s() + machines.helper_delay_s(~arrived)
         stale = np.where(arrived, 0, self.late).astype(np.float64)
-        # A rank that came late and then in time gives both: its late gradient is folded into the fresh one.
+        # A rank that ended a late batch and then a fresh one in time contributes both: the late one is folded in.
         both = arrived & (self.late > 0)
         weights = self.weights(np.maximum(stale, 0.0), arrived | (self.late > 0))
         if both.any():
@@ -87,7 +87,7 @@ class Rounds(StepMode):
     # ---- the closing rule -------------------------------------------------------------------------------------------
 
     def _close(self, fresh: Flags) -> tuple[Array, Flags]:
-        """When the step closes, and who is in it; ranks that end a late batch before that join it."""
+        """When the step closes, and its ranks; ranks that end a late batch before that join it."""
         together = fresh.copy()
         arrive_s = np.where(fresh, self.state.machines.finish_s, math.inf)
         quorum_s = self._quorum(fresh, arrive_s)
@@ -95,11 +95,11 @@ class Rounds(StepMode):
         self._arrived(arrived)
         close_s = quorum_s.copy()
         open_ = ~arrived.all(axis=1) & (arrived.sum(axis=1) >= self.quorum)
-        # The rule learns from the first arrival when those began that were ready for the last step.
+        # At the first arrival the rule learns the start time of all ranks that were ready for the last step.
         rows, start_s = np.arange(len(close_s)), self.state.machines.start_s
         first_s = start_s[rows, arrive_s.argmin(axis=1)]
         began_s = np.where(together, first_s[:, None], start_s)
-        # Offsets change at the end of a step only.
+        # Offsets change only at the end of a step.
         offset_s = self._offset_s()
         while open_.any():
             limit_s = quorum_s + self._grace_s(offset_s)
@@ -123,7 +123,7 @@ class Rounds(StepMode):
         return close_s, arrived
 
     def _quorum(self, fresh: Flags, arrive_s: Array) -> Array:
-        """When the quorum is there. Ranks that end a late batch before that join, one after the other."""
+        """Time of the quorum. Ranks that end a late batch before that join, one after the other."""
         rows = np.arange(len(self.quorum))
         while True:
             ordered = np.sort(arrive_s, axis=1)
@@ -133,8 +133,8 @@ class Rounds(StepMode):
             first = behind_s.argmin(axis=1)
             due = (behind_s[rows, first] <= quorum_s) & np.isfinite(behind_s[rows, first])
             if not due.any():
-                settled: Array = quorum_s
-                return settled
+                found: Array = quorum_s
+                return found
             joins = np.zeros_like(fresh)
             joins[rows[due], first[due]] = True
             self._join(joins, behind_s, fresh, arrive_s)
@@ -153,7 +153,7 @@ class Rounds(StepMode):
         row = where // state.machines.n
         self._learn(where)
         state.report(where, late=True)
-        self.late.reshape(-1)[where] = (state.step[row] - state.version.reshape(-1)[where]).astype(np.int64)
+        self.late.reshape(-1)[where] = (state.step[row] - state.batch_step.reshape(-1)[where]).astype(np.int64)
         state.begin(where, behind_s.reshape(-1)[where], state.step[row])
         fresh.reshape(-1)[where] = True
         arrive_s.reshape(-1)[where] = state.machines.finish_s.reshape(-1)[where]
@@ -165,7 +165,7 @@ class Rounds(StepMode):
             self.state.report(where)
 
     def _learn(self, where: Ints) -> None:
-        """Add a compute time to the last five of these ranks, whose median is their usual one."""
+        """Add a compute time to the last five of these ranks; their median is the usual time."""
         machines = self.state.machines
         recent, seen = self.recent.reshape(-1, _RECENT), self.seen.reshape(-1)
         recent[where, seen[where] % _RECENT] = (
@@ -178,7 +178,7 @@ class Rounds(StepMode):
         self.usual.reshape(-1)[where] = 0.5 * (ordered[index, (count - 1) // 2] + ordered[index, count // 2])
 
     def _typical_s(self) -> Array:
-        """Lower median over the ranks of their usual times, 0 where nothing is known."""
+        """Lower median over the ranks of their usual times, 0 where none is known."""
         known = np.isfinite(self.usual)
         count = known.sum(axis=1)
         ordered = np.sort(np.where(known, self.usual, math.inf), axis=1)
@@ -205,7 +205,7 @@ class Rounds(StepMode):
             return worth
 
     def _note_offsets(self, arrived: Flags, arrive_s: Array) -> None:
-        """Add the arrivals, behind the first, of ranks that are not slow; the last 64 are kept."""
+        """Add arrival offsets (behind the first) of ranks that are not slow; the last 64 are kept."""
         with np.errstate(invalid="ignore"):
             fast = arrived & ~(self.usual > THRESHOLD * self._typical_s()[:, None]) & ~self.strict[:, None]
         first_s = np.where(arrived, arrive_s, math.inf).min(axis=1)

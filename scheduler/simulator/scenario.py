@@ -1,10 +1,10 @@
-"""What is simulated: machines, a network to train, and contention; drawn at random or given.
+"""Scenarios to simulate: machines, a network to train, and contention; drawn at random or given.
 
 Networks differ in what a predictor has to learn: gradient bytes, compute time, noise scale and its growth, learning
-rate, price of staleness, and the bounds beyond which a target is missed. They come in families, so that these go
-together with what can be seen of a network (bytes, compute time, noise scale), as they do in reality, but not exactly.
-The ranges are chosen, not measured; STAR's noise tables (100 to 10,000 samples over ten epochs, batches of 128) and
-Sync-Switch's runs (ASP never reaches the target, 5 % of BSP first suffices) are inside them.
+rate, price of staleness, and the limits beyond which the target is missed. Families correlate these, imperfectly, with
+what can be observed (bytes, compute time, noise scale). The ranges are chosen, not measured; they contain STAR's noise
+tables (100 to 10,000 samples over ten epochs, batches of 128) and Sync-Switch's runs (ASP never reaches the target, 5 %
+of BSP first suffices).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["FAMILIES", "Cluster", "Network", "Scenario", "draw_cluster", "draw_n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What is trained, and how it answers to noise and staleness. Formulas: `scheduler.cost.progress`.
+    """A network, and its sensitivity to noise and staleness. Formulas: `scheduler.cost.progress`.
 
     Attributes:
-        name: For splits by network.
+        name: Key for train/test splits by network.
         family: One of `FAMILIES`, or `given`.
         comm_bytes: Gradient bytes.
-        compute_s: Usual time of a gradient.
-        noise: phi at the start, in gradients of one rank.
-        noise_growth: phi is multiplied by up to 1 + this towards the target.
+        compute_s: Usual compute time of a gradient.
+        noise: Noise scale phi at the start, in gradients of one rank.
+        noise_growth: phi grows to (1 + this) times its initial value at the target.
         lr_ratio: rho, the learning rate over the best one for a synchronous step.
         price: c, the price of drift.
         target_steps: Synchronous steps to the target.
-        drift_limit: Mean drift beyond which harm adds up.
-        early_part: Part of the way to the target in which drift counts in full; it counts a tenth later.
-        noise_limit: Noise of updates, over that of a synchronous step, beyond which the final accuracy is missed.
+        drift_limit: Mean drift beyond which harm accumulates.
+        early_part: Fraction of the way to the target in which drift counts in full; later it counts a tenth.
+        noise_limit: Noise of updates over that of synchronous steps beyond which the final accuracy is missed.
     """
 
     name: str = "network"
@@ -58,18 +58,18 @@ class Cluster:
 
     Attributes:
         world_size: Ranks.
-        relative_s: Usual compute time of every rank over the network's, () for all 1.
+        relative_s: Usual compute time of every rank over the network's; () for all 1.
         jitter: Standard deviation of the logarithm of a compute time.
-        common_jitter: The same, of what all ranks share in a step.
-        link_bytes_per_s: Every rank's link, () for all 1.25e9 (10 Gb/s).
-        latency_s: Of a message.
-        cycle_s: What a collective takes besides bytes: negotiation.
-        overlap: Part of the compute time under which communication hides.
-        server_s: What a server does per update besides bytes.
-        starved_pause_s: How long a starved process may get no processor at all (a cgroup period).
-        switch_s: What a change among modes of collectives (sync, partial, local, subgroup) takes.
-        handover_s: What a change to servers, or away from them, takes besides moving the state.
-        set_s: What making a process set takes, once for each.
+        common_jitter: The same for the part that all ranks share in a step.
+        link_bytes_per_s: Bandwidth of every rank's link; () for all 1.25e9 (10 Gb/s).
+        latency_s: Latency of a message.
+        cycle_s: Negotiation time of a collective.
+        overlap: Fraction of the compute time that can hide communication.
+        server_s: Time of a server per update, without transfer.
+        starved_pause_s: Longest time a starved process gets no processor (a cgroup period).
+        switch_s: Time of a switch between modes of collectives (sync, partial, local, subgroup).
+        handover_s: Time of a switch to or from servers, without the transfer of the state.
+        set_s: Time to make a process set.
     """
 
     world_size: int
@@ -103,11 +103,11 @@ class Scenario:
 
     Attributes:
         cluster: The machines.
-        network: What they train.
-        episodes: Contention in seconds since the job began.
-        rows: Contention per step: slowdowns, one row per step and one factor per rank, repeating; a rank's k-th
-            gradient in a row of steps without waiting takes row k. () for none.
-        seed: Of jitter and of measurement noise.
+        network: The network to train.
+        episodes: Contention by time.
+        rows: Contention by step: one row per step with a slowdown per rank, repeating; a rank that does not wait for
+            others takes row k for its k-th gradient. () for none.
+        seed: Seed of jitter and of measurement noise.
         allowed: Modes the job can run.
     """
 
@@ -122,7 +122,7 @@ class Scenario:
         n = self.cluster.world_size
         bad = [episode for episode in self.episodes if episode.rank >= n]
         if bad or any(len(row) < n for row in self.rows):
-            raise ContentionError(f"contention is for more or fewer than {n} ranks: {bad[:1] or self.rows[:1]}")
+            raise ContentionError(f"contention is {bad[:1] or self.rows[:1]}; expected ranks 0..{n - 1}")
 
     @property
     def world_size(self) -> int:
@@ -136,7 +136,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """Ranges of a family: bytes, seconds and phi as (low, high), log-uniform; rho and c / rho uniform."""
+    """Ranges (low, high) of a family: bytes, seconds and phi log-uniform; growth, rho and c / rho uniform."""
 
     bytes: tuple[float, float]
     compute_s: tuple[float, float]
@@ -148,7 +148,7 @@ class _Family:
 
 
 _EXPOSED = 0.3
-"""Communication takes at most this part of the compute time, besides what computing hides."""
+"""Largest exposed communication, as a fraction of the compute time."""
 
 FAMILIES: dict[str, _Family] = {
     "small_cnn": _Family((1e6, 8e6), (0.03, 0.2), (0.5, 4.0), (1.0, 6.0), (0.4, 0.9), (1.0, 1.6), 0.8),
@@ -164,7 +164,7 @@ def _log_uniform(rng: np.random.Generator, span: tuple[float, float]) -> float:
 
 
 def draw_network(rng: np.random.Generator, name: str = "network", family: str = "") -> Network:
-    """Draw a network of a family, of any if none is named."""
+    """Draw a network of the given family, or of a random one."""
     chosen = family or str(rng.choice(list(FAMILIES)))
     ranges = FAMILIES[chosen]
     lr_ratio = float(rng.uniform(*ranges.lr_ratio))
@@ -203,20 +203,20 @@ def draw_cluster(rng: np.random.Generator, world_size: int = 0) -> Cluster:
 def draw_scenario(
     seed: int, *, network: Network | None = None, world_size: int = 0, pattern: str = "", steps: float = 0.0
 ) -> Scenario:
-    """Draw a scenario; equal seeds give equal ones.
+    """Draw a scenario, deterministically by seed.
 
     Args:
-        seed: Of everything that is drawn.
-        network: A given network.
-        world_size: A given number of ranks.
-        pattern: A given pattern of contention (`episodes.PATTERNS`).
-        steps: Synchronous steps to the target, instead of the network's own.
+        seed: Seed of everything drawn.
+        network: The network; drawn if None.
+        world_size: Ranks; drawn if 0.
+        pattern: Pattern of contention (`episodes.PATTERNS`); drawn if empty.
+        steps: Synchronous steps to the target; the network's own if 0.
     """
     rng = np.random.default_rng(seed)
     chosen = draw_network(rng, f"network{seed}") if network is None else network
     chosen = replace(chosen, target_steps=steps) if steps else chosen
     cluster = draw_cluster(rng, world_size)
-    # Who trains a network on machines whose links are hopeless for it does not ask for a mode.
+    # Links far too slow for the network make every mode equally bad: such clusters get faster links.
     wire_s = (cluster.overlap + _EXPOSED) * chosen.compute_s
     slowest = min(cluster.link_bytes_per_s)
     faster = max(1.0, 2.0 * chosen.comm_bytes / slowest / wire_s)

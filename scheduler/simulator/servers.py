@@ -1,7 +1,7 @@
-"""`ps` and `grouped`: arrivals at servers, in arrays for a fixed x and through the real `ServerRule` for all rules.
+"""`ps` and `grouped`: arrivals at servers, in arrays for a fixed x, through the live `ServerRule` for all other rules.
 
-A push takes latency and bytes over the rank's link; the servers together carry a number of bytes per second each way,
-so that many pushes at once queue (incast). The answer takes the same way back.
+A push takes the latency plus its bytes over the rank's link; the servers have a limited total bandwidth, so that
+simultaneous pushes queue (incast). The reply takes as long as the push.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Arrivals", "Server", "capacity"]
 
 
 def capacity(machines: Machines, servers: Sequence[tuple[int, ...]]) -> Array:
-    """Bytes per second all servers take in together; each has an equal part, so the slowest counts."""
+    """Bytes/s that all servers receive together; shards are equal, so the slowest server limits all."""
     return np.array(
         [
             max(1, len(chosen)) * float(machines.rate[row, list(chosen) or slice(None)].min() if chosen
@@ -36,7 +36,7 @@ class Arrivals(Mode):
     """`ps(x)`, rule `x` or `backup`: any x arrivals make an update. Many replicas at once.
 
     Args:
-        state: The job. Batches begun before count as computed on the parameters the servers begin with.
+        state: The job. Batches begun before count as computed on the servers' initial parameters.
         plans: One plan per replica, without parents or guard.
     """
 
@@ -48,8 +48,8 @@ class Arrivals(Mode):
         self.length = np.array([lr_factor(plan, plan.quorum) for plan in plans])
         self.scale = np.array([damping_scale(plan, float(plan.quorum)) for plan in plans])
         machines = state.machines
-        machines.look(state.now_s)
-        self.base = state.version.copy()  # Version of the parameters behind each rank's gradient.
+        machines.advance_to(state.now_s)
+        self.base = state.batch_step.copy()  # Version of the parameters behind each rank's gradient.
         self.base[:] = state.step[:, None]
         self.moved = np.zeros(machines.replicas)  # Sum of the lengths of all updates.
         self.base_moved = np.zeros(self.base.shape)
@@ -72,9 +72,9 @@ class Arrivals(Mode):
         np.put_along_axis(place, order, np.broadcast_to(np.arange(machines.n), order.shape), axis=1)
         chosen = place < self.x[:, None]
         last_s = np.where(chosen, self.arrive_s, -math.inf).max(axis=1)
-        machines.look(last_s)
+        machines.advance_to(last_s)
         carried = capacity(machines, [plan.servers for plan in self._plans])
-        # The servers cannot take in faster than their links carry.
+        # The servers' bandwidth limits the rate of updates.
         busy_s = self.x * machines.bytes / carried + machines.server_s
         end_s = np.maximum(last_s + machines.server_s, state.now_s + busy_s)
         self._account(chosen, end_s)
@@ -89,7 +89,7 @@ class Arrivals(Mode):
         self.arrive_s.reshape(-1)[where] = machines.finish_s.reshape(-1)[where] + way_s[where]
 
     def _drop_stale(self) -> None:
-        """Rule `backup`: a gradient of older parameters is thrown away when it comes, and its rank starts anew."""
+        """Rule `backup`: drop gradients of older parameters on arrival; their ranks begin a new batch."""
         if not self.backup.any():
             return
         state, machines = self.state, self.state.machines
@@ -100,8 +100,7 @@ class Arrivals(Mode):
             stale = ~fresh & self.backup[:, None] & (self.arrive_s <= x_th[:, None])
             where = np.flatnonzero(stale)
             if not len(where):
-                # Old gradients that come later do not count for x.
-                break
+                break  # Old gradients that arrive later do not count for x.
             row, way_s = where // machines.n, self._way_s().reshape(-1)[where]
             state.report(where, late=True)
             begin_s = np.maximum(self.arrive_s.reshape(-1)[where], state.now_s[row]) + way_s
@@ -128,10 +127,10 @@ class Arrivals(Mode):
 
 
 class Server(Mode):
-    """`ps` with any rule, and `grouped`, through `ServerRule`; each replica event by event.
+    """`ps` with any rule, and `grouped`, through `ServerRule`; one replica, event by event.
 
-    In `grouped` the groups push: a group's gradient is there when its slowest member's and its ring are. The groups of
-    rule `groups` push in one go as well, when the last of their members does.
+    In `grouped` a group pushes once its slowest member and its ring all-reduce are done. Groups of rule `groups` also
+    push as one, with their last member.
 
     Args:
         state: The job, of one replica.
@@ -148,38 +147,38 @@ class Server(Mode):
                                 noise_scale=plan.noise_scale, guard=plan.guard)
         self.rule = ServerRule(rule, version=int(state.step[0]))
         if rule.mode == "grouped":
-            self.crews = {group[0]: np.array(group) for group in plan.groups}
+            self.pushers = {group[0]: np.array(group) for group in plan.groups}
         else:
             parents = {parent for _, parent in plan.parents}
             children = {child for child, _ in plan.parents}
-            self.crews = {
+            self.pushers = {
                 rank: np.array([rank, *plan.children_of(rank)]) if rank in parents else np.array([rank])
                 for rank in range(plan.world_size)
                 if rank not in children
             }
-        self.base = dict.fromkeys(self.crews, int(state.step[0]))
-        self.pushes = dict.fromkeys(self.crews, 0)
+        self.base = dict.fromkeys(self.pushers, int(state.step[0]))
+        self.pushes = dict.fromkeys(self.pushers, 0)
         self.lengths = {int(state.step[0]): 0.0}  # Sum of the lengths of all updates before a version.
         self.moved = 0.0
         self.busy_s = float(state.now_s[0])
-        machines.look(state.now_s)
+        machines.advance_to(state.now_s)
         self.first_s: dict[int, float] = {}
-        self.arrive_s = {leader: self._push_s(leader) for leader in self.crews}
+        self.arrive_s = {leader: self._push_s(leader) for leader in self.pushers}
 
     def _push_s(self, leader: int) -> float:
-        """When the push of the batches begun last is at the server."""
-        machines, crew = self.state.machines, self.crews[leader]
-        if len(crew) > 1 and self.plan.mode == "ps" and not self.plan.parents:
-            each_s = machines.finish_s[0, crew] + machines.latency_s[0] + machines.bytes[0] / machines.rate[0, crew]
+        """When the push of the current batches reaches the server."""
+        machines, ranks = self.state.machines, self.pushers[leader]
+        if len(ranks) > 1 and self.plan.mode == "ps" and not self.plan.parents:
+            each_s = machines.finish_s[0, ranks] + machines.latency_s[0] + machines.bytes[0] / machines.rate[0, ranks]
             self.first_s[leader] = float(each_s.min())
             return float(each_s.max())
-        ready_s = float(machines.finish_s[0, crew].max())
-        if len(crew) > 1 and self.plan.mode == "grouped":
+        ready_s = float(machines.finish_s[0, ranks].max())
+        if len(ranks) > 1 and self.plan.mode == "grouped":
             members = np.zeros((1, machines.n), dtype=np.bool_)
-            members[0, crew] = True
+            members[0, ranks] = True
             ready_s += float(machines.ring_s(members)[0] + machines.helper_delay_s(members)[0])
-        elif len(crew) > 1:
-            ready_s += float((machines.bytes / machines.rate[0, crew[1:]].min())[0])
+        elif len(ranks) > 1:
+            ready_s += float((machines.bytes / machines.rate[0, ranks[1:]].min())[0])
         return ready_s + self._way_s(leader)
 
     def _way_s(self, leader: int) -> float:
@@ -187,29 +186,29 @@ class Server(Mode):
         return float(machines.latency_s[0] + machines.bytes[0] / machines.rate[0, leader])
 
     def step(self) -> None:
-        """Up to and with the next update."""
+        """Process arrivals up to and including the next update."""
         before = self.rule.version
         while self.rule.version == before:
             leader = min(self.arrive_s, key=lambda one: (self.arrive_s[one], one))
             self._arrive(leader)
 
     def _arrive(self, leader: int) -> None:
-        state, machines, crew = self.state, self.state.machines, self.crews[leader]
-        machines.look(np.array([max(self.arrive_s[leader], float(state.now_s[0]))]))
+        state, machines, ranks = self.state, self.state.machines, self.pushers[leader]
+        machines.advance_to(np.array([max(self.arrive_s[leader], float(state.now_s[0]))]))
         carried = float(capacity(machines, [self.plan.servers])[0])
-        pushed = len(crew) if leader in self.first_s else 1
+        pushed = len(ranks) if leader in self.first_s else 1
         one_s = float(machines.bytes[0]) / carried
         busy_s = max(self.busy_s, self.first_s.get(leader, -math.inf) - one_s)
         now_s = max(self.arrive_s[leader], busy_s + pushed * one_s)
         self.busy_s, self.arrive_s[leader] = now_s, math.inf
-        state.report(crew)
+        state.report(ranks)
         self.pushes[leader] += 1
         push = Push(
             rank=leader,
             step=self.pushes[leader],
             version=self.base[leader],
-            weight=float(len(crew)),
-            count=len(crew),
+            weight=float(len(ranks)),
+            count=len(ranks),
         )
         for event in self.rule.push(push):
             released = event.ranks if isinstance(event, Release) else event.release
@@ -222,16 +221,16 @@ class Server(Mode):
         state.now_s, state.step = np.array([max(now_s, float(state.now_s[0]))]), np.array([self.rule.version])
 
     def _release(self, leader: int, now_s: float, version: int) -> None:
-        crew = self.crews[leader]
+        ranks = self.pushers[leader]
         begin_s = now_s + self._way_s(leader)
         self.base[leader] = version
-        self.state.begin(crew, np.full(len(crew), begin_s), np.full(len(crew), version))
+        self.state.begin(ranks, np.full(len(ranks), begin_s), np.full(len(ranks), version))
         self.arrive_s[leader] = self._push_s(leader)
 
     def _account(self, event: Update, now_s: float) -> None:
         account = self.state.account
-        factor = np.array([part.factor * len(self.crews[part.rank]) for part in event.parts])
-        weight = np.array([float(len(self.crews[part.rank])) for part in event.parts])
+        factor = np.array([part.factor * len(self.pushers[part.rank]) for part in event.parts])
+        weight = np.array([float(len(self.pushers[part.rank])) for part in event.parts])
         drift = np.array([self.moved - self.lengths.get(self.base[part.rank], 0.0) for part in event.parts])
         length = float(factor.sum())
         self.moved += length

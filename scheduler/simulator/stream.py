@@ -1,9 +1,9 @@
-"""`ps` with few gradients per update among many ranks: a batch of arrivals at a time.
+"""`ps` with few gradients per update among many ranks, simulated in batches of arrivals.
 
-A rank that is released cannot be back before the way to it, its shortest batch and the way from it have passed. So all
-arrivals before that time are known, and their updates are made together: which ranks share in which one, when each is
-done (a maximum over prefixes, because servers take in one after the other), and its drift. Equal to `Arrivals` and
-`Server` update by update, but that links are looked at once per batch and the noise scale grows from batch to batch.
+A released rank cannot arrive again before a reply, its shortest batch and a push have passed, so all arrivals before
+that time are known and their updates are computed together (completion times are a maximum over prefixes, because
+servers process pushes one after the other). Equal to `Arrivals` and `Server` update by update, except that link rates
+and the noise scale are updated once per batch of arrivals.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from scheduler.simulator.servers import capacity
 __all__ = ["Stream", "streams"]
 
 _MANY = 64
-"""Ranks per gradient of an update from which batches are long enough to gain anything."""
+"""Ranks per gradient of an update from which batches of arrivals are long enough to save time."""
 
 
 def streams(plan: Plan) -> bool:
-    """Whether a plan is simulated in batches."""
+    """Whether a plan is simulated in batches of arrivals."""
     plain = plan.mode == "ps" and plan.rule in ("x", "ssp") and not plan.parents and plan.guard == "none"
     return plain and plan.world_size >= _MANY * plan.quorum
 
 
 class Stream(Mode):
-    """`ps(x)` and `ssp(s)`. One `step` is a batch of updates, one at least.
+    """`ps(x)` and `ssp(s)`. One `step` is a batch of one or more updates.
 
     Args:
         state: The job, of one replica.
@@ -48,7 +48,7 @@ class Stream(Mode):
             raise ValueError(f"{state.machines.replicas} replicas with {len(plans)} plans; expected one of each")
         super().__init__(state, plans)
         self.plan, machines, n = plans[0], state.machines, state.machines.n
-        machines.look(state.now_s)
+        machines.advance_to(state.now_s)
         self.base = np.full(n, int(state.step[0]))  # Version of the parameters behind each rank's gradient.
         self.base_moved = np.zeros(n)
         self.moved = 0.0
@@ -64,9 +64,9 @@ class Stream(Mode):
     def step(self) -> None:
         state, machines, x = self.state, self.state.machines, self.plan.quorum
         first_s = float(np.partition(self.arrive_s, x - 1)[x - 1])
-        machines.look(np.array([first_s]))
+        machines.advance_to(np.array([first_s]))
         way_s = self._way_s()
-        # Nobody released from now on is back before this, and no link changes.
+        # No rank released from now on arrives, and no link changes, before this time.
         horizon_s = max(first_s, min(first_s + 2.0 * float(way_s.min()) + machines.fastest_s, machines.change_s))
         chosen = np.flatnonzero(self.arrive_s <= horizon_s)
         chosen = chosen[np.argsort(self.arrive_s[chosen], kind="stable")]
@@ -86,7 +86,7 @@ class Stream(Mode):
         self.arrive_s[released] = machines.finish_s[0, released] + way_s[released]
 
     def _ends(self, last_s: Array) -> Array:
-        """When each update is done: after its last gradient, and after the one before, as fast as links carry."""
+        """Completion times: after an update's last gradient and the update before, limited by the servers' links."""
         machines = self.state.machines
         server_s = float(machines.server_s[0])
         busy_s = self.plan.quorum * float(machines.bytes[0]) / float(capacity(machines, [self.plan.servers])[0])
@@ -96,7 +96,7 @@ class Stream(Mode):
         return np.asarray(np.maximum(np.maximum.accumulate(last_s + server_s - after) + after, from_now))
 
     def _account(self, chosen: Ints, count: int, end_s: Array) -> Array:
-        """Add the updates to the account; their lengths."""
+        """Add the updates to the account; returns their lengths."""
         plan, x = self.plan, self.plan.quorum
         first = int(self.state.step[0])
         stale = (first + np.repeat(np.arange(count), x) - self.base[chosen]).astype(np.float64)
@@ -117,7 +117,7 @@ class Stream(Mode):
         return np.asarray(length)
 
     def _released(self, chosen: Ints, count: int) -> tuple[Ints, Ints]:
-        """Ranks that go on, and the update of the batch after which each does."""
+        """Ranks that are released, and the index of the update that releases each."""
         if self.plan.rule != "ssp":
             return chosen, np.repeat(np.arange(count), self.plan.quorum)
         slack, clock = self.plan.slack, self.clock

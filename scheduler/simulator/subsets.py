@@ -14,15 +14,16 @@ from scheduler.simulator.machines import Array, Flags
 
 __all__ = ["Local", "Subgroup"]
 
-class Subgroup(StepMode):
-    """The members all-reduce; every other rank sends its gradients late to a parent and gets parameters back.
 
-    A child's gradient is in the first step that its parent closes after it came; the child begins its next batch when
-    the parameters of that step have come over its link. Nobody waits for a child, but a frozen one holds up all:
-    Horovod's cycle meets every process (so does a starved one, for half a pause).
+class Subgroup(StepMode):
+    """The members all-reduce; every other rank (child) pushes gradients to a parent and fetches parameters from it.
+
+    A child's gradient is in the first step that its parent closes after the arrival; the child begins its next batch
+    when it has received the parameters of that step. No step waits for a child's gradient, but Horovod's negotiation
+    needs every process: a frozen child blocks all, a starved one delays all by half a pause.
 
     Args:
-        state: The job, all ranks having the newest parameters or being on a batch for an older step.
+        state: The job; ranks have the newest parameters, or are computing for an older step.
         plans: One plan of mode `subgroup` per replica.
     """
 
@@ -32,23 +33,23 @@ class Subgroup(StepMode):
 
     def step(self) -> None:
         state, machines = self.state, self.state.machines
-        fresh = self.members & (state.version == state.step[:, None])
+        fresh = self.members & (state.batch_step == state.step[:, None])
         behind = self.members & ~fresh
         if behind.any():
             self._catch_up(behind)
         close_s = np.where(self.members, machines.finish_s, 0.0).max(axis=1)
-        machines.look(close_s)
+        machines.advance_to(close_s)
         push_s = machines.finish_s + machines.latency_s[:, None] + machines.bytes[:, None] / machines.rate
         came = ~self.members & (push_s <= close_s[:, None])
         end_s = machines.thawed(close_s)
         end_s = end_s + machines.ring_s(self.members) + machines.helper_delay_s(~self.members & ~came)
-        stale = np.where(came, state.step[:, None] - state.version, 0).astype(np.float64)
+        stale = np.where(came, state.step[:, None] - state.batch_step, 0).astype(np.float64)
         state.account.add_mean(end_s, self.weights(stale, self.members | came), stale)
         state.now_s, state.step = end_s, state.step + 1
-        self._go_on(came, end_s)
+        self._begin_next(came, end_s)
 
     def _catch_up(self, behind: Flags) -> None:
-        """Members on an old batch, after a switch, end it without effect and begin one for this step."""
+        """Members with a batch of an older step (after a switch) discard it and begin one for this step."""
         state, machines = self.state, self.state.machines
         where = np.flatnonzero(behind)
         row = where // machines.n
@@ -56,7 +57,7 @@ class Subgroup(StepMode):
         begin_s = np.maximum(machines.finish_s.reshape(-1)[where], state.now_s[row])
         state.begin(where, begin_s, state.step[row])
 
-    def _go_on(self, came: Flags, end_s: Array) -> None:
+    def _begin_next(self, came: Flags, end_s: Array) -> None:
         state, machines = self.state, self.state.machines
         for mask, late in ((self.members, False), (came, True)):
             where = np.flatnonzero(mask)
@@ -69,7 +70,7 @@ class Subgroup(StepMode):
 
 
 class Local(Mode):
-    """Every rank makes `local_steps` steps, or as many as fit into `local_s`, of its own; then all average.
+    """Every rank makes `local_steps` local steps, or as many as fit into `local_s`; then all average.
 
     Args:
         state: The job.
@@ -83,39 +84,39 @@ class Local(Mode):
 
     def step(self) -> None:
         state, machines = self.state, self.state.machines
-        begin_s, done = state.now_s.copy(), np.zeros(state.version.shape)
-        working = np.ones(state.version.shape, dtype=np.bool_)
+        begin_s, done = state.now_s.copy(), np.zeros(state.batch_step.shape)
+        working = np.ones(state.batch_step.shape, dtype=np.bool_)
         end_s = machines.finish_s.copy()
         while True:
             where = np.flatnonzero(working)
             state.report(where)
             done += working
             end_s = np.where(working, machines.finish_s, end_s)
-            # The rank stops where the step that follows would not fit, judged by its last one.
+            # A rank stops when its next step, if as long as the last one, would not fit.
             fits = machines.finish_s + machines.duration_s <= (begin_s + self.local_s)[:, None]
             working &= np.where((self.local_steps > 0)[:, None], done < self.local_steps[:, None], fits)
             where = np.flatnonzero(working)
             if not len(where):
                 break
-            state.begin(where, machines.finish_s.reshape(-1)[where], state.version.reshape(-1)[where] + 1)
+            state.begin(where, machines.finish_s.reshape(-1)[where], state.batch_step.reshape(-1)[where] + 1)
         close_s = end_s.max(axis=1)
-        machines.look(close_s)
+        machines.advance_to(close_s)
         end = machines.thawed(close_s)
         end = end + machines.averaging_s()
         self._account(done, end)
         state.now_s, state.step = end, state.step + done.max(axis=1).astype(np.int64)
-        everybody = np.arange(done.size)
-        state.begin(everybody, np.repeat(end, machines.n), np.repeat(state.step, machines.n))
+        all_ranks = np.arange(done.size)
+        state.begin(all_ranks, np.repeat(end, machines.n), np.repeat(state.step, machines.n))
 
     def _account(self, done: Array, end_s: Array) -> None:
-        """An average of n walks of `done` steps: as many steps of n gradients, drifting apart between averagings."""
+        """Add the average of n walks of `done` steps as that many steps of n gradients with the walks' drift."""
         account, count = self.state.account, done.mean(axis=1)
         drift = np.asarray(local_drift(count, account.world))
         account.add(
             np.where(count > 0.0, end_s, math.inf),
             length=np.ones_like(count),
             signal=np.asarray(alignment(drift, account.price)),
-            # Unequal walks average less noise out.
+            # Walks of unequal length average out less noise.
             effective=done.sum(axis=1) ** 2 / np.maximum((done * done).sum(axis=1), 1e-12),
             drift=drift,
             gradients=account.world,

@@ -1,14 +1,12 @@
-"""What a logged run would have cost in other modes, and without each rank.
+"""What a logged run would have cost in other modes, and without each rank's slowness.
 
-What waiting ranks do is not counted: a step of `sync` takes the longest compute time and the communication, which is
-the least wait of the step (the slowest rank waits for nobody).
-
-Steps of a relaxed mode bring a training less far forward than steps of `sync`, so that `sync` would have needed fewer:
-each is counted by the progress that the cost model gives to an update of the mode in force. All times are for the
+A step of `sync` takes the longest compute time plus the communication, which is the shortest wait of the step (the
+slowest rank waits for no other). Each logged step is weighted by the progress that the cost model gives to an update of
+the mode in force, because updates of relaxed modes make less progress than steps of `sync`. All times are for the
 progress of the whole run.
 
-`slowdown` is S of ByteDance's what-if analysis: the time of the run over that of the same run with every rank at its
-step's median. `gain` fixes one rank to the median of the others and leaves the rest as it was.
+`slowdown` is S of ByteDance's what-if analysis: the time of the run over that with every rank at its step's median.
+`gain` sets one rank to the median of the others and leaves the rest unchanged.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ Array = npt.NDArray[np.float64]
 
 _MODES = ("sync", "partial", "ps", "asgd", "ps(dynamic)", "grouped(2)", "local(4)")
 _CHUNK = 32
-"""Steps that are replayed together: long against a rotation, short against a training phase."""
+"""Steps replayed together: more than a rotating straggler stays on a rank, fewer than a phase of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InForce:
-    """Which plan the logged steps were made under.
+    """The plans under which the logged steps were made.
 
     Attributes:
         plans: The plans.
         which: Index of the plan of every row, shape (n_rows,).
-        updates: Updates that a row stands for, same shape; under `local` steps of a rank.
+        updates: Updates per row, same shape; under `local` steps of a rank.
     """
 
     plans: tuple[Plan, ...]
@@ -53,22 +51,22 @@ class InForce:
     updates: Array
 
     def share(self, label: str) -> float:
-        """Part of the steps, 0 to 1, made under plans of that label."""
+        """Share of the steps, 0 to 1, made under plans of that label."""
         same = np.array([plan.label == label for plan in self.plans])
         return float(self.updates[same[self.which]].sum() / self.updates.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeCost:
-    """What a mode would have cost.
+    """Predicted cost of a mode.
 
     Attributes:
         label: The mode.
         relative: Time to the same progress over that of `sync`.
-        low: 5 % quantile, as wide as the cost model's errors are (`scheduler.cost.intervals`).
+        low: 5 % quantile, from the cost model's errors (`scheduler.cost.intervals`).
         high: 95 % quantile.
-        time_s: For the progress of the logged steps, seconds.
-        share: Part of the logged steps, 0 to 1, in which it was in force; NaN where that is unknown.
+        time_s: Seconds for the progress of the logged steps.
+        share: Share of the logged steps, 0 to 1, made in this mode; NaN where unknown.
     """
 
     label: str
@@ -85,8 +83,8 @@ class RankGain:
 
     Attributes:
         rank: The rank.
-        gain: Part of the time saved, 0 to 1, were it as fast as the others; 0.3 is 30 % less time.
-        slowest_share: Part of the steps in which it was the slowest.
+        gain: Fraction of the time saved if it were as fast as the others; 0.3 is 30 % less time.
+        slowest_share: Share of the steps in which it was the slowest.
     """
 
     rank: int
@@ -96,18 +94,18 @@ class RankGain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """The answer.
+    """Result of `what_if`.
 
     Attributes:
-        steps: Logged steps: updates, under `local` steps of a rank.
-        sync_steps: Steps of `sync` that they were worth.
+        steps: Logged updates; under `local` steps of a rank.
+        sync_steps: Steps of `sync` with the same progress.
         world_size: Ranks.
         sync_s: Time of the same progress in `sync`.
-        replayed_s: Time of the logged steps under the plans in force, replayed as the other modes are; NaN where those
-            are unknown. Besides what was measured it tells how far to trust the others.
-        slowdown: Of `sync`, over the same run with every rank at its step's median.
-        ranks: Every rank, in order.
-        modes: Every mode, the fastest first.
+        replayed_s: Replayed time of the logged steps under the plans in force, NaN where those are unknown; compare it
+            with the measured time to judge the other predictions.
+        slowdown: Time of `sync` over that with every rank at its step's median.
+        ranks: All ranks, in order.
+        modes: All modes, the fastest first.
     """
 
     steps: int
@@ -143,16 +141,16 @@ def what_if(
     """Replay logged times in every mode.
 
     Args:
-        compute_s: Shape (n_steps, n_ranks).
-        wait_s: Same shape, NaN where unknown; the least of a step is its communication.
-        comm_bytes: Gradient bytes, 0 to take communication from the waits alone.
-        link_bytes_per_s: Of every rank, where known.
-        noise: phi in gradients of one rank, NaN where unknown.
+        compute_s: Compute times, shape (n_steps, n_ranks).
+        wait_s: Waits, same shape, NaN where unknown; the shortest of a step is its communication.
+        comm_bytes: Gradient bytes; 0 to take communication from the waits alone.
+        link_bytes_per_s: Bandwidth of every rank, where known.
+        noise: Noise scale phi in gradients of one rank, NaN where unknown.
         modes: Names of modes, as users give them; those in force and subgroups of the fast ranks are added.
-        in_force: The plans that were; without, the steps are taken to be steps of `sync`.
+        in_force: The plans that were active; without it, all steps count as steps of `sync`.
 
     Raises:
-        ValueError: An empty table or one with times that are none.
+        ValueError: `compute_s` is empty or has times that are not above 0.
     """
     times = np.asarray(compute_s, dtype=np.float64)
     if times.ndim != 2 or not times.size or not (np.isfinite(times) & (times > 0.0)).all():
@@ -188,10 +186,10 @@ def what_if(
 
 
 def _comm_s(wait_s: Array | None, in_sync: npt.NDArray[np.bool_]) -> float:
-    """What a step takes besides computing: the least wait, 0 where nothing is known.
+    """Communication time of a step: the shortest wait, 0 where none is known.
 
-    Of steps of `sync`, if there are any: under servers and `local` ranks wait for something else. Of few steps, which
-    are the first ones then and may have servers starting beside them, not the median but the lower quartile.
+    Steps of `sync` are preferred: under servers and `local` ranks wait for something else. Few steps are the first of
+    the run, which the start of servers may slow down: then the lower quartile is taken instead of the median.
     """
     if wait_s is None:
         return 0.0
@@ -222,7 +220,7 @@ def _replay(basis: Conditions, comm_s: float, plans: Sequence[Plan], known: InFo
     totals = _Totals(worth=np.zeros(len(known.which)), relative={plan.label: np.zeros(3) for plan in plans})
     for begin in range(0, len(basis.times_s), _CHUNK):
         rows = slice(begin, begin + _CHUNK)
-        # What a step takes besides computing is in every mode's path: it is added to the times.
+        # Communication is on the critical path of every mode: add it to the compute times.
         times_s = basis.times_s[rows] + comm_s
         found = {one.plan.label: one for one in rank(plans, dataclasses.replace(basis, times_s=times_s))}
         under = [found[plan.label] for plan in known.plans]

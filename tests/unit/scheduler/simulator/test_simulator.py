@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
+import json
 import math
 import statistics
 from dataclasses import replace
@@ -34,7 +36,7 @@ from scheduler.simulator import (
 )
 from scheduler.simulator.account import Account
 from scheduler.simulator.base import State
-from scheduler.simulator.episodes import generate, read_contention, write_episodes
+from scheduler.simulator.episodes import generate, read_contention
 from scheduler.simulator.job import make_mode
 from scheduler.simulator.machines import Machines
 from scheduler.simulator.rounds import Rounds
@@ -101,7 +103,7 @@ def closing_times_by_the_rule(sc: Scenario, quorum: int, steps: int) -> list[tup
             if order is not None or len(arrived) == n:
                 break
         found.append((now, tuple(sorted(set(range(n)) - arrived))))
-        machines.look(np.array([now]))
+        machines.advance_to(np.array([now]))
         opened = float((machines.thawed(np.array([now])) + machines.ring_s())[0])
         missing = np.zeros((1, n), dtype=bool)
         missing[0, list(found[-1][1])] = True
@@ -235,7 +237,7 @@ def test_batches_take_as_much_work_as_there_is(seed: int, pattern: str) -> None:
 
 def test_contention_files(tmp_path: Path) -> None:
     episodes = (Episode(rank=1, kind="link", start_s=1.0, end_s=3.0, factor=2.0),)
-    write_episodes(tmp_path / "e.json", episodes)
+    (tmp_path / "e.json").write_text(json.dumps({"episodes": [dataclasses.asdict(one) for one in episodes]}))
     assert read_contention(tmp_path / "e.json") == (episodes, ())
     (tmp_path / "rows.csv").write_text("rank0,rank1\n1,4\n1,1\n")
     assert read_contention(tmp_path / "rows.csv") == ((), ((1.0, 4.0), (1.0, 1.0)))
