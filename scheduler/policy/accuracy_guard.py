@@ -1,16 +1,15 @@
-"""The guard of accuracy: back to `sync` when the loss or the noise scale say that a relaxed mode does harm.
+"""The guard of accuracy: return to `sync` when the loss or the noise scale indicate that a relaxed mode does harm.
 
-Three alarms, all about the plan in force and none before it had time to act:
+Three alarms, all about the active plan and its own losses:
 
-* the loss is no number any more, or far above its level: divergence;
-* the smoothed loss rises against its own trend: the mean of the last losses is above the level before them by 5
-  standard errors and by 10 %. The level is no extrapolated line: losses fall ever more slowly, so a line would
-  call every flattening a rise. Noise is taken from differences of neighbours, which a trend leaves alone;
-* the noise scale has grown fourfold since the plan was taken up, and its updates of few gradients are more than 2.5
-  times as noisy as those of `sync`: (1 + phi / m) / (1 + phi / n) (McCandlish et al. 2018). Less of it is in the
-  predictions, as slower progress.
+* divergence: the loss is not finite, or far above its level;
+* the smoothed loss rises: the mean of the last losses exceeds the level before them by 5 standard errors and by 10 %.
+  The level is not extrapolated: losses fall ever more slowly, so a line would report every flattening as a rise. Noise
+  is estimated from differences of neighbours, which a trend does not affect;
+* the noise scale has grown fourfold since the plan became active, and its updates are more than 2.5 times as noisy as
+  those of `sync`: (1 + phi / m) / (1 + phi / n) (McCandlish et al. 2018). The cost model accounts for smaller growth.
 
-After an alarm the relaxed modes are not chosen for a while, twice as long after each further one.
+An alarm excludes relaxed modes for a number of steps that doubles with each further alarm.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from scheduler.records import Window
 __all__ = ["AccuracyGuard", "loss_alarm", "loudness"]
 
 _RECENT, _BASE, _LEAST_BASE = 24, 96, 32
-"""Losses that are judged, those before them that make the level, and fewer than which make none."""
+"""Losses that are tested, losses before them that form the level, and the fewest that form one."""
 
 _ERRORS, _RISE = 5.0, 0.1
 _DIVERGED, _SUDDEN = 3.0, 6
-"""Multiple of the level that needs no smoothing but of a few losses."""
+"""Multiple of the level that counts as divergence, and the losses it is averaged over."""
 
 _NOISE_GROWTH, _LOUD = 4.0, 2.5
 
 _HOLD_STEPS, _MOST_DOUBLINGS = 200, 5
-_FORGIVEN = 32  # Times the first hold without an alarm, for which the next one counts one less.
+_FORGIVEN = 32  # Every this many first holds without an alarm reduce the count of alarms by one.
 
 
 def loss_alarm(losses: Sequence[float], before: int) -> str:
-    """What is wrong with the losses under the plan in force; empty where nothing is.
+    """Describe the alarm that the losses under the active plan raise; empty if none.
 
     Args:
-        losses: Oldest first.
-        before: How many of them are from before the plan was taken up: they can be the level, but not the rise.
+        losses: Losses, oldest first.
+        before: How many of them precede the plan: they may form the level, but not the rise.
     """
     own = losses[before:]
     if any(not math.isfinite(loss) for loss in own[-_SUDDEN:]):
-        return "the loss is no number any more"
+        return "the loss is not finite"
     finite = [loss for loss in losses if math.isfinite(loss)]
     if len(own) >= _SUDDEN and len(finite) >= _LEAST_BASE + _SUDDEN:
         now, level, _ = _compare(finite, _SUDDEN)
@@ -67,7 +66,7 @@ def _compare(losses: Sequence[float], recent: int) -> tuple[float, float, float]
     now = losses[-recent:]
     base = losses[max(0, len(losses) - recent - _BASE) : -recent]
     late = base[len(base) // 2 :]
-    # A mode of servers tells one rank's loss instead of the mean: whichever is noisier counts.
+    # A server mode reports one rank's loss instead of the mean: the larger noise counts.
     spread = max(_spread(base), _spread(now) if len(now) >= _RECENT else 0.0)
     error = spread * math.sqrt(1.0 / len(now) + 1.0 / len(late))
     return statistics.fmean(now), statistics.fmean(late), error
@@ -81,7 +80,7 @@ def _spread(losses: Sequence[float]) -> float:
 
 
 def loudness(plan: Plan, noise: float) -> float:
-    """Noise of an update of the plan over that of one of `sync`, late gradients not counted; 1 where equal.
+    """Noise of an update of the plan over that of one of `sync`, without late gradients; 1 where equal.
 
     Args:
         plan: The plan.
@@ -96,15 +95,15 @@ def loudness(plan: Plan, noise: float) -> float:
 
 
 class AccuracyGuard:
-    """Watches a job's losses and noise scale window by window.
+    """Monitors a job's losses and noise scale window by window.
 
     Args:
         hold_steps: Steps without relaxed modes after the first alarm.
 
     Attributes:
-        alarms: How many there were, less those forgiven since.
-        reason: What the last one said.
-        until_step: Relaxed modes wait for this step.
+        alarms: Number of alarms, reduced over long periods without one.
+        reason: Text of the last alarm.
+        until_step: First step at which relaxed modes are allowed again.
     """
 
     def __init__(self, hold_steps: int = _HOLD_STEPS) -> None:
@@ -119,10 +118,10 @@ class AccuracyGuard:
         self._noise = math.nan
 
     def check(self, window: Window, active: Plan) -> str:
-        """Why the plan in force must be left for `sync`; empty where it need not.
+        """Return why the active plan must be replaced by `sync`; empty if it need not.
 
         Raises:
-            ValueError: As many losses as steps were expected.
+            ValueError: The window has different numbers of losses and of their steps.
         """
         if len(window.losses) != len(window.loss_steps):
             raise ValueError(
@@ -141,7 +140,7 @@ class AccuracyGuard:
         return self._alarm(window.step, loss_alarm(window.losses, before) or self._noise_alarm(window, active))
 
     def holds(self, step: int) -> bool:
-        """Whether relaxed modes still have to wait."""
+        """Whether relaxed modes are still excluded."""
         return step < self.until_step
 
     def _noise_alarm(self, window: Window, active: Plan) -> str:

@@ -1,9 +1,9 @@
-"""The plans worth considering at a moment: a small set, the same for the same conditions.
+"""The candidate plans of a decision: a small set, deterministic in the conditions.
 
-All modes, with the arguments that the expected times suggest: as many ranks left out as are slow at once, groups and
-members by speed and link, servers away from stragglers. While no rank is slow there is little to choose from: `sync`,
-the plan in force, and `partial` with one rank to spare. `local` is offered against trouble only, never for
-communication alone: equal ranks stay in `sync`.
+All modes, with arguments taken from the expected times: as many ranks left out as are slow at once, groups and members
+by speed and link, servers on hosts without stragglers. While no rank is slow the candidates are `sync`, the active plan
+and `partial` without one rank. `local` is offered against stragglers only, never for communication alone: equal ranks
+stay in `sync`.
 """
 
 from __future__ import annotations
@@ -22,74 +22,74 @@ from scheduler.plan.grouping import progressive_groups, similar_groups
 from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
 from scheduler.plan.plan import MODES, Plan
 
-__all__ = ["LEAST_SHARE", "StragglerSummary", "candidates", "enough_ranks", "find_trouble", "most_left_out",
-           "reachable", "same_plan"]
+__all__ = ["LEAST_SHARE", "StragglerSummary", "candidates", "enough_ranks", "most_left_out", "reachable", "same_plan",
+           "summarize_stragglers"]
 
-_SELDOM = 0.08
-"""Part of its reports that make a rank slow now and then; alexnet's 5 ms of jitter reach 3 % past `RESOLUTION_S`."""
+_INTERMITTENT = 0.08
+"""Share of slow reports above which a rank is intermittent; alexnet's 5 ms of jitter reach 3 % past `RESOLUTION_S`."""
 
 _MANY = 64
-"""Ranks above which groups are formed by two cuts instead of a table of n^2 entries, and only such plans are offered as
-answer what was found: everything else costs milliseconds to replay and has hardly a chance there. ASGD, for one, has a
-drift of nearly 1, and servers take in the gradients of all those ranks: against links and freezes only."""
+"""Ranks above which groups are formed by one cut instead of a table of n^2 entries, and only plans that answer the
+causes found are offered: the others cost milliseconds to replay and rarely win there. ASGD has a drift of nearly 1, and
+servers receive the gradients of all ranks: they are offered against slow links and freezes only."""
 
-_BEST, _HOSTS = 8, 32  # Links to choose one server's from, and hosts those of many.
+_BEST, _HOSTS = 8, 32  # Ranks to choose one server from, and hosts to choose many from.
 
 _COSTLY_STALENESS, _BACKUP_SHARE = 0.6, 0.25
-"""Late gradients may be thrown away where staleness has this price, or where they are no more than this part of all:
-backup workers as they are known (Chen et al. 2016). On Fashion-MNIST, where staleness is cheap, throwing away those of
-two slow ranks of four lost a point of accuracy, which no prediction saw coming."""
+"""Late gradients may be dropped (backup workers, Chen et al. 2016) at this price of staleness, or where they are at
+most this share of all. On Fashion-MNIST, where staleness is cheap, dropping those of two slow ranks of four cost one
+point of accuracy, which no prediction showed."""
 
 _FEW = 32
-"""Ranks up to which similar ones are sought by clustering, which takes the cube of their number."""
+"""Ranks up to which similar ones are clustered, which takes O(n^3)."""
 
-_A_LITTLE = 1.15
-"""Times the usual time: a rank that takes longer is left out of one subgroup. Unlike a straggler such a rank is waited
-for in `partial`, whose steps wait a moment for those about to come."""
+_SLIGHTLY = 1.15
+"""Times the typical time above which one of the subgroups leaves a rank out. In `partial` the grace covers it."""
 
 LEAST_SHARE = 0.5
-"""Part of the ranks whose gradients a step waits for, at least: with fewer it is another, smaller training,
-chosen by a model that was not checked against it."""
+"""Least share of the ranks that a step waits for: with fewer the training differs from what the model was validated
+on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerSummary:
-    """Which ranks are slow, by the times to expect.
+    """Which ranks are slow, by the expected times.
 
     Attributes:
-        slow: Ranks whose work takes longer on average.
-        now_and_then: Ranks that are slow in some of the steps.
+        slow: Ranks whose mean compute time is above the limit of slow.
+        intermittent: Ranks that are slow in some of the steps.
         links: Ranks with a slow link.
-        at_once: Ranks that are slow in the same step: usually, and in one of ten steps with any, ascending.
+        at_once: Counts of ranks slow in the same step, over steps with any: median, 90 % quantile, and others;
+            ascending.
         frozen: Ranks that freeze repeatedly.
     """
 
     slow: tuple[int, ...]
-    now_and_then: tuple[int, ...]
+    intermittent: tuple[int, ...]
     links: tuple[int, ...]
     at_once: tuple[int, ...]
     frozen: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.slow or self.now_and_then or self.links or self.frozen)
+        return bool(self.slow or self.intermittent or self.links or self.frozen)
 
 
 def most_left_out(world_size: int, least_share: float = LEAST_SHARE) -> int:
-    """Ranks that a plan may do without, at least one."""
+    """Most ranks that a plan may leave out, at least one."""
     return max(1, world_size - math.ceil(least_share * world_size - 1e-9))
 
 
-def find_trouble(conditions: Conditions, least_share: float = LEAST_SHARE) -> StragglerSummary:
-    """Which ranks the expected times name as stragglers; of those slow at once as many as a plan may do without."""
+def summarize_stragglers(conditions: Conditions, least_share: float = LEAST_SHARE) -> StragglerSummary:
+    """Find the stragglers in the expected times; `at_once` is limited to what a plan may leave out."""
     times = conditions.times_s
     usual_s, typical_s = conditions.usual_s, conditions.typical_s
     limit_s = slow_limit_s(typical_s)
     late = times > limit_s
     share = late.mean(axis=0)
     slow = np.flatnonzero(usual_s > limit_s)
-    seldom = np.flatnonzero((share > _SELDOM) & ~(usual_s > limit_s))
+    intermittent = np.flatnonzero((share > _INTERMITTENT) & ~(usual_s > limit_s))
     links = _slow_links(conditions)
-    # A batch of 4 usual times is late for 4 steps: once no step waits, more ranks are late at once than begin to be.
+    # A batch of 4 usual times misses 4 steps: once no step waits, more ranks are late at once than become late.
     load = np.ceil(times / typical_s - 0.25) - 1.0
     overlap = np.where(late, np.maximum(load, 1.0), 0.0).sum(axis=1).mean()
     counts = sorted(count for count in late.sum(axis=1).tolist() if count)
@@ -99,7 +99,7 @@ def find_trouble(conditions: Conditions, least_share: float = LEAST_SHARE) -> St
         at_once.add(len(slow))
     return StragglerSummary(
         slow=tuple(slow.tolist()),
-        now_and_then=tuple(seldom.tolist()),
+        intermittent=tuple(intermittent.tolist()),
         links=tuple(links.tolist()),
         at_once=tuple(sorted({min(max(1, count), most) for count in at_once})),
         frozen=tuple(conditions.freezing),
@@ -107,14 +107,14 @@ def find_trouble(conditions: Conditions, least_share: float = LEAST_SHARE) -> St
 
 
 def _quantile(ordered: Sequence[int], share: float) -> float:
-    """Interpolated, as numpy's, whose call takes longer than all else here."""
+    """Interpolated quantile, as numpy's, whose call takes longer than the rest of the function."""
     place = share * (len(ordered) - 1)
     low = int(place)
     return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
 
 
 def _slow_links(conditions: Conditions) -> npt.NDArray[np.int64]:
-    """Ranks whose link is slow beside the usual one, where a usual one would save a considerable part of their step."""
+    """Ranks with a slow link, where a usual one would save enough of their step."""
     slow = slow_links(conditions.rate)
     if not slow.any():
         return np.flatnonzero(slow)
@@ -129,37 +129,37 @@ def candidates(
     *,
     allowed: Collection[str] = MODES,
     hosts: Sequence[str] | None = None,
-    trouble: StragglerSummary | None = None,
+    stragglers: StragglerSummary | None = None,
     least_share: float = LEAST_SHARE,
 ) -> list[Plan]:
-    """The plans to choose among: `sync` first, then the active one, each once.
+    """Return the plans to choose among, without duplicates: `sync` first, then the active one.
 
     Args:
-        conditions: What is expected.
-        active: The plan in force, always among them while its mode is allowed. Damping and the bound on staleness of
-            the modes of rounds are carried over from it.
-        allowed: Modes this job can run. `sync` is offered where nothing else is.
+        conditions: Expected times, links and prices.
+        active: The active plan, always included while its mode is allowed. Other plans take its bound on staleness
+            and, in `sync`, `partial` and `subgroup`, its damping.
+        allowed: Modes this job can run. `sync` is offered if no other is.
         hosts: Host of every rank, to place servers.
-        trouble: What `find_trouble` found, where the caller has asked already.
+        stragglers: Result of `summarize_stragglers`, if the caller has it.
         least_share: See `enough_ranks`.
     """
     n = conditions.world_size
     offered = [active if active is not None and active.mode == "sync" else Plan.sync(n)]
     if n > 1:
-        trouble = find_trouble(conditions, least_share) if trouble is None else trouble
+        stragglers = summarize_stragglers(conditions, least_share) if stragglers is None else stragglers
         most = most_left_out(n, least_share)
         offered += [active] if active is not None else []
-        offered += [Plan.partial(n, n - out) for out in trouble.at_once if out < n]
-        if trouble:
-            offered += _subgroups(conditions, trouble, most)
+        offered += [Plan.partial(n, n - out) for out in stragglers.at_once if out < n]
+        if stragglers:
+            offered += _subgroups(conditions, stragglers, most)
             offered += _grouped(conditions)
-            # Where ranks wait for a processor already, a server takes time of one from them.
-            served = not conditions.crowded or trouble.frozen
-            if served and (n <= _MANY or trouble.links or trouble.frozen):
-                offered += _servers(conditions, trouble, hosts, most)
+            # Where ranks already wait for a processor, a server would take CPU time from them.
+            served = not conditions.crowded or stragglers.frozen
+            if served and (n <= _MANY or stragglers.links or stragglers.frozen):
+                offered += _servers(conditions, stragglers, hosts, most)
             offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
             if n <= _MANY:
-                # Ranks not known to be slow are waited for anyway: what half of the ranks costs is noise, if anything.
+                # The grace waits for ranks not known to be slow: a quorum of half the ranks costs at most noise.
                 offered += [Plan.partial(n, max(1, n // 2)), Plan.local(n, steps=16)]
     carried = {"max_staleness": active.max_staleness} if active is not None else {}
     if active is not None and active.mode in ("sync", "partial", "subgroup"):
@@ -178,15 +178,14 @@ def candidates(
 
 
 def enough_ranks(plan: Plan, least_share: float = LEAST_SHARE) -> bool:
-    """Whether steps wait for the fresh gradients of so many ranks that `auto` may take the plan unasked.
+    """Whether steps wait for enough fresh gradients for `auto` to choose the plan.
 
-    This is about ranks that are left out: quorum and members. `ps` with x below n and `grouped` leave no rank out, for
-    every gradient is an update or part of one, of x / n the length, when it comes; backup workers are left out. A
-    subgroup of one member is no group: that is one rank training alone.
+    `partial`, `subgroup` and backup workers leave ranks out. `ps` with x below n and `grouped` do not: every gradient
+    is part of an update, of length x / n, when it arrives. A subgroup of one member would be one rank training alone.
 
     Args:
         plan: The plan.
-        least_share: Part of the ranks, 0 to 1.
+        least_share: Share of the ranks, 0 to 1.
     """
     if plan.mode in ("partial", "subgroup") or plan.rule == "backup":
         least = max(least_share * plan.world_size, 2.0 if plan.mode == "subgroup" else 1.0)
@@ -195,10 +194,9 @@ def enough_ranks(plan: Plan, least_share: float = LEAST_SHARE) -> bool:
 
 
 def reachable(plan: Plan, active: Plan | None) -> bool:
-    """Whether a plan can follow on the one in force without going through `sync`, as `scheduler.plan.completion` has
-    it.
+    """Whether a plan can follow the active one without going through `sync`; the rules of `scheduler.plan.completion`.
 
-    A plan that is refused each time it is chosen prevents every other one.
+    A candidate that completion rejects each time it is chosen would block every other one.
     """
     if active is None or plan.family != active.family:
         return True
@@ -208,32 +206,32 @@ def reachable(plan: Plan, active: Plan | None) -> bool:
 
 
 def same_plan(one: Plan, other: Plan) -> bool:
-    """Whether two plans mean the same, whatever their epoch and reason."""
+    """Whether two plans are equal apart from id and reason."""
     return one is other or _key(one) == _key(other)
 
 
 def _key(plan: Plan) -> tuple[object, ...]:
-    """What makes plans different. Servers that the coordinator is yet to place are no difference in `sync`."""
+    """The fields that distinguish plans."""
     return (plan.mode, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack, plan.servers, plan.local_steps,
             plan.local_s, plan.lr_rule)
 
 
-def _subgroups(conditions: Conditions, trouble: StragglerSummary, most: int) -> list[Plan]:
-    """Without the slow ranks, without the slow links, without either, and without those a little slower either."""
+def _subgroups(conditions: Conditions, stragglers: StragglerSummary, most: int) -> list[Plan]:
+    """Subgroups without the slow ranks, without slow links, without both, and also without slightly slower ranks."""
     n, plans = conditions.world_size, []
-    both = frozenset((*trouble.slow, *trouble.links))
-    without = [frozenset(trouble.slow), frozenset(trouble.links), both]
+    both = frozenset((*stragglers.slow, *stragglers.links))
+    without = [frozenset(stragglers.slow), frozenset(stragglers.links), both]
     if n <= _MANY:
-        slower = np.flatnonzero(conditions.usual_s > _A_LITTLE * conditions.typical_s)
+        slower = np.flatnonzero(conditions.usual_s > _SLIGHTLY * conditions.typical_s)
         without.append(both | frozenset(slower.tolist()))
-    for outside in dict.fromkeys(without):
-        if 0 < len(outside) <= most:
-            plans.append(Plan.subgroup(n, [r for r in range(n) if r not in outside]))
+    for left_out in dict.fromkeys(without):
+        if 0 < len(left_out) <= most:
+            plans.append(Plan.subgroup(n, [r for r in range(n) if r not in left_out]))
     return plans
 
 
 def _grouped(conditions: Conditions) -> list[Plan]:
-    """Two groups by speed, and as many as pay."""
+    """Two groups by speed, and as many as progressive grouping forms."""
     n = conditions.world_size
     way_s = 2.0 * conditions.comm_bytes / conditions.rate
     times_s = conditions.usual_s + way_s
@@ -256,10 +254,7 @@ def _two_groups(times_s: Array) -> tuple[tuple[int, ...], ...]:
 
 
 def _best_links(conditions: Conditions, bad: Collection[int], hosts: Sequence[str] | None) -> list[int]:
-    """One rank of each host without trouble, of the hosts with the best links: enough to choose servers from.
-
-    The bytes of all ranks still have to be taken in.
-    """
+    """One rank of each host without stragglers, best links first: enough to choose servers from."""
     order = np.argsort(-conditions.rate, kind="stable").tolist()
     if hosts is None:
         return sorted([rank for rank in order[: _BEST + len(bad)] if rank not in bad][:_BEST])
@@ -274,10 +269,10 @@ def _best_links(conditions: Conditions, bad: Collection[int], hosts: Sequence[st
 
 
 def _servers(
-    conditions: Conditions, trouble: StragglerSummary, hosts: Sequence[str] | None, left_out: int
+    conditions: Conditions, stragglers: StragglerSummary, hosts: Sequence[str] | None, left_out: int
 ) -> list[Plan]:
     n = conditions.world_size
-    bad = {*trouble.slow, *trouble.links, *trouble.frozen}
+    bad = {*stragglers.slow, *stragglers.links, *stragglers.frozen}
     ranks: Sequence[int] = range(n)
     if n > _MANY:
         ranks = _best_links(conditions, bad, hosts) or ranks
@@ -290,7 +285,7 @@ def _servers(
         push_bytes=int(conditions.comm_bytes * n / len(ranks)),
         round_s=PUSH_ROUND_S,
     ).servers
-    out = [len(bad), *trouble.at_once]
+    out = [len(bad), *stragglers.at_once]
     wanted = sorted({n - count for count in out if 0 < count <= left_out}, reverse=True)
     if n > _MANY:
         return [Plan.ps(n, x, servers=servers) for x in wanted[:1]]

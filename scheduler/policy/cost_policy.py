@@ -1,16 +1,15 @@
-"""A policy that takes the fastest candidate, by the cost model or by any other ranker, once a switch pays.
+"""A policy that switches to the fastest candidate, by the cost model or another ranker, once the switch pays.
 
-Ski-rental (`scheduler.policy.ski_rental`): the active plan is left when the loss against the best candidate, added up
-since one was first better, has reached the price of the switch. So a disturbance that ends before costs no switch, and
-one that lasts costs at most twice the best that hindsight knows. Where the best one has a price, a mode without one,
-there and back, like `partial` from `sync`, is taken meanwhile. Hysteresis: a candidate must be better than the active
-plan by 5 %; the return to `sync` when no rank is slow any more needs no gain. Guard of accuracy
-(`scheduler.policy.accuracy_guard`): losses that rise, or a noise scale that does, end a relaxed mode at once and for a
-while.
+Ski-rental (`scheduler.policy.ski_rental`): the active plan is replaced when the loss against the best candidate,
+accumulated since one was first better, has reached the price of the switch. A disturbance that ends before costs no
+switch; one that lasts costs at most twice the optimum in hindsight. Meanwhile a better mode that costs almost nothing
+to switch to and from (`partial` from `sync`) is used. Hysteresis: a candidate must be 5 % better than the active plan;
+the return to `sync` when no rank is slow needs no gain. Guard of accuracy (`scheduler.policy.accuracy_guard`): a rising
+loss or noise scale ends a relaxed mode at once and excludes relaxed modes for some time.
 
-What followed a switch is measured (`scheduler.policy.switch_outcome`): a plan that makes steps dearer than the one it
-replaced is left again, and its mode waits. A switch for little is not made before the plan in force was measured, as
-nothing could be compared then.
+The outcome of a switch is measured (`scheduler.policy.switch_outcome`): a plan with costlier steps than the plan it
+replaced is reverted, and its mode is held back. A switch with a small gain waits until the active plan was measured,
+because its outcome could not be judged otherwise.
 """
 
 from __future__ import annotations
@@ -32,8 +31,15 @@ from scheduler.diagnosis.slow_episodes import SlowSince
 from scheduler.diagnosis.window_stats import Readings
 from scheduler.plan.plan import SET_IDLE_S, Plan
 from scheduler.policy.accuracy_guard import AccuracyGuard
-from scheduler.policy.candidates import LEAST_SHARE, StragglerSummary, candidates, find_trouble, reachable, same_plan
-from scheduler.policy.explanation import comparison, who
+from scheduler.policy.candidates import (
+    LEAST_SHARE,
+    StragglerSummary,
+    candidates,
+    reachable,
+    same_plan,
+    summarize_stragglers,
+)
+from scheduler.policy.explanation import comparison, describe_stragglers
 from scheduler.policy.ski_rental import SkiRental
 from scheduler.policy.switch_outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms
 from scheduler.records import Window
@@ -49,59 +55,59 @@ _GAIN_CROWDED = 0.15
 """The same where most ranks wait for a processor: between two windows of such a job intervals differ by 10 to 20 %."""
 
 _SWITCH_S, _HANDOVER_S = 0.02, 0.2
-"""What a change among modes of Horovod's collectives holds training up, and one to servers or away from them
-(`benchmarks.switches`: 10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
+"""Time lost by a switch between modes of Horovod's collectives, and by one to or from servers (`benchmarks.switches`:
+10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
 
 _SET_S = 0.3
-"""Making a process set delays every collective for so long (`benchmarks.sets`: 307 ms with 4 ranks). It stays for
+"""Making a process set delays every collective by this (`benchmarks.sets`: 307 ms with 4 ranks). It stays for
 `SET_IDLE_S`."""
 
 _SOON = 0.25
-"""Part of a switch's price that has to be lost before its plan is got ready: a server's start takes more than two
-seconds of a processor, and where plans take turns in being best none is switched to."""
+"""Fraction of a switch's price to be lost before its plan is prepared: starting a server takes more than two CPU
+seconds, wasted where several plans alternate as the best one."""
 
-_COPIES = 3.0  # Parameters and two moments: what ranks fetch that rejoin the others, or that leave servers.
+_COPIES = 3.0  # Parameters and two moments: what ranks fetch when they rejoin the others or leave servers.
 _RISK = 1.25
-"""A plan that may well take so many times as long as `sync` (95 % quantile) is not gone to, whatever it promises."""
+"""A plan whose 95 % quantile of time relative to `sync` reaches this is not chosen."""
 
 _ALIKE = 0.02
-"""Predictions of `partial` that differ by less say nothing: the one that waits for more ranks is taken."""
+"""Relative difference below which predictions of `partial` count as equal: the largest quorum is chosen."""
 
 _CALM_STEPS = 12
-"""Steps without trouble before the job returns to `sync`: STAR's stragglers stay 3.4 rounds, 10 at the 95th
+"""Steps without stragglers before the job returns to `sync`: STAR's stragglers stay 3.4 steps, 10 at the 95th
 percentile, and come back."""
 
 _CALM_PARTIAL_STEPS = 96
-"""The same for `partial`: it costs nothing while no rank is slow, and a straggler may come back."""
+"""The same for `partial`, which costs nothing while no rank is slow; a straggler may come back."""
 
 _CALM_LOSS = 1.1
 
 _WINDOW_STEPS = 64
 
 _CLEAR, _EARLY_STEPS = 0.85, 40
-"""Predicted time over that of the plan in force below which a switch is made although that was never measured, and the
-steps for which others wait for it."""
+"""Predicted time over the active plan's below which a switch need not wait for measurements of the active plan, and the
+most steps that other switches wait for them."""
 
 
 class CostPolicy:
-    """Decides by predictions.
+    """Chooses plans by predictions.
 
     Args:
         world_size: Number of ranks.
-        ranker: Predictions for candidates, in any order; the cost model if None.
+        ranker: Predicts for candidates, in any order; the cost model if None.
         hosts: Host of every rank, to place servers.
-        gain: Least predicted gain that is worth a switch.
-        least_share: Part of the ranks whose fresh gradients a plan has to wait for (`candidates.enough_ranks`).
+        gain: Least predicted gain for a switch, 0 to below 1.
+        least_share: Share of the ranks whose fresh gradients a plan has to wait for (`candidates.enough_ranks`).
 
     Attributes:
         price: The price of staleness as learned so far.
-        last: Predictions behind the last decision, best first.
-        coming: A plan that may be chosen soon and takes time to get ready, None without one.
+        last: Predictions of the last decision, best first.
+        coming: A plan that may be chosen soon and takes time to prepare, or None.
         guard: The guard of accuracy.
-        outcomes: What became of switches, the latest last; a reader may empty the list.
+        outcomes: Measured outcomes of switches, the latest last; a reader may empty the list.
 
     Raises:
-        ValueError: Numbers out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -118,10 +124,10 @@ class CostPolicy:
         if hosts is not None and len(hosts) != world_size:
             raise ValueError(f"{len(hosts)} hosts for {world_size} ranks; expected one for each")
         if not 0.0 < least_share <= 1.0:
-            raise ValueError(f"least_share is {least_share}; expected a part of the ranks, above 0 and at most 1")
+            raise ValueError(f"least_share is {least_share}; expected a share of the ranks, above 0 and at most 1")
         self.world_size = world_size
         self.price = StalenessPrice()
-        self._sized_bytes = 0  # What its prior was made for.
+        self._sized_bytes = 0  # Gradient bytes of its prior.
         self.last: list[Prediction] = []
         self.coming: Plan | None = None
         self.guard = AccuracyGuard()
@@ -130,10 +136,10 @@ class CostPolicy:
         self._gain = self._least_gain = gain
         self._least_share = least_share
         self.outcomes: list[SwitchOutcome] = []
-        self._outcome: SwitchOutcome | None = None  # Of the plan in force or, in `sync`, of the one before.
+        self._outcome: SwitchOutcome | None = None  # Of the active plan or, in `sync`, of the one before.
         self._check, self._backoff = OutcomeCheck(), ModeBackoff()
         self._shape = Shape(())
-        self._terms = Terms(1.0, 0.0, math.nan, math.nan)  # Of the plan in force.
+        self._terms = Terms(1.0, 0.0, math.nan, math.nan)  # Of the active plan.
         self._rental, self._near_rental = SkiRental(), SkiRental()
         self._freezes = Freezes()
         self._slow_since = SlowSince()
@@ -143,15 +149,15 @@ class CostPolicy:
         self._now: tuple[Window, Plan, StragglerSummary | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
         self._going: Plan | None = None
-        self._sets: dict[tuple[int, ...], int] = {}  # Those that plans in force needed, and at which step last.
+        self._sets: dict[tuple[int, ...], int] = {}  # Process sets of active plans, with the last step of their use.
 
     @property
     def window_steps(self) -> int:
-        """Steps, and reports of a rank, that a window should reach back; more does no harm."""
+        """Steps, and reports per rank, that a window should hold at least."""
         return _WINDOW_STEPS
 
     def decide(self, window: Window, active: Plan) -> Plan | None:
-        """The plan to switch to, or None to keep the active one.
+        """Return the plan to switch to, or None to keep the active one.
 
         Raises:
             ValueError: The window or the plan is for another number of ranks.
@@ -178,23 +184,23 @@ class CostPolicy:
         conditions = dataclasses.replace(conditions, rate=self._links.note(window, active, conditions.rate))
         self._noise = conditions.noise
         self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
-        trouble = find_trouble(conditions, self._least_share)
-        self._now = (window, active, trouble)
-        self._shape, self._terms = Shape.of(conditions, trouble.links), _terms(active, conditions)
-        self._check.see(self._terms.level, trouble.links)
-        back = self._left_again(window, conditions, active)
+        stragglers = summarize_stragglers(conditions, self._least_share)
+        self._now = (window, active, stragglers)
+        self._shape, self._terms = Shape.of(conditions, stragglers.links), _terms(active, conditions)
+        self._check.set_level(self._terms.level, stragglers.links)
+        back = self._revert(window, conditions, active)
         if back is not None:
             self._going = back
             return back
-        self._calm_since = None if trouble else window.step if self._calm_since is None else self._calm_since
+        self._calm_since = None if stragglers else window.step if self._calm_since is None else self._calm_since
         lost_s = self._freezes.take_lost_s()
-        if active.mode == "sync" and (not trouble or self.guard.holds(window.step)):
-            self.coming = self._after_another_freeze(window, conditions, trouble)
-            self._rest(window)
+        if active.mode == "sync" and (not stragglers or self.guard.holds(window.step)):
+            self.coming = self._prepared_servers(window, conditions, stragglers)
+            self._reset_rentals(window)
             self.last = []
             return None
         offered = candidates(
-            conditions, active, allowed=window.allowed, hosts=self._hosts, trouble=trouble,
+            conditions, active, allowed=window.allowed, hosts=self._hosts, stragglers=stragglers,
             least_share=self._least_share,
         )
         found = (
@@ -203,10 +209,10 @@ class CostPolicy:
             else self._ranker(offered, conditions, window, active)
         )
         self.last = bounded(found, conditions)
-        return self._choose(window, conditions, active, trouble, lost_s) if self.last else None
+        return self._choose(window, conditions, active, stragglers, lost_s) if self.last else None
 
     def watch(self, window: Window, active: Plan) -> None:
-        """Record ranks that are slow or frozen, also while nothing is decided and a plan is on its way."""
+        """Record slow and frozen ranks; also called while a switch is under way and nothing is decided."""
         self._slow_since.note(window)
         typical_s = Readings.of(window).typical_s
         if not math.isnan(typical_s):
@@ -214,7 +220,7 @@ class CostPolicy:
         self._check.note(window.step, window.now_s, active, frozen=self._freezes.now)
 
     def observe(self, plan: Plan, updates: float, decrease: float, drift: float) -> None:
-        """What training achieved under a plan: the price of staleness is learned from it."""
+        """Learn the price of staleness from the loss decrease under a plan (see `StalenessPrice.observe`)."""
         length = plan.quorum / self.world_size if plan.mode == "ps" and plan.lr_rule == "linear" else 1.0
         gradients = float(plan.quorum) if plan.mode in ("ps", "partial", "subgroup") else float(self.world_size)
         if plan.mode == "grouped":
@@ -231,25 +237,25 @@ class CostPolicy:
         )
 
     def explain(self) -> str:
-        """One sentence about the present choice, also when nothing is changed: `nobody is slow: sync`."""
+        """One sentence about the present choice, also when the plan is kept: `no rank is slow: sync`."""
         if self._now is None:
-            return "no window has been looked at yet"
-        window, active, trouble = self._now
+            return "no window was evaluated yet"
+        window, active, stragglers = self._now
         if self.guard.holds(window.step):
             return f"{self.guard.reason}: sync until step {self.guard.until_step} at least"
-        if trouble is None:
+        if stragglers is None:
             return f"not every rank has reported yet: {active.label}"
         if self._going is not None:
             return self._going.reason
         if active.mode != "sync":
-            calm = f"; nobody is slow since step {self._calm_since}" if self._calm_since is not None else ""
+            calm = f"; no rank is slow since step {self._calm_since}" if self._calm_since is not None else ""
             return f"{active.reason or active.label}{calm}{self._was(active)}"
-        text = who(window, trouble, self._freezes.freezing, self._slow_since.steps)
-        if not trouble or not self.last:
+        text = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
+        if not stragglers or not self.last:
             return f"{text}: sync{self._held_back(window)}"
         if self._waiting is not None:
             best, left_s = self._waiting
-            return f"{text}: {comparison(self.last, best, None)}; sync until that has cost {left_s:.2g} s more"
+            return f"{text}: {comparison(self.last, best, None)}; sync until staying has cost {left_s:.2g} s more"
         other = next((p for p in self.last if p.plan.mode != "sync"), None)
         if other is None:
             return f"{text}: sync, no other mode can run"
@@ -259,78 +265,76 @@ class CostPolicy:
         why = held or f", too little for a switch{short}"
         return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}"
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
-
     def _choose(
-        self, window: Window, conditions: Conditions, active: Plan, trouble: StragglerSummary, lost_s: float
+        self, window: Window, conditions: Conditions, active: Plan, stragglers: StragglerSummary, lost_s: float
     ) -> Plan | None:
         now = next((p for p in self.last if same_plan(p.plan, active)), None)
         sync = next((p for p in self.last if p.plan.mode == "sync"), None)
         sane = [p for p in self.last if p.high < _RISK or p is now or p is sync] or self.last
         sane = [p for p in sane if p is now or p is sync or not self._held(window, p, now)] or self.last
-        best = _most_patient(sane)
+        best = _largest_quorum(sane)
         if now is None:
-            return self._go(window, best, active, None, trouble)
+            return self._go(window, best, active, None, stragglers)
         if sync is not None and active.mode != "sync" and self._calm(window, active, sync.relative / now.relative):
-            self._rest(window)
-            return self._safe(active, f"nobody was slow since step {self._calm_since}")
+            self._reset_rentals(window)
+            return self._safe(active, f"no rank was slow since step {self._calm_since}")
         if best is now or not best.relative < (1.0 - self._least_gain) * now.relative:
-            self._rest(window)
+            self._reset_rentals(window)
             return None
-        if self._too_early(window, best, now, trouble):
+        if self._too_early(window, best, now, stragglers):
             return None
         price_s = self._price_s(conditions, active, best.plan)
         near_by = [p for p in sane if _same_family(active, p.plan)]
-        free = _most_patient(near_by) if near_by else now
+        free = _largest_quorum(near_by) if near_by else now
         near = self._near(window, free, now, _just_lost_s(conditions, active, free.plan)) if free is not best else None
         if best.plan.mode == "ps":
-            self._rental.lost_s += lost_s  # What its like would have spared.
-        if self._rental.pays(window.step, self._loss_s(best, now) * _steps_of_a_round(active, conditions), price_s):
-            # Not for a few percent more than what there is without a price, there and back.
+            self._rental.lost_s += lost_s  # Time lost to freezes, which servers would have avoided.
+        if self._rental.pays(window.step, self._loss_s(best, now) * _steps_per_report(active, conditions), price_s):
+            # A few percent more than the almost free candidate are not worth the price.
             worth = best.relative < (1.0 - self._least_gain) * free.relative
-            return self._go(window, best if worth else free, active, now, trouble)
+            return self._go(window, best if worth else free, active, now, stragglers)
         if self._rental.lost_s >= _SOON * price_s:
             self.coming = best.plan
         if near is not None:
             so_far_s = self._rental.lost_s
-            plan = self._go(window, near, active, now, trouble)
-            self._rental.lost_s = so_far_s  # The loss against the best goes on.
+            plan = self._go(window, near, active, now, stragglers)
+            self._rental.lost_s = so_far_s  # The loss against the best candidate keeps accumulating.
             return plan
         self._waiting = (best, price_s - self._rental.lost_s)
         return None
 
-    def _after_another_freeze(self, window: Window, conditions: Conditions, trouble: StragglerSummary) -> Plan | None:
-        """Servers, where a rank froze once: a second time would call for them, and they take seconds to start."""
+    def _prepared_servers(self, window: Window, conditions: Conditions, stragglers: StragglerSummary) -> Plan | None:
+        """A plan to prepare where a rank froze once: another freeze needs servers, which take seconds to start."""
         if not self._freezes.froze or "ps" not in window.allowed:
             return None
-        feared = dataclasses.replace(trouble, frozen=tuple(sorted(self._freezes.froze)))
-        offered = candidates(conditions, allowed=("ps",), hosts=self._hosts, trouble=feared)
+        expected = dataclasses.replace(stragglers, frozen=tuple(sorted(self._freezes.froze)))
+        offered = candidates(conditions, allowed=("ps",), hosts=self._hosts, stragglers=expected)
         return next((plan for plan in offered if plan.mode == "ps"), None)
 
     def _near(self, window: Window, free: Prediction, now: Prediction, just_lost_s: float) -> Prediction | None:
-        """The best plan that costs next to nothing to go to, once that pays."""
+        """The best plan that costs almost nothing to switch to, once that pays."""
         if free is now or not free.relative < (1.0 - self._least_gain) * now.relative:
-            self._near_rental.rest(window.step)
+            self._near_rental.reset(window.step)
             return None
         loss_s = max(just_lost_s, self._loss_s(free, now))
         return free if self._near_rental.pays(window.step, loss_s, _SWITCH_S) else None
 
     @staticmethod
     def _loss_s(best: Prediction, now: Prediction) -> float:
-        """What a step under the present plan loses against a better one, seconds."""
+        """Seconds that a step of the active plan loses against a better plan."""
         return now.interval_s * (1.0 - best.relative / now.relative)
 
-    def _rest(self, window: Window) -> None:
-        self._rental.rest(window.step)
-        self._near_rental.rest(window.step)
+    def _reset_rentals(self, window: Window) -> None:
+        self._rental.reset(window.step)
+        self._near_rental.reset(window.step)
 
     def _calm(self, window: Window, active: Plan, slower: float) -> bool:
-        """Whether no rank was a straggler for a while; under servers steps are updates, of which there are more.
+        """Whether no rank was slow for long enough; under servers more steps are needed, as these are updates.
 
         Args:
             window: The window.
-            active: The plan in force.
-            slower: How many times slower `sync` is predicted to be: where it is, calm is waited for longer.
+            active: The active plan.
+            slower: Predicted time of `sync` over the active plan's; above `_CALM_LOSS` more steps are needed.
         """
         if self._calm_since is None:
             return False
@@ -341,29 +345,29 @@ class CostPolicy:
         return calm >= least * (self.world_size / active.quorum if active.mode == "ps" else 1.0)
 
     def _price_s(self, conditions: Conditions, active: Plan, plan: Plan) -> float:
-        """What a switch holds training up, seconds.
+        """Seconds that a switch costs.
 
-        Where rounds end replicas are equal, so that nothing moves on the way into another mode; on the way back the
-        ranks fetch what the others, or the servers, have.
+        Replicas are equal at the end of a step of family `rounds`, so no state is transferred on a switch from it; on
+        the way back ranks fetch the state from the others or from servers.
         """
         if _same_family(active, plan):
             return _SWITCH_S
         price_s = _HANDOVER_S if {active.family, plan.family} & {"ps", "grouped"} else _SWITCH_S
-        price_s += _SET_S * sum(not self._is_there(ranks, conditions) for ranks in plan.sets)
+        price_s += _SET_S * sum(not self._set_exists(ranks, conditions) for ranks in plan.sets)
         if active.family == "rounds":
             return price_s
         fetched_s = _COPIES * conditions.comm_bytes / float(conditions.rate.min())
         return price_s + fetched_s + float(conditions.usual_s.max())
 
-    def _is_there(self, ranks: tuple[int, ...], conditions: Conditions) -> bool:
-        """Whether a process set was in use so short a time ago that it was not removed."""
+    def _set_exists(self, ranks: tuple[int, ...], conditions: Conditions) -> bool:
+        """Whether a process set was used recently enough not to have been removed."""
         assert self._now is not None
         window, active, _ = self._now
         since = window.step - self._sets.get(ranks, -(10**9))
         return ranks in active.sets or since * float(np.median(conditions.usual_s)) <= SET_IDLE_S
 
     def _safe(self, active: Plan, why: str) -> Plan:
-        """Back to `sync`. Servers have a damping of their own, unless there is to be none."""
+        """Return to `sync`. Server modes have their own damping, unless it is `none`."""
         damping = active.damping if active.mode not in ("ps", "grouped") or active.damping == "none" else "inverse"
         return Plan.sync(
             self.world_size,
@@ -374,14 +378,14 @@ class CostPolicy:
         )
 
     def _go(
-        self, window: Window, best: Prediction, active: Plan, now: Prediction | None, trouble: StragglerSummary
+        self, window: Window, best: Prediction, active: Plan, now: Prediction | None, stragglers: StragglerSummary
     ) -> Plan | None:
-        self._rest(window)
+        self._reset_rentals(window)
         if same_plan(best.plan, active):
             return None
-        why = who(window, trouble, self._freezes.freezing, self._slow_since.steps)
+        why = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
         if now is None:
-            why = f"{active.label} cannot run any more; {why}"
+            why = f"{active.label} can no longer run; {why}"
         reason = f"{why}: {comparison(self.last, best, now)}"
         self._going = best.plan.replace(plan_id=active.plan_id + 1, reason=reason)
         if now is not None:
@@ -395,10 +399,10 @@ class CostPolicy:
             )
         return self._going
 
-    # ---- what became of the last switch -----------------------------------------------------------------------------
+    # ---- outcome of the last switch ---------------------------------------------------------------------------------
 
-    def _left_again(self, window: Window, conditions: Conditions, active: Plan) -> Plan | None:
-        """The plan that the one in force replaced, where that turns out to have been the better one; else None."""
+    def _revert(self, window: Window, conditions: Conditions, active: Plan) -> Plan | None:
+        """The plan that the active one replaced, if measurements show that it was better; else None."""
         expected = self._check.expected
         if expected is None or active.mode == "sync":
             return None
@@ -411,7 +415,7 @@ class CostPolicy:
         if not outcome.harmful:
             return None
         self._backoff.hold(active.mode, outcome, self._shape, window.step, window.now_s)
-        self._rest(window)
+        self._reset_rentals(window)
         before = plans[outcome.against]
         if before.mode == "sync" or before.mode not in window.allowed or not reachable(before, active):
             return self._safe(active, outcome.sentence)
@@ -424,47 +428,47 @@ class CostPolicy:
         return back
 
     def _held(self, window: Window, one: Prediction, now: Prediction | None) -> bool:
-        """Whether a plan is not to be taken because its mode did harm a while ago."""
+        """Whether a plan is held back because its mode did harm recently."""
         speed = (now.relative if now is not None else 1.0) / max(one.relative, 1e-9)
         return self._backoff.holds(one.plan.mode, speed, self._shape, window.step, window.now_s)
 
-    def _too_early(self, window: Window, best: Prediction, now: Prediction, trouble: StragglerSummary) -> bool:
-        """Whether little gain is predicted before the plan in force is measured: no outcome could be judged."""
-        if math.isnan(window.now_s) or trouble.frozen or best.relative < _CLEAR * now.relative:
+    def _too_early(self, window: Window, best: Prediction, now: Prediction, stragglers: StragglerSummary) -> bool:
+        """Whether the gain is small and the active plan not yet measured, so that no outcome could be judged."""
+        if math.isnan(window.now_s) or stragglers.frozen or best.relative < _CLEAR * now.relative:
             return False
-        # Where trouble comes and goes, so that this never is, it is not waited for without end.
+        # Bounded, because under changing conditions the plan may never be measured.
         return self._check.steps < _EARLY_STEPS and not self._check.measured(now.plan, self._terms.level)
 
     def _was(self, active: Plan) -> str:
-        """`; predicted 1.1x faster than sync, was 0.83x`, for the plan in force; empty before that is known."""
+        """`; predicted 1.1x faster than sync, was 0.83x`, for the active plan; empty before it was measured."""
         outcome = self._outcome
         if outcome is None or outcome.label != active.label:
             return ""
         return f"; predicted {outcome.predicted:.2g}x faster than {outcome.against}, was {outcome.measured:.2g}x"
 
     def _held_back(self, window: Window) -> str:
-        """`; partial did harm and waits until step 240`; empty where no mode waits."""
+        """`; partial did harm and is excluded until step 240 at least`; empty if no mode is held back."""
         held = self._backoff.held(window.step, window.now_s)
-        parts = [f"{mode} did harm and waits until step {until} at least" for mode, until in sorted(held.items())]
+        parts = [f"{mode} did harm and is excluded until step {until} at least" for mode, until in sorted(held.items())]
         return "".join(f"; {part}" for part in parts)
 
 
 def _terms(plan: Plan, conditions: Conditions) -> Terms:
-    """How what was measured of a plan counts now."""
-    found, steps = predict(plan, conditions), _steps_of_a_round(plan, conditions)
+    """The factors that convert measurements of a plan to present conditions."""
+    found, steps = predict(plan, conditions), _steps_per_report(plan, conditions)
     frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
     level = (found.interval_s - frozen_s) * steps / conditions.typical_s
     return Terms(max(1e-6, found.progress) * steps, frozen_s, level, found.interval_s * steps)
 
 
 def _same_family(active: Plan, plan: Plan) -> bool:
-    """Whether going to a plan, and coming back, is but a change of rule."""
+    """Whether a switch to a plan, and back, only changes a rule."""
     same = active.family == plan.family and plan.mode not in ("subgroup", "grouped")
     return same and active.servers == plan.servers
 
 
-def _most_patient(ranked: Sequence[Prediction]) -> Prediction:
-    """The first; of plans `partial` as good as that one, the one that waits for most ranks."""
+def _largest_quorum(ranked: Sequence[Prediction]) -> Prediction:
+    """The first; if it is `partial`, the one with the largest quorum of those within `_ALIKE`."""
     first = ranked[0]
     if first.plan.mode != "partial":
         return first
@@ -473,9 +477,9 @@ def _most_patient(ranked: Sequence[Prediction]) -> Prediction:
 
 
 def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
-    """What the latest step took longer in `sync` than it would have in a plan `partial`; 0 for any other two.
+    """Seconds the latest step took longer in `sync` than it would have in a `partial` plan; 0 for other pairs.
 
-    At first few of the expected steps are slow, so that the expected loss is small whatever a slow one cost.
+    At first few of the expected steps are slow, so that the expected loss underestimates that of a slow step.
     """
     if active.mode != "sync" or plan.mode != "partial":
         return 0.0
@@ -483,8 +487,8 @@ def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
     return float(latest[-1] - latest[plan.quorum - 1])
 
 
-def _steps_of_a_round(plan: Plan, conditions: Conditions) -> float:
-    """Steps of a rank in one of the window's: predictions are per step, and under local steps rounds are counted."""
+def _steps_per_report(plan: Plan, conditions: Conditions) -> float:
+    """Steps of a rank per global step: predictions are per step, and in `local` a global step is an averaging."""
     if plan.mode != "local":
         return 1.0
     return float(plan.local_steps) or max(1.0, plan.local_s / float(conditions.usual_s.min()))

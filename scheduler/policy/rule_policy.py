@@ -1,7 +1,7 @@
 """The rule that chooses a mode without predictions: `sync` while no rank is slow, else a mode by the cause.
 
-It decides where a job asks for `policy="rule"`, while predicting fails, and as a baseline of evaluations. A mode that
-the window does not allow is never chosen.
+Used for `policy="rule"`, while predictions fail, and as a baseline of evaluations. Modes that the window does not allow
+are never chosen.
 
 Compute. Slow compute, and waiting for data, are answered by `partial(m)`, from the last window alone and on its last
 `_QUIET` steps or fewer:
@@ -10,22 +10,21 @@ Compute. Slow compute, and waiting for data, are answered by `partial(m)`, from 
   steps; or in as many scattered ones, and they cost at least `_FREQUENT_GAIN` of the time. m leaves out as many ranks
   as are slow at the same time.
 * lower m: more ranks overlap than m leaves out, and waiting for fewer is predicted to gain `_RELAX_GAIN`. m never
-  falls below half of the ranks (the majority of eager-SGD, Li et al. 2020): when more than half are slow, they are
-  the usual case and the others merely fast, and a step of few gradients is mostly noise.
+  falls below half of the ranks (the majority of eager-SGD, Li et al. 2020): when more than half are slow, slow is the
+  usual case, and a step of few gradients is mostly noise.
 * raise m: fewer ranks than m leaves out were slow at once over the last `2 * _QUIET` steps; up to `sync`, as soon as
   waiting for all ranks would have cost at most `_RETURN_LOSS` over the last `_QUIET` ones.
 
-Lowering to m asks for overlaps that raising above m excludes, and relaxing for a gain of 10 % where returning asks for
-a loss of at most 5 % and three steps without a slow rank: no window satisfies both, so the rule cannot flap on the
-same evidence.
+Lowering to m requires overlaps that raising above m excludes; relaxing requires a gain of 10 %, returning a loss of at
+most 5 % and three steps without a slow rank. No window satisfies both, so the rule cannot flap on the same evidence.
 
 Links, starved and frozen ranks. `partial` needs every rank's network and a processor for its helper in every step, so
-it isolates a job from slow compute only. `subgroup` needs neither of the ranks outside, and `ps` needs nothing at all
-of a rank that does not push. Hence: a slow link leaves the all-reduce for a subgroup, or the job goes to servers away
-from it; a starved or repeatedly frozen rank sends the job to servers with x = n less the slow ranks. The way back is
-`sync`, once no rank was slow for `_QUIET` steps. Links and silence have no history in a window, so the rule records
-which ranks were slow at which step. Its hysteresis: a link is slow below half of the usual rate and normal above three
-quarters of it; a plan is left after `_QUIET` steps without a slow rank and entered after `PERSISTENCE` slow ones.
+it isolates a job from slow compute only. `subgroup` needs neither from ranks that are not members, and `ps` needs
+nothing of a rank that does not push. Hence a rank with a slow link becomes a child of a subgroup, or the job uses
+servers on other hosts; for a starved or repeatedly frozen rank the job uses servers, with x = n less the slow ranks. It
+returns to `sync` once no rank was slow for `_QUIET` steps. A window has no history of links and silence, so the rule
+records which ranks were slow at which step. Hysteresis: a link is slow below half of the usual rate and normal above
+three quarters of it; a plan ends after `_QUIET` steps without a slow rank and begins after `PERSISTENCE` slow ones.
 """
 
 from __future__ import annotations
@@ -57,42 +56,41 @@ _QUIET = 25
 and 10 at the 95th percentile and come back: 25 outlasts their gaps."""
 
 _FREQUENT_GAIN = 0.25
-"""Slow steps that do not come in a row make the job relax when relaxing would have gained this part of the last
-`_QUIET` steps. A 4x hiccup every 8 steps does, one every 10 steps does not: with the return after `_QUIET` steps this
-keeps what waiting costs, in any rhythm of a 4x straggler, below twice the undisturbed time (measured in the tests)."""
+"""Non-consecutive slow steps make the job relax if relaxing would have gained this share of the last `_QUIET` steps. A
+4x hiccup every 8 steps does, one every 10 steps does not: with the return after `_QUIET` steps this keeps the cost of
+waiting, in any rhythm of a 4x straggler, below twice the undisturbed time (measured in the tests)."""
 
 _OVERLAP = 0.1
-"""m covers the number of simultaneously slow ranks that at least this part of the slow steps reach."""
+"""m covers the number of simultaneously slow ranks that at least this share of the slow steps reach."""
 
 _RELAX_GAIN = 0.10
-"""Smallest predicted gain that is worth relaxing for, as a part of the step time. Removing barrier waits gains up to
-11 % where no rank is slow (transformer log): less is jitter, not a straggler."""
+"""Least predicted gain for relaxing, as a fraction of the step time. Without barrier waits jobs without slow ranks gain
+up to 11 % (transformer log): less is jitter, not a straggler."""
 
 _RETURN_LOSS = 0.05
 """Largest predicted loss at which m is raised; well below `_RELAX_GAIN`, or the rule flaps."""
 
 _SILENCE = 8
-"""In `partial`, steps without the report that is due after which a rank counts as slow."""
+"""In `partial`, steps without an expected report after which a rank counts as slow."""
 
 _LATE_SLACK = 0.25
-"""A batch of 4.1 usual times misses four steps, not five: a step waits a grace for ranks about to arrive.
-Same value as the live job's default `grace_fraction`."""
+"""A batch of 4.1 usual times misses four steps, not five, because of the grace; the default `grace_fraction`."""
 
 _FROZEN_MEMORY = 4
-"""In units of `quiet`: two silences within it are a rank that freezes repeatedly. One may be a debugger, and a plan
-that isolates a frozen rank cannot be taken up before it thaws."""
+"""Two silences within this many times `_QUIET` steps make a rank that freezes repeatedly. One may be a debugger, and a
+plan that isolates a frozen rank cannot become active before it thaws."""
 
 _Times = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class _Timeline:
-    """Times in force at the last steps.
+    """Batch times at the last steps.
 
     Attributes:
         steps: The steps, consecutive, oldest first, shape (k,).
-        times_s: Time of the batch each rank was on, shape (k, n_ranks); NaN where nothing is known.
-        slow: Whether that batch was a slow one, shape (k, n_ranks).
+        times_s: Time of each rank's batch at that step, shape (k, n_ranks); NaN where unknown.
+        slow: Whether that batch was slow, shape (k, n_ranks).
     """
 
     steps: npt.NDArray[np.int64]
@@ -133,18 +131,18 @@ class RulePolicy:
 
     @property
     def window_steps(self) -> int:
-        """Steps, and reports of a rank, that a window should reach back; more does no harm."""
+        """Steps, and reports per rank, that a window should hold at least."""
         return 2 * _QUIET
 
     def decide(self, window: Window, active: Plan) -> Plan | None:
-        """The plan to switch to, or `None` to keep the active one.
+        """Return the plan to switch to, or `None` to keep the active one.
 
-        A window may be asked about again; windows of one job come in order of step.
+        The same window may be passed again; windows of a job come in order of step.
 
         Args:
             window: Recent reports of all ranks, one entry per rank.
-            active: The plan in force. Its damping and staleness bound are carried over; its id plus one is
-                the new plan's. `grouped` and `local` are never chosen and never left by this rule.
+            active: The active plan. The new plan takes its damping, its staleness bound and its id plus one. The rule
+                never switches to or from `grouped` and `local`.
 
         Raises:
             ValueError: The window or the plan is for another number of ranks.
@@ -156,7 +154,7 @@ class RulePolicy:
         if self.world_size < 2 or math.isnan(readings.reference_s):
             return None
         if active.mode not in window.allowed and active.mode != "sync" and "sync" in window.allowed:
-            return self._sync(active, f"{active.label} cannot run any more: back to {{label}}")
+            return self._sync(active, f"{active.label} can no longer run: back to {{label}}")
         found = find_stragglers(window, readings=readings)
         hard = self._note(window, found)
         if active.mode == "subgroup":
@@ -164,14 +162,14 @@ class RulePolicy:
         if active.mode == "ps":
             return self._adjust_servers(window, active, found, hard)
         if active.mode not in ("sync", "partial"):
-            return None  # Nothing this rule has chosen.
+            return None  # Not a mode of this rule.
         plan = self._isolate(window, active, found, hard) if hard else None
         return plan or self._answer_compute(window, active, found)
 
     # ---- slow compute: sync and partial ---------------------------------------------------------------------
 
     def _answer_compute(self, window: Window, active: Plan, found: Sequence[Straggler]) -> Plan | None:
-        """Wait for fewer ranks or for more; where `partial` cannot run, a subgroup of the fast ranks or servers."""
+        """Change the quorum; where `partial` cannot run, use a subgroup of the fast ranks or servers."""
         readings = Readings.of(window)
         plan = self._adjust_partial(readings, active) if active.may_close else self._relax(readings, active)
         if plan is None or plan.mode in window.allowed:
@@ -185,11 +183,11 @@ class RulePolicy:
         return None
 
     def _relax(self, readings: Readings, active: Plan) -> Plan | None:
-        """From `sync`: relax when steps keep being slow and the ranks that make them so can be left out."""
+        """From `sync`: relax when slow steps persist and the slow ranks can be left out."""
         last = readings.last_steps()
-        # Up to the step that all have reported: later ones look fast until their slowest rank reports.
+        # Up to the last step that all ranks reported: later ones look fast until their slowest rank reports.
         if not readings.any_slow(min(last) - _QUIET):
-            return None  # the usual case, and the cheap one
+            return None  # The usual case, without computing a timeline.
         seen = self._timeline(readings, min(last), projected=False, rows=_QUIET)
         slow = np.asarray(seen.slow.any(axis=1))
         run = _ending_run(slow)
@@ -208,12 +206,12 @@ class RulePolicy:
         return self._plan(active, quorum, f"{self._who(readings, seen, scope)}: {{label}} {gain}")
 
     def _adjust_partial(self, readings: Readings, active: Plan) -> Plan | None:
-        """From `partial`: wait for fewer ranks when too many are slow at once, for more when that is free."""
-        # Closed steps and the open one. A rank yet to report on the latter is judged by its previous batch.
+        """From `partial`: lower the quorum when too many ranks are slow at once, raise it when that costs nothing."""
+        # Closed steps and the open one. A rank without a report of the latter is judged by its previous batch.
         now = max(readings.last_steps())
         past = self._timeline(readings, now, projected=True, rows=self.window_steps)
         line = past.tail(_QUIET)
-        # Jitter is no reason to stay relaxed: whatever is not slow counts as usual.
+        # Jitter is no reason to stay relaxed: times that are not slow count as usual.
         times = np.where(line.slow, line.times_s, readings.reference_s)
         costs = np.sort(np.where(np.isnan(times), readings.reference_s, times), axis=1).mean(axis=0).tolist()
         present = costs[active.quorum - 1]
@@ -221,7 +219,7 @@ class RulePolicy:
         if fewer < active.quorum and _worth(present, costs[fewer - 1], _RELAX_GAIN):
             gain = f"is expected to take {costs[fewer - 1] / present:.2f} of {active.label}'s step time"
             return self._plan(active, fewer, f"{self._who(readings, line, slice(None))}: {{label}} {gain}")
-        # Rows without reports are no evidence of quiet.
+        # Rows without reports are no evidence that no rank is slow.
         more = active.quorum
         if not np.isnan(past.times_s).any():
             more = self.world_size - int(past.slow.sum(axis=1).max())
@@ -230,19 +228,18 @@ class RulePolicy:
             more = self.world_size
         if more <= active.quorum:
             return None
-        calm = f"waiting for {more} of {self.world_size} ranks would have cost nothing of late"
+        calm = f"waiting for {more} of {self.world_size} ranks would have cost nothing recently"
         return self._plan(active, more, f"{calm}: back to {{label}}")
 
     def _timeline(self, readings: Readings, now: int, *, projected: bool, rows: int) -> _Timeline:
-        """Times in force at the last `rows` steps up to `now`.
+        """Batch times at the last `rows` steps up to `now`.
 
         Args:
             readings: The window's reports.
             now: Last step of the timeline.
-            projected: Show each slow batch over all the steps it would last if no step waited for it. In
-                `partial` that is what happens; in `sync`, where a slow batch is one slow step, it tells how
-                many ranks will be busy at the same time once no step waits: a rank that began a slow batch in
-                one period of a rotating straggler is still on it in the next one.
+            projected: Extend each slow batch over all the steps it would last if no step waited for it. In `partial`
+                that is what happens; in `sync`, where a slow batch is one slow step, it shows how many ranks would be
+                late at the same time: with a rotating straggler, batches of several periods overlap.
             rows: Number of steps.
         """
         first = now - rows + 1
@@ -264,7 +261,7 @@ class RulePolicy:
         reports = readings.reports[rank]
         for index, ((step, time_s), is_slow) in enumerate(zip(reports, readings.slow_reports(rank), strict=True)):
             if step < free:
-                continue  # in `sync` it made this step; in `partial` it would still be on its slow batch
+                continue  # In `sync` it made this step; in `partial` it would still compute its slow batch.
             following = reports[index + 1][0] if index + 1 < len(reports) else now + 1
             end = following
             if projected and is_slow:
@@ -278,20 +275,20 @@ class RulePolicy:
         return spans
 
     def _simultaneous(self, slow: npt.NDArray[np.bool_]) -> int:
-        """How many ranks at once m must leave out, from 1 to half of them: a step keeps at least a majority.
+        """Number of ranks that m must leave out, from 1 to half of them: a step keeps at least a majority.
 
-        The largest count that is reached in at least the part `overlap` of the slow steps, and in `persistence`
-        of them: a high quantile over the slow steps only, so that a straggler counts from its first steps on.
+        The largest count reached in at least `PERSISTENCE` slow steps and the share `_OVERLAP` of them: a high quantile
+        over slow steps only, so that a straggler counts from its first steps on.
         """
         counts = slow.sum(axis=1)
         support = max(PERSISTENCE, math.ceil(_OVERLAP * int((counts > 0).sum())))
         most = max(1, self.world_size - max(1, self.world_size // 2))
-        # The support-th largest count is reached in as many steps.
+        # The support-th largest count is reached in `support` steps.
         reached = int(np.sort(counts)[-support]) if support <= len(counts) else 1
         return min(max(1, reached), most)
 
     def _who(self, readings: Readings, line: _Timeline, scope: slice) -> str:
-        """`rank 3 computes 4.0x slower since step 12`, or the ranks that do so in turn."""
+        """`rank 3 computes 4.0x slower since step 12`, or the same of several ranks."""
         slow = line.slow[scope]
         ranks = np.flatnonzero(slow.any(axis=0)).tolist()
         factor = lower_median(line.times_s[scope][slow].tolist()) / readings.reference_s
@@ -304,7 +301,7 @@ class RulePolicy:
         return f"{listing(ranks)} compute {factor:.1f}x slower{how} since step {since}"
 
     def _plan(self, active: Plan, quorum: int, reason: str) -> Plan:
-        """The next plan; `reason` may name itself by `{label}`."""
+        """The next plan; `{label}` in `reason` stands for its label."""
         mode = "sync" if quorum == self.world_size else "partial"
         return self._finish(active.replace(mode=mode, quorum=quorum, plan_id=active.plan_id + 1), reason)
 
@@ -318,9 +315,9 @@ class RulePolicy:
     # ---- which ranks are slow by another cause --------------------------------------------------------------
 
     def _note(self, window: Window, found: Sequence[Straggler]) -> dict[int, Straggler]:
-        """Remember a window; the ranks that `partial` cannot help against, with their stragglers' records."""
+        """Record a window; returns the stragglers that `partial` cannot isolate."""
         if self._history and window.step < self._history[-1][0]:
-            self._forget()  # another run
+            self._forget()  # Another run.
         named = {straggler.rank: straggler for straggler in found}
         links = {rank for rank, straggler in named.items() if straggler.cause == "link"}
         self._links = {r for r in self._links | links if not link_ratio(window, r) >= LINK_CALM}
@@ -332,7 +329,7 @@ class RulePolicy:
         return {**hard, **frozen}
 
     def _note_silence(self, window: Window, found: Sequence[Straggler]) -> dict[int, Straggler]:
-        """The ranks that froze repeatedly of late."""
+        """Ranks that froze repeatedly within `_FROZEN_MEMORY`."""
         silent = {straggler.rank for straggler in found if straggler.silent}
         for rank in silent - self._silent:
             self._freezes.setdefault(rank, []).append(window.step)
@@ -345,32 +342,32 @@ class RulePolicy:
                 slowdown=math.inf,
                 since_step=steps[0],
                 cause="starved",
-                evidence=f"has frozen {len(steps)} times since step {steps[0]}",
+                evidence=f"froze {len(steps)} times since step {steps[0]}",
                 silent=True,
             )
             for rank, steps in self._freezes.items()
             if len(steps) >= 2
         }
 
-    def _remember(self, step: int, troubled: Iterable[int]) -> None:
-        now = frozenset(troubled)
+    def _remember(self, step: int, slow: Iterable[int]) -> None:
+        now = frozenset(slow)
         if self._history and self._history[-1][0] == step:
             now |= self._history.pop()[1]
         self._history.append((step, now))
-        # One entry from before the period stays, to tell that it has been seen in full.
+        # One entry from before the period stays, as evidence that the whole period was observed.
         while len(self._history) > 1 and self._history[1][0] <= step - _QUIET:
             self._history.popleft()
 
     def _recent(self) -> list[frozenset[int]]:
-        """Who was in trouble, window by window, over the last `quiet` steps."""
+        """The slow ranks of each window of the last `_QUIET` steps."""
         begin = self._history[-1][0] - _QUIET
-        return [troubled for step, troubled in self._history if step > begin]
+        return [slow for step, slow in self._history if step > begin]
 
     def _seen_in_full(self) -> bool:
         return self._history[0][0] <= self._history[-1][0] - _QUIET
 
     def _still(self, ranks: Iterable[int]) -> set[int]:
-        """Those of the ranks that were in trouble during the last `quiet` steps, or not watched for as long."""
+        """Those of the ranks that were slow during the last `_QUIET` steps; all if the period was not observed."""
         if not self._seen_in_full():
             return set(ranks)
         return set(ranks) & set().union(*self._recent())
@@ -380,49 +377,49 @@ class RulePolicy:
     def _isolate(
         self, window: Window, active: Plan, found: Sequence[Straggler], hard: dict[int, Straggler]
     ) -> Plan | None:
-        """From `sync` and `partial`: a plan that does not need the ranks in trouble."""
+        """From `sync` and `partial`: a plan that does not need the slow ranks."""
         causes = {straggler.cause for straggler in hard.values()}
-        everybody = [*{**{s.rank: s for s in found}, **hard}.values()]
-        outside = self._choose(everybody, hard)
+        slow = [*{**{s.rank: s for s in found}, **hard}.values()]
+        left_out = self._choose(slow, hard)
         if "ps" in window.allowed and ("starved" in causes or "subgroup" not in window.allowed):
-            return self._servers(window, active, self.world_size - len(outside), everybody)
+            return self._servers(window, active, self.world_size - len(left_out), slow)
         if "link" in causes and "subgroup" in window.allowed:
-            return self._subgroup(active, outside, everybody)
+            return self._subgroup(active, left_out, slow)
         return None
 
     def _adjust_subgroup(
         self, window: Window, active: Plan, found: Sequence[Straggler], hard: dict[int, Straggler]
     ) -> Plan | None:
-        """From `subgroup`: more ranks out, calm ranks in again, to servers for a starved one, or back to `sync`."""
+        """From `subgroup`: change the members, use servers for a starved rank, or return to `sync`."""
         if any(straggler.cause == "starved" for straggler in hard.values()) and "ps" in window.allowed:
             return self._isolate(window, active, found, hard)
         children = {child for child, _ in active.parents}
-        # A link counts from its persistence on; all other causes persist when they are named.
+        # A slow link counts once it persists; stragglers of all other causes have persisted.
         named = [straggler for straggler in found if straggler.cause != "link" or straggler.rank in hard]
         still = self._still(children)
-        outside = self._choose(named, {}, first=still)
-        if not outside:
+        left_out = self._choose(named, {}, first=still)
+        if not left_out:
             return self._back(window, active)
-        if set(active.members) == set(range(self.world_size)) - outside:
+        if set(active.members) == set(range(self.world_size)) - left_out:
             return None
-        return self._subgroup(active, outside, [s for s in named if s.rank not in children], children - outside)
+        return self._subgroup(active, left_out, [s for s in named if s.rank not in children], children - left_out)
 
     def _adjust_servers(
         self, window: Window, active: Plan, found: Sequence[Straggler], hard: dict[int, Straggler]
     ) -> Plan | None:
-        """From `ps`: another x, other servers where one is on a rank in trouble, or back to `sync`."""
+        """From `ps`: change x, replace servers on slow ranks, or return to `sync`."""
         if not self._still(range(self.world_size)):
             return self._back(window, active)
-        everybody = [*{**{s.rank: s for s in found}, **hard}.values()]
+        slow = [*{**{s.rank: s for s in found}, **hard}.values()]
         if set(active.servers) & set(hard) and len(hard) < self.world_size:
-            moved = self._servers(window, active, active.quorum, everybody)
+            moved = self._servers(window, active, active.quorum, slow)
             return moved if moved.servers != active.servers else None
         if active.rule != "x":
             return None
-        now = self.world_size - len(self._choose(everybody, hard))
+        now = self.world_size - len(self._choose(slow, hard))
         if now < active.quorum:
-            return self._servers(window, active, now, everybody)
-        most = max(len(troubled) for troubled in self._recent())
+            return self._servers(window, active, now, slow)
+        most = max(map(len, self._recent()))
         wanted = max(self._least(), self.world_size - max(1, most))
         if self._seen_in_full() and wanted > active.quorum:
             reason = f"at most {most} ranks were slow at once for {_QUIET} steps: {{label}}"
@@ -432,20 +429,20 @@ class RulePolicy:
     # ---- plans ----------------------------------------------------------------------------------------------
 
     def _least(self) -> int:
-        """Ranks a plan keeps at least: a majority or, of an even number, half."""
+        """Least number of ranks a plan keeps: half, rounded down."""
         return max(1, self.world_size // 2)
 
     def _choose(
         self, stragglers: Iterable[Straggler], hard: dict[int, Straggler], *, first: Iterable[int] = ()
     ) -> set[int]:
-        """The ranks to leave out: those in `first`, those in `hard`, then the slowest, but never most of them."""
+        """The ranks to leave out: those in `first`, then in `hard`, then the slowest, keeping `_least()` ranks."""
         slowdown = {straggler.rank: straggler.slowdown for straggler in stragglers}
         kept = set(first)
         order = sorted(kept | set(slowdown), key=lambda r: (r not in kept, r not in hard, -slowdown.get(r, 0.0), r))
         return set(order[: self.world_size - self._least()])
 
-    def _subgroup(self, active: Plan, outside: set[int], why: Sequence[Straggler], back: Iterable[int] = ()) -> Plan:
-        members = [rank for rank in range(self.world_size) if rank not in outside]
+    def _subgroup(self, active: Plan, left_out: set[int], why: Sequence[Straggler], back: Iterable[int] = ()) -> Plan:
+        members = [rank for rank in range(self.world_size) if rank not in left_out]
         plan = Plan.subgroup(
             self.world_size,
             members,
@@ -453,11 +450,11 @@ class RulePolicy:
             max_staleness=active.max_staleness,
             plan_id=active.plan_id + 1,
         )
-        named = [straggler.sentence for straggler in why if straggler.rank in outside]
-        calm = [f"{listing(sorted(back))} calm for {_QUIET} steps"] if back else []
+        named = [straggler.sentence for straggler in why if straggler.rank in left_out]
+        calm = [f"{listing(sorted(back))} not slow for {_QUIET} steps"] if back else []
         return self._finish(
             plan,
-            f"{'; '.join([*named, *calm])}: {{label}} all-reduces, gradients of {listing(sorted(outside))} come late",
+            f"{'; '.join([*named, *calm])}: {{label}} all-reduces, gradients of {listing(sorted(left_out))} come late",
         )
 
     def _servers(self, window: Window, active: Plan, x: int, why: Sequence[Straggler]) -> Plan:
@@ -488,7 +485,7 @@ class RulePolicy:
         return self._sync(active, f"no rank was slow for {_QUIET} steps: back to {{label}}")
 
     def _sync(self, active: Plan, reason: str) -> Plan:
-        """The plan of mode `sync` that follows `active`; `reason` may name it by `{label}`."""
+        """The plan of mode `sync` that follows `active`; `{label}` in `reason` stands for its label."""
         plan = Plan.sync(
             self.world_size,
             damping=self._step_damping(active),
@@ -498,7 +495,7 @@ class RulePolicy:
         return self._finish(plan, reason)
 
     def _step_damping(self, active: Plan) -> str:
-        """Servers have a damping of their own, unless there is to be none."""
+        """Damping of `sync`, `partial` and `subgroup`: server modes have their own, unless it is `none`."""
         return active.damping if active.mode != "ps" or active.damping == "none" else self._damping
 
     def _finish(self, plan: Plan, reason: str) -> Plan:
@@ -506,7 +503,7 @@ class RulePolicy:
 
 
 def _ending_run(flags: npt.NDArray[np.bool_]) -> int:
-    """Length of the run of true values that ends the array."""
+    """Length of the run of true values at the end of the array."""
     backwards = flags[::-1]
     return len(flags) if backwards.all() else int(np.argmin(backwards))
 
@@ -518,6 +515,6 @@ def _order_mean_s(times_s: _Times, quorum: int, usual_s: float) -> float:
 
 
 def _worth(present_s: float, relaxed_s: float, least: float) -> bool:
-    """Whether the predicted gain is large enough, in parts of the step and against what a step resolves."""
+    """Whether the predicted gain exceeds the fraction `least` of the step and the resolution of a step's time."""
     gain = present_s - relaxed_s
     return gain > least * present_s and gain > RESOLUTION_S

@@ -1,9 +1,8 @@
-"""Ski-rental: when to pay for a switch without knowing how long what calls for it will last.
+"""Ski-rental: when to pay for a switch without knowing how long its cause will last.
 
-The loss against the best plan is added up while that plan is better. The switch is made when the sum has reached its
+The loss against the best plan is accumulated while that plan is better; the switch is made when the sum reaches its
 price: the break-even rule (Karlin et al. 1988). A disturbance that ends before costs no switch. One that lasts costs
-the price twice, once as loss and once as price, where hindsight pays it once: never more than twice the best, but for
-the loss between two decisions.
+the price twice, as loss and as price: at most twice the optimum in hindsight, plus the loss between two decisions.
 """
 
 from __future__ import annotations
@@ -14,30 +13,30 @@ __all__ = ["SkiRental"]
 
 
 class SkiRental:
-    """Adds up one loss at a time.
+    """Accumulates the loss against the best plan.
 
     Attributes:
-        lost_s: Seconds lost so far against the best plan.
+        lost_s: Seconds lost so far.
     """
 
     def __init__(self) -> None:
         self.lost_s = 0.0
         self._step: int | None = None
 
-    def rest(self, step: int) -> None:
-        """Nothing is better at this step, or it has just been taken up: what was lost is forgotten."""
+    def reset(self, step: int) -> None:
+        """Reset the loss: no plan is better at this step, or a switch was made."""
         self.lost_s, self._step = 0.0, step
 
     def pays(self, step: int, loss_s: float, price_s: float) -> bool:
-        """Whether the switch pays by now.
+        """Add the loss since the last call and return whether the switch pays.
 
         Args:
-            step: Present step. Asking again at the same step adds nothing; the first loss counts one step at least.
-            loss_s: Loss of a step against the best plan, 0 or more.
-            price_s: What the switch costs; the loss of one step is always allowed to be spared.
+            step: Present step. A second call at the same step adds nothing; the first loss counts at least one step.
+            loss_s: Loss per step against the best plan, 0 or more.
+            price_s: Price of the switch.
 
         Raises:
-            ValueError: A loss that is none.
+            ValueError: `loss_s` is negative or not finite.
         """
         if not 0.0 <= loss_s < math.inf:
             raise ValueError(f"the loss of a step is {loss_s} s; expected a finite number, 0 or more")

@@ -1,19 +1,19 @@
-"""STAR's heuristic choice of mode, as described for the published system: a baseline, not what we use.
+"""STAR's heuristic choice of mode, as published: a baseline of evaluations.
 
-Of the predicted iteration times t of the n workers (compute and communication; Zhang and Shen 2025, their code):
+With the predicted iteration times t of the n workers (compute and communication; Zhang and Shen 2025, their code):
 
-* Gate: a worker straggles if it exceeds the fastest by more than 20 %. A decision is made when the gate goes from off
-  to on; when it goes off the job returns to SSGD; in between the mode is frozen.
+* Gate: a worker straggles if it exceeds the fastest by more than 20 %. A mode is chosen when the gate turns on and kept
+  until it turns off, when the job returns to SSGD.
 * K(x) = 1 + phi / (x b): updates to equal progress with x gradients each.
 * Static x-order: tau(x) = T + (t(n) - T) (t(x) - t(1)) / (t(n) - t(1)) with T = 1 / sum(1 / t). x is scanned upwards to
   the first with tau(x) K(x) < tau(x + 1) K(x + 1), the first local minimum; x = n if there is none.
 * Dynamic groups: agglomerative, 50 ms; cost 1 / sum over groups of 1 / (K(|G|) max t); taken if below the static one.
 * All-reduce variant: the x fastest make the ring, the others are children; cost t(x) K(x), same scan.
 
-What the published code does otherwise cannot run and is not imitated: a scan that never advances its left side, static
-and dynamic branches exchanged, a worker's number in place of its group's time, a division by zero for equal times, a
-comparison in place of an assignment for x = n, a return to SSGD that is empty, and changes between groups that are
-ignored. Its forecast is an LSTM without weights; the mean of the last five times stands in for it.
+Defects of the published code are not reproduced: a scan that never advances its left side, static and dynamic branches
+exchanged, a worker's number instead of its group's time, a division by zero for equal times, a comparison instead of an
+assignment for x = n, an empty return to SSGD, and ignored changes between groups. Its forecast is an LSTM published
+without weights; the mean of the last five times replaces it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class StarHeuristic:
     Args:
         world_size: Number of ranks.
         architecture: `ps` or `all_reduce`.
-        noise: phi in gradients of one rank where the window knows none.
+        noise: phi in gradients of one rank, if the window has none.
 
     Raises:
-        ValueError: Another architecture.
+        ValueError: The architecture is unknown.
     """
 
     def __init__(self, world_size: int, *, architecture: str = "ps", noise: float = 3.0) -> None:
@@ -55,7 +55,7 @@ class StarHeuristic:
         self._straggling = False
 
     def decide(self, window: Window, active: Plan) -> Plan | None:
-        """The plan to switch to at a change of the gate, else None."""
+        """Return the plan to switch to when the gate changes, else None."""
         times = predicted_times_s(window)
         if times is None:
             return None
@@ -66,7 +66,7 @@ class StarHeuristic:
             return None
         if not straggling:
             calm = Plan.sync(self.world_size)
-            return None if active.mode == "sync" else self._finish(calm, active, "nobody straggles")
+            return None if active.mode == "sync" else self._finish(calm, active, "no worker straggles")
         phi = window.noise_scale if math.isfinite(window.noise_scale) else self._noise
         plan = self._ring(times, phi) if self._architecture == "all_reduce" else self._order(times, phi)
         if plan.mode == active.mode == "sync" or plan.mode not in window.allowed:
@@ -96,7 +96,7 @@ class StarHeuristic:
 
 
 def predicted_times_s(window: Window) -> list[float] | None:
-    """Mean of the last five iteration times of every rank, communication included; None where a rank has none."""
+    """Mean of the last five iteration times of every rank, communication included; None if a rank has none."""
     times = [_time_s(stats) for stats in window.ranks]
     return None if not times or any(not math.isfinite(t) or t <= 0.0 for t in times) else times
 
@@ -114,7 +114,7 @@ def _updates(phi: float, gradients: int) -> float:
 
 
 def _first_minimum(costs: Sequence[float]) -> int:
-    """The first x, from 1, whose cost is below the next one's; the last if there is none."""
+    """The smallest x whose cost is below the next one's; the last if there is none."""
     return next((x for x in range(1, len(costs)) if costs[x - 1] < costs[x]), len(costs))
 
 

@@ -1,28 +1,26 @@
-"""What followed a switch, measured, against what was predicted of it. Pure: no clock.
+"""Measured outcome of a switch, compared with its prediction. Pure: no clock.
 
-A prediction rests on a model of the machine. Where that is wrong (helper threads beside the ranks on few cores, servers
-that share them) a plan can make every step dearer than the plan it replaced, and no report of a rank shows it: all are
-slower alike. So the time between updates is measured under every plan:
+Where the cost model is wrong (helper threads beside the ranks on few cores, servers that share them) a plan can make
+every step slower than the plan it replaced, on all ranks alike, so that no rank's report shows it. So the time between
+updates is measured under every plan:
 
-    cost = wall time of an update / its progress in synchronous steps + what freezes cost per step
+    cost = wall time of an update / its progress in synchronous steps + expected cost of freezes per step
 
-The progress is that of `scheduler.cost.cost_model`, the same that `Prediction.relative` divides by, so an update of 3
-of 4 gradients counts for less than one of all four. Freezes are rare and long: blocks with one are left out, and what
-they cost is added as `scheduler.diagnosis.freezes` expects it, to the plans that a freeze holds up.
+The progress is that of `scheduler.cost.cost_model`, by which `Prediction.relative` divides too: an update of 3 of 4
+gradients counts less than one of four. Freezes are rare and long: blocks with one are left out, and their cost is added
+as `scheduler.diagnosis.freezes` expects it, to the plans that a freeze delays.
 
-Updates are counted in blocks of a fifth of a second at least, since messages come in batches of a tenth. Means of
-blocks are compared, as in a Welch test, not medians: where a rank is slow in a third of the steps, a median sees either
-none of that or nothing else. A block counts as four times the plan's median block at most: an evaluation in the middle
-of training is no step.
+Updates are counted in blocks of at least a fifth of a second, since messages come in batches of a tenth. Means of
+blocks are compared, as in a Welch test, not medians: where a rank is slow in a third of the steps, a median reflects
+either none or all of it. A block counts as at most four times the plan's median block, to exclude evaluations.
 
-Like is compared with like. Every block keeps its level, what the model says an update of its plan takes in units of a
-usual rank's work, so that all ranks slower alike are no other level. Where the level of a plan is by now more than
-1.2 times another, its blocks are scaled to it; where it is more than twice another, or other links are slow, they say
-nothing of the present.
+Only comparable conditions are compared. Every block keeps its level: the predicted time of an update in units of a
+typical rank's compute time, which is unchanged when all ranks become slower alike. Blocks whose level differs from the
+plan's present level by a factor above 1.2 are scaled to it; above 2, or with other slow links, they are ignored.
 
-A plan that is dearer by 5 %, and by 2.5 standard errors, is left for the one it replaced. Its mode is not tried again
-for a while, which doubles with each time, unless so much more is predicted of it than then that the error made then
-would not matter. If a rank is late, frozen or dead that changes only what is measured; nothing here waits.
+A plan that is costlier by 5 % and by 2.5 standard errors is replaced by the one before. Its mode is held back for a
+time that doubles with each repetition, unless the prediction is now so much better that the same error would not
+matter. Late, frozen or dead ranks only change what is measured; nothing here waits.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ from scheduler.plan.plan import Plan
 __all__ = ["Block", "Comparison", "ModeBackoff", "OutcomeCheck", "Shape", "SwitchOutcome", "Terms", "compare"]
 
 _BLOCK_STEPS, _BLOCK_S = 2, 0.2
-_SETTLING_STEPS, _SETTLING_S = 3, 0.2  # After a switch, and not counted: caches, connections, ranks that rejoin.
+_WARMUP_STEPS, _WARMUP_S = 3, 0.2  # Not counted after a switch: caches, connections, ranks that rejoin.
 _KEPT = 64  # Blocks of each plan.
-_OLD_S, _OLD_STEPS = 120.0, 400  # What is older in both is no reference: the machine may be another by now.
+_OLD_S, _OLD_STEPS = 120.0, 400  # Blocks older in both are ignored: the load of the machine may have changed.
 
 _HARM = 0.05
 _ERRORS = 2.5
@@ -53,23 +51,22 @@ _LEAST_STEPS, _LEAST_BLOCKS = 20.0, 3
 _SURE, _ENOUGH_BLOCKS = 0.05, 24  # Standard error, or number of blocks, with which a measurement is reported.
 _ERROR_FLOOR = 0.01
 _PREDICTED_ERROR, _PREDICTED_ROOM = 0.15, 1.05
-"""Standard error of the interval predicted for the replaced plan, which is taken where that was in force too briefly to
-be measured: a switch at step 5 of a job. It counts less the longer that goes on: a way back in vain costs little, and
-what the replaced plan costs is known then."""
+"""Standard error of, and factor on, the predicted interval of the replaced plan, used if that was active too briefly to
+be measured (a switch at step 5 of a job). The error shrinks over time: a wrong return costs little and measures it."""
 
 _OUTLIER = 4.0
-_SAME, _COMPARABLE = 1.2, 2.0  # Times another level.
+_SAME, _COMPARABLE = 1.2, 2.0  # Ratios of levels.
 _ALIKE = math.log(1.5)
-"""Trouble is the same while the slowdowns of the slower half of the ranks, in order of size, are within this factor: on
-a busy machine with jitter of 10 to 30 % who is slowest changes all the time, and changes nothing."""
+"""Shapes are alike while the sorted slowdowns of the slower half of the ranks are within this factor: on a busy machine
+with jitter of 10 to 30 % the slowest rank changes all the time without effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Trouble as far as it changes what a step costs; the same ranks at twice the time are the same shape.
+    """Distribution of slowness as far as it affects the cost of a step; independent of the ranks' overall speed.
 
     Attributes:
-        slowdowns: Of the slower half of the ranks over the usual one, largest first.
+        slowdowns: Times of the slower half of the ranks over the typical one, largest first.
         links: Ranks with a slow link.
     """
 
@@ -91,14 +88,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some updates in a row.
+    """Consecutive updates.
 
     Attributes:
         end_s: When it ended.
-        end_step: With which step.
+        end_step: Its last step.
         steps: Updates in it.
-        interval_s: Wall time of one.
-        level: What one was predicted to take, in units of a usual rank's work.
+        interval_s: Mean wall time of an update.
+        level: Predicted time of an update in units of a typical rank's compute time.
         links: Ranks with a slow link.
     """
 
@@ -110,14 +107,14 @@ class Block:
     links: tuple[int, ...] = ()
 
     def scaled_s(self, level: float) -> float:
-        """The interval to expect at another level."""
+        """The interval expected at another level."""
         ratio = level / self.level
         return self.interval_s * (ratio if not 1.0 / _SAME <= ratio <= _SAME else 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Measured cost of a plan over that of another one: above 1 is dearer."""
+    """Measured cost of a plan over that of another; above 1 is costlier."""
 
     ratio: float
     error: float
@@ -125,23 +122,23 @@ class Comparison:
 
     @property
     def harmful(self) -> bool:
-        """Whether it is dearer by more than is allowed and more than chance."""
+        """Whether it is costlier by more than the limit and significantly so."""
         return self.ratio > 1.0 + _HARM and math.log(self.ratio) > _ERRORS * self.error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchOutcome:
-    """What became of a switch.
+    """Outcome of a switch.
 
     Attributes:
-        plan_id: Of the plan.
+        plan_id: Id of the plan.
         label: Its name.
-        step: The step at which this was known.
-        against: Name of the plan that it is compared with, the replaced one or `sync`.
-        predicted: Its speed over that one's as predicted.
-        measured: The same as measured.
-        steps: Synchronous steps' worth of training that was measured.
-        harmful: Whether the plan is left because of it.
+        step: Last step of the measurement.
+        against: Name of the plan it is compared with: the replaced one or `sync`.
+        predicted: Predicted speed over that plan's.
+        measured: Measured speed over that plan's.
+        steps: Measured progress in synchronous steps.
+        harmful: Whether the plan is replaced because of it.
     """
 
     plan_id: int
@@ -154,7 +151,7 @@ class SwitchOutcome:
     harmful: bool
 
     def as_record(self) -> dict[str, Any]:
-        """Its fields and its sentence, as logs and reports hold them: the plan's id is called `epoch` there."""
+        """Fields and sentence for logs and reports, where the plan's id is called `epoch`."""
         values = dataclasses.asdict(self)
         return {"step": values.pop("step"), "epoch": values.pop("plan_id"), **values, "sentence": self.sentence}
 
@@ -171,17 +168,17 @@ def compare(new_s: Sequence[float], old_s: Sequence[float], steps: float, *, old
     """Compare costs of blocks.
 
     Args:
-        new_s: Of the plan in force, seconds per unit of progress.
-        old_s: Of the other one.
-        steps: Worth of training in the first.
-        old_error: Least relative standard error of the second.
+        new_s: Costs under the active plan, seconds per synchronous step.
+        old_s: Costs under the other plan.
+        steps: Progress of the first in synchronous steps.
+        old_error: Lower bound of the relative standard error of the second.
     """
     (new, new_error), (old, error) = _mean(new_s), _mean(old_s)
     return Comparison(new / old, math.hypot(new_error, max(error, old_error), _ERROR_FLOOR), steps)
 
 
 def _mean(costs_s: Sequence[float]) -> tuple[float, float]:
-    """Mean and its relative standard error, outliers cut."""
+    """Mean and its relative standard error, outliers clipped."""
     most_s = _OUTLIER * statistics.median(costs_s)
     kept = [min(cost_s, most_s) for cost_s in costs_s]
     mean_s = statistics.fmean(kept)
@@ -192,13 +189,13 @@ def _mean(costs_s: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How the blocks of a plan count at present.
+    """Factors that convert a plan's blocks to present conditions.
 
     Attributes:
         gain: Progress of an update in synchronous steps.
-        frozen_s: What freezes cost it per synchronous step.
-        level: As in `Block`.
-        interval_s: What an update is predicted to take, freezes counted.
+        frozen_s: Expected cost of freezes per synchronous step.
+        level: Present level, as in `Block`.
+        interval_s: Predicted time of an update, with freezes.
     """
 
     gain: float
@@ -207,25 +204,25 @@ class Terms:
     interval_s: float = math.nan
 
     def costs_s(self, blocks: Sequence[Block]) -> list[float]:
-        """Seconds per synchronous step's worth of training, of each block."""
+        """Seconds per synchronous step of progress, of each block."""
         return [block.scaled_s(self.level) / self.gain + self.frozen_s for block in blocks]
 
 
 @dataclass(slots=True)
 class _Expected:
-    """What a switch was made for, until its plan is in force and then while it is."""
+    """The prediction behind a switch, kept until the next one."""
 
     plan: Plan
     replaced: Plan
     predicted: float  # Speed over the replaced plan.
     over_sync: float  # Speed over `sync`.
-    replaced_s: float  # Predicted cost of the replaced plan,
-    level: float  # at this level of its own.
+    replaced_s: float  # Predicted cost of the replaced plan.
+    level: float  # The replaced plan's level at that time.
 
 
 @dataclass(slots=True)
 class _Tenure:
-    """The time of the plan in force."""
+    """Measurements of the active plan."""
 
     plan_id: int
     label: str
@@ -233,12 +230,12 @@ class _Tenure:
     begin_step: int
     expected: _Expected | None
     blocks: deque[Block] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    open: tuple[float, int] | None = None  # Where the present block began.
+    open: tuple[float, int] | None = None  # Time and step at which the current block began.
     reported: bool = False
 
 
 class OutcomeCheck:
-    """Measures every plan and judges the one in force."""
+    """Measures every plan and judges the active one."""
 
     def __init__(self) -> None:
         self._tenure: _Tenure | None = None
@@ -251,33 +248,33 @@ class OutcomeCheck:
     def expect(
         self, plan: Plan, replaced: Plan, *, predicted: float, over_sync: float, replaced_s: float, level: float
     ) -> None:
-        """A switch was decided on; it may yet fail.
+        """Record the prediction behind a decided switch, which may still fail.
 
         Args:
-            plan: The plan to come.
-            replaced: The one in force.
+            plan: The next plan.
+            replaced: The active one.
             predicted: Predicted speed of the first over the second.
             over_sync: Predicted speed of the first over `sync`.
-            replaced_s: Predicted cost of the second, seconds per synchronous step's progress.
-            level: The level of the second.
+            replaced_s: Predicted cost of the second, seconds per synchronous step.
+            level: Level of the second.
         """
         self._expected = _Expected(plan, replaced, predicted, over_sync, replaced_s, level)
 
-    def see(self, level: float, links: tuple[int, ...] = ()) -> None:
-        """The level of the plan in force and the ranks with slow links, from now on."""
+    def set_level(self, level: float, links: tuple[int, ...] = ()) -> None:
+        """Set the level of the active plan and the ranks with slow links."""
         ratio = level / self._level
         if self._tenure is not None and not (1.0 / _COMPARABLE <= ratio <= _COMPARABLE and links == self._links):
-            self._tenure.open = None  # What is half in one and half in the other says nothing.
+            self._tenure.open = None  # A block across the change would be meaningless.
         self._level, self._links = level, links
 
     def note(self, step: int, now_s: float, active: Plan, *, frozen: bool) -> None:
-        """Take in how far training is; called as often as there is a window.
+        """Record the progress of training; called for every window.
 
         Args:
             step: Updates so far.
-            now_s: Wall time, NaN where it is not known: then nothing is measured.
-            active: The plan in force.
-            frozen: Whether some rank stands still.
+            now_s: Wall time; NaN if unknown, then nothing is measured.
+            active: The active plan.
+            frozen: Whether a rank is frozen.
         """
         if math.isnan(now_s):
             return
@@ -287,7 +284,7 @@ class OutcomeCheck:
         if frozen or math.isnan(self._level):
             tenure.open = None
             return
-        if step - tenure.begin_step < _SETTLING_STEPS or now_s - tenure.begin_s < _SETTLING_S:
+        if step - tenure.begin_step < _WARMUP_STEPS or now_s - tenure.begin_s < _WARMUP_S:
             return
         if tenure.open is None:
             tenure.open = (now_s, step)
@@ -301,26 +298,26 @@ class OutcomeCheck:
             tenure.open = (now_s, step)
 
     def measured(self, plan: Plan, level: float) -> bool:
-        """Whether the cost of a plan of the present level is known."""
+        """Whether there are enough blocks of a plan that are comparable with this level."""
         return len(self._comparable(self._blocks.get(plan.label, ()), level)) >= _LEAST_BLOCKS
 
     @property
     def steps(self) -> int:
-        """Updates under the plan in force, as far as is known."""
+        """Updates under the active plan, as of the last window."""
         if self._tenure is None:
             return 0
         return self._last_step - self._tenure.begin_step
 
     @property
     def expected(self) -> _Expected | None:
-        """What the plan in force was expected to do, None where it was not chosen for its speed."""
+        """The prediction for the active plan; None if it was not chosen for its speed."""
         return self._tenure.expected if self._tenure is not None else None
 
     def judge(self, terms: dict[str, Terms]) -> SwitchOutcome | None:
-        """What became of the plan in force; None while that is not known, or was said and has not changed.
+        """Outcome of the active plan; None while it is not known, or was reported and did not become harmful.
 
         Args:
-            terms: Of the plan in force and those named `references`.
+            terms: Terms of the active plan and of those named in `references`.
         """
         tenure = self._tenure
         if tenure is None or tenure.expected is None:
@@ -341,14 +338,12 @@ class OutcomeCheck:
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Names of the plans that the one in force is compared with: what it replaced, and `sync`."""
+        """Labels of the plans that the active one is compared with: the replaced one and `sync`."""
         tenure = self._tenure
         if tenure is None or tenure.expected is None:
             return ()
         names = (tenure.expected.replaced.label, "sync")
         return tuple(name for name in dict.fromkeys(names) if name != tenure.label)
-
-    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, now_s: float, active: Plan) -> _Tenure:
         if self._tenure is not None and step < self._tenure.begin_step:
@@ -360,7 +355,7 @@ class OutcomeCheck:
         return self._tenure
 
     def _comparable(self, blocks: Sequence[Block] | deque[Block], level: float) -> list[Block]:
-        """Of some blocks of a plan, by now of this level, those that say something of the present."""
+        """The recent blocks of a plan that are comparable with its present level."""
         if not blocks:
             return []
         last = self._tenure.blocks[-1] if self._tenure is not None and self._tenure.blocks else blocks[-1]
@@ -414,11 +409,11 @@ class _Hold:
 
 
 class ModeBackoff:
-    """Modes whose plans did harm: not taken for a while, longer after each time.
+    """Holds back modes whose plans did harm, twice as long after each repetition.
 
     Args:
-        steps: Steps of the first time.
-        seconds: And its seconds: it lasts until both have passed.
+        steps: Steps of the first hold.
+        seconds: Seconds of the first hold, which lasts until both have passed.
     """
 
     _MOST_DOUBLINGS = 6
@@ -429,7 +424,7 @@ class ModeBackoff:
         self._holds: dict[str, _Hold] = {}
 
     def hold(self, mode: str, outcome: SwitchOutcome, shape: Shape, step: int, now_s: float) -> None:
-        """A plan of this mode did harm."""
+        """Hold a mode back because a plan of it did harm."""
         before = self._holds.get(mode)
         times = min(self._MOST_DOUBLINGS, before.times + 1 if before is not None else 0)
         error = max(outcome.predicted, 1.0) / max(outcome.measured, 1e-6)
@@ -438,17 +433,17 @@ class ModeBackoff:
         )
 
     def holds(self, mode: str, speed: float, shape: Shape, step: int, now_s: float) -> bool:
-        """Whether a plan of this mode is not to be taken now.
+        """Whether a plan of this mode is held back now.
 
-        It is taken all the same where trouble is another than then, and so much more is predicted of the plan that it
-        pays even if the prediction errs as much as it did.
+        It is not if the shape of slowness differs from that time's and the plan pays even with the same error of the
+        prediction.
 
         Args:
-            mode: Of the plan.
-            speed: Its predicted speed over the plan in force.
-            shape: The trouble there is.
-            step: The present step.
-            now_s: The present; NaN where no clock is known, and steps alone count.
+            mode: The plan's mode.
+            speed: Its predicted speed over the active plan.
+            shape: Present shape of slowness.
+            step: Present step.
+            now_s: Present time; NaN if unknown, then only steps count.
         """
         hold = self._holds.get(mode)
         if hold is None or (step >= hold.until_step and not now_s < hold.until_s):
@@ -456,7 +451,7 @@ class ModeBackoff:
         return shape.alike(hold.shape) or speed < self._MORE * hold.error
 
     def held(self, step: int, now_s: float) -> dict[str, int]:
-        """The modes that are held back now, and until which step at least."""
+        """The modes that are held back now, with the earliest step of their release."""
         return {
             mode: hold.until_step
             for mode, hold in self._holds.items()

@@ -33,14 +33,14 @@ def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runtime, "_current", run_of(job.board))
     assert explain() == "nothing is known: no optimizer was made yet"
     job.register(None)
-    assert explain() == "step 0: no window has been looked at yet"
+    assert explain() == "step 0: no window was evaluated yet"
     job.engine.steps = 207
     assert explain().startswith("step 207: ")
     plan = Plan.partial(3, 2, plan_id=1, reason="rank 2 computes 4.0x slower since step 1")
     job.engine.active = plan
     job.engine.plans.append((5, plan))
-    job.engine.explain = lambda: f"{plan.reason}; nobody is slow since step 90"
-    assert explain() == f"step 5: partial(2): {plan.reason}; nobody is slow since step 90"
+    job.engine.explain = lambda: f"{plan.reason}; no rank is slow since step 90"
+    assert explain() == f"step 5: partial(2): {plan.reason}; no rank is slow since step 90"
     job.engine.explain = lambda: f"partial(2): {plan.reason}"
     assert explain() == f"step 5: partial(2): {plan.reason}"
     with pytest.raises(ValueError, match="no optimizer 7"):

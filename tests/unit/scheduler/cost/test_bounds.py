@@ -13,7 +13,7 @@ from scheduler.cost.bounds import bounded, least_relative
 from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import Prediction, rank
 from scheduler.plan.plan import Plan
-from scheduler.policy.candidates import candidates, enough_ranks, find_trouble, most_left_out, reachable
+from scheduler.policy.candidates import candidates, enough_ranks, most_left_out, reachable, summarize_stragglers
 from scheduler.policy.cost_policy import CostPolicy
 from tests.support.windows import steady, window
 
@@ -69,7 +69,7 @@ def test_the_sentence_says_that_a_prediction_was_cut() -> None:
 
     slow = window(steady(4, slow={3: 3.0}), allowed=("sync", "partial"))
     plan = CostPolicy(4, ranker=boasting).decide(slow, Plan.sync(4))
-    assert plan is not None and "the most that its mode can give" in plan.reason
+    assert plan is not None and "the upper bound of its mode" in plan.reason
     assert "33" not in plan.reason
 
 
@@ -89,15 +89,15 @@ def test_nothing_else_is_offered(share: float) -> None:
         for slow in range(n):
             times = [0.1] * (n - slow) + [0.4] * slow
             conditions = _conditions(times)
-            trouble = find_trouble(conditions, share)
-            for plan in candidates(conditions, trouble=trouble, least_share=share):
+            stragglers = summarize_stragglers(conditions, share)
+            for plan in candidates(conditions, stragglers=stragglers, least_share=share):
                 assert enough_ranks(plan, share), (n, slow, plan.label)
 
 
 def test_one_rank_alone_is_no_subgroup() -> None:
     slow = _conditions([0.1, 0.4])
     offered = candidates(slow)
-    assert any(find_trouble(slow).slow) and not any(plan.mode == "subgroup" for plan in offered)
+    assert any(summarize_stragglers(slow).slow) and not any(plan.mode == "subgroup" for plan in offered)
     assert not enough_ranks(Plan.subgroup(2, [0])) and not enough_ranks(Plan.subgroup(2, [0]), 0.1)
     assert any(plan.label == "partial(1)" for plan in offered), "whose steps take in the late gradient as well"
 

@@ -97,7 +97,7 @@ def test_a_rank_that_is_always_slow_is_not_slow_now_and_then() -> None:
     for one in windows_of([False] * 20 + [True, True, False, True]):
         policy.decide(one, Plan.sync(4))
         said = policy.explain()
-    assert said.startswith("rank 3 computes 4.0x slower now and then since step 20: "), said
+    assert said.startswith("rank 3 computes 4.0x slower intermittently since step 20: "), said
 
 
 def test_a_sentence_says_the_step_that_its_window_does_not_reach() -> None:

@@ -96,7 +96,7 @@ def test_alarms_of_long_ago_are_forgiven() -> None:
 
 
 def test_losses_that_are_no_numbers_are_divergence() -> None:
-    assert loss_alarm([1.0] * 50 + [math.inf], 40) == "the loss is no number any more"
+    assert loss_alarm([1.0] * 50 + [math.inf], 40) == "the loss is not finite"
     assert loss_alarm([1.0] * 50 + [math.nan], 51) == ""  # From before the plan.
     assert loss_alarm([], 0) == ""
 

@@ -1,4 +1,4 @@
-"""Which plans are worth considering, and who is in trouble."""
+"""Which plans are worth considering, and which ranks are slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import predict
 from scheduler.plan.plan import MODES, Plan
-from scheduler.policy.candidates import candidates, find_trouble, same_plan
+from scheduler.policy.candidates import candidates, same_plan, summarize_stragglers
 from tests.support.windows import steady, window
 
 
@@ -24,7 +24,7 @@ def conditions(times: np.ndarray, rate: list[float] | None = None, comm_bytes: f
 @pytest.mark.parametrize("n", [2, 3, 8, 200])
 def test_nobody_slow_leaves_few(n: int) -> None:
     calm = conditions(steady(n))
-    assert not find_trouble(calm)
+    assert not summarize_stragglers(calm)
     assert [plan.mode for plan in candidates(calm)] == ["sync", "partial"]
     active = Plan.local(n, steps=4, plan_id=3)
     assert [plan.label for plan in candidates(calm, active)] == ["sync", "local(4)", f"partial({n - 1})"]
@@ -32,7 +32,7 @@ def test_nobody_slow_leaves_few(n: int) -> None:
 
 def test_jitter_of_five_milliseconds_is_no_trouble() -> None:
     """As in STAR's alexnet log: 5.4 ms and 14 % of jitter."""
-    assert not find_trouble(conditions(steady(8, 200, jitter=0.14, usual_s=0.0054)))
+    assert not summarize_stragglers(conditions(steady(8, 200, jitter=0.14, usual_s=0.0054)))
 
 
 @pytest.mark.parametrize("reports", [3, 6, 24])
@@ -40,25 +40,25 @@ def test_one_long_step_is_no_trouble_however_few_there_were(reports: int) -> Non
     times = steady(4, reports, usual_s=0.02)
     times[-1, 1] = 1.0
     early = Conditions.from_window(window(times))
-    assert early is not None and not find_trouble(early)
+    assert early is not None and not summarize_stragglers(early)
     times = steady(4, 2 * reports, usual_s=0.02)
     times[::2, 1] = 1.0
     again = Conditions.from_window(window(times))
-    assert again is not None and find_trouble(again).slow == (1,)
+    assert again is not None and summarize_stragglers(again).slow == (1,)
 
 
 def test_as_many_are_left_out_as_are_slow() -> None:
-    trouble = find_trouble(conditions(steady(8, slow={2: 2.0, 5: 4.0})))
-    assert (trouble.slow, trouble.now_and_then, trouble.links) == ((2, 5), (), ())
-    assert 2 in trouble.at_once
+    stragglers = summarize_stragglers(conditions(steady(8, slow={2: 2.0, 5: 4.0})))
+    assert (stragglers.slow, stragglers.intermittent, stragglers.links) == ((2, 5), (), ())
+    assert 2 in stragglers.at_once
     labels = {plan.label for plan in candidates(conditions(steady(8, slow={2: 2.0, 5: 4.0})))}
     assert {"sync", "partial(6)", "subgroup(0,1,3,4,6,7)", "grouped(2)", "ps(6)", "ps(backup=2)", "ps(1)"} <= labels
 
 
 def test_ranks_a_little_slower_are_left_out_of_one_subgroup_beside_the_slow_one() -> None:
     mixed = conditions(steady(8, slow={1: 1.2, 6: 1.08, 7: 3.0}))
-    trouble = find_trouble(mixed)
-    assert trouble.slow == (7,)
+    stragglers = summarize_stragglers(mixed)
+    assert stragglers.slow == (7,)
     labels = {plan.label for plan in candidates(mixed)}
     assert {"subgroup(0,1,2,3,4,5,6)", "subgroup(0,2,3,4,5,6)"} <= labels
     # `partial` waits for rank 1, which is about to come; without it a step is shorter.
@@ -74,16 +74,16 @@ def test_ranks_that_are_slow_in_turn() -> None:
     times = steady(4, 40)
     for step in range(40):
         times[step, step // 5 % 4] *= 4.0
-    trouble = find_trouble(conditions(times))
-    assert set(trouble.now_and_then) | set(trouble.slow) == {0, 1, 2, 3}
-    assert 1 in trouble.at_once
+    stragglers = summarize_stragglers(conditions(times))
+    assert set(stragglers.intermittent) | set(stragglers.slow) == {0, 1, 2, 3}
+    assert 1 in stragglers.at_once
     # A batch of four usual times is late for four steps: while nobody waits they overlap.
-    assert max(trouble.at_once) == 2
+    assert max(stragglers.at_once) == 2
 
 
 def test_a_slow_link_is_left_outside_and_holds_no_server() -> None:
     slow = conditions(steady(8), [1e9] * 3 + [1e7] + [1e9] * 4, 1e7)
-    assert find_trouble(slow).links == (3,)
+    assert summarize_stragglers(slow).links == (3,)
     found = candidates(slow)
     assert "subgroup(0,1,2,4,5,6,7)" in {plan.label for plan in found}
     assert all(3 not in plan.servers for plan in found if plan.mode == "ps")
@@ -93,7 +93,7 @@ def test_a_slow_link_is_left_outside_and_holds_no_server() -> None:
 
 
 def test_a_slow_link_that_carries_nothing_is_no_trouble() -> None:
-    assert not find_trouble(conditions(steady(8), [1e9] * 3 + [1e7] + [1e9] * 4, 1e3))
+    assert not summarize_stragglers(conditions(steady(8), [1e9] * 3 + [1e7] + [1e9] * 4, 1e3))
 
 
 def test_where_most_ranks_wait_for_a_processor_no_server_takes_one_from_them() -> None:
@@ -112,7 +112,7 @@ def test_where_most_ranks_wait_for_a_processor_no_server_takes_one_from_them() -
 
 def test_ranks_that_freeze_hold_no_server() -> None:
     frozen = conditions(steady(4)).with_freezes(0.5, [1], [1])
-    assert find_trouble(frozen).frozen == (1,)
+    assert summarize_stragglers(frozen).frozen == (1,)
     servers = [plan for plan in candidates(frozen) if plan.mode == "ps"]
     assert servers and all(1 not in plan.servers for plan in servers)
     assert {"ps(3)", "ps(backup=1)"} <= {plan.label for plan in servers}
@@ -157,7 +157,7 @@ def test_the_plan_in_force_is_itself_among_them() -> None:
 
 
 def test_half_of_the_ranks_at_most_are_slow() -> None:
-    trouble = find_trouble(conditions(steady(4, slow={0: 3.0, 1: 3.0, 2: 3.0})))
-    assert not trouble.slow  # Then slow is what this job is.
-    assert all(1 <= count <= 2 for count in trouble.at_once)
+    stragglers = summarize_stragglers(conditions(steady(4, slow={0: 3.0, 1: 3.0, 2: 3.0})))
+    assert not stragglers.slow  # Then slow is what this job is.
+    assert all(1 <= count <= 2 for count in stragglers.at_once)
     assert math.isclose(conditions(steady(4, slow={0: 3.0, 1: 3.0, 2: 3.0})).typical_s, 0.3, rel_tol=0.1)

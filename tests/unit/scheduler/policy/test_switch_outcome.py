@@ -40,7 +40,7 @@ class Training:
             if self.now_s < self.look_s:
                 continue
             self.look_s = self.now_s + 0.1
-            self.check.see(self.levels[plan.label])
+            self.check.set_level(self.levels[plan.label])
             self.check.note(self.step, self.now_s, plan, frozen=False)
             outcome = self.check.judge(
                 {name: Terms(self.gains[name], self.frozen_s[name], self.levels[name]) for name in self.gains}
@@ -216,7 +216,7 @@ def test_a_switch_that_never_came_is_forgotten() -> None:
 
 def test_without_a_clock_nothing_is_measured() -> None:
     check = OutcomeCheck()
-    check.see(1.0)
+    check.set_level(1.0)
     for step in range(100):
         check.note(step, math.nan, SYNC, frozen=False)
     assert not check.measured(SYNC, 1.0)
@@ -297,7 +297,7 @@ def test_the_policy_leaves_a_plan_that_makes_steps_dearer() -> None:
     assert [plan.mode for plan in taken] == ["partial", "sync"], "and does not try it again at once"
     assert taken[1].reason.startswith(f"{taken[0].label} was predicted 1.1x faster than sync, was 0.8")
     assert [one.harmful for one in policy.outcomes] == [True]
-    assert "partial did harm and waits until step" in policy.explain()
+    assert "partial did harm and is excluded until step" in policy.explain()
 
 
 @pytest.mark.slow
