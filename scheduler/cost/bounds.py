@@ -1,17 +1,16 @@
-"""The most a mode can give by its own arithmetic: a prediction beyond that is a mistake, whichever model made it.
+"""Upper bounds of the speed of each mode, which limit the predictions of any model.
 
-Not to wait for somebody saves what waiting costs, and nothing else: computing and the common part of communication
-remain in every mode. From the times that were measured
+A relaxed mode saves waiting only: compute time and the common part of communication remain. The bounds assume no
+staleness and, from measured times,
 
-    compute   the steps' median rank (`partial`) or slowest member (`subgroup`), the slowest rank's own mean (`local`),
+    compute   the steps' median rank (`partial`) or slowest member (`subgroup`), the slowest rank's mean (`local`),
               1 / sum of rates (`ps`, `grouped`)
-    wire      over the links that the plan still uses, at best
-    beyond    what collectives take besides, all of it, in every mode
+    wire      transfer over the links that the plan still uses
+    beyond    the other cost of collectives, in full, in every mode
 
-and no staleness at all. Two equal ranks have a bound of about 1, whatever compute and communication times are: a
-report that holds the time of a launch for that of the work makes communication look like nearly all of a step, and a
-plan without any look 31 times faster. `local` does save communication, H-fold, and that is left out on purpose: it is
-taken against stragglers only, never for communication alone.
+Two equal ranks have a bound of about 1 for any compute and communication times. Without it, a report that mistakes the
+time of a kernel launch for compute time makes communication look like nearly all of a step, and a plan without any look
+31 times faster. The communication that `local` saves is ignored on purpose: it is chosen against stragglers only.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from scheduler.plan.plan import Plan
 __all__ = ["bounded", "least_relative"]
 
 _ROOM = 1.1
-"""Times the bound that a prediction may be: the replay of a mode pairs the ranks' times otherwise than the bound."""
+"""Factor by which a prediction may exceed the bound: the replay of a mode combines the ranks' times differently."""
 
 
 def bounded(predictions: Sequence[Prediction], conditions: Conditions) -> list[Prediction]:
-    """The predictions, none better than its mode can be, the fastest first; of equals the one named first."""
+    """Limit predictions to their modes' bounds and sort them, the fastest first (stable)."""
     sync_s = _sync_s(conditions)
     return sorted((_bounded(one, conditions, sync_s) for one in predictions), key=lambda one: one.relative)
 
@@ -51,12 +50,12 @@ def _bounded(one: Prediction, conditions: Conditions, sync_s: float) -> Predicti
 
 
 def least_relative(plan: Plan, conditions: Conditions, *, sync_s: float | None = None) -> float:
-    """The least time to equal progress over that of `sync` that the plan's mode can take.
+    """Lower bound of the plan's time to equal progress over that of `sync`.
 
     Args:
         plan: The plan.
-        conditions: What was measured.
-        sync_s: Interval of `sync`, where the caller has it.
+        conditions: Measured conditions.
+        sync_s: Interval of `sync`, if the caller has it.
     """
     n, plan = conditions.world_size, with_groups(plan, conditions.usual_s.tolist())
     sync_s = _sync_s(conditions) if sync_s is None else sync_s
@@ -79,7 +78,7 @@ def _beyond_s(conditions: Conditions) -> float:
 
 
 def _partial(plan: Plan, conditions: Conditions) -> tuple[float, float, float]:
-    # Ranks that are late already are not waited for, so the quorum may be less than it says.
+    # Ranks that are already late do not count, so a step may close with fewer than the quorum.
     place = min(plan.quorum, (conditions.world_size + 1) // 2) - 1
     steps_s = np.partition(conditions.times_s, place, axis=1)[:, place]
     return float(steps_s.mean()) + ring_s(conditions) + conditions.frozen_s, 1.0, float(conditions.world_size)

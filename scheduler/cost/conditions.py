@@ -1,4 +1,4 @@
-"""What a decision knows of a moment: times to expect, links, noise, what staleness costs."""
+"""The input of a decision: expected times, links, noise, and the price of staleness."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ __all__ = ["CYCLE_S", "NOISE", "Array", "Conditions"]
 Array = npt.NDArray[np.float64]
 
 NOISE = 4.0
-"""phi, in gradients of one rank, where nothing is known: in the middle of STAR's tables at a batch of 128."""
+"""Default phi, in gradients of one rank: in the middle of STAR's tables at a batch of 128."""
 
 CYCLE_S = 1.5e-3  # A collective's negotiation.
 _ROWS, _ROWS_MANY, _MANY = 24, 5, 128
 _EARLY, _EARLY_STEPS = 2.0, 100.0
 """Staleness costs twice as much at the first step as from step 100 on: of 42 trainings of a perceptron (107 kB) with
-momentum and two of four gradients late now and then, 8 fell back to guessing within the first 60 steps, of 24 with one
-late 1 did. Sync-Switch (Li et al. 2021) says the same of the first percents."""
+momentum and two of four gradients late at times, 8 fell back to chance level within the first 60 steps; of 24 with one
+late, 1 did. Sync-Switch (Li et al. 2021) reports the same for the first percents of training."""
 
 _CROWDED = 0.15
-"""Usual part of their work that ranks wait for a processor, from which on a host has too few: 4 ranks on 2 idle cores
-show 0.01, on 2 busy ones 0.4."""
+"""Median share of their time that ranks wait for a processor above which hosts have too few cores: 4 ranks on 2 idle
+cores show 0.01, on 2 busy ones 0.4."""
 
-_FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both was made around a freeze.
+_FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both contains a freeze.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a decision knows of a moment.
+    """The input of a decision.
 
     Attributes:
-        times_s: Compute times to expect, one row per step, shape (n_steps, n_ranks), seconds.
-        rate: Link of every rank in bytes per second; infinite where unknown.
+        times_s: Expected compute times, one row per step, shape (n_steps, n_ranks), seconds.
+        rate: Link bandwidth of every rank in bytes/s; infinite where unknown.
         comm_bytes: Gradient bytes.
         noise: phi in gradients of one rank.
-        starved: Part of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
-        beyond_s: What a collective was measured to take beyond latency and bytes over the link, seconds: on a machine
-            with fewer cores than ranks it is more than both.
-        frozen_s: Mean time per step that a rank which freezes keeps every collective waiting, seconds.
+        starved: Share of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
+        beyond_s: Measured time of a collective beyond latency and transfer, seconds; with fewer cores than ranks it
+            exceeds both.
+        frozen_s: Mean time per step that freezing ranks delay every collective, seconds.
         freezing: Those ranks.
-        crowded: Whether most ranks wait for a processor: what takes time of one, a server for example, takes it from
-            them, and times are known less well.
-        early: Times the price that staleness costs at the beginning of a training; 1 later.
-        price: Price of staleness; with it what else is assumed of the network, rho and the drift it bears.
+        crowded: Whether most ranks wait for a processor: a server would take CPU time from them, and times are known
+            less precisely.
+        early: Factor on the price of staleness at the beginning of a training; 1 later.
+        price: Price of staleness, with the other assumptions on the network (rho and tolerable drift).
         usual_s: Mean time of every rank, shape (n_ranks,).
-        typical_s: Lower median of them.
+        typical_s: Lower median of `usual_s`.
         prices: The price, its 5 % and its 95 % quantile.
     """
 
@@ -88,11 +88,10 @@ class Conditions:
 
     @classmethod
     def from_window(cls, window: Window, price: StalenessPrice | None = None) -> Conditions | None:
-        """Read a window; None while a rank has not reported yet, or too little while nothing is known of links.
+        """Read a window; None while a rank has not reported, or has too few reports and no link rate is known.
 
-        Times to come are those of a rank's present slow run where it is in one, else its recent ones: what comes and
-        goes is expected to come again as often as it did; what came once is not. Freezes are not in a window: see
-        `with_freezes`.
+        Expected times are those of a rank's present run of slow reports, else its recent ones: intermittent slowness
+        is expected to recur at the same rate, a single slow step is not. Freezes are added by `with_freezes`.
         """
         readings = Readings.of(window)
         if window.world_size == 0 or not readings.counts.all():
@@ -106,7 +105,7 @@ class Conditions:
                 times[:, one] = _expected(readings, one, rows)
             _forget_single(times, readings)
         elif known.any():
-            # Too early to judge a rank by its times, not by its link: all are taken to be equal.
+            # Too few reports to compare compute times, but links are known: assume equal times.
             times[:] = readings.typical_s
         else:
             return None
@@ -124,13 +123,13 @@ class Conditions:
         )
 
     def with_freezes(self, frozen_s: float, freezing: Collection[int], froze: Collection[int]) -> Conditions:
-        """The same where ranks were frozen.
+        """Copy that accounts for freezes.
 
-        Their longest times are taken out: a freeze that does not come again says nothing of the steps to come, and
-        one that does is counted by `frozen_s`, as it costs all ranks of a collective, whichever compute meanwhile.
+        Times that contain a freeze are replaced: one that does not recur is irrelevant, and recurring ones are counted
+        by `frozen_s`, because they delay every rank of a collective.
 
         Args:
-            frozen_s: Mean time per step that freezes cost.
+            frozen_s: Mean time per step lost to freezes, seconds.
             freezing: Ranks that freeze repeatedly.
             froze: Ranks that froze at least once.
         """
@@ -144,24 +143,24 @@ class Conditions:
         return dataclasses.replace(self, times_s=times, frozen_s=frozen_s, freezing=tuple(sorted(freezing)))
 
 
-def _known(value: float, instead: float) -> float:
-    return value if math.isfinite(value) and value > 0.0 else instead
+def _known(value: float, default: float) -> float:
+    return value if math.isfinite(value) and value > 0.0 else default
 
 
 def _expected(readings: Readings, rank: int, rows: int) -> Array:
     run = min(int(readings.run_lengths()[rank]), rows)
     if run >= PERSISTENCE:
-        # Again and again, the newest last in every column, so that what all ranks shared in a step stays in one row.
+        # Repeated, with the newest last in every column, so that times of the same step stay in one row.
         return readings.latest(rank, run)[::-1][np.arange(rows) % run][::-1]
     times = readings.latest(rank, rows)
-    # Not the same few again: one long step among six would be four among 24, and look like a habit.
+    # Padded with the median, not repeated: one long step of six would become four of 24 and look intermittent.
     return np.concatenate((np.full(rows - len(times), np.median(times)), times))
 
 
 def _beyond_s(window: Window, rate: Array) -> float:
-    """What the collectives took beyond latency and wire, by the rank with the slowest link; 0 where not measured.
+    """Time of collectives beyond latency and transfer, from the rank with the slowest link; 0 if not measured.
 
-    Bytes over the whole of the link's rate, as if computing hid none: what is beyond is surely something else.
+    A lower bound: the whole transfer is subtracted, as if computing hid none of it.
     """
     slowest = int(rate.argmin())
     times = [time_s for time_s in window.table.comm_s[slowest] if math.isfinite(time_s) and time_s >= 0.0]
@@ -173,7 +172,7 @@ def _beyond_s(window: Window, rate: Array) -> float:
 
 
 def _forget_single(times: Array, readings: Readings) -> None:
-    """Take out of the expected times the only slow step that a rank had: a pause may be anything, two are a habit."""
+    """Replace a rank's only slow step in the expected times: one pause is not evidence of recurring slowness."""
     slow = readings.slow()
     rows, width = len(times), slow.shape[1]
     for one in np.flatnonzero(slow.sum(axis=1) == 1).tolist():

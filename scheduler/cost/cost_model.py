@@ -1,12 +1,12 @@
-"""What every mode would cost now: step interval from recent times, progress per update, price of staleness.
+"""The predicted cost of every mode: step interval from recent times, progress per update, price of staleness.
 
     relative time to progress = (interval / progress of an update) / (the same of sync)
 
-Intervals come from replaying the ranks' recent times, row by row, under the rules of the mode: a closed form of the
-static order (STAR section 4.3) is 7.5 times too optimistic for seven equal ranks and one of twice the time, where the
-event simulation of section 4.4 gives .13 .29 .50 .67 1.0 1.0 1.0 2.0. Communication is bytes over link rates, behind
-what computing hides. The progress of an update is `scheduler.cost.progress`; with a price of staleness of 0 equal ranks
-would choose ASGD (section 4.10), with any price of at least the learning-rate ratio they choose `sync`.
+Intervals come from replaying the ranks' recent times under the rules of the mode: the closed form of the static order
+(STAR section 4.3) is 7.5 times too optimistic for seven equal ranks and one of twice the time, where the event
+simulation of section 4.4 gives .13 .29 .50 .67 1.0 1.0 1.0 2.0. Communication is bytes over link rates, less what
+computing hides. Progress of an update: `scheduler.cost.progress`; with a price of staleness of 0 equal ranks would
+choose ASGD (section 4.10), with a price of at least the learning-rate ratio they choose `sync`.
 """
 
 from __future__ import annotations
@@ -33,38 +33,36 @@ __all__ = ["Prediction", "order_interval", "predict", "rank", "ring_s"]
 _Ranks = npt.NDArray[np.int64]
 
 _OVERLAP = 0.4
-"""Part of the compute time under which an all-reduce hides: the backward pass but for its first bucket."""
+"""Fraction of the compute time that can hide an all-reduce: the backward pass except its first bucket."""
 
-_WAY_S = 2e-4  # A message's latency both ways, and a server's work.
-_PAUSE_S = 0.05  # Half a cgroup period: what a starved helper keeps a collective waiting.
-_FEW = 4  # Kinds of gradients in an update.
+_WAY_S = 2e-4  # Latency of a message both ways, and a server's processing.
+_PAUSE_S = 0.05  # Half a cgroup period: mean delay of a collective by a starved helper.
+_FEW = 4  # Kinds of gradients in an update up to which a loop is faster than arrays.
 _SERVED = 0.7
-"""What a push and its answer take beyond their bytes, as a part of what a collective does: measured with 4 ranks on 2
-cores, where it is 10 of 15 ms."""
+"""Time of a push and its reply beyond their transfer, over that of a collective: measured with 4 ranks on 2 cores, 10
+of 15 ms."""
 
 _CLOSED, _LEFT_OUT = 0.2, 0.6
-"""What it takes to end a step without somebody, as such a part: order and stand-in, and times the part of the ranks
-that are left out, their late work. In the same place 3 ms for one of the four, 4 for two."""
+"""Cost of closing a step without some ranks, over the same time: a constant (order and proxy contribution), and one
+proportional to the share of ranks left out (their late work). Measured there: 3 ms for one of four ranks, 4 for two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan is predicted to do.
+    """Predicted cost of a plan.
 
     Attributes:
         plan: The plan.
-        relative: Expected time to equal progress over that of `sync`; below 1 is faster. A target that may be missed
-            counts with the time to train again in `sync`.
-        low: 5 % quantile of it, by which the policy decides.
-        high: 95 % quantile, likewise.
+        relative: Expected time to equal progress over that of `sync`; below 1 is faster. The probability of missing the
+            target adds the time of training again in `sync`.
+        low: Its 5 % quantile, as the policy uses it.
+        high: Its 95 % quantile, likewise.
         interval_s: Time between two updates, seconds.
-        progress: Of an update, in synchronous steps.
-        drift: Mean drift of its gradients.
-        reach: Chance to reach the target's accuracy.
-        learned: The learned predictor made it: its interval is calibrated as it is.
-        bound: The speed over `sync` to which it was cut, as its mode can give no more (`scheduler.cost.bounds`); 0
-        where it
-            was not.
+        progress: Progress of an update, in synchronous steps.
+        drift: Mean drift of its gradients, in synchronous steps.
+        reach: Probability of reaching the target accuracy.
+        learned: Whether the learned predictor made it, whose interval is calibrated.
+        bound: Speed over `sync` to which it was limited (`scheduler.cost.bounds`); 0 if it was not.
     """
 
     plan: Plan
@@ -80,7 +78,7 @@ class Prediction:
 
     @property
     def reported_interval(self) -> tuple[float, float]:
-        """The 90 % interval of reports: `low` and `high`, or wider where only the cost model predicts."""
+        """90 % interval for reports: `low` and `high`, widened if the cost model made the prediction."""
         if self.learned:
             return self.low, self.high
         missed = 1.0 - self.reach
@@ -90,7 +88,7 @@ class Prediction:
 
 
 def rank(candidates: Sequence[Plan], conditions: Conditions) -> list[Prediction]:
-    """Predictions for all candidates, the fastest first; of equals the one named first."""
+    """Predict for all candidates and sort, the fastest first (stable)."""
     basis = _flow(Plan.sync(conditions.world_size), conditions, {})
     shared: dict[str, Flow] = _partials(candidates, conditions)
     found = [predict(plan, conditions, basis=basis, shared=shared) for plan in candidates]
@@ -100,14 +98,14 @@ def rank(candidates: Sequence[Plan], conditions: Conditions) -> list[Prediction]
 def predict(
     plan: Plan, conditions: Conditions, *, basis: Flow | None = None, shared: dict[str, Flow] | None = None
 ) -> Prediction:
-    """What one plan would do. `basis` is the flow of `sync`, `shared` flows computed before, by label."""
+    """Predict for one plan. `basis` is the flow of `sync`, `shared` has flows computed before, by label."""
     flow = _flow(plan, conditions, shared or {})
     sync = flow if plan.mode == "sync" else basis or _flow(Plan.sync(conditions.world_size), conditions, {})
     gains = np.maximum(_progress(flow, conditions), 1e-6)
     relative = flow.interval_s / gains / sync.interval_s
     reach = _reach(flow.drift, conditions)
     missed = 1.0 - reach
-    # Errors of interval and price are independent; the interval of sync moves with the others.
+    # Errors of interval and price are independent; the interval of sync correlates with the others.
     scatter = flow.scatter if plan.mode != "sync" else 0.0
     down = math.hypot(math.log(relative[0] / relative[1]), 1.645 * scatter)
     up = math.hypot(math.log(relative[2] / relative[0]), 1.645 * scatter)
@@ -125,7 +123,7 @@ def predict(
 
 
 def _reach(drift: float, conditions: Conditions) -> float:
-    """Chance to reach the target under a mean drift: 1 without any, falling around the network's limit."""
+    """Probability of reaching the target under a mean drift: 1 at 0, logistic around the network's limit."""
     prior = conditions.price.prior
     limit, softness = prior.drift_limit, prior.drift_softness
     chance = 1.0 / (1.0 + math.exp(min(50.0, (drift - limit) / softness)))
@@ -133,9 +131,9 @@ def _reach(drift: float, conditions: Conditions) -> float:
 
 
 def _progress(flow: Flow, conditions: Conditions) -> Array:
-    """Mean progress of an update for the price and its quantiles."""
+    """Mean progress of an update, for the price and its quantiles."""
     prices = conditions.early * conditions.prices
-    if len(flow.weights) <= _FEW:  # Quicker one by one.
+    if len(flow.weights) <= _FEW:
         kinds = list(zip(flow.weights.tolist(), flow.drifts.tolist(), strict=True))
         signals = [sum(w * float(alignment(d, price)) for w, d in kinds) for price in prices.tolist()]
         found = [
@@ -159,36 +157,36 @@ def _progress(flow: Flow, conditions: Conditions) -> Array:
 
 
 def _wire_s(conditions: Conditions, rate: Array) -> float:
-    """2 (m - 1) / m of the bytes over the slowest of m links."""
+    """Ring all-reduce transfer: 2 (m - 1) / m of the bytes over the slowest of m links."""
     return ring_bytes(len(rate), conditions.comm_bytes) / float(rate.min())
 
 
 def ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None) -> float:
-    """What an all-reduce takes besides what computing hides."""
+    """Exposed time of an all-reduce among `members` (all if None), seconds."""
     rate = conditions.rate if members is None else conditions.rate[np.asarray(members)]
     if len(rate) < 2:
         return 0.0
     wire_s = _wire_s(conditions, rate)
-    # What is beyond is negotiation, which takes as long for few, and the hops of the ring, which are fewer then.
+    # `beyond_s` is half negotiation, independent of the number of members, and half hops of the ring.
     hops = (len(rate) - 1) / (conditions.world_size - 1)
     beyond_s = conditions.beyond_s * 0.5 * (1.0 + hops)
     return CYCLE_S + beyond_s + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
 
 
 def _served_s(conditions: Conditions) -> float:
-    """What a push and its answer take besides their bytes."""
+    """Time of a push and its reply besides their transfer."""
     return _WAY_S + _SERVED * conditions.beyond_s
 
 
 def _averaging_s(conditions: Conditions) -> float:
-    """What an averaging takes, which nothing hides."""
+    """Time of an averaging, all of it exposed."""
     if conditions.world_size < 2:
         return 0.0
     return CYCLE_S + conditions.beyond_s + LOCAL_COPIES * _wire_s(conditions, conditions.rate)
 
 
 def _helpers_s(conditions: Conditions, ranks: _Ranks) -> float:
-    """What a collective waits for the helpers of starved ranks that are late, and for frozen ones."""
+    """Delay of a collective by the helpers of late, starved ranks and by frozen ranks."""
     starved = float(conditions.starved[ranks].max(initial=0.0)) if len(conditions.starved) else 0.0
     return _PAUSE_S * starved + conditions.frozen_s
 
@@ -220,7 +218,7 @@ def _partials(candidates: Sequence[Plan], conditions: Conditions) -> dict[str, F
 
 
 def _closed_s(plan: Plan, conditions: Conditions) -> float:
-    """What a step takes longer as it is closed without the slow ranks."""
+    """Extra time of a step that is closed without the slow ranks."""
     if not conditions.beyond_s:
         return 0.0
     n = conditions.world_size
@@ -235,16 +233,16 @@ def _partial(plan: Plan, conditions: Conditions) -> Flow:
 
 def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
     members = np.array(plan.members)
-    inside = np.zeros(conditions.world_size, dtype=np.bool_)
-    inside[members] = True
-    outside = np.flatnonzero(~inside)
+    is_member = np.zeros(conditions.world_size, dtype=np.bool_)
+    is_member[members] = True
+    children = np.flatnonzero(~is_member)
     steps = conditions.times_s[:, members].max(axis=1)
-    interval_s = float(steps.mean()) + ring_s(conditions, members) + _helpers_s(conditions, outside)
-    way_s = 2.0 * conditions.comm_bytes / conditions.rate[outside] + _WAY_S
-    late = np.maximum(1.0, np.ceil((conditions.usual_s[outside] + way_s) / interval_s))
+    interval_s = float(steps.mean()) + ring_s(conditions, members) + _helpers_s(conditions, children)
+    way_s = 2.0 * conditions.comm_bytes / conditions.rate[children] + _WAY_S
+    late = np.maximum(1.0, np.ceil((conditions.usual_s[children] + way_s) / interval_s))
     weight = damped(damping_scale(plan, float(plan.world_size)), late)
     kept = np.where(late > plan.max_staleness, 0.0, weight)
-    # A child gives a gradient every `late` steps.
+    # A child contributes a gradient every `late` steps.
     weights = np.concatenate([np.ones(len(members)), kept / late])
     drifts = np.concatenate([np.zeros(len(members)), late])
     scatter = float(steps.std()) / math.sqrt(len(steps)) / interval_s
@@ -261,7 +259,7 @@ def _ps(plan: Plan, conditions: Conditions) -> Flow:
     x = 1 if plan.rule == "ssp" else plan.quorum
     times = conditions.times_s + way_s
     if plan.rule == "ssp":
-        # No rank gets further ahead than the slack: in the long run all go at the pace of the slowest.
+        # No rank gets further ahead than the slack: in the long run all proceed at the rate of the slowest.
         times = np.maximum(times, times.mean(axis=0).max() * np.ones_like(times) * (1.0 if plan.slack < 64 else 0.0))
     return server_flow(plan, times, x, x * conditions.comm_bytes / capacity)
 
@@ -272,7 +270,7 @@ def _grouped(plan: Plan, conditions: Conditions) -> Flow:
 
 
 def _group_flow(plan: Plan, conditions: Conditions, times: Array, way_s: float) -> Flow:
-    """Groups that each wait for their own: rates add up, the drift of one is what the others did meanwhile."""
+    """Independent groups: rates add up; a group's drift is the length of the other groups' updates meanwhile."""
     n = conditions.world_size
     groups = plan.groups or (tuple(range(n)),)
     size = np.array([float(len(group)) for group in groups])
@@ -302,20 +300,20 @@ def _group_flow(plan: Plan, conditions: Conditions, times: Array, way_s: float) 
 
 
 def _local(plan: Plan, conditions: Conditions) -> Flow:
-    """Walks of `count` steps: their sums even out what is slow only now and then."""
+    """Walks of `count` steps, whose sums average out intermittent slowness."""
     times, n = conditions.times_s, conditions.world_size
     if plan.local_steps:
         count = float(plan.local_steps)
         starts = range(0, len(times), 4)
         walks = [np.resize(np.roll(times, -i, axis=0), (plan.local_steps, n)).sum(axis=0) for i in starts]
-        round_s = float(np.mean([walk.max() for walk in walks]))
+        walk_s = float(np.mean([walk.max() for walk in walks]))
         counts = np.full(n, count)
     else:
         counts = np.maximum(1.0, np.floor(plan.local_s / conditions.usual_s))
-        round_s = float((counts * conditions.usual_s).max())
+        walk_s = float((counts * conditions.usual_s).max())
         count = float(counts.mean())
-    # Freezes come with time, not with rounds.
-    interval_s = (round_s + _averaging_s(conditions)) / count + conditions.frozen_s
+    # Freezes occur per time, not per averaging.
+    interval_s = (walk_s + _averaging_s(conditions)) / count + conditions.frozen_s
     drift = float(local_drift(count, n))
     gradients = float(counts.sum() ** 2 / (counts * counts).sum())
     return Flow(

@@ -1,12 +1,12 @@
-"""How far off the cost model is, for the 90 % interval of explanations and the run log.
+"""Errors of the cost model, for the 90 % interval of explanations and the run log.
 
-Its own quantiles hold the scatter of the times and the price of staleness alone. Whether the next steps are like the
-last ones is not in them, nor what the model leaves out: of the labels in `datasets/moments.csv.gz` they cover 44 %.
-What is reported is wider; the policy and the features go by the narrow ones, which say how sure the arithmetic is.
+The model's own quantiles contain only the scatter of the times and the price of staleness, not changes of conditions or
+effects it does not model: they cover 44 % of the labels in `datasets/moments.csv.gz`. Reports use wider intervals; the
+policy and the features use the model's own.
 
 The constants are 5 % and 95 % quantiles of log(label) - log(prediction), per mode, by quantile regression (the upper
 one linear in the predicted gain) on half of the networks of that table (`dataset.folds(table, 2) == 0`), rows up to e
-times slower than `sync`: those beyond are never chosen. They cover 90 % of the other half's labels, 90 % of
+times slower than `sync` (slower ones are never chosen). They cover 90 % of the other half's labels, 90 % of
 `moments-2.csv.gz` and 56 of 60 in `real.csv.gz`.
 """
 
@@ -20,12 +20,12 @@ __all__ = ["widened"]
 
 @dataclass(frozen=True, slots=True)
 class _Spread:
-    """Of a mode, in logarithms of the relative time.
+    """Errors of a mode, in logarithms of the relative time.
 
     Attributes:
-        down: How much shorter the time may be.
-        up: How much longer.
-        lost: Part of the predicted gain that may not come besides: who is slow now may not be so for long.
+        down: Error towards shorter times.
+        up: Error towards longer times.
+        lost: Share of the predicted gain that may also be lost, because the slow ranks may recover.
     """
 
     down: float
@@ -43,11 +43,11 @@ _SPREADS = {
 
 
 def widened(mode: str, relative: float, low: float, high: float) -> tuple[float, float]:
-    """The 5 % and 95 % quantiles of a relative time, with the errors that the cost model does not know of.
+    """The 5 % and 95 % quantiles of a relative time, with the measured errors of the cost model.
 
     Args:
-        mode: The plan's mode; nothing is added for `sync`, which is what the others are relative to.
-        relative: The prediction, above 0, without what a target that may be missed counts.
+        mode: The plan's mode; nothing is added for `sync`, the reference.
+        relative: The prediction, above 0, without the cost of a missed target.
         low: The cost model's own 5 % quantile.
         high: Its own 95 % quantile.
     """

@@ -1,10 +1,10 @@
-"""What is assumed of a network before its job has measured anything: learning rate, price of staleness, bearable drift.
+"""Assumptions on a network before its job has measured anything: learning rate, price of staleness, tolerable drift.
 
-Two ends are known, in between it goes by the logarithm of the gradient's size:
+Two sizes are known; between them values are interpolated by the logarithm of the gradient bytes:
 
-* Small ones, up to 10 kB. Measured by this project with a perceptron of 10 kB on the digits: ASGD of four ranks needs
-  0.95 to 1.27 times the samples of a synchronous run at a quarter to a half of the learning rate that is fastest for
-  that; at the fastest itself it does not converge. With one of 107 kB on Fashion-MNIST (momentum 0.9, 102 runs, steps
+* Up to 10 kB. Measured by this project with a perceptron of 10 kB on the digits: ASGD of four ranks needs 0.95 to 1.27
+  times the samples of a synchronous run at a quarter to a half of the learning rate that is fastest for the latter; at
+  the fastest itself it does not converge. With one of 107 kB on Fashion-MNIST (momentum 0.9, 102 runs, steps
   to 73 to 82 %), 4 ranks, over a synchronous run's: `ps(3)` 1.38 to 1.45, `asgd` 4.9 to 5.9, `ps(backup=1)` 1.02
   to 1.09, `partial(3)` 1.06 to 1.19, two slow ranks late 1.27 to 1.36: a price and a rate ratio of 0.5 fit
   these to about a tenth.
@@ -30,7 +30,7 @@ class Prior:
         spread: Standard deviation of its logarithm.
         lr_ratio: rho, the learning rate over the best one.
         drift_limit: Drift at which half of the runs miss their target.
-        drift_softness: How gradually, in units of drift: runs at `drift_limit` + softness miss it in 73 of 100.
+        drift_softness: Scale of the logistic, in units of drift: at `drift_limit` + softness 73 of 100 runs miss it.
     """
 
     price: float
@@ -41,15 +41,14 @@ class Prior:
 
 
 LARGE = Prior(price=0.9, spread=0.6, lr_ratio=0.5, drift_limit=0.9, drift_softness=0.12)
-"""Learning rates are chosen below the edge, by a factor of about two; momentum and curvature double the price now and
-then."""
+"""Users choose learning rates about a factor of two below divergence; momentum and curvature may double the price."""
 
 _SMALL = Prior(price=0.35, spread=0.6, lr_ratio=0.35, drift_limit=1.6, drift_softness=0.3)
 _SMALL_BYTES, _LARGE_BYTES = 1e4, 4e6
 
 
 def prior_of(gradient_bytes: float) -> Prior:
-    """The assumptions on a network with so many bytes of gradients, 0 where that is not known: those of a large one."""
+    """Assumptions by gradient bytes; 0 (unknown) gives those of a large network."""
     if not gradient_bytes > 0.0:
         return LARGE
     part = math.log(gradient_bytes / _SMALL_BYTES) / math.log(_LARGE_BYTES / _SMALL_BYTES)

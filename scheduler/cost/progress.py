@@ -1,22 +1,22 @@
-"""How much an update brings the job forward: noise, staleness and learning rate in one formula.
+"""Progress of an update: noise, staleness and learning rate in one formula.
 
 On a quadratic, a step of size eta along an estimate g of the gradient G changes the loss by
 -eta g.G + eta^2 H |g|^2 / 2. Written for an update sum_i f_i P_i of pushed sums P_i of w_i gradients each:
 
     L      = sum f_i w_i                    its length, 1 for a synchronous step
-    m      = L^2 / sum f_i^2 w_i            gradients that average the noise out (Kish)
-    signal = sum f_i w_i kappa(d_i)         what of it still points downhill, kappa(d) = 1 / (1 + c d)
+    m      = L^2 / sum f_i^2 w_i            effective number of gradients averaged (Kish)
+    signal = sum f_i w_i kappa(d_i)         its component along the gradient, kappa(d) = 1 / (1 + c d)
     K(m)   = 1 + phi / m                    updates to equal progress (McCandlish et al. 2018; STAR section 4.2)
 
     progress = (2 signal - rho L^2 K(m) / K(n)) / (2 - rho)         in synchronous steps
 
 phi is the noise scale in gradients of one rank, n the ranks, rho the learning rate over the one that is best for n.
 A synchronous step has progress 1. With the `noise` learning-rate rule and rho = 1 it is K(n) / K(x), STAR's rule; with
-a small learning rate (rho -> 0) what counts is L, so a smaller batch wins nothing by itself.
+a small learning rate (rho -> 0) only L counts, so a smaller batch gains nothing by itself.
 
 d_i, the drift, is how far the parameters moved since gradient i was computed, in synchronous steps: the sum of the
 lengths of the updates between. ASGD with n workers and L = 1 / n has a drift of (n - 1) / n, not of n - 1.
-The price c is at least rho: delayed gradient descent on a quadratic gains nothing from more, older steps.
+The price c is at least rho: delayed gradient descent on a quadratic gains nothing from more, staler steps.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import numpy.typing as npt
 __all__ = ["alignment", "iterations", "local_drift", "update_progress"]
 
 _LOCAL_DRIFT = 0.3
-"""Drift per local step of the others that a rank does not see: `local(8)` of 4 ranks needed 1.4 to 1.6 times the steps
-of a synchronous run (107 kB, Fashion-MNIST, 7 runs)."""
+"""Drift per local step of the other ranks: `local(8)` of 4 ranks needed 1.4 to 1.6 times the steps of a synchronous run
+(107 kB, Fashion-MNIST, 7 runs)."""
 
 Number: TypeAlias = "float | npt.NDArray[np.float64]"
 
@@ -46,17 +46,17 @@ def iterations(noise: Number, gradients: Number) -> Number:
 
 
 def alignment(drift: Number, price: Number) -> Number:
-    """kappa(d) = 1 / (1 + c d): the part of a stale gradient that still points downhill."""
+    """kappa(d) = 1 / (1 + c d): the share of a stale gradient's length that still makes progress."""
     return 1.0 / (1.0 + price * drift)
 
 
 def local_drift(count: Number, world: Number) -> Number:
     """Mean drift of the steps between two averagings, in synchronous steps.
 
-    Much less than a stale gradient's: each rank goes downhill by its own steps, and only their difference is lost.
+    Much less than a stale gradient's: each rank's steps make progress, and only their difference is lost.
 
     Args:
-        count: Steps of a rank from one averaging to the next.
+        count: Steps of a rank between two averagings.
         world: Ranks.
     """
     return _LOCAL_DRIFT * 0.5 * (count - 1.0) * (1.0 - 1.0 / world)
@@ -65,11 +65,11 @@ def local_drift(count: Number, world: Number) -> Number:
 def update_progress(
     length: Number, signal: Number, gradients: Number, noise: Number, world: Number, lr_ratio: Number
 ) -> Number:
-    """Progress of one update in synchronous steps; negative where it does harm.
+    """Progress of one update in synchronous steps; may be negative.
 
     Args:
-        length: L, the update's learning rate in units of a synchronous step's.
-        signal: L, less what staleness cost.
+        length: L, the update's length in units of a synchronous step's.
+        signal: L times the mean alignment of its gradients.
         gradients: m, the effective number of gradients in it.
         noise: phi in gradients of one rank.
         world: Ranks, the gradients of a synchronous step.

@@ -1,6 +1,6 @@
-"""Replays of recent times under the rules of a mode: how often updates come, and of what.
+"""Replays of recent times under the rules of a mode: interval and composition of updates.
 
-These are small event simulations for decisions that take milliseconds; `scheduler.simulator` is the exact one.
+Small event simulations for decisions within milliseconds; `scheduler.simulator` is exact.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Array = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
 
 _GRACE = 0.25  # Of the usual time, as `ClosingRule` waits after the quorum.
-_ARRIVALS = 24  # Arrivals per rank that a replay of servers takes.
-_ROWS = 8  # Rows up to which whole rows are compared to sort columns.
+_ARRIVALS = 24  # Arrivals per rank in a replay of servers.
+_ROWS = 8  # Rows up to which columns are sorted by comparing whole rows.
 _MANY = 128
 _NONE = np.zeros((0, 1), dtype=np.int64)
 
@@ -36,9 +36,9 @@ class Flow:
     """The updates of a mode.
 
     Attributes:
-        interval_s: Mean time between two.
+        interval_s: Mean time between two updates.
         length: L of an update (`scheduler.cost.progress`).
-        weights: What kinds of gradients share in it; sum 1.
+        weights: Share of each kind of gradient in an update; sum 1.
         drifts: Drift of each kind.
         gradients: Effective number of gradients in an update.
         drift: Mean drift.
@@ -55,7 +55,7 @@ class Flow:
 
     @classmethod
     def fresh(cls, interval_s: float, gradients: float, scatter: float) -> Flow:
-        """Updates of fresh gradients alone."""
+        """Updates of fresh gradients only."""
         return cls(
             interval_s=interval_s,
             length=1.0,
@@ -84,7 +84,7 @@ class Flow:
         )
 
     def slower(self, extra_s: float) -> Flow:
-        """The same with updates that take so much longer."""
+        """Copy with a longer interval."""
         return dataclasses.replace(self, interval_s=self.interval_s + extra_s)
 
 
@@ -92,7 +92,7 @@ def order_interval(times_s: Sequence[float] | Array, x: int, *, updates: int = 1
     """tau(x): mean time between updates of any x arrivals (STAR section 4.4), seconds.
 
     Args:
-        times_s: Every rank's time, shape (n_ranks,), or rows of them to be gone through again and again.
+        times_s: Every rank's time, shape (n_ranks,), or rows of them, which repeat.
         x: Arrivals that make an update.
         updates: Updates to simulate.
     """
@@ -101,16 +101,16 @@ def order_interval(times_s: Sequence[float] | Array, x: int, *, updates: int = 1
 
 
 def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[float, _Counts, float]:
-    """Mean interval, staleness of every gradient taken, and the relative standard error of the interval.
+    """Mean interval, staleness of every gradient, and the relative standard error of the interval.
 
-    The first tenth is the way into the steady state, and not counted.
+    The first tenth, before the steady state, is not counted.
     """
     n = times.shape[1]
     if not 1 <= x <= n:
         raise ValueError(f"x is {x}; expected 1..{n}, the ranks")
     if n <= FEW:
         few_ends, few_stale = replay_few.order(times.tolist(), x, updates, gap_s)
-        return _settled(np.array(few_ends), np.array(few_stale), updates)
+        return _steady(np.array(few_ends), np.array(few_stale), updates)
     finish_s, base, place = times[0].copy(), np.zeros(n, dtype=np.int64), np.arange(n, 2 * n)
     ahead, turn = times.reshape(-1), times.size
     ends, stale, now_s = np.zeros(updates), np.zeros((updates, x), dtype=np.int64), 0.0
@@ -123,15 +123,15 @@ def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[floa
         place[chosen] = following + n
         base[chosen] = update + 1
         ends[update] = now_s
-    return _settled(ends, stale, updates)
+    return _steady(ends, stale, updates)
 
 
-def _settled(ends: Array, stale: _Counts, updates: int) -> tuple[float, _Counts, float]:
-    """As `_order`, of the end of every update and the staleness of its gradients."""
+def _steady(ends: Array, stale: _Counts, updates: int) -> tuple[float, _Counts, float]:
+    """Steady-state statistics as `_order` returns them, from the end and staleness of every update."""
     skip, now_s = max(updates // 10, min(1, updates - 3)), float(ends[-1])
     steps = np.diff(ends[skip:]) if updates - skip > 1 else ends
     mean_s = float(steps.mean())
-    if updates >= 500:  # The table of the source counts from the start.
+    if updates >= 500:  # STAR's table counts from the start.
         mean_s = now_s / updates
     return mean_s, stale[skip:].reshape(-1), float(steps.std()) / math.sqrt(len(steps)) / max(mean_s, 1e-12)
 
@@ -139,11 +139,11 @@ def _settled(ends: Array, stale: _Counts, updates: int) -> tuple[float, _Counts,
 def _backup(times: Array, x: int, updates: int, gap_s: float) -> tuple[float, float]:
     """Mean interval of updates of the first x fresh gradients, and its relative standard error.
 
-    What comes later is dropped when it comes, and its rank begins anew with the parameters there are by then.
+    Later gradients are dropped on arrival; their ranks begin again with the parameters of that time.
     """
     rows, n = times.shape
     if n <= FEW:
-        mean_s, _, scatter = _settled(np.array(replay_few.backup(times.tolist(), x, updates, gap_s)), _NONE, updates)
+        mean_s, _, scatter = _steady(np.array(replay_few.backup(times.tolist(), x, updates, gap_s)), _NONE, updates)
         return mean_s, scatter
     finish_s, base, count = times[0].copy(), np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
     ends, now_s = np.zeros(updates), 0.0
@@ -163,22 +163,22 @@ def _backup(times: Array, x: int, updates: int, gap_s: float) -> tuple[float, fl
         count[chosen] += 1
         base[chosen] = update + 1
         ends[update] = now_s
-    mean_s, _, scatter = _settled(ends, _NONE, updates)
+    mean_s, _, scatter = _steady(ends, _NONE, updates)
     return mean_s, scatter
 
 
 def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
-    """Updates of any x arrivals at servers that cannot take in more than one update in `gap_s`.
+    """Updates of any x arrivals at servers that process at most one update per `gap_s`.
 
     Args:
-        plan: For its damping, learning-rate rule and whether late gradients are dropped.
-        times: Cycle of every rank, push and answer included, rows of shape (n_ranks,).
+        plan: Provides damping, learning-rate rule and whether late gradients are dropped.
+        times: Cycle time of every rank, push and reply included, rows of shape (n_ranks,).
         x: Arrivals that make an update.
         gap_s: Least time between updates.
     """
     n = times.shape[1]
     if x == 1:
-        # Every rank for itself: rates add up, no order to simulate.
+        # Ranks are independent: rates add up, no order to simulate.
         rates = 1.0 / times.mean(axis=0)
         interval_s = max(float(1.0 / rates.sum()), gap_s)
         stale, weight = np.maximum(rates.sum() / rates - 1.0, 0.0), rates / rates.sum()
@@ -214,9 +214,9 @@ def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, scales
     """Steps that wait for a quorum and a grace, for several quorums at once.
 
     Args:
-        times: Compute times to come, shape (n_steps, n_ranks); gone through twice, of many ranks for some steps more.
+        times: Expected compute times, shape (n_steps, n_ranks); replayed twice or, of many ranks, a few steps longer.
         quorums: m of every case.
-        fixed_s: What a step takes besides.
+        fixed_s: Time of a step besides computing.
         scales: `damping_scale` of every case.
     """
     usual = _median(times)
@@ -233,7 +233,7 @@ def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, scales
 
 
 def _median(times: Array) -> Array:
-    """Every rank's median; numpy's takes a while for each of a thousand short columns."""
+    """Every rank's median; numpy's is slow for a thousand short columns."""
     ordered, rows = times.copy(), len(times)
     if rows > _ROWS:
         ordered.sort(axis=0)
@@ -251,24 +251,24 @@ def _partials(
     grace_s: float,
     steps: int,
 ) -> list[tuple[float, list[int]]]:
-    """The time that all steps take, and how many gradients of each staleness share in them, for every quorum."""
+    """Total time of the steps and number of gradients of each staleness, for every quorum."""
     n = times.shape[1]
     cases, first = np.arange(len(quorum)), (quorum - 1)[:, None]
     places = sorted(set(first[:, 0].tolist()))
-    turns = -(-(2 * steps + 2) // len(times))  # A rank begins two batches in a step at most.
+    turns = -(-(2 * steps + 2) // len(times))  # A rank begins at most two batches per step.
     ahead = np.tile(times, (turns, 1)).reshape(-1)
-    place = np.tile(np.arange(n, 2 * n), (len(quorum), 1))  # Of its next time.
+    place = np.tile(np.arange(n, 2 * n), (len(quorum), 1))  # Index of each rank's next time.
     finish_s = np.tile(times[0], (len(quorum), 1))
-    version = np.zeros(finish_s.shape, dtype=np.int64)
+    batch_step = np.zeros(finish_s.shape, dtype=np.int64)
     now_s = np.zeros((len(quorum), 1))
     taken = np.zeros((len(quorum), steps + 1), dtype=np.int64)
     for step in range(steps):
-        behind = version < step
+        behind = batch_step < step
         join = behind & (finish_s <= now_s)
-        if join.any():  # They ended a late batch while the last step was reduced, and begin one for this step.
+        if join.any():  # Ranks that ended a late batch while the last step was reduced begin one for this step.
             finish_s[join] = now_s[np.nonzero(join)[0], 0] + ahead[place[join]]
             place[join] += n
-            version[join] = step
+            batch_step[join] = step
             behind ^= join
         arrive_s = np.where(behind, math.inf, finish_s)
         quorum_s = np.take_along_axis(np.partition(arrive_s, places, axis=1), first, axis=1)
@@ -278,20 +278,20 @@ def _partials(
             quorum_s = np.maximum(np.where(short, newest_s, quorum_s), now_s)
         awaited_s = np.where((arrive_s > quorum_s + grace_s) | slow, -math.inf, arrive_s)
         close_s = np.maximum(quorum_s, awaited_s.max(axis=1, keepdims=True))
-        again = finish_s <= close_s
-        inside = again & ~behind
-        taken[:, 0] += inside.sum(axis=1)
-        # Late ones join at once, for this step; those inside begin the next one together.
-        late = again & behind
+        ended = finish_s <= close_s
+        fresh = ended & ~behind
+        taken[:, 0] += fresh.sum(axis=1)
+        # Late ranks begin a batch for this step at once; the others begin the next step together.
+        late = ended & behind
         now_s = close_s + fixed_s
         following_s = now_s + ahead[place]
         if late.any():
-            np.add.at(taken, (np.nonzero(late)[0], step - version[late]), 1)
+            np.add.at(taken, (np.nonzero(late)[0], step - batch_step[late]), 1)
             following_s[late] = finish_s[late] + ahead[place[late]]
-            version[late] = step
-        finish_s = np.where(again, following_s, finish_s)
-        place += n * again
-        version[inside] = step + 1
+            batch_step[late] = step
+        finish_s = np.where(ended, following_s, finish_s)
+        place += n * ended
+        batch_step[fresh] = step + 1
     return [(float(now_s[case, 0]), taken[case].tolist()) for case in cases.tolist()]
 
 

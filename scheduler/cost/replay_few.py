@@ -1,4 +1,4 @@
-"""The replays of `scheduler.cost.replay` for a few ranks, rank by rank: arrays of eight cost more than they save."""
+"""The replays of `scheduler.cost.replay` for few ranks, as loops: faster than operations on arrays of eight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 __all__ = ["FEW", "backup", "order", "partial"]
 
 FEW = 16
-"""Ranks up to which a walk over them is faster than operations on arrays."""
+"""Ranks up to which loops are faster than operations on arrays."""
 
 Rows = Sequence[Sequence[float]]
 
@@ -17,10 +17,10 @@ def order(rows: Rows, x: int, updates: int, gap_s: float) -> tuple[list[float], 
     """Updates of any x arrivals.
 
     Args:
-        rows: Times of all ranks, gone through again and again, seconds.
+        rows: Times of all ranks, which repeat, seconds.
         x: Arrivals that make an update.
-        updates: How many to replay.
-        gap_s: Least time between two.
+        updates: Updates to replay.
+        gap_s: Least time between two updates.
 
     Returns:
         The end of every update, and the staleness of its gradients.
@@ -41,11 +41,7 @@ def order(rows: Rows, x: int, updates: int, gap_s: float) -> tuple[list[float], 
 
 
 def backup(rows: Rows, x: int, updates: int, gap_s: float) -> list[float]:
-    """The ends of updates of the first x fresh gradients; who comes later is dropped and begins anew.
-
-    Args:
-        rows: As in `order`, and so the others.
-    """
+    """Ends of updates of the first x fresh gradients; later ones are dropped. Arguments as in `order`."""
     n, now_s = len(rows[0]), 0.0
     finish_s, base, count = list(rows[0]), [0] * n, [1] * n
     ends, ranks = [], range(n)
@@ -76,34 +72,34 @@ def partial(
     """Steps that wait for a quorum and a grace.
 
     Args:
-        rows: Times of all ranks, gone through twice, seconds.
+        rows: Times of all ranks, replayed twice, seconds.
         quorum: Fresh gradients that a step waits for.
-        fixed_s: What a step takes besides.
-        slow: Ranks that no step waits for longer.
-        grace_s: How long it waits for the others after its quorum.
+        fixed_s: Time of a step besides computing.
+        slow: Ranks that the grace does not wait for.
+        grace_s: Longest wait for the others after the quorum.
 
     Returns:
-        The time of all steps, and how many gradients of each staleness share in them.
+        Total time of the steps, and the number of gradients of each staleness in them.
     """
     n, depth, steps = len(rows[0]), len(rows), 2 * len(rows)
-    finish_s, version, count = list(rows[0]), [0] * n, [1] * n
+    finish_s, batch_step, count = list(rows[0]), [0] * n, [1] * n
     taken, now_s, ranks = [0] * (steps + 1), 0.0, range(n)
     for step in range(steps):
         fresh = []
         for rank in ranks:
-            if version[rank] < step:
+            if batch_step[rank] < step:
                 if finish_s[rank] > now_s:
                     continue
-                # It ended a late batch while the last step was reduced, and begins one for this step.
+                # It ended a late batch while the last step was reduced and begins one for this step.
                 finish_s[rank] = now_s + rows[count[rank] % depth][rank]
                 count[rank] += 1
-                version[rank] = step
+                batch_step[rank] = step
             fresh.append(finish_s[rank])
         fresh.sort()
         close_s = fresh[quorum - 1] if len(fresh) >= quorum else max(fresh[-1] if fresh else now_s, now_s)
         limit_s = close_s + grace_s
         for rank in ranks:
-            if close_s < finish_s[rank] <= limit_s and not slow[rank] and version[rank] >= step:
+            if close_s < finish_s[rank] <= limit_s and not slow[rank] and batch_step[rank] >= step:
                 close_s = finish_s[rank]
         now_s = close_s + fixed_s
         for rank in ranks:
@@ -111,12 +107,12 @@ def partial(
                 continue
             following_s = rows[count[rank] % depth][rank]
             count[rank] += 1
-            if version[rank] >= step:  # Those inside begin the next step together, late ones join this one at once.
+            if batch_step[rank] >= step:  # Fresh ranks begin the next step together, late ones this one at once.
                 taken[0] += 1
                 finish_s[rank] = now_s + following_s
-                version[rank] = step + 1
+                batch_step[rank] = step + 1
             else:
-                taken[step - version[rank]] += 1
+                taken[step - batch_step[rank]] += 1
                 finish_s[rank] += following_s
-                version[rank] = step
+                batch_step[rank] = step
     return now_s, taken

@@ -1,9 +1,9 @@
-"""The price of staleness, learned while a job runs from how fast the loss falls under different drifts.
+"""The price of staleness, learned during a job from the loss decrease under different drifts.
 
-Of every stretch under one plan two numbers are known: how much the loss fell, and what `scheduler.cost.progress`
-expects for each price c. log(loss decrease) = log(g) + log(expected progress(c)) + error, with g, the decrease per
-synchronous step, unknown. c is judged on a grid, with g fitted for each c: under one mode alone every c explains
-everything and the prior stays, so nothing is learned where nothing can be.
+Every stretch under one plan gives the loss decrease and, from `scheduler.cost.progress`, the expected progress for each
+price c: log(loss decrease) = log(g) + log(expected progress(c)) + error, where g, the decrease per synchronous step, is
+unknown. The posterior of c is computed on a grid, with g fitted for each c; stretches under a single mode fit every c
+equally well and leave the prior unchanged.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from scheduler.cost.progress import alignment, update_progress
 __all__ = ["StalenessPrice"]
 
 _GRID = np.exp(np.linspace(math.log(0.05), math.log(8.0), 48))
-_ERROR = 0.3  # Of a stretch's log decrease: losses are noisy.
-_WORST = 1.2  # A stretch counts as no worse than exp(-1.2), 30 %, of the usual decrease.
-_KEEP = 0.97  # g falls as training goes on: old stretches count less.
+_ERROR = 0.3  # Standard error of a stretch's log decrease.
+_WORST = 1.2  # A stretch's decrease counts as at least exp(-1.2), 30 %, of the mean.
+_KEEP = 0.97  # Weight of old stretches per new one, because g falls during training.
 
 
 class StalenessPrice:
     """Posterior of the price c.
 
     Args:
-        prior: What is assumed of the network.
+        prior: Assumptions on the network.
 
     Attributes:
-        prior: What was assumed of the network; its rho and its bearable drift are kept.
-        observations: Stretches taken in.
+        prior: The same; its rho and its drift limit are not learned.
+        observations: Stretches used.
 
     Raises:
-        ValueError: A price or a spread that is not above 0.
+        ValueError: A price or a spread is not above 0.
     """
 
     def __init__(self, prior: Prior = LARGE) -> None:
@@ -60,19 +60,19 @@ class StalenessPrice:
         noise: float,
         world: int,
     ) -> bool:
-        """Take in a stretch under one plan.
+        """Add a stretch under one plan.
 
         Args:
-            decrease: How much the loss fell; what did not fall counts as a third of the usual, at most.
+            decrease: Loss decrease; a small or negative one counts as 30 % of the mean (`_WORST`).
             updates: Updates in the stretch.
             drift: Their mean drift.
             length: L of an update, 1 for a synchronous step.
-            gradients: Effective gradients in one.
+            gradients: Effective gradients in an update.
             noise: phi.
             world: Ranks.
 
         Returns:
-            Whether it was used: not without updates, with numbers that are none, or as the first without a decrease.
+            Whether it was used: not without updates, with values that are not finite, or as first without a decrease.
         """
         if not (updates > 0.0 and math.isfinite(decrease) and math.isfinite(drift) and length > 0.0):
             return False
@@ -82,7 +82,7 @@ class StalenessPrice:
         expected = np.maximum(expected, 0.02 * updates * length)
         log = math.log(decrease / updates) if decrease > 0.0 else -math.inf
         if self._weight:
-            # A stretch without any decrease says that it is bad, not by how many powers of ten.
+            # A stretch without a decrease is evidence of a high price, but of bounded weight.
             log = max(log, self._log / self._weight - _WORST)
         if math.isinf(log):
             return False
