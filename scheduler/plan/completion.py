@@ -1,4 +1,4 @@
-"""Completes a plan from what was measured: which ranks run servers, who is grouped with whom. Pure."""
+"""Completes a plan from measurements: which ranks run servers, and the groups. Pure."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def resolve(
     """Fill in what a plan leaves open.
 
     Args:
-        plan: The plan wanted.
-        active: The plan in force.
+        plan: The next plan.
+        active: The active plan.
         times_s: Usual compute time of every rank, NaN where unknown.
         hosts: Host of every rank.
         slow: Ranks that are slow now.
@@ -35,13 +35,12 @@ def resolve(
         state_bytes: Parameters and optimizer state.
 
     Raises:
-        PlanError: It cannot follow on the plan in force.
+        PlanError: It cannot follow the active plan.
     """
     plan = with_groups(plan, _known(times_s))
     if plan.family == active.family == "ps" and (active.parents or plan.parents or plan.fan_in):
         raise PlanError(
-            f"{plan.label} cannot follow on {active.label}: connections of a fan-in tree stay as they are; go through "
-            "sync"
+            f"{plan.label} cannot follow {active.label}: connections of a fan-in tree are fixed; switch to sync first"
         )
     if plan.fan_in and not plan.parents:
         plan = plan.replace(parents=grouping.fan_in_tree(plan.world_size, link_bytes_per_s, plan.fan_in))
@@ -49,14 +48,14 @@ def resolve(
         plan = _with_servers(plan, active, hosts, slow, link_bytes_per_s, free_cpu_cores, state_bytes)
     if plan.family == active.family == "subgroup" and not set(plan.members) & set(active.members):
         raise PlanError(
-            f"{plan.label} has no member of {active.label}, the plan in force, and so no rank with the optimizer's "
-            "state; go through sync"
+            f"{plan.label} has no member of {active.label}, the active plan, and so no rank with the optimizer's "
+            "state; switch to sync first"
         )
     return plan
 
 
 def with_groups(plan: Plan, times_s: Sequence[float]) -> Plan:
-    """The plan with its groups formed from the usual time of every rank, where it leaves them open."""
+    """Form the groups that a plan leaves open, from the usual time of every rank."""
     if plan.groups:
         return plan
     if plan.mode == "grouped":
@@ -69,7 +68,7 @@ def with_groups(plan: Plan, times_s: Sequence[float]) -> Plan:
 
 
 def _known(times_s: Sequence[float]) -> list[float]:
-    """Times with the median in place of those that are not known."""
+    """Replace unknown times by the median."""
     known = sorted(t for t in times_s if math.isfinite(t) and t > 0.0)
     middle = known[len(known) // 2] if known else 1.0
     return [t if math.isfinite(t) and t > 0.0 else middle for t in times_s]
@@ -85,7 +84,7 @@ def _with_servers(
     state_bytes: int,
 ) -> Plan:
     if plan.family == active.family == "ps":
-        return plan.replace(servers=active.servers)  # The same servers go on under another rule.
+        return plan.replace(servers=active.servers)  # The same servers continue under another rule.
     if plan.servers:
         chosen = plan.servers
     else:
@@ -98,12 +97,12 @@ def _with_servers(
             state_bytes=state_bytes,
         ).servers
         chosen = tuple(_not_slow_beside(rank, hosts, slow) for rank in found)
-    if active.family == "subgroup":  # Only members have the state that servers begin with.
+    if active.family == "subgroup":  # Only members have the state that seeds the servers.
         chosen = tuple(rank for rank in chosen if rank in active.members) or active.members[:1]
     return plan.replace(servers=chosen)
 
 
 def _not_slow_beside(rank: int, hosts: Sequence[str], slow: Collection[int]) -> int:
-    """A rank of the same host that is not slow: it starts the server, and passes orders on to it."""
+    """A rank of the same host that is not slow, if there is one, to start and control the server."""
     same = [other for other, host in enumerate(hosts) if host == hosts[rank] and other not in slow]
     return rank if rank not in slow or not same else same[0]

@@ -1,9 +1,9 @@
-"""Who belongs together: groups by speed, groups of similar times, and the fan-in tree.
+"""Grouping of ranks: groups by speed, groups of similar times, and the fan-in tree.
 
 Groups that wait for their own members only (grouped mode, Basu et al., HiPC 2018; dynamic x-order of STAR) deliver
-sum_k |S_k| / max_{i in S_k} t_i gradients per second: a slow rank holds up the group it is in and no other. With one
-rank of eight four times slow, run time relative to the undisturbed one is 4.00 in one group, 1.60 and 1.23 in two and
-four groups formed without regard to speed, 1.10 in eight, and 1.10 already in two formed by speed.
+sum_k |S_k| / max_{i in S_k} t_i gradients per second: a slow rank delays only its own group. With one rank of eight
+four times slow, run time relative to the undisturbed one is 4.00 in one group, 1.60 and 1.23 in two and four groups
+formed without regard to speed, 1.10 in eight, and 1.10 already in two formed by speed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = [
 Groups = tuple[tuple[int, ...], ...]
 
 SIMILAR = 0.15
-"""Part of the median time up to which ranks count as equally fast. STAR's own 50 ms are 1.6 % of a densenet iteration
-and 45 % of an alexnet one; uncontended compute times vary by 2 to 14 %."""
+"""Difference, as a fraction of the median time, up to which ranks count as equally fast. STAR's 50 ms are 1.6 % of a
+densenet iteration and 45 % of an alexnet one; uncontended compute times vary by 2 to 14 %."""
 
 _TARGET = 1.2
-"""Run time over the undisturbed one that needs no further group: what the paper reports to reach."""
+"""Run time over the undisturbed one that needs no further group: the paper's result."""
 
 _CEILING_SHARE = 0.95
-"""Nor is a further group worth its staleness for the last 5 % of what all of them could bring."""
+"""Fraction of the attainable throughput that needs no further group, which would add staleness."""
 
 
 def throughput(times_s: Sequence[float], groups: Iterable[Sequence[int]]) -> float:
@@ -48,7 +48,7 @@ def throughput(times_s: Sequence[float], groups: Iterable[Sequence[int]]) -> flo
         groups: The groups, ranks of 0..n-1.
 
     Raises:
-        ValueError: A time that is no positive number, an empty group, or a rank that does not exist.
+        ValueError: A time is not positive and finite, a group is empty, or a rank does not exist.
     """
     _check_times(times_s)
     total = 0.0
@@ -62,7 +62,7 @@ def throughput(times_s: Sequence[float], groups: Iterable[Sequence[int]]) -> flo
 def run_time_ratio(
     times_s: Sequence[float], groups: Iterable[Sequence[int]], *, no_delay_s: float | None = None
 ) -> float:
-    """Time for as many gradients as an undisturbed job makes in one unit of time; 1.0 is undisturbed.
+    """Run time over that of an undisturbed job with the same number of gradients; 1.0 is undisturbed.
 
     Args:
         times_s: Step time of every rank, seconds.
@@ -79,7 +79,7 @@ def run_time_ratio(
 def expected_staleness(times_s: Sequence[float], groups: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """Updates of other groups during one step of each group: sum of the other rates over its own.
 
-    G - 1 where all are equally fast; largest for a straggler alone.
+    G - 1 if all are equally fast; largest for a group of a straggler only.
     """
     rates = [throughput(times_s, [group]) / len(group) for group in groups]
     return tuple((sum(rates) - rate) / rate for rate in rates)
@@ -95,7 +95,7 @@ def speed_groups(times_s: Sequence[float], count: int) -> Groups:
         Groups ordered by their lowest rank, each ascending, so that equal partitions compare equal.
 
     Raises:
-        ValueError: A time that is no positive number, or a count outside 1..n.
+        ValueError: A time is not positive and finite, or the count is outside 1..n.
     """
     _check_times(times_s)
     _check_count(count, len(times_s))
@@ -115,7 +115,7 @@ def _speed_groups(times_s: Sequence[float]) -> Iterator[Groups]:
         start = np.zeros(n + 1, dtype=np.int64)
         for j in range(g, n + 1):
             values = before[:j] + (j - np.arange(j)) / times[j - 1]
-            # The first of equal ones: the last group, which is the slowest, takes what costs it nothing.
+            # First of equals: the last (slowest) group takes as many ranks as cost it nothing.
             start[j] = int(np.argmax(values))
             best[j] = values[start[j]]
         before = best
@@ -124,7 +124,7 @@ def _speed_groups(times_s: Sequence[float]) -> Iterator[Groups]:
 
 
 def _cut(order: Sequence[int], starts: Sequence[npt.NDArray[np.int64]]) -> Groups:
-    """Follow the starts of the last groups back to the first rank."""
+    """Backtrack from the last group's start to the first rank."""
     groups, end = [], len(order)
     for start in reversed(starts):
         begin = int(start[end])
@@ -143,9 +143,8 @@ def progressive_groups(
 ) -> Groups:
     """As few groups by speed as needed: progressive grouping of HiPC 2018, decided from the times.
 
-    The number of groups is raised only while the run time exceeds `target` times the undisturbed one, and not for
-    the last few percent of what is attainable, and only as long as no group's expected staleness exceeds
-    `max_staleness`.
+    The number of groups grows while the run time exceeds `target` times the undisturbed one, more than the last few
+    percent of the attainable throughput are missing, and no group's expected staleness exceeds `max_staleness`.
 
     Args:
         times_s: Step time of every rank, seconds.
@@ -155,7 +154,7 @@ def progressive_groups(
         most: Most groups, 0 for as many as ranks.
 
     Raises:
-        ValueError: A value out of range.
+        ValueError: An argument is out of range.
     """
     _check_times(times_s)
     n = len(times_s)
@@ -171,7 +170,7 @@ def progressive_groups(
         candidates.append((rate, groups))
         if run_time_ratio(times_s, groups, no_delay_s=no_delay_s) <= target or rate >= _CEILING_SHARE * ceiling:
             break
-    # Where staleness ends it, the ceiling is what was allowed.
+    # If staleness stopped the growth, the best allowed throughput is the reference.
     enough = _CEILING_SHARE * candidates[-1][0]
     return next(groups for rate, groups in candidates if rate >= enough)
 
@@ -186,7 +185,7 @@ def similar_groups(times_s: Sequence[float], relative_threshold: float = SIMILAR
         Groups ordered by their lowest rank, each ascending.
 
     Raises:
-        ValueError: A time that is no positive number, or a negative threshold.
+        ValueError: A time is not positive and finite, or the threshold is negative.
     """
     _check_times(times_s)
     if not relative_threshold >= 0.0:
@@ -196,7 +195,7 @@ def similar_groups(times_s: Sequence[float], relative_threshold: float = SIMILAR
     groups = [[rank] for rank in order]
     mean_s = np.asarray([times_s[rank] for rank in order])
     size = np.ones(len(order))
-    # On a line the closest two groups by Ward's distance are always neighbours.
+    # In one dimension the closest two groups by Ward's distance are always neighbours.
     while len(groups) > 1:
         distances = np.diff(mean_s) * np.sqrt(2.0 * size[:-1] * size[1:] / (size[:-1] + size[1:]))
         index = int(np.argmin(distances))
@@ -211,21 +210,21 @@ def similar_groups(times_s: Sequence[float], relative_threshold: float = SIMILAR
 
 
 def fan_in_tree(world_size: int, bandwidths_bytes_per_s: Sequence[float], fan_in: int) -> tuple[tuple[int, int], ...]:
-    """The (child, parent) pairs of a tree of one level, for `Plan.parents`: cuts what a server receives.
+    """The (child, parent) pairs of a one-level tree for `Plan.parents`, which reduces what a server receives.
 
-    Parents are the ranks of highest bandwidth, children the others. Children of similar bandwidth share a parent, so
-    that a slow one holds up few.
+    Parents are the ranks of highest bandwidth. Children of similar bandwidth share a parent, so that a slow one delays
+    few others.
 
     Args:
         world_size: Number of ranks.
-        bandwidths_bytes_per_s: Link rate of every rank; NaN, not known, counts as the median of the others.
+        bandwidths_bytes_per_s: Link rate of every rank; NaN (unknown) counts as the median of the others.
         fan_in: Most children of a parent; 0 makes no tree.
 
     Returns:
-        Pairs ordered by child; ranks without a pair push themselves.
+        Pairs ordered by child; ranks that are in no pair push directly.
 
     Raises:
-        ValueError: As many rates as ranks are expected, none of them 0 or less; a negative fan-in.
+        ValueError: The number of rates is not `world_size`, a rate is 0 or less, or the fan-in is negative.
     """
     if len(bandwidths_bytes_per_s) != world_size:
         raise ValueError(f"got {len(bandwidths_bytes_per_s)} bandwidths for {world_size} ranks; expected one each")

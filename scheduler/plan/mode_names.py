@@ -1,4 +1,4 @@
-"""The names users give to plans, `partial(3)` for example."""
+"""Parses the mode names that users write, `partial(3)` for example."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 
 
 def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
-    """Turn what the user wrote into a plan; `None` stands for `auto`.
+    """Turn the user's mode into a plan; returns `None` for `auto`.
 
     Args:
         mode: `auto`, `sync`, `partial` (one rank may be late), `partial(m)`, `subgroup(0,1,2)` (its members),
@@ -26,11 +26,11 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
             parents of k children each), `ssgd` (x = n), `asgd` (x = 1), `dynsgd`, `local(H)` (steps), `local(2.5s)`
             (seconds), or a `Plan`.
         world_size: Number of ranks in this job.
-        fields: Further fields of a plan made from a name, `max_staleness` for example; a `Plan` has its own.
-            `damping` is that of `partial` and `subgroup`; the server modes have their own defaults.
+        fields: Further fields of a plan made from a name, such as `max_staleness`; ignored for a `Plan`. `damping`
+            applies to `partial` and `subgroup`; server modes have their own defaults.
 
     Raises:
-        PlanError: Unknown mode, m outside 1..n, or a plan made for another world size.
+        PlanError: The mode is unknown, m is outside 1..n, or the plan is for another world size.
     """
     if isinstance(mode, Plan):
         if mode.world_size != world_size:
@@ -63,7 +63,7 @@ def _whole(text: str | None, what: str) -> int:
     return int(text)
 
 
-def _nothing(argument: str | None) -> None:
+def _no_argument(argument: str | None) -> None:
     if argument is not None:
         raise ValueError("expected no argument")
 
@@ -73,7 +73,7 @@ def _server_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_sync(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
-    _nothing(argument)
+    _no_argument(argument)
     return Plan.sync(n, **fields)
 
 
@@ -112,17 +112,17 @@ def _make_ssp(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
 
 
 def _make_ssgd(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
-    _nothing(argument)
+    _no_argument(argument)
     return Plan.ps(n, n, **_server_fields(fields))
 
 
 def _make_asgd(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
-    _nothing(argument)
+    _no_argument(argument)
     return Plan.ps(n, 1, **{**_server_fields(fields), "damping": "none"})
 
 
 def _make_dynsgd(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
-    _nothing(argument)
+    _no_argument(argument)
     return Plan.ps(n, 1, **{**_server_fields(fields), "damping": "inverse", "lr_rule": "none"})
 
 

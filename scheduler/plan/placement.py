@@ -1,9 +1,9 @@
-"""Where parameter servers run: on which hosts, and how many.
+"""Placement of parameter servers: on which hosts, and how many.
 
-A server is loaded by what all ranks push to it and fetch from it. STAR observes that a server placed without regard
-to processor and network creates the stragglers it is to avoid (Zhang and Shen 2025), so hosts are taken in order of
-what they can serve, and none that has a straggler. There are as many servers as it takes for a round of pushes to fit
-in the time allowed, hence one where the state is small: every further one is a process on a host that also trains.
+Servers placed without regard to processor and network create the stragglers they should avoid (STAR, Zhang and Shen
+2025), so hosts are chosen by the bytes/s they can serve, without those that have a straggler. There are as few servers
+as it takes for a round of pushes (one push and reply per rank) to fit in the time allowed, because every further one is
+a process on a host that also trains.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from scheduler.stats import duration, lower_median
 __all__ = ["PUSH_ROUND_S", "HostLoad", "PlacementDecision", "place_on_hosts", "place_servers"]
 
 PUSH_ROUND_S = 0.05
-"""Time the servers of a policy's plan may take for one push of every rank: a good part of the steps of small networks,
-a small one of those of large ones."""
+"""Longest round of pushes for servers of a policy's plan: a large fraction of a small network's step, a small one of a
+large network's."""
 
 _BYTES_PER_S_OF_A_CORE = 1e9
-"""Pushed bytes per second that one core takes in, adds up and answers with as many bytes. Measured: 1.8e9 over
+"""Pushed bytes per second that one core receives, adds up and answers with as many bytes. Measured: 1.8e9 over
 loopback in pieces of 2 MiB, without the optimizer's own step."""
 
 _LEAST_CORES = 0.05
-"""A host without a free core still serves, in competition with its ranks: a number above 0, to order by."""
+"""Cores assumed of a host without a free one, which still serves, in competition with its ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLoad:
-    """What a rank knows about the host it is on.
+    """Load of a rank's host, as measured by the rank.
 
     Attributes:
         rank: The rank; it starts the server if its host is chosen.
         host: Name or address of the host: equal for ranks of one host.
-        free_cpu_cores: Cores not in use, NaN where unknown.
-        link_bytes_per_s: What its network carries each way, NaN where unknown.
+        free_cpu_cores: Idle cores, NaN where unknown.
+        link_bytes_per_s: Bandwidth of its network in each direction, NaN where unknown.
         straggling: Whether this rank is slow now.
     """
 
@@ -49,12 +49,12 @@ class HostLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDecision:
-    """Which ranks run a server each.
+    """The ranks that run a server each.
 
     Attributes:
         servers: The ranks, ascending, one for each host chosen.
-        round_s: Time the busiest of them needs for one push and answer of every rank, estimated, seconds.
-        reason: One sentence a person can read.
+        round_s: Estimated time of the busiest server for one push and reply of every rank, seconds.
+        reason: One sentence for people.
     """
 
     servers: tuple[int, ...]
@@ -72,7 +72,7 @@ class _Host:
 
     @property
     def bytes_per_s(self) -> float:
-        """What a server on it can take: its network's rate or, where that is less, its cores'."""
+        """Bytes/s that a server on it can process: the smaller of its network's and its cores' rates."""
         return min(self.link_bytes_per_s, max(self.cores, _LEAST_CORES) * _BYTES_PER_S_OF_A_CORE)
 
 
@@ -87,15 +87,15 @@ def place_on_hosts(
     push_bytes: int = 0,
     round_s: float = 0.1,
 ) -> PlacementDecision:
-    """Place servers on the hosts of some ranks, from what was measured of all ranks.
+    """Place servers on the hosts of some ranks, from measurements of all ranks.
 
     Args:
         ranks: The ranks that may start a server.
-        hosts: Host of every rank; None where unknown, then there is one server, since several might share a host.
+        hosts: Host of every rank; None if unknown, then there is one server, since several might share a host.
         slow: Ranks that are slow now.
         link_bytes_per_s: Rate of every rank's link; not finite, or not above 0, where unknown.
         state_bytes: As in `place_servers`.
-        free_cpu_cores: Idle cores of every rank's host, NaN where unknown; None where all are.
+        free_cpu_cores: Idle cores of every rank's host, NaN where unknown; None if all are.
         push_bytes: As in `place_servers`.
         round_s: As in `place_servers`.
     """
@@ -119,19 +119,19 @@ def place_servers(
 ) -> PlacementDecision:
     """Choose the hosts of the parameter servers: one server per host, best hosts first, as few as suffice.
 
-    The state is cut into equal parts, so a round takes what the slowest of k servers needs for 1/k of it; the
-    smallest k is taken whose round fits into `round_s`, and if none does, the one whose round is shortest. Equal
-    input gives equal output, in whatever order the hosts come.
+    The state is split into equal parts, so a round takes what the slowest of k servers needs for 1/k of it. Chosen is
+    the smallest k whose round fits into `round_s` or, if none does, the k with the shortest round. The result does not
+    depend on the order of `hosts`.
 
     Args:
-        hosts: One entry per rank. A host where some rank is straggling is taken only if all have one.
-        state_bytes: Bytes of parameters and optimizer state on the servers together.
-        push_bytes: Bytes a rank pushes per step; `state_bytes` if 0, which is too many rather than too few.
-        round_s: Time a round of one push from every rank may take, seconds: a part of the step.
+        hosts: One entry per rank. A host with a straggling rank is chosen only if all hosts have one.
+        state_bytes: Bytes of parameters and optimizer state on all servers together.
+        push_bytes: Bytes a rank pushes per step; 0 for `state_bytes`, an upper estimate.
+        round_s: Longest time of a round of one push from every rank, seconds.
         most: Most servers, 0 for as many as hosts.
 
     Raises:
-        ValueError: No hosts, a rank twice, or a number out of range.
+        ValueError: There are no hosts, a rank occurs twice, or a number is out of range.
     """
     _check(hosts, state_bytes, push_bytes, round_s, most)
     found = _merge(hosts)
@@ -149,7 +149,7 @@ def place_servers(
 
 
 def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
-    """One entry per host; of differing reports the lower one counts, unknown is the median.
+    """One entry per host: the lowest report of its ranks, the median of the hosts if unknown.
 
     Its rank is the lowest that is not straggling, if there is one.
     """
@@ -159,7 +159,7 @@ def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
     cores = {name: _least([load.free_cpu_cores for load in loads]) for name, loads in by_name.items()}
     links = {name: _least([load.link_bytes_per_s for load in loads]) for name, loads in by_name.items()}
     usual_cores = _usual(cores.values(), 1.0)
-    # Where no rank knows its network, cores alone decide.
+    # If no link is known, cores alone decide.
     usual_link = _usual(links.values(), math.inf)
     return [
         _Host(
@@ -190,11 +190,11 @@ def _reason(chosen: Sequence[_Host], found: Sequence[_Host], state_bytes: int, t
     if len(found) == 1:
         why = "the only host"
     elif chosen[0].straggling:
-        why = "the best there is, though every host has a straggler"
+        why = "the best choice, although every host has a straggler"
     else:
-        away = sum(host.straggling for host in found)
-        why = "most free processor and bandwidth"
-        why += f", away from {away} host{'s' if away > 1 else ''} with stragglers" if away else ""
+        avoided = sum(host.straggling for host in found)
+        why = "most idle cores and bandwidth"
+        why += f", avoiding {avoided} host{'s' if avoided > 1 else ''} with stragglers" if avoided else ""
     fits = "" if time_s <= round_s else f", more than the {duration(round_s)} allowed"
     count = "1 server" if len(chosen) == 1 else f"{len(chosen)} servers"
     return (
@@ -205,7 +205,7 @@ def _reason(chosen: Sequence[_Host], found: Sequence[_Host], state_bytes: int, t
 
 def _check(hosts: Sequence[HostLoad], state_bytes: int, push_bytes: int, round_s: float, most: int) -> None:
     if not hosts:
-        raise ValueError("got no hosts to place servers on; expected one entry per rank")
+        raise ValueError("hosts is empty; expected one entry per rank")
     ranks = [load.rank for load in hosts]
     if len(set(ranks)) != len(ranks):
         raise ValueError(f"hosts name the ranks {sorted(ranks)}; expected every rank once")

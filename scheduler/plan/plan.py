@@ -11,7 +11,7 @@ __all__ = ["LOCAL_COPIES", "MAX_RANKS", "MODES", "RULES", "SET_IDLE_S", "Plan", 
 
 MODES = ("sync", "partial", "subgroup", "grouped", "ps", "local")
 RULES = ("x", "groups", "ssp", "backup")
-_KEYS = {"plan_id": "epoch"}  # Fields whose name in logs and on the wire is another.
+_KEYS = {"plan_id": "epoch"}  # Fields with another name in logs and messages.
 _FIELDS = {key: name for name, key in _KEYS.items()}
 _INTEGERS = ("world_size", "quorum", "plan_id", "max_staleness", "fan_in", "group_count", "slack", "local_steps")
 _DAMPINGS = ("inverse", "relative", "none")
@@ -19,57 +19,56 @@ _LR_RULES = ("linear", "noise", "none")
 _GUARDS = ("none", "damp", "reject")
 
 SET_IDLE_S = 60.0
-"""For so long a process set stays that no plan needs: its members pay for it in every cycle of Horovod's."""
+"""Time after which a process set that no plan needs is removed: it costs its members time in every Horovod cycle."""
 
 LOCAL_COPIES = 2.0
-"""Times the parameters' bytes that an averaging of `local` moves: with momentum; Adam has a third."""
+"""Bytes that an averaging of `local` moves, over the parameters': with momentum; Adam has a third copy."""
 
 MAX_RANKS = 1 << 20
-"""Ranks of a job, at most: a plan for more is damaged, and lists of its ranks would take all memory."""
+"""Most ranks of a job: a plan for more is corrupt, and lists of its ranks would exhaust memory."""
 
-_MOST = 1 << 53  # Of other numbers, which may travel as floats.
+_MOST = 1 << 53  # Of other numbers, which may be sent as floats.
 
 Ranks = tuple[int, ...]
 
 
 class PlanError(ValueError):
-    """A plan that cannot be carried out; the message says what was got, what was expected and what to do."""
+    """A plan is invalid or cannot be executed; the message says what was got, what was expected and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How the ranks synchronize, from one step on until the next plan.
 
-    A plan is published by the coordinator, prepared by every rank and taken up by all of them at the same step.
+    A plan is published by the coordinator, prepared by every rank, and becomes active on all of them at the same step.
 
     Attributes:
         mode: One of `MODES`.
         world_size: Number of ranks the plan was made for.
         quorum: Gradients a step waits for: m in `partial`, x in `ps`, the number of members in `subgroup`; always
             `world_size` in `sync` and `local`, 1 in `grouped`.
-        plan_id: Position in the sequence of published plans; a rank refuses a plan older than the one it has.
+        plan_id: Position in the sequence of published plans; a rank rejects a plan older than its active one.
         damping: Weight of a late gradient of staleness s: `inverse` 1 / (1 + s) (DynSGD, Jiang et al. 2017),
-            `relative` min(1, (n / x) / (1 + s)), which leaves equally fast workers alone, `none` 1.
-        max_staleness: Late gradients staler than this many steps are dropped and counted (not in `ps`, where
-            staleness is the rule's business).
+            `relative` min(1, (n / x) / (1 + s)), which is 1 for equally fast workers, `none` 1.
+        max_staleness: Late gradients staler than this many steps are dropped and counted (in `ps` the rule decides).
         members: `subgroup`: the ranks that all-reduce, ascending.
         fan_in: `ps` with x = n: most children of a parent in a fan-in tree that the coordinator forms, 0 for none.
         parents: (child, parent) pairs. `subgroup`: every rank that is no member has one, a member. `ps`: the
             fan-in tree; a parent adds its children's gradients to its own.
         groups: `grouped` and rule `groups`: all ranks, each in one group; a group waits for its own members only.
-        group_count: Groups to form where `groups` is empty, 0 for as many as pay.
+        group_count: Groups to form where `groups` is empty, 0 for `grouping.progressive_groups`.
         rule: `ps`: `x` any x arrivals make an update, `groups` (dynamic x-order), `ssp` every arrival does and
             ranks more than `slack` steps ahead wait, `backup` the first x make it and later ones are dropped.
         slack: Steps a rank may be ahead of the slowest one, rule `ssp`.
         servers: `ps` and `grouped`: ranks that run a server each; empty lets the coordinator place them.
-        local_steps: `local`: steps between two averagings, 0 where `local_s` counts.
-        local_s: `local`: seconds between two averagings, 0 where `local_steps` counts.
+        local_steps: `local`: steps between two averagings, 0 if `local_s` is set.
+        local_s: `local`: seconds between two averagings, 0 if `local_steps` is set.
         lr_rule: `ps` and `grouped`: factor on an update of x of n gradients: `linear` x / n (STAR's division by
             n), `noise` (1 + phi / n) / (1 + phi / x), `none` 1.
         noise_scale: phi for `noise`, in gradients of one rank.
         guard: What a server does with a gradient that points against the recent updates (after Zeno++, Xie et
             al. 2020): `none`, `damp` or `reject`.
-        reason: One sentence a person can read.
+        reason: One sentence for people.
     """
 
     mode: str
@@ -154,7 +153,7 @@ class Plan:
         if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
             raise PlanError(f"plan {name} has {ranks!r}; expected ranks")
         found = tuple(ranks)
-        # Quick where all is well, as almost always: plans of a thousand ranks are made by the dozen.
+        # Fast path for valid ranks: plans of a thousand ranks are made by the dozen.
         whole = set(map(type, found)) == {int} and 0 <= min(found) <= max(found) < self.world_size
         if not found or (whole and len(set(found)) == len(found)):
             return found
@@ -170,7 +169,7 @@ class Plan:
         if len(set(children)) != len(children):
             raise PlanError(f"plan parents is {self.parents}; expected one parent per child")
         if any(parent in children for _, parent in self.parents):
-            raise PlanError(f"plan parents is {self.parents}; expected a tree of one level: a parent is nobody's child")
+            raise PlanError(f"plan parents is {self.parents}; expected a tree of one level: no parent is a child")
 
     def _check_groups(self) -> None:
         count = sum(map(len, self.groups))
@@ -276,24 +275,24 @@ class Plan:
 
     @property
     def lockstep(self) -> bool:
-        """Whether every step is made of a fresh gradient of every rank, as in Horovod."""
+        """Whether every step contains a fresh gradient of every rank, as in Horovod."""
         return self.mode in ("sync", "partial") and self.quorum == self.world_size
 
     @property
     def relaxed(self) -> bool:
-        """Whether steps need not be made of a fresh gradient of every rank."""
+        """Whether steps may lack fresh gradients of some ranks."""
         return not self.lockstep
 
     @property
     def may_close(self) -> bool:
-        """Whether the coordinator closes steps without the ranks that are late: `partial` alone."""
+        """Whether the coordinator closes steps without late ranks: in `partial` only."""
         return self.mode == "partial" and self.quorum < self.world_size
 
     @property
     def family(self) -> str:
         """`rounds` (all ranks reduce together), `subgroup`, `ps` or `grouped`.
 
-        A switch inside `rounds` or inside `ps` only changes a rule; all others hand the state over.
+        A switch within `rounds` or within `ps` only changes a rule; all others transfer the state.
         """
         return self.mode if self.mode in ("subgroup", "ps", "grouped") else "rounds"
 
@@ -304,7 +303,7 @@ class Plan:
 
     @property
     def sources(self) -> Ranks:
-        """Ranks that bring the state into this plan, so they have to be up to date where it begins."""
+        """Ranks that provide the state for this plan, so that they must be current at its first step."""
         return self.members if self.mode == "subgroup" else self.servers
 
     @property
@@ -316,7 +315,7 @@ class Plan:
 
     @property
     def label(self) -> str:
-        """Short name for tables and logs, `partial(3)` for example; `parse_mode` reads it."""
+        """Short name for tables and logs, such as `partial(3)`; `parse_mode` accepts it."""
         if self.mode == "partial":
             return f"partial({self.quorum})"
         if self.mode == "subgroup":
@@ -336,7 +335,7 @@ class Plan:
         return self.mode
 
     def parent_of(self, rank: int) -> int | None:
-        """The rank that `rank` sends its gradients to, None where it has no parent."""
+        """The rank that `rank` sends its gradients to, None without a parent."""
         return dict(self.parents).get(rank)
 
     @property
@@ -353,7 +352,7 @@ class Plan:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for the wire and for logs; fields that have their defaults are left out."""
+        """Plain values for messages and logs; fields with their default value are omitted."""
         values = {}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
@@ -370,12 +369,12 @@ class Plan:
             PlanError: A field is missing, unknown or out of range.
         """
         if not isinstance(values, dict):
-            raise PlanError(f"a plan came as {type(values).__name__}; expected a mapping")
+            raise PlanError(f"a plan is of type {type(values).__name__}; expected a mapping")
         known = {_KEYS.get(item.name, item.name) for item in dataclasses.fields(cls)}
         unknown = sorted(set(map(str, values)) - known)
         if unknown:
             raise PlanError(f"plan has unknown fields {unknown}; expected some of {sorted(known)}")
         missing = sorted({"mode", "world_size", "quorum"} - set(values))
         if missing:
-            raise PlanError(f"plan lacks the fields {missing}")
+            raise PlanError(f"a plan has the fields {sorted(values)}; expected also {missing}")
         return cls(**{_FIELDS.get(key, key): value for key, value in values.items()})

@@ -40,8 +40,8 @@ def test_a_bad_plan_is_refused_by_name(changes: dict[str, Any], message: str) ->
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "came as list"),
-        ({}, "lacks the fields"),
+        ([], "is of type list"),
+        ({}, "expected also"),
         ({"mode": "sync", "world_size": 2, "quorum": 2, "x": 1}, "unknown fields"),
         ({b"mode": "sync"}, "unknown fields"),
     ],

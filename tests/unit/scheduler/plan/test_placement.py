@@ -28,7 +28,7 @@ def test_small_state_needs_one_server() -> None:
     decision = place_servers(four_hosts(), 4 * MIB)
     assert decision.servers == (0,)
     assert decision.reason == (
-        "1 server for 4 MiB on node0 (rank 0): most free processor and bandwidth; a round of pushes takes about 26.8 ms"
+        "1 server for 4 MiB on node0 (rank 0): most idle cores and bandwidth; a round of pushes takes about 26.8 ms"
     )
 
 
@@ -59,7 +59,7 @@ def test_never_on_a_host_with_a_straggler() -> None:
     slow = load(1, "node0", cores=64.0, link=9e9, straggling=True)  # its neighbour is the one that is slow
     decision = place_servers(four_hosts(r1=slow), 1000 * MIB)
     assert decision.servers == (2, 4, 6)
-    assert "away from 1 host with stragglers" in decision.reason
+    assert "avoiding 1 host with stragglers" in decision.reason
     everywhere = [load(rank, f"node{rank}", cores=rank + 1.0, link=1e12, straggling=True) for rank in range(3)]
     decision = place_servers(everywhere, MIB)
     assert decision.servers == (2,) and "every host has a straggler" in decision.reason
@@ -104,7 +104,7 @@ def test_whatever_the_hosts(data: list[tuple[int, float, float, bool]], state: i
 @pytest.mark.parametrize(
     ("hosts", "state", "text"),
     [
-        ([], 1, "got no hosts"),
+        ([], 1, "hosts is empty"),
         ([load(0, "a"), load(0, "b")], 1, "every rank once"),
         ([load(0, "a", cores=-1.0)], 1, "-1.0 free cores"),
         ([load(0, "a", link=0.0)], 1, "link of 0.0 bytes/s"),

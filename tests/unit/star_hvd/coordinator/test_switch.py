@@ -81,7 +81,7 @@ def test_servers_are_placed_where_nobody_is_slow_and_stay_under_another_rule() -
 
 def test_a_subgroup_needs_somebody_of_the_one_before() -> None:
     assert completed(Plan.subgroup(4, [1, 2]), Plan.subgroup(4, [2, 3])).members == (1, 2)
-    with pytest.raises(PlanError, match="go through sync"):
+    with pytest.raises(PlanError, match="switch to sync first"):
         completed(Plan.subgroup(4, [0, 1]), Plan.subgroup(4, [2, 3]))
 
 
