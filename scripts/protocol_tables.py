@@ -5,8 +5,8 @@
     python scripts/protocol_tables.py --check    exit status 1 where the page is out of date
 
 Kind, fields and meaning of a control message are those of its dataclass and docstring; who sends and who takes it is
-read off the modules that make it and those that distinguish it (`case`, `isinstance`). The sources are parsed, not
-imported: only the standard library is needed.
+read off the modules that make it and those that distinguish it (`case`, `isinstance`, a table `_HANDLERS`). The sources
+are parsed, not imported: only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -108,6 +108,9 @@ def uses(root: Path, names: set[str]) -> tuple[dict[str, set[str]], dict[str, se
 def _distinguished(node: ast.AST, tree: ast.Module, imported: Mapping[str, str], names: set[str]) -> Iterator[str]:
     if isinstance(node, ast.MatchClass):
         yield from _named(node.cls, imported, names)
+    elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_HANDLERS":
+        for key in node.value.keys if isinstance(node.value, ast.Dict) else []:
+            yield from _named(key, imported, names) if key is not None else ()
     elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
         given = node.args[1]
         constants = {ast.unparse(a.targets[0]): a.value for a in tree.body if isinstance(a, ast.Assign)}

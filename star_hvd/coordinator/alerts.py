@@ -1,4 +1,4 @@
-"""What rank 0's log says of slow ranks and of steps that nobody can end, each once in a while."""
+"""Rate-limited warnings in rank 0's log: stragglers, uneven training loops and steps that wait for long."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Alerts:
     """Warnings of one optimizer.
 
     Args:
-        config: How often.
+        config: Intervals of the warnings and the quorum's deadline.
     """
 
     def __init__(self, config: Config) -> None:
@@ -36,50 +36,50 @@ class Alerts:
     def stragglers(
         self, window: Window, found: Sequence[Straggler], machines: Sequence[MachineStats], now_s: float
     ) -> tuple[Straggler, ...]:
-        """Name slow ranks of a window; returns them with what their machines say and the step since which they are."""
+        """Warn of a window's stragglers; returns them with the evidence of their hosts and their first slow step."""
         self._slow_since.note(window)
-        told = tuple(self._with_first_step(_with_machine(straggler, machines)) for straggler in found)
-        for straggler in told:
+        stragglers = tuple(self._with_first_step(_with_machine(straggler, machines)) for straggler in found)
+        for straggler in stragglers:
             last = self._reported_at_s.get(straggler.rank)
             if last is None or now_s - last >= self._config.report_interval_s:
                 self._reported_at_s[straggler.rank] = now_s
                 logger.warning("%s", straggler.sentence)
-        return told
+        return stragglers
 
     def _with_first_step(self, straggler: Straggler) -> Straggler:
-        if straggler.silent or straggler.cause == "link":  # Those have no history.
+        if straggler.silent or straggler.cause == "link":  # No step times show when these began.
             return straggler
         return dataclasses.replace(straggler, since_step=first_slow_step(straggler, self._slow_since.steps))
 
     def waiting(self, now_s: float | None) -> None:
-        """A step waits for ranks from now on, or no more where None."""
+        """Note since when the present step waits for ranks, None where it does not."""
         self._waiting_since_s = now_s
 
     def closing(self, order: Close, *, has_queue: bool) -> None:
-        """A step is closed: say what is unusual about it.
+        """Warn where a step is closed by the quorum's deadline, or without ranks that have ended their loop.
 
         Args:
-            order: How it is closed.
-            has_queue: Whether the ranks are fed by a work queue.
+            order: The closing of the step.
+            has_queue: Whether the ranks take their samples from a work queue.
         """
         self.waiting(None)
         if order.excused and not has_queue and not self._warned_of_uneven_loops:
             self._warned_of_uneven_loops = True
             logger.warning(
-                "ranks %s are outside their training loop while others still train; without star_hvd.shard every rank "
-                "makes as many steps as the slow ones, and the fast ranks end up waiting: feed them by star_hvd.shard",
+                "ranks %s have ended their training loop while others still train: fixed shards make fast ranks wait "
+                "for slow ones; wrap the data set with star_hvd.shard, which gives slow ranks fewer batches",
                 list(order.excused),
             )
         if order.reason == "deadline":
             logger.warning(
-                "step %d closes without ranks %s: its quorum did not come together within %g s",
+                "step %d closes without ranks %s: its quorum was not reached within %g s",
                 order.step,
                 list(order.missing),
                 self._config.quorum_deadline_s,
             )
 
     def stall(self, rule: ClosingRule, now_s: float) -> None:
-        """Say for whom a step has been waiting for long."""
+        """Warn, once per `stall_warning_s`, which ranks a step has been waiting for."""
         pause_s = self._config.stall_warning_s
         if self._waiting_since_s is None or now_s - self._waiting_since_s < pause_s:
             return
@@ -90,6 +90,6 @@ class Alerts:
 
 
 def _with_machine(straggler: Straggler, machines: Sequence[MachineStats]) -> Straggler:
-    said = machine_evidence(straggler.rank, machines)
-    joined = "; ".join(filter(None, (straggler.evidence, said)))
-    return dataclasses.replace(straggler, evidence=joined) if said else straggler
+    evidence = machine_evidence(straggler.rank, machines)
+    joined = "; ".join(filter(None, (straggler.evidence, evidence)))
+    return dataclasses.replace(straggler, evidence=joined) if evidence else straggler

@@ -1,6 +1,6 @@
-"""The thread on rank 0 that runs the board: receives the ranks' messages, sends its answers, wakes in time.
+"""The thread on rank 0 that feeds the ranks' messages and timeouts to `JobState` and sends its answers.
 
-Messages survive broken connections (`channel.link`); signs of life need not.
+Messages survive broken connections (`channel.link`); heartbeats may be lost.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Coordinator"]
 
 logger = logging.getLogger("star_hvd")
 
-_STOOD_STILL_S = 2.0  # Four times the longest wait: this process, not the ranks, was silent.
+_PAUSED_S = 2.0  # Four times the longest poll: a longer gap means this process was stopped, not the ranks.
 
 
 class Coordinator:
     """Owns the ROUTER that all agents are connected to.
 
     Args:
-        router: Bound socket; belongs to the coordinator's thread from `start` on.
+        router: Bound socket; used by the coordinator's thread alone from `start` on.
         world_size: Number of ranks.
         config: Settings.
         hosts: Address of every rank's host; all on one where empty.
@@ -53,7 +53,7 @@ class Coordinator:
         self._router = Router(router, CONTROL, lambda name: name.isdigit() and int(name[:10]) < world_size, copy=True)
         self._names = [str(rank).encode() for rank in range(world_size)]
         self._config = config
-        self._board = JobState(world_size, config, time.monotonic(), hosts, ranker)
+        self._job = JobState(world_size, config, time.monotonic(), hosts, ranker)
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="star-coordinator", daemon=True)
@@ -63,26 +63,26 @@ class Coordinator:
         self._thread.start()
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """End the thread and wait for it."""
+        """End the thread and wait for it, at most `deadline_s` seconds."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
 
     @property
     def repeated(self) -> int:
-        """Messages of the control channel that travelled again, since a connection broke."""
+        """Control messages sent again after a connection broke."""
         return self._router.repeated
 
     @property
     def lost(self) -> int:
-        """Messages for ranks that had left or been given up."""
+        """Messages for ranks that had exited or whose link was abandoned."""
         return self._router.lost
 
     @contextlib.contextmanager
     def board(self) -> Iterator[JobState]:
-        """The board, for reading from another thread."""
+        """The job's state, locked for reading from another thread."""
         with self._lock:
-            yield self._board
+            yield self._job
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -91,16 +91,16 @@ class Coordinator:
         last_s = time.monotonic()
         try:
             while not self._stop.is_set():
-                # What came while this process stood still is heard before anybody is called silent.
+                # Drain the socket first: after a pause of this process, ranks must not be taken for silent.
                 with self._lock:
                     while self._receive():
-                        pass  # A part of it at a time.
+                        pass  # `receive` returns a limited number at a time.
                 now_s = time.monotonic()
-                stood_s, last_s = now_s - last_s, now_s
+                paused_s, last_s = now_s - last_s, now_s
                 with self._lock:
-                    if stood_s > _STOOD_STILL_S:
-                        self._board.stood_still(stood_s, now_s)
-                    wake_s = min(self._board.tick(now_s), now_s + 0.5)
+                    if paused_s > _PAUSED_S:
+                        self._job.paused(paused_s, now_s)
+                    wake_s = min(self._job.tick(now_s), now_s + 0.5)
                     self._send_all()
                 if now_s >= next_beat_s:
                     next_beat_s = now_s + self._config.heartbeat_s
@@ -109,32 +109,32 @@ class Coordinator:
                 wake_s = min(wake_s, self._router.next_s)
                 poller.poll(max(0, math.ceil(1e3 * (wake_s - time.monotonic()))))
         except Exception:
-            # Without a coordinator no step closes early any more: training goes on in lockstep.
-            logger.exception("the coordinator stopped; slow ranks hold everybody up from now on")
+            # Without a coordinator no step closes early: training goes on in lockstep.
+            logger.exception("the coordinator failed; training goes on, but every step waits for all ranks from now on")
         finally:
             self._router.bye()
             self._router.socket.close(linger=1000)
 
     def _receive(self) -> bool:
-        some = False
+        received = False
         for frames in self._router.receive():
-            some = True
+            received = True
             try:
                 if isinstance(frames, ChannelError):
                     raise frames
                 if len(frames) != 2:
                     raise ChannelError(f"a control message has {len(frames)} frames; expected a rank and a message")
-                self._board.handle(int(frames[0]), decode(frames[1]), time.monotonic())
+                self._job.handle(int(frames[0]), decode(frames[1]), time.monotonic())
             except (ChannelError, ValueError) as error:
                 self.malformed += 1
                 logger.warning("dropped a control message: %s", error)
-        return some
+        return received
 
     def _send_all(self) -> None:
-        outbox, self._board.outbox = self._board.outbox, []
+        outbox, self._job.outbox = self._job.outbox, []
         for destination, message in outbox:
             data = [encode(message)]
-            ranks = range(self._board.world_size) if destination == ALL else (destination,)
+            ranks = range(self._job.world_size) if destination == ALL else (destination,)
             for rank in ranks:
                 self._router.send(self._names[rank], data)
 

@@ -1,10 +1,11 @@
-"""What the coordinator knows about the job: ranks, optimizers, work queues. Pure: no sockets, no clock, no threads."""
+"""The coordinator's state of the job: ranks, optimizers, work queues. Pure: no sockets, no clock, no threads."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from scheduler.diagnosis.machine import MachineStats
 from scheduler.policy.cost_policy import Ranker
@@ -61,24 +62,24 @@ __all__ = ["ALL", "JobState"]
 logger = logging.getLogger("star_hvd")
 
 ALL = -1  # Destination: every rank.
-_TIDY_S = 5.0  # Between two looks for process sets that nobody needs.
-_UNLIKELY = 3  # Of so many answers to who has the state, one names a rank that is not known to have it.
-_PARENT_AWAY_S = 0.5  # Collectives of the user's are shorter, as a rule.
-_MOST_AT_ONCE = 4096  # Optimizers, and epochs of loaders, that are kept.
-_GRANTS_KEPT = 64  # Per rank: more than it has requests under way.
-_HURRY_S = 1.0  # After the last rank came back; collectives of the user's come in swarms.
+_TIDY_INTERVAL_S = 5.0  # Between two searches for unused process sets.
+_UNLIKELY = 3  # One of so many state sources named is a rank that is not known to have the state.
+_PARENT_AWAY_S = 0.5  # Longer than most collectives of the user's program.
+_MAX_OPEN = 4096  # Optimizers, and epochs of loaders, that are kept.
+_GRANTS_KEPT = 64  # Per rank: more than it has requests in flight.
+_REPORT_IMMEDIATELY_S = 1.0  # After the last rank is active again: the user's collectives come in bursts.
 
 
 @dataclass(slots=True)
 class _Epoch:
     queue: WorkQueue | None = None  # None where samples are leased.
     ended: set[int] = field(default_factory=set)
-    left: set[int] = field(default_factory=set)  # Those of them that left their loop before its end.
+    left: set[int] = field(default_factory=set)  # Ranks among them that left their loop before its end.
     announced: bool = False
 
 
 class JobState:
-    """Takes the ranks' messages and leaves its answers in `outbox`.
+    """Handles the ranks' messages and appends (destination, message) answers to `outbox`.
 
     Args:
         world_size: Number of ranks.
@@ -108,25 +109,25 @@ class JobState:
         self._leases = LeaseDesk(world_size, lambda to, message: self.outbox.append((to, message)))
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size
-        self._said_bye = False
+        self._sent_bye = False
         self._asked = [0] * world_size
         self._closed: set[int] = set()
-        self._away: dict[int, float] = {}  # Since when.
-        self._waited_for: set[int] = set()  # Parents of a fan-in tree that are away and were said to be absent.
-        self._closing: set[int] = set()  # Ranks where an optimizer is being ended.
+        self._away: dict[int, float] = {}  # Inactive ranks and since when.
+        self._waited_for: set[int] = set()  # Inactive parents of a fan-in tree that were announced as absent.
+        self._closing: set[int] = set()  # Ranks that are closing an optimizer.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
         self.links = LinkSurvey(world_size, hosts)
         self._sets = SetLedger(world_size)
-        self._tidy_at_s = now_s
-        self._hurrying_until_s: float | None = None
-        self._look_at_s = now_s  # Before that nobody can have been silent for long.
+        self._next_tidy_s = now_s
+        self._immediate_until_s: float | None = None
+        self._check_lost_at_s = now_s  # No rank can exceed its silence limit before.
 
     def handle(self, rank: int, message: Message, now_s: float) -> None:
         """Act on one message of `rank`.
 
         Raises:
-            ChannelError: The message makes no sense in this job; nothing has changed then.
+            ChannelError: The message is invalid in this job; nothing has changed.
         """
         if not 0 <= rank < self.world_size:
             raise ChannelError(f"a message came from rank {rank}; this job has ranks 0..{self.world_size - 1}")
@@ -134,88 +135,27 @@ class JobState:
         self._check_room(message)
         self._last_seen_s[rank] = now_s
         if getattr(message, "optimizer_id", -1) in self._closed:
-            return  # What other ranks said of an optimizer while its end was on its way.
+            return  # Sent before the rank learned that the optimizer has ended.
         if rank in self.lost:
             self.lost.discard(rank)
-            logger.warning("rank %d is heard again", rank)
+            logger.warning("rank %d sends messages again", rank)
         if rank in self._absent:
             self._absent.discard(rank)
             self._broadcast(Presence(rank, True))
-        match message:
-            case Hello() | Heartbeat():
-                pass
-            case Register():
-                plan = Plan.from_dict(message.plan) if message.plan else None
-                engine = self._engine(message.optimizer_id)
-                engine.gradient_bytes = message.gradient_bytes
-                engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
-            case Unregister():
-                self._forget(message.optimizer_id)
-            case OptimizerDropped():
-                if self._engine(message.optimizer_id).drop(rank, message):
-                    self._broadcast(OptimizerOver(message.optimizer_id))
-                    self._forget(message.optimizer_id)
-            case Arrive():
-                self._engine(message.optimizer_id).arrive(rank, message, now_s)
-            case Late():
-                self._engine(message.optimizer_id).late(rank, message, now_s)
-            case Join():
-                self._engine(message.optimizer_id).rule.join(rank, message.version, now_s)
-            case HeaderNote():
-                self._engine(message.optimizer_id).round_note(message)
-            case ModeUnsupported():
-                self._engine(message.optimizer_id).refuse(rank, message, now_s)
-            case LinkRate():
-                self.links.note(rank, message.bytes_per_s)
-            case MachineNote():
-                self._machines[rank] = MachineStats(**{n: getattr(message, n) for n in MachineStats.names()})
-            case PrepareFailed():
-                self._engine(message.optimizer_id).cannot(rank, message, now_s)
-            case Prepared():
-                self._engine(message.optimizer_id).ready(rank, message)
-            case Restart():
-                self._engine(message.optimizer_id).restart(now_s)
-            case ServerUp():
-                self._engine(message.optimizer_id).server_up(message)
-            case ServerRestarted():
-                self._broadcast(message)
-            case Drained() | Switched():
-                self._engine(message.optimizer_id).moved(message, now_s)
-            case StepNote():
-                self._engine(message.optimizer_id).step_note(rank, message)
-            case Away():
-                (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
-                self._set_away(rank, message.away, now_s, out_of_data=message.out_of_data)
-            case RequestBatch():
-                self._take(rank, message, now_s)
-            case LeaseAsk():
-                self._lease(rank, message, now_s)
-            case LeaseReturn():
-                self._leases.give_back(rank, message, now_s)
-                if message.leaves:
-                    self._over((message.loader, message.epoch), rank, early=message.early, now_s=now_s)
-            case FindStateSource():
-                self._source(rank, message)
-            case Finished():
-                self.finished.add(rank)
-                self._set_away(rank, True, now_s)
-                self._leases.leave(rank, now_s)
-                for key, epoch in self._epochs.items():  # It may have left its loop in the middle of one.
-                    self._maybe_end(key, epoch, now_s)
-                self._maybe_bye()
+        _HANDLERS[type(message)](self, rank, message, now_s)
 
     def tick(self, now_s: float) -> float:
-        """Act on what is due; the time at which to be called again at the latest."""
-        self._look_for_lost(now_s)
-        if self._hurrying_until_s is not None and not self._away and now_s >= self._hurrying_until_s:
-            self._hurrying_until_s = None
+        """Act on what is due; returns the latest time of the next call."""
+        self._check_lost(now_s)
+        if self._immediate_until_s is not None and not self._away and now_s >= self._immediate_until_s:
+            self._immediate_until_s = None
             self._broadcast(ReportImmediately(False))
-        wake_s = min(now_s + self._config.heartbeat_s, self._look_for_parents(now_s))
+        wake_s = min(now_s + self._config.heartbeat_s, self._check_parents(now_s))
         due = self.links.due(now_s, wanted=lambda: any(engine.suspects_links for engine in self.engines.values()))
         if due is not None:
             self.outbox.append(due)
-        if now_s >= self._tidy_at_s:
-            self._tidy_at_s = now_s + _TIDY_S
+        if now_s >= self._next_tidy_s:
+            self._next_tidy_s = now_s + _TIDY_INTERVAL_S
             self.outbox.extend((ALL, message) for message in self._sets.tidy(now_s))
         for engine in self.engines.values():
             if engine.decides(now_s):
@@ -226,23 +166,56 @@ class JobState:
             wake_s = min(wake_s, engine.tick(now_s))
         return wake_s
 
-    def stood_still(self, stood_s: float, now_s: float) -> None:
-        """The coordinator's own process was stopped for so long: it says nothing of the ranks that it did not hear."""
-        self._last_seen_s = [min(now_s, seen_s + stood_s) for seen_s in self._last_seen_s]
+    def paused(self, paused_s: float, now_s: float) -> None:
+        """The coordinator's process was stopped for `paused_s`: that time does not count as silence of the ranks."""
+        self._last_seen_s = [min(now_s, seen_s + paused_s) for seen_s in self._last_seen_s]
 
     def silent_for_s(self, now_s: float) -> list[float]:
-        """Seconds since each rank was last heard."""
+        """Seconds since the last message of each rank."""
         return [now_s - seen for seen in self._last_seen_s]
 
     def _check_room(self, message: Message) -> None:
-        """Refuse what would be kept without end: the ranks choose the numbers of optimizers and loaders."""
+        """Bound the memory for optimizers and epochs, whose numbers the ranks choose."""
         number = getattr(message, "optimizer_id", None)
-        if number is not None and number not in self.engines and len(self.engines) >= _MOST_AT_ONCE:
-            raise ChannelError(f"a message is of optimizer {number}; this job has {_MOST_AT_ONCE} of them already")
-        if not isinstance(message, (RequestBatch, LeaseAsk)) or len(self._epochs) < _MOST_AT_ONCE:
+        if number is not None and number not in self.engines and len(self.engines) >= _MAX_OPEN:
+            raise ChannelError(f"a message is of optimizer {number}; this job has {_MAX_OPEN}, the maximum; close some")
+        if not isinstance(message, (RequestBatch, LeaseAsk)) or len(self._epochs) < _MAX_OPEN:
             return
         if (message.loader, message.epoch) not in self._epochs:
-            raise ChannelError(f"a batch of loader {message.loader} is wanted; {_MOST_AT_ONCE} epochs are open")
+            raise ChannelError(f"a batch of loader {message.loader} is requested; {_MAX_OPEN} epochs are open already")
+
+    # ---- handlers -------------------------------------------------------------------------------------------
+
+    def _register(self, rank: int, message: Register, now_s: float) -> None:
+        plan = Plan.from_dict(message.plan) if message.plan else None
+        engine = self._engine(message.optimizer_id)
+        engine.gradient_bytes = message.gradient_bytes
+        engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
+
+    def _optimizer_dropped(self, rank: int, message: OptimizerDropped, now_s: float) -> None:
+        if self._engine(message.optimizer_id).drop(rank, message):
+            self._broadcast(OptimizerOver(message.optimizer_id))
+            self._forget(message.optimizer_id)
+
+    def _machine_note(self, rank: int, message: MachineNote, now_s: float) -> None:
+        self._machines[rank] = MachineStats(**{n: getattr(message, n) for n in MachineStats.names()})
+
+    def _away_message(self, rank: int, message: Away, now_s: float) -> None:
+        (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
+        self._set_away(rank, message.away, now_s, out_of_data=message.out_of_data)
+
+    def _lease_return(self, rank: int, message: LeaseReturn, now_s: float) -> None:
+        self._leases.give_back(rank, message, now_s)
+        if message.leaves:
+            self._epoch_ended((message.loader, message.epoch), rank, early=message.early, now_s=now_s)
+
+    def _finished(self, rank: int, message: Finished, now_s: float) -> None:
+        self.finished.add(rank)
+        self._set_away(rank, True, now_s)
+        self._leases.leave(rank, now_s)
+        for key, epoch in self._epochs.items():  # It may have left its loop in the middle of one.
+            self._maybe_end(key, epoch, now_s)
+        self._end_job_if_over()
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
@@ -264,7 +237,7 @@ class JobState:
         return self.engines[optimizer_id]
 
     def _step_of(self, optimizer_id: int) -> int:
-        """The step an optimizer is at, 0 for one not heard of yet."""
+        """The current step of an optimizer, 0 for one that is not registered yet."""
         return self.engines[optimizer_id].rule.step if optimizer_id in self.engines else 0
 
     def _set_away(self, rank: int, away: bool, now_s: float, *, out_of_data: bool = True) -> None:
@@ -272,23 +245,26 @@ class JobState:
             self._away.setdefault(rank, now_s)
         else:
             self._away.pop(rank, None)
-            self._say_back(rank)
-        if away and self._hurrying_until_s is None:
+            self._announce_return(rank)
+        if away and self._immediate_until_s is None:
             self._broadcast(ReportImmediately(True))
-        if away or self._hurrying_until_s is not None:  # A rank may say that it is back after an epoch's end said so.
-            self._hurrying_until_s = now_s + _HURRY_S
+        if away or self._immediate_until_s is not None:  # An epoch's end may activate a rank first.
+            self._immediate_until_s = now_s + _REPORT_IMMEDIATELY_S
         for engine in self.engines.values():
             if away:
                 engine.rule.leave(rank, out_of_data=out_of_data)
             elif rank not in engine.dropped:
                 engine.rule.back(rank, now_s)
 
-    def _look_for_parents(self, now_s: float) -> float:
-        """A parent that is away pushes nothing, and so nothing of its children's: they go on without it, or it might
-        wait, where all ranks meet, for a child that waits for it. When to look again."""
-        again_s = now_s + _TIDY_S
+    def _check_parents(self, now_s: float) -> float:
+        """Announce inactive parents of a fan-in tree as absent; returns when to check again.
+
+        Such a parent does not push its children's gradients. Without the announcement its children would wait for it,
+        while it may wait for them in a collective of the user's program.
+        """
+        next_s = now_s + _TIDY_INTERVAL_S
         if not self._away:
-            return again_s
+            return next_s
         served = [engine.active for engine in self.engines.values() if engine.active.mode == "ps"]
         parents = {rank for plan in served for rank in plan.relays}
         for rank in parents & self._away.keys() - self._waited_for:
@@ -297,19 +273,19 @@ class JobState:
                 self._waited_for.add(rank)
                 self._broadcast(Presence(rank, False))
             else:
-                again_s = min(again_s, due_s)
-        return again_s
+                next_s = min(next_s, due_s)
+        return next_s
 
-    def _say_back(self, rank: int) -> None:
+    def _announce_return(self, rank: int) -> None:
         if rank in self._waited_for:
             self._waited_for.discard(rank)
             if rank not in self._absent:
                 self._broadcast(Presence(rank, True))
 
-    def _take(self, rank: int, message: RequestBatch, now_s: float) -> None:
+    def _request_batch(self, rank: int, message: RequestBatch, now_s: float) -> None:
         given = self._granted[rank]
         if 0 < message.number <= max(given, default=0):
-            if message.number in given:  # Asked again: what was handed out is neither lost nor handed out twice.
+            if message.number in given:  # A repeated request gets the same answer: no batch is lost or granted twice.
                 self.outbox.append((rank, given[message.number]))
             return
         key = (message.loader, message.epoch)
@@ -318,7 +294,10 @@ class JobState:
             self._forget_epochs(message.loader, message.epoch - 1)
         epoch = self._epochs[key]
         if epoch.queue is None:
-            raise ChannelError(f"a rank takes single batches of loader {message.loader}, whose samples are leased")
+            raise ChannelError(
+                f"rank {rank} requests single batches of loader {message.loader}, whose samples are leased; "
+                "use the same arguments of star_hvd.shard on all ranks"
+            )
         granted = epoch.queue.take() if rank not in epoch.ended else None
         start, stop = granted if granted is not None else (0, 0)
         grant = Grant(message.loader, message.epoch, start, stop, message.number)
@@ -342,8 +321,8 @@ class JobState:
             engine.has_queue = engine.has_queue or message.samples > 0
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
 
-    def _over(self, key: tuple[int, int], rank: int, *, early: bool, now_s: float) -> None:
-        """A rank has ended an epoch, or left it."""
+    def _epoch_ended(self, key: tuple[int, int], rank: int, *, early: bool, now_s: float) -> None:
+        """A rank has reached the end of an epoch, or left its loop before (`early`)."""
         epoch = self._epochs.get(key)
         if epoch is not None:
             epoch.ended.add(rank)
@@ -352,7 +331,7 @@ class JobState:
             self._maybe_end(key, epoch, now_s)
 
     def _own_pace_s(self, rank: int) -> float | None:
-        """Recent time per batch of a rank, from the first optimizer it feeds."""
+        """Median time of a rank's last 5 batches in seconds, from the first optimizer with reports."""
         for engine in self.engines.values():
             recent = [report.compute_s for report in engine.history[rank]][-5:]
             if recent and min(recent) > 0.0:
@@ -362,25 +341,25 @@ class JobState:
     def _maybe_end(self, key: tuple[int, int], epoch: _Epoch, now_s: float) -> None:
         if not epoch.announced and epoch.ended | self.finished == set(range(self.world_size)):
             epoch.announced = True
-            if epoch.left:  # Nobody meets: whoever left is anywhere, in the next epoch for example.
+            if epoch.left:  # No common end: ranks that left early may be in the next epoch already.
                 self.outbox.extend((rank, EpochEnd(*key, together=False)) for rank in epoch.ended - epoch.left)
                 return
             self._broadcast(EpochEnd(*key))
-            # They leave one after another; whoever leaves last must not lose its first gradient for it.
+            # All become active at once: a rank that leaves last must not have its first step closed without it.
             self._away = dict.fromkeys(self.finished, now_s)
             for rank in self._waited_for - self.finished:
-                self._say_back(rank)
+                self._announce_return(rank)
             for engine in self.engines.values():
                 engine.rule.align(now_s)
                 for rank in self.finished.union(engine.dropped):
                     engine.rule.leave(rank)
 
-    def _source(self, rank: int, message: FindStateSource) -> None:
+    def _find_state_source(self, rank: int, message: FindStateSource) -> None:
         engine = self._engine(message.optimizer_id)
         silent = {rank} | self.lost | self._absent
         likely = [r for r in engine.rule.up_to_date() if r not in silent]
-        # In turns: one may be behind after all. Whoever is away, at the end of an epoch for example, serves too, and
-        # now and then it is somebody who takes part no more, and may have been the last to have the state.
+        # In turns, since a source may turn out to be behind. Inactive ranks serve too, at the end of an epoch for
+        # example; every third answer names a rank without fresh gradients, which may be the last one with the state.
         others = sorted(set(range(self.world_size)) - silent - set(likely))
         turns, rest = divmod(self._asked[rank], _UNLIKELY)
         if others and (rest == _UNLIKELY - 1 or not likely):
@@ -390,12 +369,12 @@ class JobState:
         self._asked[rank] += 1
         self.outbox.append((rank, StateSource(message.optimizer_id, source)))
 
-    def _look_for_lost(self, now_s: float) -> None:
-        if now_s < self._look_at_s:
+    def _check_lost(self, now_s: float) -> None:
+        if now_s < self._check_lost_at_s:
             return
         patience_s = min(self._config.absent_after_s, self._config.lost_after_s)
-        self._look_at_s = min(self._last_seen_s) + patience_s
-        if now_s < self._look_at_s:
+        self._check_lost_at_s = min(self._last_seen_s) + patience_s
+        if now_s < self._check_lost_at_s:
             return
         for rank, seen_s in enumerate(self._last_seen_s):
             silent = now_s - seen_s >= self._config.absent_after_s
@@ -405,12 +384,51 @@ class JobState:
             if rank in self.lost or rank in self.finished or now_s - seen_s < self._config.lost_after_s:
                 continue
             self.lost.add(rank)
-            # It may be frozen and come back, so its samples stay its own; a dead one ends the job, or resets it.
-            logger.error("rank %d has given no sign of life for %.1f s", rank, now_s - seen_s)
-            self._maybe_bye()
+            # It may be frozen and come back, so it keeps its samples; Horovod ends or resets a job with a dead rank.
+            logger.error("rank %d has sent no message for %.1f s and counts as lost", rank, now_s - seen_s)
+            self._end_job_if_over()
 
-    def _maybe_bye(self) -> None:
-        # Where nobody has finished nobody waits for the end, and who is lost may come back.
-        if not self._said_bye and self.finished and self.finished | self.lost == set(range(self.world_size)):
-            self._said_bye = True
+    def _end_job_if_over(self) -> None:
+        # Until a rank has finished none waits for the end, and lost ranks may come back.
+        if not self._sent_bye and self.finished and self.finished | self.lost == set(range(self.world_size)):
+            self._sent_bye = True
             self._broadcast(Bye(sorted(self.lost - self.finished)))
+
+
+_Handler = Callable[[JobState, int, Any, float], None]
+
+
+def _on_optimizer(handler: Callable[[OptimizerState, int, Any, float], None]) -> _Handler:
+    """The handler of a message that concerns one optimizer."""
+    return lambda job, rank, message, now_s: handler(job._engine(message.optimizer_id), rank, message, now_s)
+
+
+_HANDLERS: dict[type[Message], _Handler] = {
+    Hello: lambda job, rank, message, now_s: None,
+    Heartbeat: lambda job, rank, message, now_s: None,
+    Register: JobState._register,
+    Unregister: lambda job, rank, message, now_s: job._forget(message.optimizer_id),
+    OptimizerDropped: JobState._optimizer_dropped,
+    Arrive: _on_optimizer(OptimizerState.arrive),
+    Late: _on_optimizer(OptimizerState.late),
+    Join: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.rule.join(rank, message.version, now_s)),
+    HeaderNote: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.header_note(message)),
+    ModeUnsupported: _on_optimizer(OptimizerState.mode_unsupported),
+    LinkRate: lambda job, rank, message, now_s: job.links.note(rank, message.bytes_per_s),
+    MachineNote: JobState._machine_note,
+    PrepareFailed: _on_optimizer(OptimizerState.prepare_failed),
+    Prepared: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.prepared(rank, message)),
+    Restart: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.restart(now_s)),
+    ServerUp: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.server_up(message)),
+    ServerRestarted: lambda job, rank, message, now_s: job._broadcast(message),
+    Drained: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.switched(message, now_s)),
+    Switched: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.switched(message, now_s)),
+    StepNote: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.step_note(rank, message)),
+    Away: JobState._away_message,
+    RequestBatch: JobState._request_batch,
+    LeaseAsk: JobState._lease,
+    LeaseReturn: JobState._lease_return,
+    FindStateSource: lambda job, rank, message, now_s: job._find_state_source(rank, message),
+    Finished: JobState._finished,
+}
+"""Handlers by message class: exactly the classes that `validation.check` accepts from a rank."""

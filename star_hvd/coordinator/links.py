@@ -1,16 +1,15 @@
-"""When the ranks' links are measured, and from when on an optimizer acts on the rates. Pure.
+"""When the ranks' links are measured, and when an optimizer's decisions use the rates. Pure: no sockets, no clock.
 
-They are measured once at the start, while nobody needs them, and then while communication costs something: measuring
-costs traffic. A rate reaches the policy (`LinkRelevance`) only where communication matters, as believing it switches.
+Links are measured once at the start, and then only while communication is a notable part of a step, since probes are
+traffic. The policy gets the rates (`LinkRelevance`) only then too, because a low rate makes it switch.
 
-One rank after another sends to another one, so a low rate is that of either's link. A rank that has a low rate is
-measured again, to the rank with the highest one, and counts with the best of its rates: whatever else goes on, be it
-training, the coordinator's work on rank 0 or another job, makes a link look slower and never faster. So a link is slow
-only where two measurements say so, one of them to a rank whose link is not. Every sweep sends to other ranks.
+In a sweep every rank sends a probe to one other rank, so a low rate may be due to either's link. A rank with a low rate
+sends again, to the rank with the highest rate, and the best of its rates counts: training, the coordinator on rank 0
+and other jobs make a link look slower, never faster. A link is slow only where two measurements agree, one of them to
+a rank whose own link is fast. Every sweep pairs the ranks differently.
 
-Between ranks of one host there is no link: what a message takes there is what the processes' threads take to get their
-turn, and most of all on rank 0, where the coordinator runs. It is not measured, and not known. Where all ranks are on
-one host nothing is.
+Ranks of one host are not measured against each other: the time is that of scheduling the processes' threads, not of a
+link. Where all ranks are on one host nothing is measured.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from star_hvd.coordinator.reports import Arrivals, History
 
 __all__ = ["LinkRelevance", "LinkSurvey"]
 
-PROBE_BYTES = 1 << 19  # Twice what a token bucket of the usual size lets through at once.
-_UNWANTED_S = 0.05  # Until it is asked again whether anybody wants to know.
-_NEXT_S = 0.1  # Between two ranks of a sweep, and
-_SWEEP_S = 2.0  # all of them together at most: a sweep of many ranks has some under way at a time.
-_PAUSE_S = 5.0  # Between two sweeps at least, and
-_PAUSES = 5.0  # this multiple of the sweep's length: a slow link is not to be kept busy by measuring it.
-_PATIENCE_S = 10.0  # For answers: a rank that gives none keeps the rate it had.
-_LOW = 0.5  # Part of the sweep's highest rate below which a rate is looked at again.
+PROBE_BYTES = 1 << 19  # Twice the burst that a token bucket of the usual size lets through.
+_RECHECK_S = 0.05  # Between two checks of whether a sweep is wanted.
+_NEXT_S = 0.1  # Between two probes of a sweep, less where
+_SWEEP_S = 2.0  # all of them would take longer than this: probes of many ranks overlap.
+_PAUSE_S = 5.0  # Least time between two sweeps, or
+_PAUSES = 5.0  # this multiple of a sweep's length if that is more: probes must not fill a slow link.
+_PATIENCE_S = 10.0  # Wait for answers at a sweep's end; a rank without one keeps its last rate.
+_LOW = 0.5  # A rate below this fraction of the sweep's highest is measured again.
 
 
 class LinkSurvey:
-    """Asks one rank at a time to send to another one, and keeps the rates.
+    """Schedules probes between ranks and keeps the rates.
 
-    If a rank is late: its rate is waited for a while at the end of a sweep, then it keeps the one it had.
+    A rank that does not answer within 10 s of the end of a sweep keeps its last rate.
 
     Args:
         world_size: Number of ranks.
@@ -55,21 +54,21 @@ class LinkSurvey:
         self._sweep = 0
         self._todo = deque(self._ring())
         self._next_s = self._began_s = 0.0
-        self._asked: dict[int, int] = {}  # Ranks whose answer is awaited, and to whom they send.
-        self._rates: dict[int, float] = {}  # Of this sweep, the best of each rank.
-        self._tried: set[tuple[int, int]] = set()
+        self._asked: dict[int, int] = {}  # Probes without an answer: sender to receiver.
+        self._rates: dict[int, float] = {}  # Best rate of each rank in this sweep.
+        self._tried: set[tuple[int, int]] = set()  # (sender, receiver) of this sweep's probes.
 
     def due(self, now_s: float, *, wanted: Callable[[], bool]) -> tuple[int, Probe] | None:
-        """The rank to ask now and what to ask it, None where nothing is due; `wanted` decides on whole sweeps."""
+        """The next probe and the rank that sends it, None where none is due; `wanted` is asked before every sweep."""
         if now_s < self._next_s or len(set(self._hosts)) < 2:
             return None
         if not self._tried and not wanted():
-            self._next_s = now_s + _UNWANTED_S
+            self._next_s = now_s + _RECHECK_S
             return None
         if not self._todo:
             if self._asked and now_s < self._next_s + _PATIENCE_S:
                 return None
-            self._todo.extend(self._judge())
+            self._todo.extend(self._accept_rates())
             if not self._todo:
                 self._begin_next()
                 self._next_s = now_s + max(_PAUSE_S, _PAUSES * (now_s - self._began_s))
@@ -83,7 +82,7 @@ class LinkSurvey:
         return rank, Probe(target, PROBE_BYTES)
 
     def note(self, rank: int, bytes_per_s: float) -> None:
-        """A measured rate."""
+        """Take in a measured rate, in bytes/s; 0 where the measurement failed."""
         self._asked.pop(rank, None)
         if bytes_per_s > 0.0:
             self._rates[rank] = max(bytes_per_s, self._rates.get(rank, 0.0))
@@ -91,17 +90,17 @@ class LinkSurvey:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _ring(self) -> list[tuple[int, int]]:
-        """Every rank and the one to which it sends in this sweep, on another host."""
+        """(sender, receiver) of this sweep's first probes, on different hosts."""
         n, found = len(self.bytes_per_s), []
         for rank in range(n):
             others = [(rank + place) % n for place in range(1, n)]
-            abroad = [other for other in others if self._hosts[other] != self._hosts[rank]]
-            if abroad:
-                found.append((rank, abroad[self._sweep % len(abroad)]))
+            remote = [other for other in others if self._hosts[other] != self._hosts[rank]]
+            if remote:
+                found.append((rank, remote[self._sweep % len(remote)]))
         return found
 
-    def _judge(self) -> list[tuple[int, int]]:
-        """Tell the rates that are beyond doubt; the ranks to measure again, and to whom they send."""
+    def _accept_rates(self) -> list[tuple[int, int]]:
+        """Publish the rates that need no second measurement; returns (sender, receiver) of those that do."""
         self._asked.clear()
         if not self._rates:
             return []
@@ -117,8 +116,8 @@ class LinkSurvey:
         return again
 
     def _good_target(self, rank: int, low: set[int]) -> int | None:
-        """The rank with the highest rate, on another host, that a rank has not sent to; None where it has sent twice
-        and once to a rank that is not low, or where there is nobody to send to."""
+        """The fastest rank on another host that `rank` has not probed yet; None where no such rank is left, or where
+        it has sent two probes, one of them to a rank that is not low."""
         sent = {target for one, target in self._tried if one == rank}
         if len(sent) > 1 and any(target not in low and target in self._rates for target in sent):
             return None
@@ -135,50 +134,51 @@ class LinkSurvey:
         self._todo.extend(self._ring())
 
 
-_COMM_S, _COMM_SHARE = 0.01, 0.2  # Communication below this, or this part of a step, is not worth measuring links.
+_COMM_S, _COMM_SHARE = 0.01, 0.2  # Links matter if communication takes more than both: seconds, part of a step.
 
 
-_HEEDED_LOOKS = 600  # About a minute: links that come and go are remembered, and one that recovered is not blamed.
+_RELEVANT_DECISIONS = 600  # About a minute: covers intermittent links, and forgets one that has recovered.
 
 
-_COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps to know it by; fewer where it is the most of a step.
+_COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps needed for that; 2 where it is over half of a step.
 
 
 class LinkRelevance:
-    """What one optimizer wants to know of links.
+    """Whether links matter to one optimizer: to be measured, and to be used in decisions.
 
     Args:
         history: Reports of the ranks.
-        arrivals: How long communication takes.
+        arrivals: Measured communication times.
+        world_size: Number of ranks.
 
     Attributes:
-        bytes_per_s: The links as last measured, NaN where unknown.
+        bytes_per_s: Rate of every rank's link as last measured, NaN where unknown.
     """
 
     def __init__(self, history: History, arrivals: Arrivals, world_size: int) -> None:
         self.bytes_per_s: Sequence[float] = [math.nan] * world_size
         self._history = history
         self._arrivals = arrivals
-        self._costs: bool | None = None  # Looked at once for each decision.
-        self._heeded = 0  # Looks for which rates are told, since communication cost something last.
+        self._costs: bool | None = None  # Computed once per decision.
+        self._relevant_decisions = 0  # Decisions for which the rates are still used.
 
-    def look_again(self) -> None:
-        """A decision is due: what communication costs is to be found out anew."""
+    def new_decision(self) -> None:
+        """Begin a decision: the cost of communication is computed anew."""
         self._costs = None
-        self._heeded = max(0, self._heeded - 1)
+        self._relevant_decisions = max(0, self._relevant_decisions - 1)
 
     def suspects(self, active: Plan) -> bool:
-        """Whether the links are to be measured."""
-        return _at_the_links(active) or all(map(math.isnan, self.bytes_per_s)) or self._costly()
+        """Whether the links should be measured."""
+        return _depends_on_links(active) or all(map(math.isnan, self.bytes_per_s)) or self._costly()
 
     def rates(self, active: Plan) -> Sequence[float]:
-        """The links' rates while they matter; else all are as good as unknown: nobody measures them any more."""
-        if _at_the_links(active) or self._costly():
-            self._heeded = _HEEDED_LOOKS
-        return self.bytes_per_s if self._heeded else (math.nan,) * len(self.bytes_per_s)
+        """Rates of the links while they matter, else NaN for all: they are not measured then, and would be stale."""
+        if _depends_on_links(active) or self._costly():
+            self._relevant_decisions = _RELEVANT_DECISIONS
+        return self.bytes_per_s if self._relevant_decisions else (math.nan,) * len(self.bytes_per_s)
 
     def _costly(self) -> bool:
-        """Whether communication costs enough for a slow link to be worth an answer."""
+        """Whether communication takes enough of a step for a slow link to matter."""
         known = len(self._arrivals.comm_s)
         if known < _COMM_SURE:
             return False
@@ -191,6 +191,6 @@ class LinkRelevance:
         return self._costs
 
 
-def _at_the_links(active: Plan) -> bool:
-    """Modes in which somebody's link was avoided, or all depends on those of servers."""
+def _depends_on_links(active: Plan) -> bool:
+    """Whether the active mode avoids a rank's link (`subgroup`) or depends on those of servers (`ps`)."""
     return active.mode in ("subgroup", "ps")

@@ -1,7 +1,7 @@
-"""Modes that could not be prepared in this job: not offered for a while, then tried again. Pure.
+"""Exponential backoff for modes whose preparation failed. Pure: no clock.
 
-Some reasons last (a Horovod that has no process sets), some pass (a rank was frozen while a set was made), and a rank
-that says why cannot always tell. So each mode is barred for a time that doubles.
+Some reasons are permanent (a Horovod without process sets), some pass (a rank froze while a set was made), and the rank
+that reports one cannot always tell which. So a mode is blocked for 60 s, then twice as long each time, up to an hour.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _FIRST_S, _MOST_S = 60.0, 3600.0
 
 
 class PreparationBackoff(Collection[str]):
-    """The modes that are barred now."""
+    """The modes that are blocked at present, as a collection of their names."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
@@ -29,18 +29,18 @@ class PreparationBackoff(Collection[str]):
     def __len__(self) -> int:
         return len(self._until_s)
 
-    def bar(self, mode: str, now_s: float) -> bool:
-        """Bar a mode. Returns whether it is for the first time."""
+    def block(self, mode: str, now_s: float) -> bool:
+        """Block a mode; whether this is the first time since it last succeeded."""
         first = mode not in self._last_s
         self._last_s[mode] = _FIRST_S if first else min(_MOST_S, 2.0 * self._last_s[mode])
         self._until_s[mode] = now_s + self._last_s[mode]
         return first
 
     def succeeded(self, mode: str) -> None:
-        """The mode came into force: what kept it out has passed."""
+        """Reset a mode's backoff: its plan became active."""
         self._until_s.pop(mode, None)
         self._last_s.pop(mode, None)
 
-    def lift(self, now_s: float) -> None:
-        """Let those go whose time is over."""
+    def expire(self, now_s: float) -> None:
+        """Unblock modes whose time is over."""
         self._until_s = {mode: until_s for mode, until_s in self._until_s.items() if until_s > now_s}

@@ -1,4 +1,4 @@
-"""Who chooses the plan in mode `auto`, how often it is asked, and what it learns from the loss. Pure: no clock."""
+"""Chooses the plan in mode `auto`: which policy decides, how often, what it learns from the loss. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["Choice"]
 logger = logging.getLogger("star_hvd")
 
 _FIRST_INTERVAL_S, _QUIET_INTERVAL_S, _QUIETEST_INTERVAL_S, _SLOWER = 0.1, 0.5, 2.0, 1.25
-"""Between two full decisions while nothing has changed: predictions take milliseconds, so they are made less and less
-often. At a job's beginning, where every report tells something new, they are made more often."""
+"""Interval between full decisions while nothing changes: predictions take milliseconds of CPU, so it grows by `_SLOWER`
+each time, from 0.1 s at the job's start, where every report is news, to 0.5 s and at last 2 s."""
 _LEAST_INTERVAL_S, _LEAST_MOST_S = 0.3, 1.0
-"""Outside `sync`, whatever changes: a decision holds the interpreter of a rank that trains, which closes the steps too.
-Where who is slow changes all the time and no change is answered, they are made less and less often as well."""
-_PAUSE_S, _MOST_PAUSE_S = 60.0, 3600.0  # Without predictions after one failed: twice as long each time.
-_ALERT = 2  # Slow reports of a rank in a row that are looked at immediately in `sync`: there everybody waits for it.
-_STRETCH_UPDATES = 64  # Under one plan, before the loss is compared: fewer drown in the noise of batches.
-_SMOOTH = 16  # Losses at each end of a stretch that are averaged.
+"""Least interval outside `sync`, even after changes: a decision holds the interpreter lock of rank 0, which trains and
+closes steps. It grows likewise while the set of stragglers keeps changing."""
+_PAUSE_S, _MOST_PAUSE_S = 60.0, 3600.0  # Time without predictions after one failed: doubled each time.
+_ALERT = 2  # Consecutive slow reports of a rank that trigger a decision at once in `sync`, where all ranks wait for it.
+_STRETCH_UPDATES = 64  # Steps under one plan before its loss is compared; fewer are lost in the noise of batches.
+_SMOOTH = 16  # Losses averaged at each end of such a stretch.
 
 
 class _Pace:
-    """When full decisions are due."""
+    """Decides when a full decision is due."""
 
     def __init__(self) -> None:
         self._last_s, self._next_s = -math.inf, 0.0
@@ -41,12 +41,12 @@ class _Pace:
         self._seen: tuple[object, ...] | None = None
 
     def due(self, seen: tuple[object, ...], now_s: float, *, in_sync: bool) -> bool:
-        """Whether one is; it counts as made then.
+        """Whether a decision is due; if so it counts as made.
 
         Args:
-            seen: What a decision depends on, first of all the epoch of the plan in force.
+            seen: What a decision depends on; its first item is the active plan's `plan_id`.
             now_s: The present.
-            in_sync: Everybody waits for the slowest: a change is decided on at once.
+            in_sync: Whether all ranks wait for the slowest: a change is decided on at once.
         """
         same = seen == self._seen
         another_plan = self._seen is None or seen[0] != self._seen[0]
@@ -71,7 +71,7 @@ class Choice:
         world_size: Number of ranks.
         config: Settings.
         hosts: Address of every rank's host.
-        ranker: The trained predictor, None where there is none.
+        ranker: The trained predictor, None for the cost model.
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class Choice:
     ) -> Plan | None:
         """The plan to switch to, None to keep the active one.
 
-        A change of who is slow is looked at immediately in `sync`, else soon; everything else twice a second, later
-        every two seconds.
+        A change of the stragglers is decided on at once in `sync`, within 0.3 to 1 s in other modes; without a change
+        decisions become rarer, up to every 2 s. Where a prediction raises, the active plan stays and the rule-based
+        policy decides for a minute or more.
         """
         if self._again_at_s is not None and now_s >= self._again_at_s:
             self._again_at_s, self._predicting = None, self._make_predicting()
@@ -112,7 +113,7 @@ class Choice:
             return None
 
     def watch(self, window: Window, active: Plan, now_s: float) -> None:
-        """See a window about which nothing is decided: how long a rank is silent shows in the last of them."""
+        """Pass on a window without a decision: the policy follows silent ranks and the outcome of switches."""
         if self._predicting is not None:
             try:
                 self._predicting.watch(window, active)
@@ -120,11 +121,11 @@ class Choice:
                 self._give_predicting_up(now_s)
 
     def explain(self) -> str:
-        """One sentence on the present choice; empty where the rule decides, whose plans give their reason."""
+        """One sentence on the present choice; empty under the rule-based policy, whose plans carry their reason."""
         return self._predicting.explain() if self._predicting is not None else ""
 
     def take_outcomes(self) -> list[SwitchOutcome]:
-        """What became of switches since this was asked last."""
+        """Outcomes of switches since the last call."""
         if self._predicting is None:
             return []
         found, self._predicting.outcomes = self._predicting.outcomes, []
@@ -132,11 +133,11 @@ class Choice:
 
     @property
     def coming(self) -> Plan | None:
-        """A plan that may be chosen soon and takes time to get ready."""
+        """A plan that may be chosen soon and takes long to prepare."""
         return self._predicting.coming if self._predicting is not None else None
 
     def predictions(self) -> dict[str, Any]:
-        """What the last decision rested on: time of each candidate relative to `sync`, for the run log."""
+        """The last decision's predictions, for the run log: time of each candidate relative to `sync`."""
         if self._predicting is None:
             return {}
         return {
@@ -158,14 +159,14 @@ class Choice:
         )
 
     def _give_predicting_up(self, now_s: float) -> None:
-        """A defect in a prediction must not end the coordinator: no step would close early any more."""
+        """An exception in a prediction must not end the coordinator, which closes the steps."""
         pause_s = min(_MOST_PAUSE_S, _PAUSE_S * 2.0**self._failed)
         self._failed += 1
-        logger.exception("predicting modes failed; a rule on the measurements decides for %.0f s", pause_s)
+        logger.exception("predicting modes failed; the rule-based policy decides for the next %.0f s", pause_s)
         self._predicting, self._stretch, self._again_at_s = None, None, now_s + pause_s
 
     def _learn(self, window: Window, active: Plan) -> None:
-        """Tell the policy how much the loss fell in a stretch under one plan: what staleness costs is learned so."""
+        """Give the policy the decrease of the loss over a stretch under one plan, from which it prices staleness."""
         assert self._predicting is not None
         if self._stretch is None or self._stretch[1].plan_id != active.plan_id:
             self._stretch = (window.step, active)
@@ -186,7 +187,7 @@ class Choice:
         self._predicting.observe(plan, float(window.step - began), decrease, self._drift(plan))
 
     def _drift(self, plan: Plan) -> float:
-        """Drift of a plan's gradients as predicted: arrivals are known, what moved between them is not measured."""
+        """Predicted drift of a plan's gradients: arrivals are measured, the parameters' movement is not."""
         assert self._predicting is not None
         if plan.mode == "sync":
             return 0.0

@@ -1,4 +1,4 @@
-"""What the coordinator knows and decides about one optimizer. Pure: no sockets, no clock, no threads."""
+"""The coordinator's state and decisions for one optimizer. Pure: no sockets, no clock, no threads."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ __all__ = ["OptimizerState"]
 logger = logging.getLogger("star_hvd")
 
 _HISTORY, _HISTORY_MANY, _MANY = 64, 32, 128
-"""Reports that are kept of each rank, of many ranks fewer: as many as a median is made of. A decision's time goes with
-the bytes it looks at."""
-_OUTCOMES = 256  # Kept for the report, and for the log where there is none.
+"""Reports kept of each rank, those that a median is taken over; fewer with more than `_MANY` ranks, because a
+decision's time grows with the bytes it reads."""
+_OUTCOMES = 256  # Outcomes of switches kept for the report and the run log.
 _MAX_UNLOGGED_PREDICTIONS = 64  # Plans whose predictions are kept for the log.
-_SOONER = 0.25  # Part of the interval between two windows after which an alarm may have the next one.
-_REGROUP_AFTER = 20  # Decisions in a row that find other groups.
+_SOONER = 0.25  # Part of `decide_interval_s` after which slow reports may trigger the next window.
+_REGROUP_AFTER = 20  # Consecutive decisions with other groups before the groups are formed anew.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
 
@@ -76,7 +76,7 @@ class OptimizerState:
         ranker: Ranker | None = None,
         sets: SetLedger | None = None,
     ) -> None:
-        self.engine = optimizer_id
+        self.optimizer_id = optimizer_id
         self.world_size = world_size
         self.active = Plan.sync(world_size)
         self.rule = ClosingRule(
@@ -90,24 +90,24 @@ class OptimizerState:
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
         self._refused_by = -1
-        self.barred = PreparationBackoff()
+        self.blocked = PreparationBackoff()
         self._sets = SetLedger(world_size) if sets is None else sets
         self.noise = NoiseScale()
         self.stragglers: tuple[Straggler, ...] = ()
         self.losses = Losses()
         self.steps = 0
         self.closed = 0
-        self.folds = 0.0  # Late gradients that joined a later step, of all ranks.
+        self.folds = 0.0  # Late gradients folded into a later step, of all ranks.
         self.has_queue = False
-        self.dropped: dict[int, OptimizerDropped] = {}  # Ranks that have no use for it any more: their latest word.
-        self.closing = False  # Some ranks have made their last step: a new plan would only be in the way.
+        self.dropped: dict[int, OptimizerDropped] = {}  # Latest message of ranks that dropped the optimizer.
+        self.closing = False  # Some ranks have made their last step: no further plan is published.
         self._config = config
         self._send = send
         self._registered: dict[int, Plan | None] = {}
         self._warm: set[int] = set()  # Ranks whose first report has come.
         self.choice: Choice | None = None
         self.predictions_by_plan: dict[int, dict[str, Any]] = {}  # By plan_id, the predictions behind a plan.
-        self.outcomes: list[SwitchOutcome] = []  # What became of switches, the latest last.
+        self.outcomes: list[SwitchOutcome] = []  # Outcomes of switches, the latest last.
         self._ranker = ranker
         self._hosts = tuple(hosts) or ("localhost",) * world_size
         self.gradient_bytes = 0
@@ -117,19 +117,22 @@ class OptimizerState:
         self._other_groups = 0
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
-        self._again: Plan | None = None
-        self._restarting = False  # A state is being loaded, and waits for servers that are ending.
+        self._plan_after_load: Plan | None = None
+        self._restarting = False  # A state is being loaded, which waits for servers that are draining.
         self._published: dict[int, Plan] = {}
         self._next_epoch = 1
-        self._decide_at_s = self._decide_next_s = 0.0  # When the next window is made, and when it is without alarm.
+        self._decide_at_s = self._decide_next_s = 0.0  # Next window; the same without a trigger.
         self._alerts = Alerts(config)
         self._readiness = Readiness(optimizer_id, self._sets, send)
-        self._again_slow = SlowReportTrigger(world_size)
+        self._trigger = SlowReportTrigger(world_size)
 
     # ---- events ---------------------------------------------------------------------------------------------
 
     def register(self, rank: int, initial: Plan, plan: Plan | None, now_s: float) -> None:
-        """A rank has made this optimizer, which starts with `initial`, and asks for `plan`, None for `auto`."""
+        """Register a rank's optimizer, which starts with `initial` and requests `plan`, None for `auto`.
+
+        Once all ranks have registered, rank 0's request is carried out; others that differ are warned about.
+        """
         self._registered[rank] = plan
         if rank == 0:
             self.active = self.rule.plan = initial
@@ -139,7 +142,7 @@ class OptimizerState:
         wanted = self._registered[0]
         differing = [r for r, p in self._registered.items() if p != wanted]
         if differing:
-            logger.warning("ranks %s ask for another mode than rank 0; rank 0's is used on all ranks", differing)
+            logger.warning("ranks %s request another mode than rank 0; rank 0's is used on all ranks", differing)
         if wanted is None:
             self.choice = Choice(self.world_size, self._config, self._hosts, self._ranker)
         elif wanted.mode != self.active.mode:
@@ -147,7 +150,7 @@ class OptimizerState:
             self.publish(wanted, now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
-        """A fresh gradient."""
+        """A rank's fresh gradient for its current step is ready."""
         self._acted(rank, message.plan_id, message.step)
         self._note_report(rank, message.step, message, late=False)
         self.arrivals.waited(rank, message.previous_wait_s)
@@ -158,21 +161,21 @@ class OptimizerState:
         if self.rule.step < message.step or not self.rule.begun:
             self._alerts.waiting(now_s)
         self.rule.arrive(rank, message.step, message.compute_s, now_s)
-        if self._again_slow.note(rank, message.compute_s) and self.choice is not None and self.active.mode == "sync":
-            # Where all become slow together, a thousand such reports are still one look.
+        if self._trigger.note(rank, message.compute_s) and self.choice is not None and self.active.mode == "sync":
+            # However many ranks report, the window is brought forward once.
             waited_s = (1.0 - _SOONER) * self._config.decide_interval_s
             self._decide_at_s = min(self._decide_at_s, max(now_s, self._decide_next_s - waited_s))
 
     def late(self, rank: int, message: Late, now_s: float) -> None:
-        """A gradient that missed its step."""
+        """A rank's gradient is ready after its step was closed."""
         self.arrivals.came(rank, message.version, now_s)
-        self.arrivals.waited(rank, 0.0)  # For nobody. Else its waits in `sync` remain the usual ones.
+        self.arrivals.waited(rank, 0.0)  # It did not wait; otherwise its waits in `sync` would stay its usual ones.
         self._note_report(rank, message.version, message, late=True)
         self.rule.late(rank, message.compute_s)
 
-    def round_note(self, message: HeaderNote) -> None:
-        """What the header of a step said, told by rank 0."""
-        self._note_plan_id(message.plan_id, message.step)
+    def header_note(self, message: HeaderNote) -> None:
+        """The statistics in a step's reduced header, reported by rank 0."""
+        self._note_plan(message.plan_id, message.step)
         self.steps = max(self.steps, message.step + 1)
         self.losses.note(message.step, message.loss)
         self.folds += message.folds
@@ -181,31 +184,34 @@ class OptimizerState:
             mean_weight = message.weight / self.world_size
             self.noise.update(message.local_sqr / message.weight, message.mean_sqr, mean_weight, message.weight)
 
-    def refuse(self, rank: int, message: ModeUnsupported, now_s: float) -> None:
-        """A rank cannot carry out a plan: give it up, and return to `sync` when it is in force already."""
+    def mode_unsupported(self, rank: int, message: ModeUnsupported, now_s: float) -> None:
+        """A rank cannot run a relaxed mode at all: abandon the plan, and return to `sync` if it is active already."""
         if self.refused is None:
-            logger.warning("optimizer %d stays in sync: rank %d: %s", self.engine, rank, message.reason)
+            logger.warning("optimizer %d stays in sync: rank %d: %s", self.optimizer_id, rank, message.reason)
         self.refused = message.reason
         self._refused_by = rank
-        # A rank that finds out by itself has dropped the plan on its way and names the one in force.
+        # A rank that detects it later has dropped the pending plan and names the active one.
         switch = self._switch
         if switch is not None and (switch.plan.relaxed or switch.plan.plan_id == message.plan_id):
             self._abandon(message.reason)
         self._maybe_return_to_sync(now_s)
 
     def publish(self, plan: Plan, now_s: float) -> None:
-        """Send a plan to all ranks; they take it up together once all are ready."""
+        """Send a plan to all ranks, which switch to it at a common step once all have prepared it.
+
+        A plan that cannot be completed here is logged and not sent.
+        """
         try:
             plan = self._resolve(plan)
         except PlanError as error:
-            logger.warning("plan %s is abandoned: %s", plan.label, error)
+            logger.warning("plan %s is not possible in this job: %s", plan.label, error)
             return
         plan = plan.replace(plan_id=self._next_epoch)
         self._next_epoch += 1
-        self._switch = Switch(self.engine, plan, self.active, now_s + self._config.plan_deadline_s)
+        self._switch = Switch(self.optimizer_id, plan, self.active, now_s + self._config.plan_deadline_s)
         self._published[plan.plan_id] = plan
-        self._send_all(self._sets.order(self.engine, plan.sets, plan.plan_id))
-        self._send(PlanMessage(self.engine, plan.to_dict()))
+        self._send_all(self._sets.order(self.optimizer_id, plan.sets, plan.plan_id))
+        self._send(PlanMessage(self.optimizer_id, plan.to_dict()))
 
     def _resolve(self, plan: Plan) -> Plan:
         return resolve(
@@ -221,72 +227,72 @@ class OptimizerState:
 
     @property
     def switching(self) -> bool:
-        """Whether a plan is on its way to the ranks. A further one would take its place."""
+        """Whether a published plan is not active yet; publishing another one replaces it."""
         return self._switch is not None
 
-    def cannot(self, rank: int, message: PrepareFailed, now_s: float) -> None:
-        """A rank cannot prepare the plan on its way, for want of something; other plans may be possible."""
+    def prepare_failed(self, rank: int, message: PrepareFailed, now_s: float) -> None:
+        """A rank failed to prepare the pending plan: abandon it and block its mode for a while."""
         if self._switch is not None and message.plan_id == self._switch.plan.plan_id and not self._switch.irrevocable:
-            self._bar(f"rank {rank}: {message.reason}", now_s)
+            self._block_mode(f"rank {rank}: {message.reason}", now_s)
 
-    def ready(self, rank: int, message: Prepared) -> None:
-        """A rank has prepared the plan on its way."""
+    def prepared(self, rank: int, message: Prepared) -> None:
+        """A rank has prepared the pending plan."""
         if self._switch is not None and message.plan_id == self._switch.plan.plan_id:
             self._send_all(self._switch.rank_ready(rank))
 
     def restart(self, now_s: float) -> None:
-        """All ranks are about to load a state, which the servers do not have: `sync`, and then the same plan again."""
+        """All ranks are about to load a state that servers do not have: to `sync`, and then to the same plan again."""
         self._restarting = False
         if self._switch is not None and self._switch.irrevocable:
-            self._restarting = True  # Its servers are ending already, and hear of no other plan.
+            self._restarting = True  # The old servers are draining already and take no other plan.
             return
-        self._again = self._switch.plan if self._switch is not None else self.active
+        self._plan_after_load = self._switch.plan if self._switch is not None else self.active
         if self._switch is not None:
             self._abandon("a state is being loaded")
         self.publish(self._sync("a state is being loaded"), now_s)
 
     def server_up(self, message: ServerUp) -> None:
-        """A rank runs a server of the plan on its way."""
+        """A server of the pending plan is running."""
         if self._switch is not None and message.plan_id == self._switch.plan.plan_id:
             self._send_all(self._switch.server_up(message.index, message.address))
 
-    def moved(self, message: Drained | Switched, now_s: float) -> None:
-        """The old mode has ended, at a step that not all ranks know."""
+    def switched(self, message: Drained | Switched, now_s: float) -> None:
+        """The old mode has ended at a step that only some ranks know: send it to all."""
         if message.plan_id not in self._published and message.plan_id != self.active.plan_id:
             return
-        self._send(PlanActive(self.engine, message.plan_id, message.step))
-        self._note_plan_id(message.plan_id, message.step)
+        self._send(PlanActive(self.optimizer_id, message.plan_id, message.step))
+        self._note_plan(message.plan_id, message.step)
         self.rule.restart(message.step, now_s)
 
     def step_note(self, rank: int, message: StepNote) -> None:
-        """A step in a mode without a common reduction."""
+        """A rank's step in a mode without a common reduction."""
         self._acted(rank, message.plan_id, message.version)
         self._note_report(rank, message.version, message, late=message.staleness > 0, wait_s=message.comm_s)
         self.arrivals.waited(rank, message.comm_s)
-        served = self.active.family in ("ps", "grouped")  # A subgroup's members say themselves where they are.
+        served = self.active.family in ("ps", "grouped")  # A subgroup's members report their own steps.
         if served and message.plan_id == self.active.plan_id:
             self.rule.skip_to(message.version)
         self.steps = max(self.steps, message.version)
         self.losses.note(message.version, message.loss)
 
     def drop(self, rank: int, message: OptimizerDropped) -> bool:
-        """A rank has no use for this optimizer any more. Whether that holds for all and nothing is under way.
+        """A rank has dropped this optimizer; whether all have and no collective of it is in flight.
 
-        A step that some ranks have begun is ended by the helpers of all: a reduction that not all ranks have submitted
-        would stay in Horovod's tables until the end of the job.
+        A step that some ranks have begun is completed by the helpers of all ranks: a reduction that not all ranks have
+        submitted would stay in Horovod's tables until the end of the job.
         """
         self.dropped[rank] = message
         self.rule.leave(rank)
         if len(self.dropped) < self.world_size:
             return False
-        steps = [said.step for said in self.dropped.values()]
+        steps = [message.step for message in self.dropped.values()]
         if min(steps) < 0:
-            return True  # Servers have no steps in common.
-        last = max(said.step + said.begun for said in self.dropped.values())
+            return True  # With servers there are no common steps.
+        last = max(message.step + message.begun for message in self.dropped.values())
         if min(steps) < last:
-            self._send(CloseStep(self.engine, last - 1, 0.0))
+            self._send(CloseStep(self.optimizer_id, last - 1, 0.0))
             return False
-        return not any(said.in_flight for said in self.dropped.values())
+        return not any(message.in_flight for message in self.dropped.values())
 
     def _send_all(self, items: Sequence[Message]) -> None:
         for message in items:
@@ -295,11 +301,11 @@ class OptimizerState:
     # ---- time -----------------------------------------------------------------------------------------------
 
     def decides(self, now_s: float) -> bool:
-        """Whether the next tick makes a window: what is known of the ranks has to be up to date then."""
+        """Whether the next tick makes a window, so that the ranks' readings have to be set before it."""
         return now_s >= self._decide_at_s
 
     def tick(self, now_s: float) -> float:
-        """Act on what is due; the time at which to be called again at the latest."""
+        """Act on what is due; returns the latest time of the next call."""
         wake_s = now_s + 1.0
         order, again_s = self.rule.evaluate(now_s)
         if order is not None:
@@ -307,7 +313,7 @@ class OptimizerState:
         if again_s is not None:
             wake_s = min(wake_s, again_s)
         if self._switch is not None and now_s > self._switch.deadline_s and not self._switch.irrevocable:
-            self._bar(f"not all ranks were ready for it within {self._config.plan_deadline_s:g} s", now_s)
+            self._block_mode(f"not all ranks prepared it within {self._config.plan_deadline_s:g} s", now_s)
         self._maybe_return_to_sync(now_s)
         if self._restarting and self._switch is None:
             self._restarting = self.active.family in ("ps", "grouped")
@@ -315,16 +321,16 @@ class OptimizerState:
                 self.restart(now_s)
         if self.decides(now_s):
             self._decide_at_s = self._decide_next_s = now_s + self._config.decide_interval_s
-            self.links.look_again()
+            self.links.new_decision()
             self._decide(now_s)
         self._alerts.stall(self.rule, now_s)
         return min(wake_s, self._decide_at_s) if self.choice is not None else wake_s
 
     def window(self, now_s: float = math.nan) -> Window:
-        """Recent reports of all ranks, as `History.table` tells them.
+        """Recent reports of all ranks, links and losses, as a decision sees them.
 
         Args:
-            now_s: The present, where what follows on switches is to be timed by the window.
+            now_s: The present, needed where the policy times the outcome of a switch by this window.
         """
         return Window(
             step=self.rule.step,
@@ -337,14 +343,14 @@ class OptimizerState:
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
-            allowed=frozenset(MODES).difference(self.barred),
+            allowed=frozenset(MODES).difference(self.blocked),
             losses=tuple(self.losses.values),
             loss_steps=tuple(self.losses.steps),
             now_s=now_s,
         )
 
     def explain(self) -> str:
-        """One sentence: why the plan in force is in force."""
+        """One sentence on why the active plan is active."""
         return (self.choice.explain() if self.choice is not None else "") or self._plain_reason()
 
     def _plain_reason(self) -> str:
@@ -354,7 +360,7 @@ class OptimizerState:
 
     @property
     def suspects_links(self) -> bool:
-        """Whether the links are to be measured: where they matter, and once at the start, while nobody needs them."""
+        """Whether the links should be measured: once at the start, and while they matter."""
         return self.choice is not None and self.links.suspects(self.active)
 
     # ---- inside ---------------------------------------------------------------------------------------------
@@ -365,7 +371,7 @@ class OptimizerState:
         )
 
     def _maybe_return_to_sync(self, now_s: float) -> None:
-        """After a refusal, also when all ranks took the refused plan up just before they heard of it."""
+        """Return to `sync` if a rank cannot run relaxed modes and one became active before the ranks were notified."""
         if self.refused is not None and self.active.relaxed and self._switch is None:
             self.publish(self._sync(f"rank {self._refused_by}: {self.refused}"), now_s)
 
@@ -373,7 +379,7 @@ class OptimizerState:
         self, rank: int, step: int, message: Arrive | Late | StepNote, *, late: bool, wait_s: float = 0.0
     ) -> None:
         if rank not in self._warm:
-            # Its first step allocates, compiles and opens files: it tells nothing of the steps to come.
+            # A first step allocates, compiles and opens files: its time is not that of later steps.
             self._warm.add(rank)
             return
         self.history.append(
@@ -390,16 +396,16 @@ class OptimizerState:
         )
 
     def _acted(self, rank: int, plan_id: int, step: int) -> None:
-        if plan_id < self._next_epoch:  # A later one was never published: sets would seem to be done with.
-            self._sets.acted(self.engine, rank, plan_id)
-        self._note_plan_id(plan_id, step)
+        if plan_id < self._next_epoch:  # A later one was never published; noting it would free process sets in use.
+            self._sets.acted(self.optimizer_id, rank, plan_id)
+        self._note_plan(plan_id, step)
 
-    def _note_plan_id(self, plan_id: int, step: int) -> None:
-        """A rank acts on a newer plan, so all ranks agreed on it in band, maybe just as it was being abandoned."""
+    def _note_plan(self, plan_id: int, step: int) -> None:
+        """A rank acts on a newer plan, so all ranks agreed on it in a header, maybe while it was being abandoned."""
         if plan_id <= self.active.plan_id or plan_id not in self._published:
             return
         self.active = self._published[plan_id]
-        self.barred.succeeded(self.active.mode)
+        self.blocked.succeeded(self.active.mode)
         self._published = {e: plan for e, plan in self._published.items() if e > plan_id}
         if self._switch is not None and self._switch.plan.plan_id <= plan_id:
             self._switch = None
@@ -407,54 +413,54 @@ class OptimizerState:
         self.plans.append((step, self.active))
         logger.warning("step %d: %s: %s", step, self.active.label, self.active.reason or "asked for")
 
-    def _bar(self, reason: str, now_s: float) -> None:
-        """Give the plan on its way up, and its mode for a while: other ranks may be no readier if asked at once."""
+    def _block_mode(self, reason: str, now_s: float) -> None:
+        """Abandon the pending plan and block its mode for a while: an immediate retry would probably fail as well."""
         assert self._switch is not None
         mode = self._switch.plan.mode
         if mode != "sync":
-            level = logging.WARNING if self.barred.bar(mode, now_s) else logging.INFO
-            logger.log(level, "mode %s is not possible now: %s", mode, reason)
+            level = logging.WARNING if self.blocked.block(mode, now_s) else logging.INFO
+            logger.log(level, "mode %s is not possible at present: %s", mode, reason)
         self._abandon(reason)
 
     def _abandon(self, reason: str) -> None:
         assert self._switch is not None
         plan = self._switch.plan
         if not self._switch.committed:
-            self._sets.abandoned(self.engine, plan.plan_id)
+            self._sets.abandoned(self.optimizer_id, plan.plan_id)
         self._switch = None
         logger.info("plan %s is abandoned: %s", plan.label, reason)
-        self._send(Abandon(self.engine, plan.plan_id, reason))
+        self._send(Abandon(self.optimizer_id, plan.plan_id, reason))
 
     def _close(self, order: Close) -> None:
         self.closed += 1
         self._alerts.closing(order, has_queue=self.has_queue)
-        self._send(CloseStep(self.engine, order.step, order.typical_compute_s))
+        self._send(CloseStep(self.optimizer_id, order.step, order.typical_compute_s))
 
     def _decide(self, now_s: float) -> None:
-        self.barred.lift(now_s)
+        self.blocked.expire(now_s)
         window = self.window(now_s)
-        self._again_slow.usual(Readings.of(window).typical_s)
+        self._trigger.set_typical(Readings.of(window).typical_s)
         self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
         if self._switch is not None or self.refused is not None or self.closing:
             if self.choice is not None:
                 self.choice.watch(window, self.active, now_s)
             return
-        if self._again is not None and self.active.mode == "sync" and self.rule.ready:
-            again, self._again = self._again, None
-            self.publish(again.replace(servers=(), reason="the loaded state is in force"), now_s)
+        if self._plan_after_load is not None and self.active.mode == "sync" and self.rule.ready:
+            restored, self._plan_after_load = self._plan_after_load, None
+            self.publish(restored.replace(servers=(), reason="the loaded state is in force"), now_s)
             return
         if self.choice is None:
-            self._ask_again(now_s)
+            self._retry_wanted(now_s)
             self._regroup(now_s)
             return
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
         self._note_outcomes(self.choice.take_outcomes())
         if plan is None or plan.family == "rounds":
-            self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.barred)
-            self._readiness.for_plan(self.choice.coming, self.barred)
+            self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.blocked)
+            self._readiness.for_plan(self.choice.coming, self.blocked)
         if plan is not None:
             self.predictions_by_plan[self._next_epoch] = self.choice.predictions()
-            self.predictions_by_plan.pop(self._next_epoch - _MAX_UNLOGGED_PREDICTIONS, None)  # Where no log takes them.
+            self.predictions_by_plan.pop(self._next_epoch - _MAX_UNLOGGED_PREDICTIONS, None)  # Without a run log.
             self.publish(plan, now_s)
 
     def _note_outcomes(self, found: Sequence[SwitchOutcome]) -> None:
@@ -464,18 +470,18 @@ class OptimizerState:
             )
         self.outcomes = [*self.outcomes, *found][-_OUTCOMES:]
 
-    def _ask_again(self, now_s: float) -> None:
-        """Publish the mode that the user asked for once more, where it was not possible for a while."""
+    def _retry_wanted(self, now_s: float) -> None:
+        """Publish the user's mode once more after its backoff."""
         wanted = self._wanted
-        if wanted is None or self._again is not None:  # A state is being loaded; the plan comes after that.
+        if wanted is None or self._plan_after_load is not None:  # A state is being loaded; the plan comes after that.
             return
-        if self.active.mode != wanted.mode and wanted.mode not in self.barred:
+        if self.active.mode != wanted.mode and wanted.mode not in self.blocked:
             self.publish(wanted, now_s)
-            if self._switch is None:  # It makes no sense here, and that was said.
-                self.barred.bar(wanted.mode, now_s)
+            if self._switch is None:  # Not possible in this job, which `publish` has logged.
+                self.blocked.block(wanted.mode, now_s)
 
     def _regroup(self, now_s: float) -> None:
-        """Form the groups anew, where the user left them open, once other ones have fitted better for a while."""
+        """Form new groups, where the user gave none, after others have been better for `_REGROUP_AFTER` decisions."""
         wanted = self._wanted
         if wanted is None or wanted.groups or self.active.mode != wanted.mode or not self.active.groups:
             return

@@ -1,7 +1,7 @@
-"""Gets ready what a plan that may come would need: servers, which take seconds to start, and sets. Pure.
+"""Starts servers and makes process sets ahead of a plan that may be chosen soon. Pure: only queues messages.
 
-Nothing waits for a server; one that was started in vain costs memory. Making a process set holds every collective up
-for a third of a second, whenever it is made, so that on suspicion only a set is made that could not be made later.
+Servers take seconds to start; starting one blocks nothing, and one that is not used costs memory only. Making a process
+set blocks all collectives for a third of a second, so a set is made ahead only where it could not be made later.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from star_hvd.coordinator.set_ledger import MOST_SETS, SetLedger
 
 __all__ = ["Readiness"]
 
-_WORTH_S = 0.05  # Time of a gradient over a slow link above which a set without it may be wanted.
+_WORTH_S = 0.05  # Time of a gradient over a slow link above which a set without that rank may be needed.
 
 
 class Readiness:
-    """What was got ready for one optimizer.
+    """Prepares servers and process sets ahead for one optimizer.
 
     Args:
         optimizer_id: Number of the optimizer.
@@ -35,9 +35,9 @@ class Readiness:
         self._engine, self._sets, self._send = optimizer_id, sets, send
         self._servers: set[int] = set()
 
-    def for_plan(self, plan: Plan | None, barred: Collection[str] = ()) -> None:
-        """A plan would be better than the one in force, and may be published once that pays."""
-        if plan is None or plan.mode in barred:
+    def for_plan(self, plan: Plan | None, blocked: Collection[str] = ()) -> None:
+        """Start the servers of a plan that may be published soon, once each."""
+        if plan is None or plan.mode in blocked:
             return
         new = sorted(set(plan.servers) - self._servers)
         if new:
@@ -45,20 +45,25 @@ class Readiness:
             self._send(WarmServers(new))
 
     def for_links(
-        self, bytes_per_s: Sequence[float], gradient_bytes: float, barred: Collection[str] = ()
+        self, bytes_per_s: Sequence[float], gradient_bytes: float, blocked: Collection[str] = ()
     ) -> None:
-        """Links are known before it is known whether they matter: a set without slow ones cannot be made in time later.
+        """Make the set of ranks with fast links, before it is known whether links matter.
 
-        While a collective crawls over a slow link, Horovod makes no set.
+        Horovod cannot make a set while a collective is slow over such a link.
+
+        Args:
+            bytes_per_s: Rate of every rank's link, NaN where unknown.
+            gradient_bytes: Size of all gradients.
+            blocked: Modes that are blocked at present.
         """
         known = [rate for rate in bytes_per_s if math.isfinite(rate) and rate > 0.0]
-        if "subgroup" in barred or len(known) < len(bytes_per_s) or len(known) < 3:
+        if "subgroup" in blocked or len(known) < len(bytes_per_s) or len(known) < 3:
             return
         fast = tuple(np.flatnonzero(~slow_links(np.array(known))).tolist())
         if 2 * len(fast) >= len(known) > len(fast) and gradient_bytes / min(known) > _WORTH_S:
             self._make(fast)
 
     def _make(self, ranks: tuple[int, ...]) -> None:
-        if ranks not in self._sets and len(self._sets) < MOST_SETS:  # It pushes out nothing that was in use once.
+        if ranks not in self._sets and len(self._sets) < MOST_SETS:  # Never replaces a set that was in use.
             for message in self._sets.order(self._engine, [ranks]):
                 self._send(message)

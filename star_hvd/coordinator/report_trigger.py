@@ -1,4 +1,4 @@
-"""Which report is worth a decision at once: in `sync` everybody waits, and a window comes ten times a second only."""
+"""Which reports trigger a decision before the next window (10 per second): in `sync` all ranks wait for a slow one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from scheduler.diagnosis.window_stats import slow_limit_s
 __all__ = ["SlowReportTrigger"]
 
 _WORTH = (2, 3)
-"""Slow reports in a row: one may be a pause, two are the first evidence, with three a rank is named. Later ones tell
-nothing new."""
+"""Consecutive slow reports of a rank that trigger: one may be a pause, two are evidence, with three the rank counts as
+a straggler. Later ones add nothing."""
 
 
 class SlowReportTrigger:
-    """Counts every rank's slow reports in a row.
+    """Counts every rank's consecutive slow reports.
 
     Args:
         world_size: Number of ranks.
@@ -24,12 +24,12 @@ class SlowReportTrigger:
         self._runs = [0] * world_size
         self._limit_s = math.inf
 
-    def usual(self, typical_s: float) -> None:
-        """What a batch usually takes, as the last window says; NaN where it does not."""
+    def set_typical(self, typical_s: float) -> None:
+        """Set the typical compute time of a batch in seconds, from the last window; NaN keeps the old one."""
         if not math.isnan(typical_s):
             self._limit_s = slow_limit_s(typical_s)
 
     def note(self, rank: int, compute_s: float) -> bool:
-        """Take in a report; whether it is worth a look."""
+        """Take in a report; whether it should trigger a decision."""
         self._runs[rank] = self._runs[rank] + 1 if compute_s > self._limit_s else 0
         return self._runs[rank] in _WORTH

@@ -1,8 +1,8 @@
-"""Which process sets the ranks were told to make, and which are told to go when others are wanted. Pure.
+"""Decides which process sets the ranks make and remove. Pure: returns the messages.
 
-A set stays when its plan ends, since the same ranks are often slow again; but its members wait for each other once for
-every set in every cycle of Horovod's, used or not, so that only a few stay, and not for ever. A reduction of 4 KB over
-four ranks on two cores took 12 ms in the mean beside one idle set, 15 beside four, 28 beside eight (`benchmarks.sets`).
+A set is kept when its plan ends, since the same ranks are often slow again. But in every cycle of Horovod the members
+of each set synchronize, used or not, so only a few are kept, and for a limited time. A 4 KB reduction over four ranks
+on two cores took 12 ms in the mean with one idle set, 15 ms with four, 28 ms with eight (`benchmarks.sets`).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from star_hvd.channel.messages.switch import DropSet, MakeSet
 __all__ = ["MOST_SETS", "SetLedger"]
 
 MOST_SETS = 4
-"""Sets that are kept beside those still needed."""
+"""Sets kept beside those still needed."""
 _SUSPECTED_S = 600.0
-"""For so long, where no plan ever used it; else for `SET_IDLE_S`. To make a set again holds a job up for a third of a
-second, and cannot be done while a collective crawls over a slow link."""
+"""How long a set is kept that no plan has used; others: `SET_IDLE_S`. Making a set blocks the job for a third
+of a second and is impossible while a collective is slow over a slow link."""
 
 Ranks = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class _Known:
-    """A set: when it was asked for last, the plans with it as (optimizer, epoch), and since when no rank needs it."""
+    """A set: order of its last request, its plans as (optimizer_id, plan_id), and since when no rank needs it."""
 
     asked: int
     plans: set[tuple[int, int]] = field(default_factory=set)
@@ -37,10 +37,10 @@ class _Known:
 
 
 class SetLedger:
-    """What was ordered, over all optimizers of a job. All ranks have to get its messages in the order it gave them.
+    """Process sets of all optimizers of a job. All ranks must get its messages in the order returned.
 
-    A set goes only after every rank has acted on a later plan than the last one with that set: then nobody has
-    anything queued on it. If a rank is late, or says nothing any more, the set stays.
+    A set is removed only after every rank has acted on a later plan than the last one with that set: then no rank has
+    a collective queued on it. While a rank is late or silent, the set stays.
 
     Args:
         world_size: Number of ranks.
@@ -60,29 +60,29 @@ class SetLedger:
         return tuple(sorted(ranks)) in self._known
 
     def acted(self, optimizer_id: int, rank: int, plan_id: int) -> None:
-        """A rank makes steps of the plan of this id."""
+        """Note that a rank makes steps under this plan."""
         seen = self._acts_on.setdefault(optimizer_id, [-1] * self._world_size)
         if plan_id > seen[rank]:
             seen[rank] = plan_id
 
     def ended(self, optimizer_id: int) -> None:
-        """An optimizer is gone on all ranks, and needs nothing."""
+        """Note that an optimizer has ended on all ranks and needs no set."""
         self._acts_on.pop(optimizer_id, None)
         for known in self._known.values():
             known.plans = {plan for plan in known.plans if plan[0] != optimizer_id}
 
     def abandoned(self, optimizer_id: int, plan_id: int) -> None:
-        """A plan was given up before all ranks were ready for it, so that none of them can have entered it."""
+        """Note that a plan was abandoned before all ranks had prepared it, so that none can have activated it."""
         for known in self._known.values():
             known.plans.discard((optimizer_id, plan_id))
 
     def order(self, optimizer_id: int, sets: Iterable[Ranks], plan_id: int | None = None) -> list[Message]:
-        """The messages after which all of these sets are there.
+        """The messages after which all of these sets exist; unneeded sets over the limit are removed first.
 
         Args:
             optimizer_id: Number of the optimizer.
             sets: Ranks of each.
-            plan_id: Of the plan that uses them; None where they are made on suspicion.
+            plan_id: The plan that uses them; None where they are made ahead.
         """
         wanted = [tuple(sorted(ranks)) for ranks in sets]
         for ranks in wanted:
@@ -96,7 +96,7 @@ class SetLedger:
         return [*self._drop(gone), *(MakeSet(list(ranks)) for ranks in wanted)]
 
     def tidy(self, now_s: float) -> list[Message]:
-        """The messages that remove sets which were used, and by nobody for long."""
+        """The messages that remove sets which have been idle for too long."""
         gone = []
         for ranks in self._unneeded():
             known = self._known[ranks]
@@ -112,8 +112,8 @@ class SetLedger:
         return [DropSet(list(ranks)) for ranks in gone]
 
     def _unneeded(self) -> list[Ranks]:
-        """Sets in which no rank can have anything queued, now or by a plan that is on its way."""
-        reached = {engine: min(epochs) for engine, epochs in self._acts_on.items()} if self._known else {}
+        """Sets on which no rank can have a collective queued, now or under a pending plan."""
+        reached = {optimizer_id: min(plans) for optimizer_id, plans in self._acts_on.items()} if self._known else {}
         for known in self._known.values():
-            known.plans = {(engine, plan_id) for engine, plan_id in known.plans if reached.get(engine, -1) <= plan_id}
+            known.plans = {(number, plan_id) for number, plan_id in known.plans if reached.get(number, -1) <= plan_id}
         return [ranks for ranks, known in self._known.items() if not known.plans]

@@ -1,4 +1,4 @@
-"""A published plan until it is in force or given up: who is ready, where servers are, what to say next. Pure."""
+"""A published plan until it is active or abandoned: prepared ranks, addresses of servers, next messages. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Switch"]
 
 @dataclass(slots=True)
 class Switch:
-    """See the module's text.
+    """One switch; its methods return the messages for all ranks.
 
     Attributes:
-        engine: Number of the optimizer.
+        optimizer_id: Number of the optimizer.
         plan: The plan, complete.
-        active: The plan in force when it was published.
-        deadline_s: When it is given up.
+        active: The active plan when it was published.
+        deadline_s: Time at which it is abandoned.
         ready: Ranks that have prepared it.
-        committed: Whether the old mode was told to end.
+        committed: Whether `Commit`, which drains the old mode, was sent.
     """
 
     optimizer_id: int
@@ -34,15 +34,15 @@ class Switch:
 
     @property
     def irrevocable(self) -> bool:
-        """Whether servers were told to make their last update for it."""
+        """Whether servers drain for it, after which the old plan cannot go on."""
         same = self.plan.family == self.active.family == "ps"
         return self.committed and self.active.family in ("ps", "grouped") and not same
 
     def server_up(self, index: int, address: list[str]) -> list[Message]:
-        """A server runs, or a parent of the fan-in tree listens; once all do, everybody is told where."""
+        """A server runs, or a parent of the fan-in tree listens; once all do, their addresses are sent."""
         wanted = len(self.plan.servers) + (len(self.plan.relays) if self.plan.mode == "ps" else 0)
         if not 0 <= index < wanted:
-            return []  # Of no server of this plan.
+            return []  # Not a server of this plan.
         self._addresses[index] = address
         if len(self._addresses) < wanted:
             return []
@@ -50,7 +50,7 @@ class Switch:
         return [Servers(self.optimizer_id, self.plan.plan_id, flat)]
 
     def rank_ready(self, rank: int) -> list[Message]:
-        """A rank has prepared the plan; once all have, the old mode ends."""
+        """A rank has prepared the plan; once all have, the old mode is drained."""
         self.ready.add(rank)
         if len(self.ready) < self.plan.world_size or self.committed:
             return []

@@ -1,4 +1,4 @@
-"""What a sane rank cannot have said: refused before anything changes."""
+"""Checks of messages from ranks, before they change any state."""
 
 from __future__ import annotations
 
@@ -71,9 +71,8 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     RequestBatch,
     Unregister,
 )
-_MAX_AHEAD = 1 << 16  # Steps between two reports of a rank; it reports every step, late by 0.1 s at most.
-_MAX_ENGINES = 1 << 20  # Optimizers that a job makes one after another.
-_MAX_BYTES = 1 << 50  # Of an optimizer's gradients.
+_MAX_AHEAD = 1 << 16  # Steps between two reports of a rank, which reports every step within 0.1 s.
+_MAX_OPTIMIZERS = 1 << 20  # Made by a job one after another.
 _TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
 _TIMES_OF = {
     kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS
@@ -83,44 +82,45 @@ _STEP_OF: dict[type[Message], str] = {
     **dict.fromkeys((Late, Join, StepNote), "version"),
     OptimizerDropped: "step",
 }
-_ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # Of a server: host, port and public key.
-_NO_STEP = -1  # Of an optimizer that is dropped while servers make its steps.
+_ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # A server's host, port and public key; characters in all.
+_NO_STEP = -1  # Step of an optimizer that is dropped while servers make its updates.
 
 
 def check(message: Message, world_size: int, step_of: Callable[[int], int]) -> None:
-    """Reject what makes no sense; called for every message, so that what holds for one kind is looked up.
+    """Check a message of a rank. Called for every message, so checks are looked up by its class.
 
     Args:
         message: From a rank.
         world_size: Ranks of the job.
-        step_of: The present step of an optimizer by its number, 0 where there is none.
+        step_of: The current step of an optimizer by its number, 0 where there is none.
 
     Raises:
-        ChannelError: The message says what it cannot.
+        ChannelError: A field has an impossible value, or only the coordinator sends this kind.
     """
     kind = type(message)
     times = _TIMES_OF.get(kind)
     if times is None:
         raise ChannelError(f"a {message.kind} message came from a rank; only the coordinator sends those")
     optimizer_id = getattr(message, "optimizer_id", 0)
-    if not 0 <= optimizer_id < _MAX_ENGINES:
-        raise ChannelError(f"optimizer number {optimizer_id} is outside 0..{_MAX_ENGINES - 1}")
+    if not 0 <= optimizer_id < _MAX_OPTIMIZERS:
+        raise ChannelError(f"optimizer number is {optimizer_id}; expected 0..{_MAX_OPTIMIZERS - 1}")
     for name in times:
         value = getattr(message, name)
         if not 0.0 <= value < 1e9:
-            raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds")
+            raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds from 0 to 1e9")
     if kind in _STEP_OF:
         step, now_at = getattr(message, _STEP_OF[kind]), step_of(optimizer_id)
         least = _NO_STEP if kind is OptimizerDropped else 0
         if not least <= step <= now_at + _MAX_AHEAD:
-            raise ChannelError(f"a {message.kind} message is of step {step}; this job is at step {now_at}")
+            most = now_at + _MAX_AHEAD
+            raise ChannelError(f"a {message.kind} message is of step {step}; expected {least}..{most}, now at {now_at}")
     if kind in _SPECIAL:
         _SPECIAL[kind](message, world_size)
 
 
 def _register(message: Register, world_size: int) -> None:
     for values in (message.initial, message.plan or message.initial):
-        # Before a plan is made of it, which counts its ranks.
+        # Checked before `Plan.from_dict`, whose time grows with the number of ranks.
         claimed = values.get("world_size")
         if isinstance(claimed, int) and claimed != world_size:
             raise ChannelError(f"a plan is for {claimed} ranks; this job has {world_size}")
@@ -130,7 +130,7 @@ def _register(message: Register, world_size: int) -> None:
         for values in (message.initial, message.plan or message.initial):
             Plan.from_dict(values)
     except (PlanError, TypeError) as error:
-        raise ChannelError(f"a plan was refused: {str(error)[:200]}") from error
+        raise ChannelError(f"a plan in a register message is invalid: {str(error)[:200]}") from error
 
 
 def _link_rate(message: LinkRate, _: int) -> None:
@@ -144,30 +144,37 @@ def _machine(message: MachineNote, _: int) -> None:
     for name in MachineStats.names():
         value = getattr(message, name)
         if not (math.isnan(value) or 0.0 <= value < 1e9):
-            raise ChannelError(f"{name} of a machine message is {value!r}; expected a number from 0, or NaN")
+            raise ChannelError(f"{name} of a machine message is {value!r}; expected a number from 0 to 1e9, or NaN")
 
 
 def _address(message: ServerUp | ServerRestarted, world_size: int) -> None:
     # A plan has at most a server per rank, and a parent per rank in its tree.
     if not 0 <= message.index < 2 * world_size:
-        raise ChannelError(f"a {message.kind} message is of server {message.index}; this job has {world_size} ranks")
+        raise ChannelError(f"server index of {message.kind} is {message.index}; expected 0..{2 * world_size - 1}")
     if len(message.address) != _ADDRESS_PARTS or sum(map(len, message.address)) > _MAX_ADDRESS:
-        raise ChannelError(f"a {message.kind} message has an address of {len(message.address)} parts")
+        raise ChannelError(
+            f"the address in a {message.kind} message has {len(message.address)} parts and "
+            f"{sum(map(len, message.address))} characters; expected {_ADDRESS_PARTS} and at most {_MAX_ADDRESS}"
+        )
 
 
-def _take(message: RequestBatch, _: int) -> None:
+def _request_batch(message: RequestBatch, _: int) -> None:
     if min(message.loader, message.epoch, message.samples, message.batch - 1, message.number) < 0:
-        raise ChannelError(f"a work queue of {message.samples} samples in batches of {message.batch}")
+        raise _negative(message)
 
 
 def _lease_ask(message: LeaseAsk, _: int) -> None:
     if min(message.loader, message.epoch, message.samples, message.batch - 1, message.begun) < 0:
-        raise ChannelError(f"leases of {message.samples} samples in batches of {message.batch}")
+        raise _negative(message)
 
 
 def _lease_return(message: LeaseReturn, _: int) -> None:
     if min(message.loader, message.epoch, message.begun) < 0:
-        raise ChannelError(f"a rank that has begun {message.begun} samples gives leases back")
+        raise _negative(message)
+
+
+def _negative(message: Message) -> ChannelError:
+    return ChannelError(f"got {message}; expected a batch size from 1 and all other numbers from 0")
 
 
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
@@ -176,7 +183,7 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     ServerRestarted: _address,
     LinkRate: _link_rate,
     MachineNote: _machine,
-    RequestBatch: _take,
+    RequestBatch: _request_batch,
     LeaseAsk: _lease_ask,
     LeaseReturn: _lease_return,
 }

@@ -311,6 +311,6 @@ def test_a_silent_rank_is_named_and_the_others_may_leave(caplog: pytest.LogCaptu
             job.agents[1].stop()
             job.agents[0].send(m.Finished(0))
             assert within(lambda: job.got(0, m.Bye) == [m.Bye([1])])
-        assert "rank 1 has given no sign of life" in caplog.text
+        assert "rank 1 has sent no message" in caplog.text
     finally:
         job.close()

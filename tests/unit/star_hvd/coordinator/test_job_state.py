@@ -174,7 +174,7 @@ def test_a_coordinator_that_stood_still_calls_nobody_lost() -> None:
     job.register(None)
     job.pass_time(1.0)
     job.now_s += 30.0
-    job.board.stood_still(30.0, job.now_s)
+    job.board.paused(30.0, job.now_s)
     assert only(job.tick(), m.Bye) == [] and not job.board.lost
     job.pass_time(1.0)
     assert not job.board.lost
@@ -262,7 +262,7 @@ def test_a_state_is_loaded_once_servers_that_are_ending_have_ended() -> None:
     for rank in range(3):
         job.say(rank, Prepared(0, 3))
     job.say(1, Drained(0, 3, 30))
-    assert engine.active.mode == "sync" and engine._again.mode == "grouped", "the loaded state goes there afterwards"
+    assert engine.active.mode == "sync" and engine._plan_after_load.mode == "grouped", "and back after the load"
 
 
 def test_arrivals_are_hurried_while_somebody_is_away() -> None:
@@ -438,6 +438,6 @@ def test_arrivals_stay_hurried_as_long_as_a_rank_has_finished() -> None:
 @pytest.mark.parametrize("plan", [PLAN | {"mode": "x" * 500_000}, PLAN | {"y" * 500_000: 1}, {"z": 1}])
 def test_what_is_said_of_a_refused_plan_is_short(plan: dict[str, Any]) -> None:
     for message in (m.Register(0, plan, {}), m.Register(0, PLAN, plan)):
-        with pytest.raises(ChannelError, match="a plan was refused: plan ") as caught:
+        with pytest.raises(ChannelError, match="a plan in a register message is invalid: plan ") as caught:
             Job().say(0, message)
         assert len(str(caught.value)) < 300, "an error must not carry what was received into the log"

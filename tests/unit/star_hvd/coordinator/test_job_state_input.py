@@ -14,6 +14,8 @@ from scheduler.records import Plan
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import switch as s
 from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
+from star_hvd.coordinator.job_state import _HANDLERS
+from star_hvd.coordinator.validation import _FROM_RANKS
 from star_hvd.errors import ChannelError
 from tests.support.boards import PLAN, Job, relaxed_job
 
@@ -191,3 +193,7 @@ def test_a_plan_that_was_never_published_does_not_free_process_sets() -> None:
     job = relaxed_job()
     job.say(1, m.Arrive(0, 6, 1 << 40, 0.1, 0.0, 0.0, 0.0, 0.0))
     assert max(job.board._sets._acts_on[0]) < 10
+
+
+def test_every_message_that_a_rank_may_send_has_a_handler() -> None:
+    assert set(_HANDLERS) == set(_FROM_RANKS)

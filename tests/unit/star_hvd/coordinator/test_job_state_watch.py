@@ -21,9 +21,9 @@ def test_a_silent_rank_is_named_and_does_not_keep_the_others(caplog: pytest.LogC
     job.say(0, m.Finished(0)), job.say(1, m.Finished(1))
     assert only(job.pass_time(9.5, alive=(0, 1)), m.Bye) == []
     assert only(job.pass_time(1.0, alive=(0, 1)), m.Bye) == [m.Bye([2])]
-    assert "rank 2 has given no sign of life for 10." in caplog.text
+    assert "rank 2 has sent no message for 10." in caplog.text
     job.say(2, m.Heartbeat(2))
-    assert "rank 2 is heard again" in caplog.text and not job.board.lost
+    assert "rank 2 sends messages again" in caplog.text and not job.board.lost
 
 
 def test_a_step_that_waits_long_is_logged_with_the_ranks_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:
@@ -47,7 +47,7 @@ def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixtur
     job.arrive(1, 6, plan_id=1)
     (order,) = only(job.pass_time(61.0), m.CloseStep)
     assert order.step == 6
-    assert "step 6 closes without ranks [0, 2]: its quorum did not come together within 60 s" in caplog.text
+    assert "step 6 closes without ranks [0, 2]: its quorum was not reached within 60 s" in caplog.text
 
 
 def test_a_slow_rank_is_named_and_not_named_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -83,7 +83,7 @@ def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptu
     for step in range(3):
         job.arrive(0, step), job.arrive(1, step)
         assert [order.step for order in only(job.tick(), m.CloseStep)] == [step]
-    assert caplog.text.count("ranks [2] are outside their training loop") == 1
+    assert caplog.text.count("ranks [2] have ended their training loop") == 1
     fed = Job()
     fed.register(Plan.sync(3))
     fed.say(0, LeaseAsk(0, 0, 10, 4, False, 0))
@@ -221,11 +221,11 @@ def test_many_that_become_slow_together_are_looked_at_together(monkeypatch: pyte
 def test_what_is_worth_a_look() -> None:
     again = SlowReportTrigger(2)
     assert not any(again.note(0, 9.0) for _ in range(5)), "nothing is known yet"
-    again.usual(math.nan)
-    again.usual(0.1)
+    again.set_typical(math.nan)
+    again.set_typical(0.1)
     assert [again.note(1, time_s) for time_s in (0.1, 0.5, 0.5, 0.5, 0.5)] == [False, False, True, True, False]
     assert [again.note(1, time_s) for time_s in (0.1, 0.2, 0.1, 0.2, 0.2)] == [False, False, False, False, True]
-    again.usual(0.001)
+    again.set_typical(0.001)
     assert not any(again.note(0, 0.0025) for _ in range(5)), "a millisecond or two are Horovod's cycle"
 
 

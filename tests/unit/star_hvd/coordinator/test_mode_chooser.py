@@ -113,7 +113,7 @@ def test_what_changes_all_the_time_is_looked_at_a_few_times_a_second(active: Pla
 def test_a_policy_that_fails_gives_way_to_the_rule(caplog: pytest.LogCaptureFixture) -> None:
     choice, active = Choice(4, Config(), HOSTS, Counting(fail=True)), Plan.sync(4)
     assert decide(choice, window(), active, 0.0) is None
-    assert "a rule on the measurements decides" in caplog.text
+    assert "the rule-based policy decides" in caplog.text
     plan = decide(choice, window(), active, 0.1)
     assert plan is not None and plan.mode == "partial"
     assert choice.explain() == "" and choice.predictions() == {}

@@ -156,31 +156,31 @@ def test_a_job_through_all_its_subgroups_keeps_a_few_sets() -> None:
 
 
 def test_a_mode_that_was_not_possible_is_tried_again_later_and_later() -> None:
-    barred = PreparationBackoff()
-    assert barred.bar("subgroup", 0.0) and list(barred) == ["subgroup"] and len(barred) == 1
-    barred.lift(59.9)
-    assert "subgroup" in barred
-    barred.lift(60.1)
-    assert "subgroup" not in barred and not barred.bar("subgroup", 100.0)
-    barred.lift(219.0)
-    assert "subgroup" in barred
-    barred.lift(221.0)
-    assert list(barred) == []
+    blocked = PreparationBackoff()
+    assert blocked.block("subgroup", 0.0) and list(blocked) == ["subgroup"] and len(blocked) == 1
+    blocked.expire(59.9)
+    assert "subgroup" in blocked
+    blocked.expire(60.1)
+    assert "subgroup" not in blocked and not blocked.block("subgroup", 100.0)
+    blocked.expire(219.0)
+    assert "subgroup" in blocked
+    blocked.expire(221.0)
+    assert list(blocked) == []
     for _ in range(20):
-        barred.bar("ps", 0.0)
-    barred.lift(3601.0)
-    assert "ps" not in barred, "at least once an hour"
+        blocked.block("ps", 0.0)
+    blocked.expire(3601.0)
+    assert "ps" not in blocked, "at least once an hour"
 
 
 def test_a_mode_that_came_into_force_after_all_is_barred_for_a_minute_the_next_time() -> None:
-    barred = PreparationBackoff()
+    blocked = PreparationBackoff()
     for _ in range(5):
-        barred.bar("ps", 0.0)
-    barred.succeeded("ps")
-    assert "ps" not in barred
-    barred.bar("ps", 0.0)
-    barred.lift(61.0)
-    assert "ps" not in barred
+        blocked.block("ps", 0.0)
+    blocked.succeeded("ps")
+    assert "ps" not in blocked
+    blocked.block("ps", 0.0)
+    blocked.expire(61.0)
+    assert "ps" not in blocked
 
 
 def test_the_mode_a_user_asked_for_is_tried_again() -> None:
@@ -207,7 +207,7 @@ def test_a_mode_that_makes_no_sense_here_is_not_asked_for_all_the_time(
 
     monkeypatch.setattr(job.engine, "_resolve", refuse)
     job.pass_time(100.0)
-    assert caplog.text.count("is abandoned: nobody has the state") == 1
+    assert caplog.text.count("is not possible in this job: nobody has the state") == 1
 
 
 def test_a_mode_waits_for_a_state_that_is_being_loaded() -> None:
