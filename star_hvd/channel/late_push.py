@@ -35,7 +35,6 @@ _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
 _MAX_VERSION = 1 << 62
 _MOST_CHILDREN = 4096  # That are remembered.
-_POLL_S = 0.002
 _MOST_BURSTS, _BURST_PAUSE_S, _BURSTS_S = 6, 0.015, 0.25
 _LINKS_PART = 0.1  # Of a burst's time, at least.
 
@@ -113,25 +112,16 @@ class ParentLink:
                 if magic == _MAGIC and push == self._pushes:
                     return int(contained)
 
-    def parameters(
-        self, least: int, patience_s: float, given_up: Callable[[], bool], *, state_too: bool = False
-    ) -> Snapshot | None:
-        """Parameters of step `least` or later; None when `given_up` says so first, or within `patience_s` none came.
+    def state(self, min_step: int, *, state_too: bool) -> Snapshot | None:
+        """Parameters of step `min_step` or later, None while the parent has none; asked for once.
+
+        An answer that has begun is waited for: a slow link takes its time.
 
         Raises:
             DeadlineError: The parent does not answer at all.
         """
-        limit_s = time.monotonic() + patience_s
-        while not given_up():
-            # An answer that has begun is waited for: a slow link takes its time.
-            end_s = time.monotonic() + self._deadline_s
-            snapshot = ask(self._caller, self.parent, self._engine, end_s, state_too=state_too, least=least)
-            if snapshot is not None:
-                return snapshot
-            if time.monotonic() > limit_s:
-                return None
-            time.sleep(_POLL_S)
-        return None
+        limit_s = time.monotonic() + self._deadline_s
+        return ask(self._caller, self.parent, self._engine, limit_s, state_too=state_too, min_step=min_step)
 
     def close(self) -> None:
         """Close the socket."""

@@ -1,4 +1,4 @@
-"""Parameters from a rank that has them to one that is behind, in chunks, on sockets of their own.
+"""The state of a rank that has it, for one that is behind: requests, and replies in chunks on sockets of their own.
 
 A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 says how long the manifest
 (msgpack: shapes, types, scalar state) is, the others carry it and then the tensors' bytes, one after another, so that
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import queue
 import secrets
 import struct
 import threading
@@ -26,20 +27,23 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from star_hvd.channel.keys import Keyring
+from star_hvd.channel.messages import base as messages
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.threads import supervised
 
-__all__ = ["PUSH_MAGIC", "Caller", "TensorServer", "ask", "fetch", "pack_snapshot", "unpack_snapshot"]
+__all__ = ["PUSH_MAGIC", "Caller", "OtherRanks", "TensorServer", "ask", "fetch", "pack_snapshot", "unpack_snapshot"]
 
 logger = logging.getLogger("star_hvd")
 
 _HEADER = struct.Struct("<4sBQIIQQ")  # magic, protocol, request, number of the chunk, chunks, offset, size of the body
 _MANIFEST = struct.Struct("<Q")  # size of the manifest
-_REQUEST = struct.Struct("<QIBQ")  # request, engine, whether the optimizer's state is wanted, least version
+_REQUEST = struct.Struct("<QIBQ")  # request, optimizer, whether the optimizer's state is wanted, least step
 _MAGIC, _PROTOCOL = b"STAR", 2
 PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late`.
 _MAX_BODY_BYTES = 1 << 42
+_ANSWER_S = 5.0  # For the coordinator to name a rank.
+_SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
 _DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
 
 
@@ -125,7 +129,7 @@ class TensorServer:
 
     Args:
         router: Bound socket; belongs to the server's thread from `start` on.
-        snapshot: Gives the snapshot of an optimizer by its number, with its state or without, of a version or later;
+        snapshot: Gives the snapshot of an optimizer by its number, with its state or without, of a step or later;
             None while there is none here.
         chunk_bytes: Size of a message.
         push: Takes a message with a part of a late gradient; returns the answer, None where there is none yet.
@@ -176,9 +180,9 @@ class TensorServer:
             self.malformed += 1
             logger.warning("dropped a malformed fetch")
             return
-        peer, (number, engine, state_too, least) = frames[0], _REQUEST.unpack(frames[1])
+        peer, (number, optimizer_id, state_too, min_step) = frames[0], _REQUEST.unpack(frames[1])
         try:
-            snapshot = self._snapshot(engine, bool(state_too), least)
+            snapshot = self._snapshot(optimizer_id, bool(state_too), min_step)
             manifest, body = pack_snapshot(snapshot) if snapshot is not None else (b"", b"")
         except Exception as error:
             logger.warning("cannot serve a fetch: %s", error)
@@ -261,8 +265,56 @@ class Caller:
             self.socket.close(linger=0)
 
 
+class OtherRanks:
+    """The other ranks as a source of state (`StateSource`); the coordinator names one of them at each request.
+
+    Args:
+        keyring: Keys and addresses of the job.
+        optimizer_id: Number of the optimizer.
+        send: Sends a control message to the coordinator.
+        answers: Where its answers come in.
+        check: Raises what keeps this rank from going on.
+    """
+
+    def __init__(
+        self,
+        keyring: Keyring,
+        optimizer_id: int,
+        send: Callable[[messages.Message], object],
+        answers: queue.SimpleQueue[messages.StateSource],
+        check: Callable[[], None],
+    ) -> None:
+        self._keyring = keyring
+        self._optimizer_id = optimizer_id
+        self._send = send
+        self._answers = answers
+        self._check = check
+
+    def snapshot(self, min_step: int, deadline_s: float) -> Snapshot | None:
+        """See `StateSource`."""
+        self._check()
+        limit_s = time.monotonic() + deadline_s
+        self._send(messages.FindStateSource(self._optimizer_id))
+        # A rank that says nothing for long, being frozen for example, need not be the only one with the state.
+        with contextlib.suppress(queue.Empty, DeadlineError):
+            answer = self._answers.get(timeout=min(_ANSWER_S, deadline_s))
+            if answer.rank >= 0 and answer.optimizer_id == self._optimizer_id:
+                left_s = max(0.1, limit_s - time.monotonic())
+                patience_s = deadline_s / _SOURCES
+                return fetch(
+                    self._keyring, answer.rank, self._optimizer_id, left_s, min_step=min_step, patience_s=patience_s
+                )
+        return None
+
+
 def fetch(
-    keyring: Keyring, source: int, optimizer_id: int, deadline_s: float, *, patience_s: float = math.inf
+    keyring: Keyring,
+    source: int,
+    optimizer_id: int,
+    deadline_s: float,
+    *,
+    min_step: int = 0,
+    patience_s: float = math.inf,
 ) -> Snapshot | None:
     """Get the parameters and state of an optimizer from rank `source`; None when that rank is behind itself.
 
@@ -273,7 +325,10 @@ def fetch(
     # Without an identity of its own: the server would ignore a second connection under the same one.
     caller = Caller(keyring.client(source, b"", port=keyring.peers[source].tensor_port))
     try:
-        return ask(caller, source, optimizer_id, time.monotonic() + deadline_s, state_too=True, patience_s=patience_s)
+        limit_s = time.monotonic() + deadline_s
+        return ask(
+            caller, source, optimizer_id, limit_s, state_too=True, min_step=min_step, patience_s=patience_s
+        )
     finally:
         caller.close()
 
@@ -285,10 +340,10 @@ def ask(
     limit_s: float,
     *,
     state_too: bool,
-    least: int = 0,
+    min_step: int = 0,
     patience_s: float = math.inf,
 ) -> Snapshot | None:
-    """Get parameters of step `least` or later from rank `source`; None when there is nothing to be had there now.
+    """Get parameters of step `min_step` or later from rank `source`; None when there is nothing to be had there now.
 
     Raises:
         DeadlineError: The reply was not complete by `limit_s` on the monotonic clock, or nothing came for `patience_s`.
@@ -296,7 +351,7 @@ def ask(
     """
     began_s = heard_s = time.monotonic()
     reply = _Reply(source, caller.begin())
-    caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, least))
+    caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, min_step))
     while not reply.complete:
         until_s = min(limit_s, heard_s + patience_s)
         if time.monotonic() >= until_s:
@@ -308,7 +363,7 @@ def ask(
             reply.add(frames)
         elif caller.reopened():
             reply = _Reply(source, caller.begin())
-            caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, least))
+            caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, min_step))
     return unpack_snapshot(bytes(reply.manifest), bytes(reply.body)) if reply.manifest else None
 
 

@@ -139,15 +139,15 @@ class Shadow:
 
     Args:
         applier: The live side; it must not change while the copy is made.
-        version: Steps applied to the live parameters so far.
+        step: Steps applied to the live parameters so far.
 
     Attributes:
         written: Behind the latest change of this copy.
         read: Behind others' copying of it: no change may overtake them.
     """
 
-    def __init__(self, applier: Applier, version: int) -> None:
-        self.version = version
+    def __init__(self, applier: Applier, step: int) -> None:
+        self.step = step
         self.written: Fence = DONE
         self.read = Fences()
         self._live = applier
@@ -172,7 +172,7 @@ class Shadow:
             row: The step's hyperparameters, None for those this rank had when the shadow was made.
         """
         self.applier.step_with(means, row)
-        self.version += 1
+        self.step += 1
 
     def fill(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
         """Let `write` put other parameters and state into the copy."""

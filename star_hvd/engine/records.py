@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import DONE, Fence
 from star_hvd.engine.header import Header
 
-__all__ = ["Averaging", "Counters", "Fetch", "Listener", "Result", "OpenStep", "Snapshot"]
+__all__ = ["Averaging", "Counters", "Listener", "Result", "OpenStep", "Snapshot"]
 
 
 class Averaging(Protocol):
@@ -144,7 +143,3 @@ class Snapshot:
     version: int
     params: list[torch.Tensor]
     state: list[dict[str, object]]
-
-
-Fetch = Callable[[int, Callable[[], bool]], Snapshot | None]
-"""Gets the state of an optimizer from a rank that has it; None once the second argument says that nobody wants it."""

@@ -1,9 +1,39 @@
-"""This rank's parameters and the steps that ended without it: queue, shadow, fetch.
+"""This rank's parameters and optimizer state, and the steps that ended without its training thread.
 
 Only the training thread changes the live parameters, and only while it is inside `step()`. A step that the helper
-completed goes into a queue. While the training thread computes, the helper replays the queue onto a shadow; inside
-`step()` the training thread takes the shadow over and applies the rest of the queue itself. `apply_lock` keeps the
-two from doing it at once; the engine's lock guards the fields and is never held while parameters are worked on.
+completed goes into a queue. While the training thread computes, the helper replays the queue onto a shadow copy; inside
+`step()` the training thread takes the shadow over and applies the rest of the queue itself. `apply_lock` keeps the two
+from doing it at once; the engine's lock guards the fields and is never held while parameters are worked on.
+
+What the live parameters are is one of seven states (`ReplicaState`). `step` is the step of the live parameters, in
+AVERAGE_PENDING that of the averaging, which is written to the live parameters or to a shadow, on which later steps are
+then replayed. Each line: a call, the states it is made in, the states that can follow.
+
+    push               CURRENT, REPLAYABLE                    REPLAYABLE
+    push               any other                              the same
+    advance            any                                    the same
+    catch_up           REPLAYABLE                             CURRENT
+    catch_up           AVERAGE_PENDING                        CURRENT, AVERAGE_PENDING
+    catch_up           any other                              the same
+    replay_one         any                                    the same
+    cannot_replay      CURRENT, REPLAYABLE, STALE             STALE
+    cannot_replay      any other                              STATELESS
+    replaced           CURRENT, REPLAYABLE, AVERAGE_PENDING   AVERAGE_PENDING
+    replaced           any other                              the same
+    average_used       AVERAGE_PENDING                        CURRENT, REPLAYABLE, AVERAGE_PENDING
+    average_used       any other                              the same
+    leave              CURRENT, LEFT                          LEFT
+    leave              any other                              PARAMETERS_ONLY
+    overwritten        LEFT                                   PARAMETERS_ONLY
+    overwritten        any other                              the same
+    resume             any                                    STATELESS
+    drop               CURRENT, REPLAYABLE, STALE             the same, STATELESS
+    drop               any other                              the same
+    adopt              STALE, STATELESS                       CURRENT, STALE
+    adopt              any other                              the same
+
+A step that no longer concerns these parameters changes nothing: `push` and `cannot_replay` of a step before `step`,
+`average_used` of an averaging that a later one has replaced.
 """
 
 from __future__ import annotations
@@ -11,6 +41,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,7 +52,43 @@ from star_hvd.engine.buckets import Bucket, in_format_of
 from star_hvd.engine.device import BUCKET, COPIED, MEANS, PARAMS, SHADOW, SHADOW_READ, Fences
 from star_hvd.engine.records import Counters, Result, Snapshot
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "ReplicaState"]
+
+_DEVICE_DEADLINE_S = 300.0
+
+
+class ReplicaState(enum.Enum):
+    """What the live parameters and the optimizer's state of a rank are; the transitions are in the module's text."""
+
+    CURRENT = "complete, and no step waits to be applied"
+    REPLAYABLE = "complete; later steps wait in the queue or on the shadow"
+    STALE = "complete; a later step has ended that cannot be replayed: fetch"
+    AVERAGE_PENDING = "an averaging has ended without the training thread; at most a shadow contains it"
+    LEFT = "complete; the common steps were left, and nothing has come from elsewhere yet"
+    PARAMETERS_ONLY = "parameters from a server or a parent; the optimizer's state is elsewhere"
+    STATELESS = "of no step: both have to be fetched before this rank may compute on"
+
+    @property
+    def needs_fetch(self) -> bool:
+        """Whether parameters and optimizer state have to be fetched."""
+        return self in (ReplicaState.STALE, ReplicaState.STATELESS)
+
+    @property
+    def in_common_steps(self) -> bool:
+        """Whether the live parameters are those that common steps made of them, as complete as they were then."""
+        return self in (ReplicaState.CURRENT, ReplicaState.REPLAYABLE, ReplicaState.STALE)
+
+    @property
+    def queues(self) -> bool:
+        """Whether a step that ends without the training thread is kept to be applied later."""
+        return self in (ReplicaState.CURRENT, ReplicaState.REPLAYABLE, ReplicaState.AVERAGE_PENDING)
+
+    @property
+    def servable(self) -> bool:
+        """Whether the live parameters, or the shadow, are a state that another rank may have."""
+        return self in (
+            ReplicaState.CURRENT, ReplicaState.REPLAYABLE, ReplicaState.AVERAGE_PENDING, ReplicaState.LEFT
+        )
 
 
 class Replica:
@@ -31,7 +98,7 @@ class Replica:
         applier: Steps the live parameters.
         lock: The engine's.
         counters: Where replays and fetches are counted.
-        changed: Wakes who may be waiting for a change; called under the lock.
+        changed: Wakes whoever waits for a change; called under the lock.
     """
 
     def __init__(
@@ -40,11 +107,9 @@ class Replica:
         self.applier = applier
         self.lock = lock
         self.apply_lock = threading.RLock()
-        self.version = 0
+        self.step = 0
+        self.state = ReplicaState.CURRENT
         self.computing = True
-        self.needs_fetch = False
-        self.foreign = False  # The live parameters came without the optimizer's state of their step.
-        self.dropped = False
         self.queue: collections.deque[Result] = collections.deque()
         self._counters = counters
         self._changed = changed
@@ -53,7 +118,6 @@ class Replica:
         self._written = self._streams.give(PARAMS)
         self._copied = Fences()
         self._bucket_uses = Fences()
-        self._whole = False  # While foreign: nothing came yet, so what was here when the rounds were left still is.
 
     # ---- under the engine's lock ------------------------------------------------------------------------------
 
@@ -62,74 +126,99 @@ class Replica:
 
         Fetched parameters may contain it already: their source saw its end before this rank did.
         """
-        if self.needs_fetch or result.step < self.version or (self.dropped and self.foreign):
+        if not self.state.queues or result.step < self.step:
             return
         # A bucket's own buffer becomes the training thread's again; the queue keeps a copy of what is in it.
         means = [m.clone() if m is b.flat else m for m, b in zip(result.means, self.applier.buckets, strict=True)]
         self.queue.append(Result(result.step, means, result.row, self._streams.give(MEANS)))
+        if self.state is ReplicaState.CURRENT:
+            self.state = ReplicaState.REPLAYABLE
+
+    def advance(self) -> None:
+        """The training thread has applied one more step to the live parameters."""
+        if self.state is not ReplicaState.AVERAGE_PENDING:  # Else `step` is that of the averaging already.
+            self.step += 1
 
     def note_bucket_use(self) -> None:
         """The calling thread has queued work on a bucket's own buffer that the next backward pass must not overtake."""
         self._bucket_uses.add(self._streams.give(BUCKET))
 
-    def cannot_replay(self, step: int) -> None:
-        """A step has ended that only its members can carry out: the parameters have to be fetched."""
-        if step < self.version:
+    def cannot_replay(self, step: int | None = None) -> None:
+        """A step has ended that only its members can carry out: the state has to be fetched.
+
+        Args:
+            step: The step; None for the last one, which the helper may have put into the queue or onto the shadow.
+        """
+        if step is not None and step < self.step:
             return
-        self.needs_fetch = True
-        self.queue.clear()
-        self._shadow = None
+        self._discard_waiting()
+        self.state = ReplicaState.STALE if self.state.in_common_steps else ReplicaState.STATELESS
 
-    def was_not_replayable(self) -> None:
-        """The last step, which the helper has put into the queue or a shadow, was one that only its members can do."""
-        self.needs_fetch = True
-        self.queue.clear()
-        self._shadow = None
+    def replaced(self, step: int) -> bool:
+        """An averaging has ended without the training thread; its result, of `step`, waits to be written.
 
-    def replaced(self, version: int) -> None:
-        """The whole state of `version` has come and waits for the training thread to take it over."""
-        self.leave()
-        self._whole, self.version = False, version
+        Returns:
+            Whether it is of use: what it does not contain, an optimizer's count of steps for example, must be here.
+        """
+        if not self.state.queues:
+            return False
+        self._discard_waiting()
+        self.state, self.step = ReplicaState.AVERAGE_PENDING, step
+        return True
 
-    def shadow_with(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
-        """Make a shadow whose contents `write` fills in; under `apply_lock`."""
-        with self.copying():
-            shadow = Shadow(self.applier, self.version)
-        shadow.fill(write)
-        shadow.written = self._streams.give(SHADOW)
-        with self.lock:
-            self._shadow = shadow
-            self._changed()
+    def average_used(self, step: int) -> None:
+        """The averaging of `step` has been written: to a shadow, or else to the live parameters."""
+        if self.state is ReplicaState.AVERAGE_PENDING and self.step == step and self._shadow is None:
+            self.state = ReplicaState.REPLAYABLE
+            self._update_state()
 
     @property
     def is_whole(self) -> bool:
-        """Whether the live parameters and state are those of `version`, with no step waiting to be applied."""
-        return not (self.needs_fetch or self.foreign or self.queue) and self._shadow is None
+        """Whether the live parameters and state are those of `step`, with no step waiting to be applied."""
+        return self.state is ReplicaState.CURRENT
 
     def leave(self) -> None:
         """Parameters come from elsewhere from now on; what waits to be applied is void."""
-        self._whole = self.is_whole
-        self.foreign, self.needs_fetch = True, False
-        self.queue.clear()
-        self._shadow = None
+        whole = self.state in (ReplicaState.CURRENT, ReplicaState.LEFT)
+        self._discard_waiting()
+        self.state = ReplicaState.LEFT if whole else ReplicaState.PARAMETERS_ONLY
+
+    def resume(self) -> None:
+        """The state with which common steps begin again is elsewhere."""
+        self._discard_waiting()
+        self.state = ReplicaState.STATELESS
 
     def drop(self, *, ended: int) -> None:
         """The training thread has no use for these parameters any more.
 
-        Where they are whole, the helper goes on replaying steps on a shadow: another rank may have to fetch them.
+        Where they are complete, the helper goes on replaying steps on a shadow: another rank may have to fetch them.
 
         Args:
             ended: Steps that have ended on this rank.
         """
-        self.dropped = self.computing = True
-        newest = self._shadow.version if self._shadow is not None else self.version
-        if not self.foreign and newest + len(self.queue) != ended:  # A step ended and was never applied.
-            self.leave()
-            self._whole = False
+        self.computing = True
+        newest = self._shadow.step if self._shadow is not None else self.step
+        if self.state.in_common_steps and newest + len(self.queue) != ended:  # A step ended and was never applied.
+            self.resume()
 
     def may_replay(self) -> bool:
         """Whether the helper has a step to replay."""
-        return bool(self.queue) and self.computing and not self.foreign
+        return bool(self.queue) and self.computing and self._on_shadow
+
+    @property
+    def _on_shadow(self) -> bool:
+        """Whether steps may be replayed on a shadow, made of the live parameters where there is none yet."""
+        made = self.state is ReplicaState.AVERAGE_PENDING and self._shadow is not None
+        return made or self.state is ReplicaState.REPLAYABLE
+
+    def _discard_waiting(self) -> None:
+        self.queue.clear()
+        self._shadow = None
+        self._update_state()
+
+    def _update_state(self) -> None:
+        if self.state is ReplicaState.REPLAYABLE and not self.queue and self._shadow is None:
+            self.state = ReplicaState.CURRENT
 
     # ---- streams ----------------------------------------------------------------------------------------------
 
@@ -163,7 +252,7 @@ class Replica:
 
     # ---- training thread --------------------------------------------------------------------------------------
 
-    def bring_up(self) -> None:
+    def catch_up(self) -> None:
         """Take the shadow over and apply the queue."""
         with self.apply_lock:
             self._take_shadow_over()
@@ -172,48 +261,62 @@ class Replica:
 
     def _take_shadow_over(self) -> None:
         with self.lock:
-            shadow, self._shadow = self._shadow, None
-            if self.needs_fetch or shadow is None:
+            shadow = self._shadow
+            if shadow is None:
                 return
         with self.writing():
             if self._streams.devices:
                 shadow.written.order(*shadow.applier.tensors())
             shadow.take_over()
         with self.lock:
-            self.version = shadow.version
+            if self._shadow is shadow:
+                self._shadow, self.state = None, ReplicaState.REPLAYABLE
+                self._update_state()
+            if self.state is not ReplicaState.AVERAGE_PENDING:  # Of a later averaging that ended meanwhile.
+                self.step = shadow.step
 
     def _apply_next(self) -> bool:
         with self.lock:
-            if not self.queue or self.needs_fetch:
+            if not self.queue or self.state is not ReplicaState.REPLAYABLE:
                 return False
-            result = self.queue.popleft()
-            assert result.step == self.version, "a step is missing before it is applied"
+            result = self.queue[0]
+            assert result.step == self.step, "a step is missing before it is applied"
         with self.writing():
             result.fence.order(*result.means)
             self.applier.step_with(result.means, result.row)
         with self.lock:
-            self.version += 1
+            if self.queue and self.queue[0] is result:  # Not made void meanwhile.
+                self.queue.popleft()
+            self.advance()
+            self._update_state()
             self._counters.replayed += 1
             self._changed()
         return True
 
-    def adopt(self, snapshot: Snapshot, ended: int) -> None:
-        """Take parameters and optimizer state fetched from another rank, no older than these; under both locks.
+    def adopt(self, snapshot: Snapshot, ended: int) -> bool:
+        """Take parameters and optimizer state fetched from another source, no older than these; under both locks.
 
         Args:
             snapshot: What was fetched.
             ended: Steps that have ended on this rank.
+
+        Returns:
+            Whether they were needed; else nothing was changed.
         """
+        if not self.state.needs_fetch:
+            return False
         self.load(snapshot)
-        self.version = snapshot.version
-        self.foreign = False
+        self.step = snapshot.version
         self._counters.fetched += 1
         # Steps that ended here after the snapshot was taken are still missing; the next step fetches again.
-        self.needs_fetch = snapshot.version < ended
+        self.state = ReplicaState.STALE if snapshot.version < ended else ReplicaState.CURRENT
+        return True
 
     def overwritten(self) -> None:
         """The live parameters are about to become others' without the optimizer's state; under `apply_lock`."""
-        self._whole = False
+        with self.lock:
+            if self.state is ReplicaState.LEFT:
+                self.state = ReplicaState.PARAMETERS_ONLY
 
     def placed(self, snapshot: Snapshot) -> Snapshot:
         """A snapshot whose tensors are where the parameters and the optimizer want them.
@@ -254,12 +357,12 @@ class Replica:
             with self.lock:
                 if not self.may_replay():
                     return False
-                result, version = self.queue[0], self.version
+                result, step = self.queue[0], self.step
                 shadow = self._shadow
             if shadow is None:
                 with self.copying():
-                    shadow = Shadow(self.applier, version)
-            assert shadow.version == result.step, "a step is missing before a replay"
+                    shadow = Shadow(self.applier, step)
+            assert shadow.step == result.step, "a step is missing before a replay"
             shadow.read.order()
             result.fence.order(*result.means)
             shadow.apply(result.means, result.row)
@@ -273,39 +376,58 @@ class Replica:
                 self._changed()
             return True
 
-    def snapshot(self, *, state_too: bool = True) -> Snapshot | None:
-        """A copy of the newest parameters here and, if wanted, optimizer state; None while this rank is behind itself.
+    def shadow_with(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
+        """Make a shadow of the averaging that is pending, whose contents `write` fills in; under `apply_lock`."""
+        with self.copying():
+            shadow = Shadow(self.applier, self.step)
+        shadow.fill(write)
+        shadow.written = self._streams.give(SHADOW)
+        with self.lock:
+            if self.state is ReplicaState.AVERAGE_PENDING and self.step == shadow.step:
+                self._shadow = shadow
+            self._changed()
 
-        The newest may be on the shadow, for as long as the training thread is away: it may wait, in a collective of the
-        user's, for the very rank that asks. What a rank had when it left the rounds stays good until others' parameters
-        come in its place: nobody else may have it.
+    def snapshot(
+        self, min_step: int = 0, deadline_s: float = _DEVICE_DEADLINE_S, *, state_too: bool = True
+    ) -> Snapshot | None:
+        """See `StateSource`: a copy of the newest state here, None while this rank lacks steps itself.
+
+        The newest may be on the shadow, for as long as the training thread computes or is inactive: it may wait, in a
+        collective of the user's, for the very rank that asks. What a rank had when it left the common steps stays good
+        until others' parameters come in its place: no other rank may have it.
+
+        Args:
+            min_step: Nothing older is copied.
+            deadline_s: Longest wait for the device, since the host reads the copy.
+            state_too: Whether the optimizer's state is wanted.
 
         Raises:
-            DeadlineError: The device does not finish the copy, which the host is to read.
+            DeadlineError: The device does not finish the copy in time.
         """
-        snapshot = self._copy(state_too)
+        snapshot = self._copy(min_step, state_too)
         if snapshot is not None:
-            self._streams.await_host()
+            self._streams.await_host(deadline_s)
         return snapshot
 
-    def _copy(self, state_too: bool) -> Snapshot | None:
+    def _copy(self, min_step: int, state_too: bool) -> Snapshot | None:
         with self.apply_lock:
             with self.lock:
-                if self.needs_fetch or (self.foreign and not self._whole) or self.queue:
-                    return None
                 shadow = self._shadow
-                version = self.version if shadow is None else shadow.version
+                step = self.step if shadow is None else shadow.step
+                pending = self.state is ReplicaState.AVERAGE_PENDING and shadow is None
+                if not self.state.servable or pending or self.queue or step < min_step:
+                    return None
             if shadow is None:
                 with self.copying():
-                    return _snapshot_of(self.applier, version, state_too)
+                    return _snapshot_of(self.applier, step, state_too)
             if self._streams.devices:
                 shadow.written.order(*shadow.applier.tensors())
-            snapshot = _snapshot_of(shadow.applier, version, state_too)
+            snapshot = _snapshot_of(shadow.applier, step, state_too)
             shadow.read.add(self._streams.give(SHADOW_READ))
             return snapshot
 
 
-def _snapshot_of(source: Applier, version: int, state_too: bool) -> Snapshot:
+def _snapshot_of(source: Applier, step: int, state_too: bool) -> Snapshot:
     params = [param for bucket in source.buckets for param in bucket.params]
     known = source.optimizer.state
     state: list[dict[str, object]] = [
@@ -314,4 +436,4 @@ def _snapshot_of(source: Applier, version: int, state_too: bool) -> Snapshot:
         else {}
         for param in params
     ]
-    return Snapshot(version, [param.detach().clone() for param in params], state)
+    return Snapshot(step, [param.detach().clone() for param in params], state)

@@ -38,7 +38,7 @@ from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.late_gradients import LateGradients
 from star_hvd.engine.means import LocalNorm, divide, norm
 from star_hvd.engine.records import Averaging, Counters, Listener, OpenStep, Result, Snapshot
-from star_hvd.engine.replica import Replica
+from star_hvd.engine.replica import Replica, ReplicaState
 from star_hvd.errors import StarError
 
 __all__ = ["StepEngine"]
@@ -133,12 +133,12 @@ class StepEngine:
     @property
     def version(self) -> int:
         """Steps applied to the live parameters."""
-        return self.replica.version
+        return self.replica.step
 
     @property
     def needs_fetch(self) -> bool:
         """Whether the parameters have to be fetched before the next step."""
-        return self.replica.needs_fetch
+        return self.replica.state.needs_fetch
 
     @property
     def pending_weight(self) -> float:
@@ -296,7 +296,7 @@ class StepEngine:
                 raise
             finally:  # The step has ended, even where the user's optimizer or a hook of its raised.
                 with self.lock:
-                    self.replica.version += 1
+                    self.replica.advance()
                     self._changed()
 
     def catch_up(self, target: int) -> bool:
@@ -306,17 +306,20 @@ class StepEngine:
             True when the training thread may compute again: it has every step that ended here, or at least `target`
             of them (a rank whose optimizer step is slower than the others' whole step would never leave otherwise;
             the helper replays the rest). False: call again after a step in flight has ended, or after `adopt` when
-            `needs_fetch` is set.
+            `needs_fetch` is set. While an averaging is pending nothing is written here: the helper puts it onto a
+            shadow as soon as the training thread computes.
         """
         with self.lock:
             self._raise_failure()
             self.replica.computing = False
-        self.replica.bring_up()
+        self.replica.catch_up()
         with self.lock:
             self._raise_failure()
-            incomplete = self.needs_fetch or self.replica.queue or self._inflight is not None
-            stateless = self.needs_fetch and self.replica.foreign
-            if stateless or (incomplete and self.version < target):
+            state = self.replica.state
+            incomplete = state in (ReplicaState.REPLAYABLE, ReplicaState.STALE) or (
+                self._inflight is not None and state is not ReplicaState.AVERAGE_PENDING
+            )
+            if state is ReplicaState.STATELESS or (incomplete and self.version < target):
                 return False
             self.replica.computing = True
             self._norm.clear()
@@ -327,16 +330,22 @@ class StepEngine:
         """Take parameters and optimizer state fetched from another rank; see `Replica.adopt`.
 
         Returns:
-            False where they are older than what is here (its source was still inside the step), or of a step that did
-            not begin here: the others went on under a plan this rank has yet to read of. Nothing was changed then.
+            False where they are not needed any more, older than what is here (its source was still inside the step),
+            or of a step that did not begin here: the others went on under a plan this rank has yet to read of. Nothing
+            was changed then.
         """
         snapshot = self.replica.placed(snapshot)
         with self.replica.apply_lock, self.lock:  # A step that ends meanwhile would be neither in them nor queued.
             if not self.version <= snapshot.version <= self.next_step:
                 return False
             ended = self._inflight.number if self._inflight is not None else self.next_step
-            self.replica.adopt(snapshot, ended)
-            return True
+            return self.replica.adopt(snapshot, ended)
+
+    @property
+    def least_useful_step(self) -> int:
+        """The least step whose state would get this rank any further."""
+        with self.lock:
+            return self.version + (self.replica.state is ReplicaState.STALE)
 
     def note_joined(self) -> None:
         """Tell that the training thread, which was behind, starts on the parameters of step `version`."""
@@ -365,7 +374,7 @@ class StepEngine:
         with self.lock:
             if self._proxied == step:
                 self._proxied = None
-                self.replica.was_not_replayable()
+                self.replica.cannot_replay()
                 self._changed()
 
     # ---- helper thread --------------------------------------------------------------------------------------
@@ -427,7 +436,7 @@ class StepEngine:
         """The live parameters are those of step `version`, received from elsewhere."""
         with self.lock:
             if not self.taking_part:
-                self.replica.version = self.next_step = version
+                self.replica.step = self.next_step = version
 
     def adopt_state(self, snapshot: Snapshot) -> None:
         """Take over parameters and optimizer state of one version, for a checkpoint; the mode goes on as before."""
@@ -488,8 +497,7 @@ class StepEngine:
         with self.lock:
             if plan.plan_id <= self.plan.plan_id:
                 return False
-            self.replica.cannot_replay(max(step, self.version))
-            self.replica.foreign = True
+            self.replica.resume()
             self.next_step = step
             self._current = OpenStep.open(step, len(self.applier.buckets))
             self.agreement.resume(plan, step)
@@ -711,10 +719,8 @@ class StepEngine:
             result = self._complete(step, *reduced)
             self._inflight = None
             if step.averaging is not None:
-                # It is no whole state where the rest of it is elsewhere: an optimizer's count of steps for example.
-                if not self.needs_fetch:
+                if self.replica.replaced(result.step + 1):
                     step.averaging.stood_in(result, step.extras)
-                    self.replica.replaced(result.step + 1)
             else:
                 self.replica.push(result)
             self.replica.note_bucket_use()
@@ -753,7 +759,7 @@ class StepEngine:
         """Whether the training thread's gradient is none of the current step: it computes on other parameters, or the
         step is made of something else (`local`, which it has not entered yet)."""
         elsewhere = not self.taking_part or self.plan.mode == "local"
-        return elsewhere or self.version != self.next_step or self.replica.foreign
+        return elsewhere or self.version != self.next_step or not self.replica.state.in_common_steps
 
     def _may_take_over(self) -> bool:
         """Whether others wait for the step after one that the training thread has claimed and does not complete."""

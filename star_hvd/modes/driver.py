@@ -18,7 +18,8 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.device import GRADIENT, Fence
 from star_hvd.engine.meeting import Position
-from star_hvd.engine.records import Fetch, Result
+from star_hvd.engine.records import Result
+from star_hvd.engine.state_source import StateSource
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.modes.local_sgd import LocalSteps
@@ -42,8 +43,7 @@ class StepDriver:
         number: Number of the optimizer, equal on all ranks.
         config: Settings.
         send: Sends a control message to the coordinator.
-        fetch: Gets parameters from a rank that is up to date, None once they are not wanted any more; raises
-            `StarError` past its deadline.
+        ranks: The other ranks as a source of state.
         diagnose: Who is gone, as a sentence, asked after a collective failed.
         preparer: Runs what gets a plan ready, in a thread of its own.
 
@@ -58,7 +58,7 @@ class StepDriver:
         number: int,
         config: Config,
         send: Send,
-        fetch: Fetch,
+        ranks: StateSource,
         diagnose: Callable[[], str],
         preparer: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -67,7 +67,7 @@ class StepDriver:
         self.timer = StepTimer()
         self._send = send
         self._config = config
-        self._fetch = fetch
+        self.ranks = ranks
         self._diagnose = diagnose
         self._preparer = preparer
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
@@ -95,7 +95,7 @@ class StepDriver:
             engine,
             services,
             ready=self._tell_ready,
-            fetch=self._fetch,
+            ranks=self.ranks,
             local=self.local.begin,
             later=self._preparer,
             deadline_s=self._config.control_deadline_s,

@@ -146,7 +146,7 @@ class LocalSteps:
                 engine.lock.wait(1.0)
         if self._settle(self._write_live):
             self._steps, self._began_s = 0, time.monotonic()
-        self._engine.replica.bring_up()  # The helper may have put it onto a shadow, with later steps behind it.
+        self._engine.replica.catch_up()  # The helper may have put it onto a shadow, with later steps behind it.
 
     def _write_live(self, result: Result, extras: list[torch.Tensor]) -> None:
         with self._engine.replica.writing():
@@ -176,7 +176,7 @@ class LocalSteps:
                 found[0].fence.order(*found[0].means, *found[1])
                 use(*found)
                 with engine.lock:
-                    engine.replica.foreign = engine.needs_fetch
+                    engine.replica.average_used(found[0].step + 1)
             return found is not None
 
     def refresh_state(self) -> None:

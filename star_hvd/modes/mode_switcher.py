@@ -6,7 +6,6 @@ the plan begins. Preparing happens in a thread of its own, orders come in the ag
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -15,7 +14,8 @@ from typing import Any, Protocol
 
 from scheduler.records import Plan
 from star_hvd.engine.buckets import Bucket
-from star_hvd.engine.records import Fetch, Snapshot
+from star_hvd.engine.records import Snapshot
+from star_hvd.engine.state_source import EndedServers, StateSource, StateSources
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError, StarError
 
@@ -96,7 +96,7 @@ class ModeSwitcher:
         engine: Its engine.
         services: Of the process.
         ready: Tells the coordinator that a plan is prepared, or why it cannot be.
-        fetch: Gets parameters from a rank that is up to date, None once they are not wanted any more.
+        ranks: The other ranks as a source of state.
         local: Makes the steps of `local`.
         later: Runs something in the preparer's thread.
         deadline_s: Longest wait for orders.
@@ -110,7 +110,7 @@ class ModeSwitcher:
         services: Services,
         *,
         ready: Callable[[Plan, str | None], None],
-        fetch: Fetch,
+        ranks: StateSource,
         local: Callable[[], Steps],
         later: Callable[[Callable[[], None]], None],
         deadline_s: float,
@@ -121,7 +121,7 @@ class ModeSwitcher:
         self._engine = engine
         self._services = services
         self._ready = ready
-        self._fetch = fetch
+        self._ranks = ranks
         self._local = local
         self._later = later
         self._seeded = -1  # Epoch of the plan whose servers here began without the training thread.
@@ -226,8 +226,9 @@ class ModeSwitcher:
             self.outside.wake()
 
     def _pass_on(self, plan: Plan) -> None:
-        assert self._ended is not None
-        snapshot = self._services.final_state(self._number, *self._ended, self._deadline_s)
+        ended = self._ended_servers()
+        assert ended is not None and self._ended is not None
+        snapshot = ended.snapshot(ended.step, self._deadline_s)
         if snapshot is None:
             self._engine.fail(StarError(f"the last state of {self._ended[0].label} is lost; {plan.label} cannot begin"))
             return
@@ -268,18 +269,17 @@ class ModeSwitcher:
         if self.outside is not None:
             return
         with engine.lock:
-            plan, behind = engine.plan, engine.version != engine.next_step or engine.replica.foreign
+            plan, behind = engine.plan, engine.version != engine.next_step or not engine.replica.state.in_common_steps
             inside = engine.taking_part and plan.mode != "local"
         if inside or (behind and (plan.mode == "local" or self._brings_state(plan))):
             if not inside:
                 logger.debug(
-                    "rank %d: step %d of %d: too far behind for %s (foreign %s, fetch %s)",
+                    "rank %d: step %d of %d: too far behind for %s (%s)",
                     self.rank,
                     engine.version,
                     engine.next_step,
                     plan.label,
-                    engine.replica.foreign,
-                    engine.needs_fetch,
+                    engine.replica.state.name,
                 )
             return  # While behind, its gradients are late; it comes here again.
         logger.debug("rank %d: step %d: enters %s, behind %s", self.rank, engine.version, plan.label, behind)
@@ -322,8 +322,9 @@ class ModeSwitcher:
 
     def _begin_behind(self, outside: Steps) -> None:
         """Parameters to begin with: of the servers that have just ended, or from those who go on."""
-        if self._ended is not None and self._engine.next_step == self._ended[1]:
-            snapshot = self._services.final_state(self._number, *self._ended, self._deadline_s)
+        ended = self._ended_servers()
+        if ended is not None and self._engine.next_step == ended.step:
+            snapshot = ended.snapshot(ended.step, self._deadline_s)
             if snapshot is not None:
                 self._engine.adopt_state(snapshot)
                 return
@@ -335,7 +336,7 @@ class ModeSwitcher:
         return self._engine.rank
 
     def _own_state(self, version: int) -> Snapshot:
-        snapshot = self._engine.replica.snapshot()
+        snapshot = self._engine.replica.snapshot(version)
         assert snapshot is not None and snapshot.version == version, "a server's first state is not that of its step"
         return snapshot
 
@@ -352,19 +353,21 @@ class ModeSwitcher:
         self.outside = None
 
     def state_for(self, optimizer_id: int) -> Snapshot | None:
-        """The state this rank lacks: from the servers that have just ended, or from a rank that has it. None where a
-        change of mode made it superfluous."""
-        ended = self._ended
-        if ended is not None and self._engine.next_step == ended[1]:
-            with contextlib.suppress(DeadlineError):
-                snapshot = self._services.final_state(optimizer_id, *ended, self._deadline_s)
-                if snapshot is not None:
-                    return snapshot
-        return self._fetch(optimizer_id, lambda: self.needs_state)
+        """The state this rank lacks. None where a change of mode made it superfluous."""
+        ended = self._ended_servers()
+        if ended is not None and self._engine.next_step != ended.step:
+            ended = None  # Other ranks have later steps by now.
+        sources = StateSources(ended=ended, ranks=self._ranks)
+        return sources.require(
+            self.rank, self._engine.least_useful_step, self._deadline_s, lambda: self.needs_state
+        )
 
-    def state_of_others(self, wanted: Callable[[], bool]) -> Snapshot | None:
-        """The newest state that any rank gives, None once it is not wanted any more."""
-        return self._fetch(self._number, wanted)
+    def _ended_servers(self) -> EndedServers | None:
+        """The servers of the mode before, where it was one of servers."""
+        if self._ended is None:
+            return None
+        plan, step = self._ended
+        return EndedServers(step, lambda limit_s: self._services.final_state(self._number, plan, step, limit_s))
 
     def conclude(self) -> None:
         """All ranks are away and will make no step again; returns when nobody waits for this rank any more."""

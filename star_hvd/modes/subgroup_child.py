@@ -7,21 +7,40 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from scheduler.records import Plan
 from star_hvd.channel.late_push import ParentLink
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
+from star_hvd.engine.state_source import StateSource, StateSources
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.ps_worker import StepInfo
 
-__all__ = ["ChildSteps"]
+__all__ = ["ChildSteps", "Parent"]
 
 
 _PATIENCE_S = 1.0  # For a parent's newest parameters; a step of the members is usually far shorter.
 _MEETING_PATIENCE_S = 10.0  # Where all ranks meet the parent soon has what is newest.
 _SHORT_PATIENCE_S = 0.02  # As long as the parent is known to be elsewhere.
+
+
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The parent as a source of state (`StateSource`).
+
+    Attributes:
+        link: The connection.
+        state_too: Whether the optimizer's state is wanted, else the parameters alone.
+    """
+
+    link: ParentLink
+    state_too: bool
+
+    def snapshot(self, min_step: int, deadline_s: float) -> Snapshot | None:
+        """See `StateSource`."""
+        return self.link.state(min_step, state_too=self.state_too)
 
 
 class ChildSteps:
@@ -31,8 +50,9 @@ class ChildSteps:
         engine: This rank's engine; its rounds rest meanwhile.
         plan: The plan, which may be in force no more.
         link: Connection to the parent.
-        others: Gets the state from whoever has it, None once its argument says that it is not wanted any more.
+        ranks: The other ranks, for a state that the parent does not have.
         deadline_s: Longest wait for the parent.
+        state_deadline_s: Longest wait for the optimizer's state.
         on_step: Told about every step.
     """
 
@@ -42,15 +62,17 @@ class ChildSteps:
         plan: Plan,
         link: ParentLink,
         *,
-        others: Callable[[Callable[[], bool]], Snapshot | None],
+        ranks: StateSource,
         deadline_s: float,
+        state_deadline_s: float,
         on_step: Callable[[StepInfo], None],
     ) -> None:
         self.plan = plan
         self._engine = engine
         self._link = link
-        self._others = others
+        self._ranks = ranks
         self._deadline_s = deadline_s
+        self._state_deadline_s = state_deadline_s
         self._on_step = on_step
         self._answered = True
 
@@ -99,8 +121,9 @@ class ChildSteps:
         self._on_step(StepInfo(contained, staleness, time.monotonic() - began_s, plan_id))
         return None
 
-    def _receive(self, least: int, patience_s: float) -> None:
-        snapshot = self._link.parameters(least, patience_s, self._given_up)
+    def _receive(self, min_step: int, patience_s: float) -> None:
+        parent = Parent(self._link, state_too=False)
+        snapshot = StateSources(parent=parent).find(min_step, patience_s, self._wanted)
         self._answered = snapshot is not None
         if snapshot is not None and not self.over:
             snapshot = self._engine.replica.placed(snapshot)
@@ -108,10 +131,10 @@ class ChildSteps:
                 self._engine.replica.load(snapshot)
                 self._engine.note_outside(snapshot.version)
 
-    def _given_up(self) -> bool:
+    def _wanted(self) -> bool:
         if self._engine.failure is not None:
             raise self._engine.failure
-        return self.over
+        return not self.over
 
     def bring_up(self) -> None:
         """Get the parent's parameters, at the end of an epoch for example."""
@@ -121,11 +144,12 @@ class ChildSteps:
     def refresh_state(self) -> None:
         """The optimizer's state is the members'; a checkpoint of this rank needs theirs.
 
-        The parent may be in a barrier of the user's, behind itself: then anybody who has it gives it.
+        The parent may be in a barrier of the user's, behind itself: then any rank that has it gives it.
         """
         if not self.over:
-            snapshot = self._link.parameters(0, _PATIENCE_S, self._given_up, state_too=True)
-            snapshot = snapshot or self._others(lambda: not self._given_up())
+            engine = self._engine
+            sources = StateSources(parent=Parent(self._link, state_too=True), ranks=self._ranks)
+            snapshot = sources.require(engine.rank, engine.version, self._state_deadline_s, self._wanted)
             if snapshot is not None and not self.over:
                 self._engine.adopt_state(snapshot)
 

@@ -212,8 +212,15 @@ class ModeServices:
                 pace_bytes_per_s=self._config.late_bytes_per_s,
                 deadline_s=deadline_s,
             )
-            others, on_step = driver.handover.state_of_others, driver.reporter.note_step
-            return ChildSteps(driver.engine, plan, link, others=others, deadline_s=deadline_s, on_step=on_step)
+            return ChildSteps(
+                driver.engine,
+                plan,
+                link,
+                ranks=driver.ranks,
+                deadline_s=deadline_s,
+                state_deadline_s=self._config.control_deadline_s,
+                on_step=driver.reporter.note_step,
+            )
         common: dict[str, Any] = {
             "deadline_s": deadline_s,
             "on_step": driver.reporter.note_step,

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import zmq
@@ -41,7 +41,7 @@ from star_hvd.channel.messages.switch import (
     Servers,
     WarmServers,
 )
-from star_hvd.channel.state_transfer import TensorServer, fetch
+from star_hvd.channel.state_transfer import OtherRanks, TensorServer
 from star_hvd.config import Config
 from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.engine.meeting import Position, gather_positions, settled, unsettled_text
@@ -62,7 +62,6 @@ __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 logger = logging.getLogger("star_hvd")
 
 _MEETING_POLL_S = 0.002
-_SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
 
 _FOR_A_DRIVER = (
     messages.CloseStep, messages.PlanMessage, messages.Abandon, messages.OptimizerOver, Commit, PlanActive
@@ -210,7 +209,7 @@ class Runtime:
             self._next_engine - 1,
             self.config,
             self.agent.send,
-            self._fetch,
+            OtherRanks(self.keyring, self._next_engine - 1, self.agent.send, self._sources, self.raise_failure),
             self.diagnose,
             self.services.later,
         )
@@ -503,14 +502,16 @@ class Runtime:
             self._lost = message.lost
             self._bye.set()
 
-    # ---- fetch ----------------------------------------------------------------------------------------------
+    # ---- what other ranks ask for -----------------------------------------------------------------------------
 
-    def _snapshot(self, optimizer_id: int, state_too: bool, least: int) -> Snapshot | None:
+    def _snapshot(self, optimizer_id: int, state_too: bool, min_step: int) -> Snapshot | None:
         driver = self.drivers.get(optimizer_id)
-        if driver is None or (driver.engine.version < least and not driver.engine.away):
-            return None  # Where nobody trains, what is here is the newest for now.
+        if driver is None:
+            return None
+        if driver.engine.away and not state_too:
+            min_step = 0  # A child goes on with what is here: nothing newer comes while no rank trains.
         with driver.engine.streams.own():
-            return driver.engine.replica.snapshot(state_too=state_too)
+            return driver.engine.replica.snapshot(min_step, state_too=state_too)
 
     def _accept_late(self, optimizer_id: int, rank: int, version: int, body: bytearray) -> int:
         if optimizer_id == PROBE:
@@ -526,28 +527,6 @@ class Runtime:
         driver = self.drivers.get(optimizer_id)
         buckets = driver.engine.applier.buckets if driver is not None else []
         return sum((bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets)
-
-    def _fetch(self, optimizer_id: int, wanted: Callable[[], bool]) -> Snapshot | None:
-        deadline_s = self.config.control_deadline_s
-        limit_s = time.monotonic() + deadline_s
-        while time.monotonic() < limit_s:
-            self.raise_failure()
-            if not wanted():
-                return None
-            self.agent.send(messages.FindStateSource(optimizer_id))
-            # A rank that says nothing for long, being frozen for example, need not be the only one with the state.
-            with contextlib.suppress(queue.Empty, DeadlineError):
-                reply = self._sources.get(timeout=5.0)
-                if reply.rank >= 0 and reply.optimizer_id == optimizer_id:
-                    left_s = max(0.1, limit_s - time.monotonic())
-                    snapshot = fetch(self.keyring, reply.rank, optimizer_id, left_s, patience_s=deadline_s / _SOURCES)
-                    if snapshot is not None:
-                        return snapshot
-            time.sleep(0.002)
-        raise DeadlineError(
-            f"rank {self.rank} is behind and found no rank to fetch parameters from within "
-            f"{self.config.control_deadline_s:g} s"
-        )
 
 
 def _shared_folder(*, wanted: bool) -> PrivateFolder | None:

@@ -264,9 +264,9 @@ def _tell_state() -> None:
         engine, handover = driver.engine, driver.handover
         replica, inflight = engine.replica, engine._inflight
         state = {
-            "plan": f"{engine.plan.label} {engine.plan.epoch}", "version": engine.version, "next": engine.next_step,
+            "plan": f"{engine.plan.label} {engine.plan.plan_id}", "version": engine.version, "next": engine.next_step,
             "close_upto": engine._close_upto, "away": engine.away, "part": engine.taking_part,
-            "foreign": replica.foreign, "needs_fetch": replica.needs_fetch, "queue": len(replica.queue),
+            "state": replica.state.name, "queue": len(replica.queue),
             "computing": replica.computing, "shadow": replica._shadow is not None,
             "inflight": inflight and (inflight.number, inflight.owner),
             "outside": handover.outside and (type(handover.outside).__name__, handover.outside.plan.plan_id),

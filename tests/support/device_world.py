@@ -242,7 +242,7 @@ class DeviceWorld(World):
         copy = self._copies.pop(engine.rank, None)
         with self.device.on(f"S{engine.rank}"):
             if copy is None:
-                copy = engine.replica._copy(True)
+                copy = engine.replica._copy(0, True)
                 if copy is not None:
                     self._copies[engine.rank] = copy
                     self.snapshots += 1

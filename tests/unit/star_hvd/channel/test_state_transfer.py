@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd.channel.keys import Keyring, Peer
+from star_hvd.channel.messages import base as messages
 from star_hvd.channel.state_transfer import (
     _HEADER,
     _MANIFEST,
     _REQUEST,
+    OtherRanks,
     TensorServer,
     fetch,
     pack_snapshot,
@@ -166,6 +169,58 @@ def test_fetching_in_chunks() -> None:
             server.stop()
 
 
+class Coordinator:
+    """Names ranks in turn."""
+
+    def __init__(self, ranks: list[int], optimizer_id: int = 2) -> None:
+        self.ranks, self.optimizer_id = ranks, optimizer_id
+        self.answers: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
+
+    def send(self, message: messages.Message) -> None:
+        assert message == messages.FindStateSource(2)
+        self.answers.put(messages.StateSource(self.optimizer_id, self.ranks.pop(0)))
+
+
+def test_other_ranks_as_a_source() -> None:
+    """Each request goes to the rank that the coordinator names, with the least step that is of use."""
+    asked: list[tuple[int, bool, int]] = []
+
+    def snapshot(optimizer_id: int, state_too: bool, min_step: int) -> Snapshot | None:
+        asked.append((optimizer_id, state_too, min_step))
+        return example() if min_step <= 7 else None
+
+    with two_rings() as (_, client, router, _):
+        server = TensorServer(router, snapshot, 4096)
+        server.start()
+        coordinator = Coordinator([-1, 0, 0])
+        source = OtherRanks(client, 2, coordinator.send, coordinator.answers, lambda: None)
+        assert source.snapshot(7, 60.0) is None and asked == [], "the coordinator knows of no rank"
+        found = source.snapshot(7, 60.0)
+        assert found is not None and found.version == 7
+        assert source.snapshot(8, 60.0) is None
+        assert asked == [(2, True, 7), (2, True, 8)]
+        server.stop()
+
+
+def test_other_ranks_that_are_silent_or_named_for_another_optimizer_have_no_state() -> None:
+    with two_rings() as (_, client, router, _):
+        silent, other = Coordinator([0]), Coordinator([0], optimizer_id=3)
+        assert OtherRanks(client, 2, silent.send, silent.answers, lambda: None).snapshot(0, 0.5) is None
+        assert OtherRanks(client, 2, other.send, other.answers, lambda: None).snapshot(0, 0.5) is None
+        nobody: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
+        assert OtherRanks(client, 2, lambda message: None, nobody, lambda: None).snapshot(0, 0.1) is None
+        router.close(linger=0)
+
+
+def test_other_ranks_are_not_asked_by_a_rank_that_has_failed() -> None:
+    def check() -> None:
+        raise ChannelError("rank 1 has failed")
+
+    none: Any = None
+    with pytest.raises(ChannelError, match="rank 1 has failed"):
+        OtherRanks(none, 2, none, none, check).snapshot(0, 60.0)
+
+
 def test_a_manifest_of_many_parameters_travels_in_chunks() -> None:
     snapshot = Snapshot(7, [torch.full((2,), float(i)) for i in range(9000)], [{"step": 1.0} for _ in range(9000)])
     assert len(pack_snapshot(snapshot)[0]) > 10 * 4096
@@ -224,7 +279,7 @@ def test_malformed_requests_are_counted_and_the_next_one_is_served() -> None:
 def test_a_silent_server_costs_no_more_than_the_deadline() -> None:
     with two_rings() as (_, client, router, _):
         began_s = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"rank 0 were not complete after 0\.5"):
+        with pytest.raises(DeadlineError, match=r"rank 0 were not complete after \d"):
             fetch(client, 0, 0, 0.5)
         assert 0.4 < time.monotonic() - began_s < 60.0
         router.close(linger=0)

@@ -63,6 +63,7 @@ def test_a_rank_goes_on_with_a_fetched_state_on_its_device() -> None:
             {"step": torch.tensor(4.0), "exp_avg": torch.zeros(5), "exp_avg_sq": torch.ones(5)} for _ in params
         ]
         with device.on("T0"):
+            engine.replica.cannot_replay(0)
             assert engine.adopt(Snapshot(0, params, state))
             for bucket in world.backward(engine):
                 assert bucket.params

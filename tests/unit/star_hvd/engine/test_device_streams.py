@@ -207,8 +207,8 @@ class HostLink:
         self.pushed = [flat.detach().cpu() for flat in flats]
         return version + 1
 
-    def parameters(self, least: int, patience_s: float, given_up: Any, **more: Any) -> Snapshot:
-        return Snapshot(least, [torch.full((SIZE,), float(least)) for _ in range(3)], [{}, {}, {}])
+    def state(self, min_step: int, *, state_too: bool) -> Snapshot:
+        return Snapshot(min_step, [torch.full((SIZE,), float(min_step)) for _ in range(3)], [{}, {}, {}])
 
 
 def pushed_to_a_parent(device: FakeDevice) -> list[float]:
@@ -217,7 +217,8 @@ def pushed_to_a_parent(device: FakeDevice) -> list[float]:
     with device.on("T1"):
         engine.leave_rounds()
         steps = ChildSteps(
-            engine, engine.plan, cast(Any, link), others=lambda wanted: None, deadline_s=5.0, on_step=lambda info: None
+            engine, engine.plan, cast(Any, link), ranks=cast(Any, None), deadline_s=5.0, state_deadline_s=5.0,
+            on_step=lambda info: None,
         )
         for _ in range(3):
             backward(world, 1)

@@ -196,12 +196,12 @@ def test_a_step_that_ends_while_a_state_is_adopted_is_not_lost() -> None:
         for engine in world.engines:
             adopt = engine.replica.adopt
 
-            def adopting(snapshot: Snapshot, ended: int, engine: StepEngine = engine, adopt: Any = adopt) -> None:
+            def adopting(snapshot: Snapshot, ended: int, engine: StepEngine = engine, adopt: Any = adopt) -> bool:
                 nonlocal tried
                 with ThreadPoolExecutor(1) as helper:
                     tried += 1
                     assert not helper.submit(engine.lock.acquire, blocking=False).result(), "the helper may go on"
-                adopt(snapshot, ended)
+                return bool(adopt(snapshot, ended))
 
             engine.replica.adopt = adopting  # type: ignore[method-assign]
         world.run()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from scheduler.plan.plan import Plan
+from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.mode_switcher import ModeSwitcher
 from star_hvd.modes.ps_worker import ServerSteps, StepInfo
@@ -49,7 +50,7 @@ class Engine:
 
 def handover(engine: Engine) -> ModeSwitcher:
     made = ModeSwitcher(
-        0, cast(Any, engine), cast(Any, None), ready=lambda plan, reason: None, fetch=cast(Any, None),
+        0, cast(Any, engine), cast(Any, None), ready=lambda plan, reason: None, ranks=cast(Any, None),
         local=cast(Any, None), later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
     )
     made._held = {plan.plan_id: plan for plan in (SUBGROUP, SERVED, BACK)}
@@ -161,16 +162,30 @@ def test_a_postponed_plan_is_handed_on_once() -> None:
 class Line:
     """A child's connection to a parent that gives nothing, or a client of servers."""
 
-    def parameters(self, *unused: Any, **also: Any) -> None:
+    def state(self, min_step: int, *, state_too: bool) -> None:
         return None
 
     def wake(self) -> None:
         pass
 
 
-def child_steps(engine: StepEngine, plan: Plan, others: Callable[..., Any] = lambda wanted: None) -> ChildSteps:
+class OtherRanks:
+    """A source that gives what it has."""
+
+    def __init__(self, given: Snapshot | None = None) -> None:
+        self.given, self.asked = given, list[int]()
+
+    def snapshot(self, min_step: int, deadline_s: float) -> Snapshot | None:
+        self.asked.append(min_step)
+        return self.given
+
+
+def child_steps(engine: StepEngine, plan: Plan, ranks: OtherRanks | None = None, line: Any = None) -> ChildSteps:
     told = list[Any]()
-    return ChildSteps(engine, plan, cast(Any, Line()), others=others, deadline_s=1.0, on_step=told.append)
+    return ChildSteps(
+        engine, plan, line or Line(), ranks=ranks or OtherRanks(), deadline_s=1.0, state_deadline_s=1.0,
+        on_step=told.append,
+    )
 
 
 def server_steps(engine: StepEngine, plan: Plan) -> ServerSteps:
@@ -197,7 +212,7 @@ def test_word_of_the_next_mode_in_the_very_moment_a_rank_enters_one(first: Plan,
             return make(engine, plan)
 
     made = ModeSwitcher(
-        0, engine, cast(Any, Interrupted()), ready=lambda plan, reason: None, fetch=cast(Any, None),
+        0, engine, cast(Any, Interrupted()), ready=lambda plan, reason: None, ranks=cast(Any, None),
         local=cast(Any, None), later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
     )
     made._held = {1: first, 2: back}
@@ -211,25 +226,22 @@ def test_word_of_the_next_mode_in_the_very_moment_a_rank_enters_one(first: Plan,
 
 def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(1, world_size=3)
-    engine, asked = world.engines[2], list[bool]()
+    engine = world.engines[2]
     plan = Plan.subgroup(3, (0, 1), plan_id=1)
     with engine.lock:
         engine.agreement.plan = plan
     given = world.engines[0].replica.snapshot()
 
-    def others(wanted: Callable[[], bool]) -> Any:
-        asked.append(wanted())
-        return given
-
-    child_steps(engine, plan, others).refresh_state()
-    assert asked == [True] and given is not None
+    ranks = OtherRanks(given)
+    child_steps(engine, plan, ranks).refresh_state()
+    assert ranks.asked == [engine.version] and given is not None
     assert torch.equal(engine.applier.buckets[0].params[0], given.params[0])
 
 
 def test_a_childs_step_during_which_the_mode_ends_is_told_as_one_of_its_own_mode() -> None:
     """Else the coordinator takes the step to contain it for one of the next mode and closes none before it."""
     world = World(1, world_size=3)
-    engine, told = world.engines[2], list[StepInfo]()
+    engine = world.engines[2]
     plan, after = Plan.subgroup(3, (0, 1), plan_id=1), Plan.grouped(3, [(0, 1), (2,)]).replace(plan_id=2, servers=(0,))
 
     class Parent(Line):
@@ -240,7 +252,8 @@ def test_a_childs_step_during_which_the_mode_ends_is_told_as_one_of_its_own_mode
 
     with engine.lock:
         engine.agreement.plan = plan
-    nobody: Any = lambda wanted: None  # noqa: E731
-    steps = ChildSteps(engine, plan, cast(Any, Parent()), others=nobody, deadline_s=1.0, on_step=told.append)
+    steps = child_steps(engine, plan, line=Parent())
+    told: list[StepInfo] = []
+    steps._on_step = told.append
     steps.step(skip=False)
     assert [info.plan_id for info in told] == [1] and steps.over

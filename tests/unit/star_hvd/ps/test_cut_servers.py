@@ -331,7 +331,7 @@ def test_a_late_gradient_is_taken_once_and_parameters_come(parent: Parent, way: 
             gradient = torch.full((1000,), float(version))
             assert link.push([gradient], version) == version + 1
             assert parent.taken[-1] == (0, 1, version, gradient.numpy().tobytes())
-            snapshot = link.parameters(0, DEADLINE_S, lambda: False)
+            snapshot = link.state(0, state_too=False)
             assert snapshot is not None and torch.equal(snapshot.params[0], parent.snapshot.params[0])
             longest_s = max(longest_s, time.monotonic() - began_s)
             version += 1
