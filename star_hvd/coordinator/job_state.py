@@ -354,7 +354,7 @@ class JobState:
     def _own_pace_s(self, rank: int) -> float | None:
         """Recent time per batch of a rank, from the first optimizer it feeds."""
         for engine in self.engines.values():
-            recent = [report.compute_s for report in engine.history[rank]][-5:]
+            recent = [report.times.compute_s for report in engine.history[rank]][-5:]
             if recent and min(recent) > 0.0:
                 return sorted(recent)[len(recent) // 2]
         return None
