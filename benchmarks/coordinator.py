@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from scheduler.plan.plan import Plan
+from scheduler.records import StepTimes
 from star_hvd.channel.messages.base import (
     Arrive,
     HeaderNote,
@@ -53,10 +54,10 @@ class _Job:
                 own_s *= _SLOW
                 if late:
                     if number % _SLOW == 0:
-                        self._say(rank, Late(0, number - _SLOW + 1, self._plan_id, own_s, 0.0, own_s, 0.0), at_s)
+                        self._say(rank, Late(0, number - _SLOW + 1, self._plan_id, StepTimes(own_s, 0.0, own_s)), at_s)
                         self._say(rank, Join(0, number, ), at_s)
                     continue
-            self._say(rank, Arrive(0, number, self._plan_id, own_s, 0.001, own_s, 0.0, 0.005), at_s)
+            self._say(rank, Arrive(0, number, self._plan_id, StepTimes(own_s, 0.001, own_s), 0.005), at_s)
         note = HeaderNote(
             0, number, self._plan_id, [1] * self._n, 2.0 / (1.0 + 0.001 * number), float(self._n), float(self._n),
             4.0, self._n, 1.0, 0.0,

@@ -32,7 +32,7 @@ from scheduler.learning.model_choice import find_ranker
 from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy, Ranker
 from scheduler.policy.rule_policy import RulePolicy
-from scheduler.records import StepReport, Window
+from scheduler.records import StepReport, StepTimes, Window
 from scheduler.simulator.episodes import Episode
 from scheduler.simulator.job import Job
 from scheduler.simulator.scenario import Cluster, Network, Scenario
@@ -64,7 +64,7 @@ def _reader(window: Window) -> Callable[[], Window]:
     engine = OptimizerState(0, n, Config(), lambda message: None)
     for stats in window.ranks:
         for step, time_s in zip(stats.steps, stats.compute_s, strict=True):
-            engine.history.append(StepReport(rank=stats.rank, step=step, compute_s=time_s))
+            engine.history.append(StepReport(rank=stats.rank, step=step, times=StepTimes(time_s)))
     engine.links.bytes_per_s = [stats.link_bytes_per_s for stats in window.ranks]
     engine.gradient_bytes = window.comm_bytes
     rest = {"step": window.step, "noise_scale": window.noise_scale, "allowed": window.allowed}

@@ -17,10 +17,38 @@ import numpy.typing as npt
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import MODES, Plan, PlanError
 
-__all__ = ["MODES", "Plan", "PlanError", "RankStats", "RankTable", "StepReport", "Window", "parse_mode"]
+__all__ = [
+    "MODES",
+    "Plan",
+    "PlanError",
+    "RankStats",
+    "RankTable",
+    "StepReport",
+    "StepTimes",
+    "Window",
+    "parse_mode",
+]
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One rank's own work for one gradient, in seconds.
+
+    Attributes:
+        compute_s: From the end of the previous step to the moment all gradients were ready, without time spent
+            in the user's own collectives. Taken before the collective, so waiting ranks do not look busy.
+        input_s: Part of `compute_s` spent waiting for data.
+        cpu_s: CPU time of the training thread inside `compute_s`.
+        runqueue_s: Time the training thread was runnable but not running (Linux schedstat), 0 where unknown.
+    """
+
+    compute_s: float
+    input_s: float = 0.0
+    cpu_s: float = 0.0
+    runqueue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +57,9 @@ class StepReport:
 
     Attributes:
         rank: The reporting rank.
-        step: Global step the gradient was computed for (the version of the parameters it used).
-        compute_s: From the end of the previous step to the moment all gradients were ready, without time spent
-            in the user's own collectives. Taken before the collective, so waiting ranks do not look busy.
-        wait_s: From that moment to the end of the step's reduction. The rank with the least wait is the slowest.
-        input_s: Part of `compute_s` spent waiting for data.
-        cpu_s: CPU time of the training thread inside `compute_s`.
-        runqueue_s: Time the training thread was runnable but not running (Linux schedstat), 0 where unknown.
+        step: Global step the gradient was computed for.
+        times: The rank's own work.
+        wait_s: From the end of that work to the end of the step's reduction. The rank with the least is the slowest.
         late: Whether the gradient missed its step.
         samples: Samples behind the gradient, 0 where unknown.
         loss: Loss of the batch where the user reported it, else NaN.
@@ -43,14 +67,27 @@ class StepReport:
 
     rank: int
     step: int
-    compute_s: float
+    times: StepTimes
     wait_s: float = 0.0
-    input_s: float = 0.0
-    cpu_s: float = 0.0
-    runqueue_s: float = 0.0
     late: bool = False
     samples: float = 0.0
     loss: float = float("nan")
+
+    def as_record(self) -> dict[str, Any]:
+        """The report as a run log keeps it: flat, times first the rank's own work, then its wait."""
+        times = self.times
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "compute_s": times.compute_s,
+            "wait_s": self.wait_s,
+            "input_s": times.input_s,
+            "cpu_s": times.cpu_s,
+            "runqueue_s": times.runqueue_s,
+            "late": self.late,
+            "samples": self.samples,
+            "loss": self.loss,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

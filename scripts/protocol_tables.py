@@ -26,6 +26,9 @@ WIRE = PACKAGE / "ps" / "common" / "wire.py"
 DISPATCHER = "runtime/runtime.py"
 """Where a rank gets the coordinator's messages."""
 
+RECORDS = {"StepTimes": Path("scheduler/records.py")}
+"""Records inside messages, whose fields are sent in their place."""
+
 SERVER: dict[str, tuple[str, str]] = {
     "HELLO": ("worker -> server", "opens a connection"),
     "PUSH": ("worker or parent -> shard 0", "announces a gradient: version, weight, count, hyperparameters, loss"),
@@ -62,11 +65,18 @@ def control_messages(root: Path) -> list[Control]:
     for path in sorted((root / MESSAGES).glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and any(ast.unparse(d) == "message_kind" for d in node.decorator_list):
-                found.append(_control(node, path.relative_to(root).as_posix()))
+                found.append(_control(node, path.relative_to(root).as_posix(), root))
     return found
 
 
-def _control(node: ast.ClassDef, file: str) -> Control:
+def _record_fields(root: Path, record: str) -> list[str]:
+    """Names of the fields of a record that messages hold."""
+    tree = ast.parse((root / RECORDS[record]).read_text(encoding="utf-8"))
+    node = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == record)
+    return [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)]
+
+
+def _control(node: ast.ClassDef, file: str, root: Path) -> Control:
     kind, fields = "", []
     for item in node.body:
         if not isinstance(item, ast.AnnAssign):
@@ -74,6 +84,8 @@ def _control(node: ast.ClassDef, file: str) -> Control:
         name = ast.unparse(item.target)
         if name == "kind":
             kind = ast.literal_eval(item.value) if item.value is not None else ""
+        elif ast.unparse(item.annotation) in RECORDS:
+            fields += [f"{name}.{part}" for part in _record_fields(root, ast.unparse(item.annotation))]
         else:
             fields.append(name if item.value is None else f"{name} = {ast.unparse(item.value)}")
     text = ast.get_docstring(node) or ""

@@ -3,7 +3,7 @@
 Three kinds of evidence, in `find_stragglers`: compute times (causes compute, input and starved), the rates of links
 (link), and silence (starved: a process that is stopped or gets no processor at all).
 
-Of compute, the question is asked of compute times taken before the collective (`StepReport.compute_s`): inside a
+Of compute, the question is asked of compute times taken before the collective (`StepTimes.compute_s`): inside a
 collective the waiting ranks spin at full load and every rank sees the same wall time, so no time measured
 there names a rank; a link is known by its own rate.
 

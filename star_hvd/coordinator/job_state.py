@@ -333,7 +333,7 @@ class JobState:
     def _own_pace_s(self, rank: int) -> float | None:
         """Median time of a rank's last 5 batches in seconds, from the first optimizer with reports."""
         for engine in self.engines.values():
-            recent = [report.compute_s for report in engine.history[rank]][-5:]
+            recent = [report.times.compute_s for report in engine.history[rank]][-5:]
             if recent and min(recent) > 0.0:
                 return sorted(recent)[len(recent) // 2]
         return None

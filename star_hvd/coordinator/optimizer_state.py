@@ -14,7 +14,7 @@ from scheduler.diagnosis.window_stats import Readings
 from scheduler.plan.completion import resolve
 from scheduler.policy.cost_policy import Ranker
 from scheduler.policy.switch_outcome import SwitchOutcome
-from scheduler.records import MODES, Plan, PlanError, StepReport, Window
+from scheduler.records import MODES, Plan, PlanError, StepReport, StepTimes, Window
 from scheduler.rules.step_closing import Close, ClosingRule
 from star_hvd.channel.messages.base import (
     Abandon,
@@ -152,7 +152,7 @@ class OptimizerState:
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
         """A rank's fresh gradient for its current step is ready."""
         self._acted(rank, message.plan_id, message.step)
-        self._note_report(rank, message.step, message, late=False)
+        self._note_report(rank, message.step, message.times, late=False)
         self.arrivals.waited(rank, message.previous_wait_s)
         if self.active.may_close:
             self.arrivals.came(rank, message.step, now_s)
@@ -160,8 +160,9 @@ class OptimizerState:
             self.arrivals.in_lockstep(rank, message.step - 1, message.previous_wait_s)
         if self.rule.step < message.step or not self.rule.begun:
             self._alerts.waiting(now_s)
-        self.rule.arrive(rank, message.step, message.compute_s, now_s)
-        if self._trigger.note(rank, message.compute_s) and self.choice is not None and self.active.mode == "sync":
+        compute_s = message.times.compute_s
+        self.rule.arrive(rank, message.step, compute_s, now_s)
+        if self._trigger.note(rank, compute_s) and self.choice is not None and self.active.mode == "sync":
             # However many ranks report, the window is brought forward once.
             waited_s = (1.0 - _SOONER) * self._config.decide_interval_s
             self._decide_at_s = min(self._decide_at_s, max(now_s, self._decide_next_s - waited_s))
@@ -170,8 +171,8 @@ class OptimizerState:
         """A rank's gradient is ready after its step was closed."""
         self.arrivals.came(rank, message.version, now_s)
         self.arrivals.waited(rank, 0.0)  # It did not wait; otherwise its waits in `sync` would stay its usual ones.
-        self._note_report(rank, message.version, message, late=True)
-        self.rule.late(rank, message.compute_s)
+        self._note_report(rank, message.version, message.times, late=True)
+        self.rule.late(rank, message.times.compute_s)
 
     def header_note(self, message: HeaderNote) -> None:
         """The statistics in a step's reduced header, reported by rank 0."""
@@ -267,7 +268,7 @@ class OptimizerState:
     def step_note(self, rank: int, message: StepNote) -> None:
         """A rank's step in a mode without a common reduction."""
         self._acted(rank, message.plan_id, message.version)
-        self._note_report(rank, message.version, message, late=message.staleness > 0, wait_s=message.comm_s)
+        self._note_report(rank, message.version, message.times, late=message.staleness > 0, wait_s=message.comm_s)
         self.arrivals.waited(rank, message.comm_s)
         served = self.active.family in ("ps", "grouped")  # A subgroup's members report their own steps.
         if served and message.plan_id == self.active.plan_id:
@@ -375,25 +376,12 @@ class OptimizerState:
         if self.refused is not None and self.active.relaxed and self._switch is None:
             self.publish(self._sync(f"rank {self._refused_by}: {self.refused}"), now_s)
 
-    def _note_report(
-        self, rank: int, step: int, message: Arrive | Late | StepNote, *, late: bool, wait_s: float = 0.0
-    ) -> None:
+    def _note_report(self, rank: int, step: int, times: StepTimes, *, late: bool, wait_s: float = 0.0) -> None:
         if rank not in self._warm:
             # A first step allocates, compiles and opens files: its time is not that of later steps.
             self._warm.add(rank)
             return
-        self.history.append(
-            StepReport(
-                rank=rank,
-                step=step,
-                compute_s=message.compute_s,
-                wait_s=wait_s,
-                input_s=message.input_s,
-                cpu_s=message.cpu_s,
-                runqueue_s=message.runqueue_s,
-                late=late,
-            )
-        )
+        self.history.append(StepReport(rank=rank, step=step, times=times, wait_s=wait_s, late=late))
 
     def _acted(self, rank: int, plan_id: int, step: int) -> None:
         if plan_id < self._next_epoch:  # A later one was never published; noting it would free process sets in use.

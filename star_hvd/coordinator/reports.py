@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.records import RankTable, StepReport
+from scheduler.records import RankTable, StepReport, StepTimes
 
 __all__ = ["Arrivals", "History", "Losses"]
 
@@ -46,8 +46,9 @@ class History:
         rank = report.rank
         values, steps = self._values[rank], self._steps[rank]
         values[:, :-1] = values[:, 1:]
+        times = report.times
         values[:, -1] = (
-            report.compute_s, report.input_s, report.runqueue_s, report.wait_s, report.cpu_s, float(report.late)
+            times.compute_s, times.input_s, times.runqueue_s, report.wait_s, times.cpu_s, float(report.late)
         )
         steps[:-1] = steps[1:]
         steps[-1] = report.step
@@ -66,11 +67,8 @@ class History:
             StepReport(
                 rank=rank,
                 step=step,
-                compute_s=row[_COMPUTE],
+                times=StepTimes(row[_COMPUTE], row[_INPUT], row[_CPU], row[_RUNQUEUE]),
                 wait_s=row[_WAIT],
-                input_s=row[_INPUT],
-                cpu_s=row[_CPU],
-                runqueue_s=row[_RUNQUEUE],
                 late=row[_LATE] > 0.0,
             )
             for step, row in zip(steps, values, strict=True)

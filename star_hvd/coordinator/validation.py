@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +25,7 @@ from star_hvd.channel.messages.base import (
     Register,
     RequestBatch,
     Unregister,
+    wire_fields,
 )
 from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.switch import (
@@ -74,8 +75,13 @@ _FROM_RANKS: tuple[type[Message], ...] = (
 _MAX_AHEAD = 1 << 16  # Steps between two reports of a rank, which reports every step within 0.1 s.
 _MAX_OPTIMIZERS = 1 << 20  # Made by a job one after another.
 _TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
-_TIMES_OF = {
-    kind: tuple(item.name for item in dataclasses.fields(kind) if item.name in _TIMES) for kind in _FROM_RANKS
+_TIMES_OF: dict[type[Message], tuple[tuple[str, Callable[[Any], float]], ...]] = {
+    cls: tuple(
+        (name, operator.attrgetter(name))
+        for name, _ in wire_fields(cls.kind)
+        if name.rpartition(".")[2] in _TIMES
+    )
+    for cls in _FROM_RANKS
 }
 _STEP_OF: dict[type[Message], str] = {
     **dict.fromkeys((Arrive, HeaderNote, Drained, Switched), "step"),
@@ -104,8 +110,8 @@ def check(message: Message, world_size: int, step_of: Callable[[int], int]) -> N
     optimizer_id = getattr(message, "optimizer_id", 0)
     if not 0 <= optimizer_id < _MAX_OPTIMIZERS:
         raise ChannelError(f"optimizer number is {optimizer_id}; expected 0..{_MAX_OPTIMIZERS - 1}")
-    for name in times:
-        value = getattr(message, name)
+    for name, get in times:
+        value = get(message)
         if not 0.0 <= value < 1e9:
             raise ChannelError(f"{name} of a {message.kind} message is {value!r}; expected seconds from 0 to 1e9")
     if kind in _STEP_OF:

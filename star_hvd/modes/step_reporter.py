@@ -12,20 +12,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from scheduler.diagnosis.window_stats import slow_limit_s
-from scheduler.records import Plan, StepReport
+from scheduler.records import Plan, StepReport, StepTimes
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.switch import StepNote, Switched
 from star_hvd.engine.header import Header
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.ps_worker import StepInfo
 from star_hvd.telemetry.resources import Resources
-from star_hvd.telemetry.timer import ComputeTimes
 
 __all__ = ["Send", "StepLog", "StepReporter"]
 
 logger = logging.getLogger("star_hvd")
 
-_NO_TIMES = ComputeTimes(0.0, 0.0, 0.0, 0.0)
+_NO_TIMES = StepTimes(0.0)
 _FIRST_ARRIVALS = 8  # All of which are news to the coordinator.
 _LATEST = 8  # Updates that a mean for the log is of.
 _SMOOTHING = 0.2  # Weight of the newest step in what is usual for this rank.
@@ -101,7 +100,7 @@ class StepReporter:
         """The compute time of this rank's step is not known yet."""
         self.timing, self._unsent = True, None
 
-    def end_timing(self, times: ComputeTimes) -> None:
+    def end_timing(self, times: StepTimes) -> None:
         """It is known: send the message that waited for it."""
         self.times, self.timing = times, False
         unsent, self._unsent = self._unsent, None
@@ -117,23 +116,11 @@ class StepReporter:
 
     def note_step(self, info: StepInfo) -> None:
         """A step outside the rounds has ended."""
-        t, loss = self.times, self.engine.loss
-        self.engine.loss = math.nan
+        loss, self.engine.loss = self.engine.loss, math.nan
         self.wait_s = info.comm_s
         self.log_step(info.version, loss, info.comm_s, late=info.staleness > 0)
         self._send(
-            StepNote(
-                self.number,
-                info.version,
-                info.plan_id,
-                t.compute_s,
-                t.input_s,
-                t.cpu_s,
-                t.runqueue_s,
-                info.comm_s,
-                loss,
-                info.staleness,
-            ),
+            StepNote(self.number, info.version, info.plan_id, self.times, info.comm_s, loss, info.staleness),
             urgent=False,
         )
 
@@ -171,16 +158,12 @@ class StepReporter:
         self.steps_logged += 1
         if self.log is None:
             return
-        t = self.times
         self.log.step(
             StepReport(
                 rank=self.engine.rank,
                 step=step,
-                compute_s=t.compute_s,
+                times=self.times,
                 wait_s=wait_s,
-                input_s=t.input_s,
-                cpu_s=t.cpu_s,
-                runqueue_s=t.runqueue_s,
                 late=late,
                 samples=float(samples),
                 loss=loss,
@@ -200,12 +183,9 @@ class StepReporter:
             send()
 
     def _send_arrive(self, step: int, plan_id: int) -> None:
-        t = self.times
-        news = self._is_news(t.compute_s)
-        self._send(
-            messages.Arrive(self.number, step, plan_id, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s, self.wait_s),
-            urgent=news or self._urgent(),
-        )
+        news = self._is_news(self.times.compute_s)
+        arrive = messages.Arrive(self.number, step, plan_id, self.times, self.wait_s)
+        self._send(arrive, urgent=news or self._urgent())
 
     def _urgent(self) -> bool:
         return self.engine.plan.may_close or self.hurry
@@ -217,8 +197,7 @@ class StepReporter:
         return self._arrivals <= _FIRST_ARRIVALS or compute_s > slow_limit_s(usual_s)
 
     def _send_late(self, version: int, plan_id: int) -> None:
-        t = self.times
-        self._send(messages.Late(self.number, version, plan_id, t.compute_s, t.input_s, t.cpu_s, t.runqueue_s))
+        self._send(messages.Late(self.number, version, plan_id, self.times))
 
     def on_join(self, version: int) -> None:
         self._send(messages.Join(self.number, version))

@@ -94,7 +94,7 @@ class RunLog:
     def step(self, report: StepReport) -> None:
         """A rank's report of one gradient of its own; goes to the rank's file."""
         now_s = self._now_s()
-        self._put(False, "step", lambda: {"kind": "step", "time_s": round(now_s, 6), **_fields(report)})
+        self._put(False, "step", lambda: {"kind": "step", "time_s": round(now_s, 6), **_finite(report.as_record())})
 
     def resources(self, readings: Any) -> None:
         """What `telemetry.resources` read on this rank; goes to the rank's file."""

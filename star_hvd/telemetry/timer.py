@@ -10,19 +10,10 @@ import contextlib
 import os
 import threading
 import time
-from dataclasses import dataclass
 
-__all__ = ["ComputeTimes", "StepTimer"]
+from scheduler.records import StepTimes
 
-
-@dataclass(frozen=True, slots=True)
-class ComputeTimes:
-    """One rank's work for one gradient, in seconds; see `scheduler.records.StepReport`."""
-
-    compute_s: float
-    input_s: float
-    cpu_s: float
-    runqueue_s: float
+__all__ = ["StepTimer"]
 
 
 class _RunQueue:
@@ -84,11 +75,11 @@ class StepTimer:
         """Count time spent waiting for data; it stays part of the compute time."""
         self._input_s += seconds
 
-    def stop(self) -> ComputeTimes:
+    def stop(self) -> StepTimes:
         """The rank's own gradient is whole."""
         assert self._queue is not None
         same = self._thread == threading.get_ident()
-        return ComputeTimes(
+        return StepTimes(
             compute_s=max(0.0, time.monotonic() - self._began_s - self._outside_s),
             input_s=self._input_s,
             cpu_s=max(0.0, time.thread_time() - self._began_cpu_s) if same else 0.0,

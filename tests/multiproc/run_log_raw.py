@@ -15,7 +15,7 @@ import torch
 
 import star_hvd as hvd
 from scheduler.plan.plan import Plan
-from scheduler.records import RankStats, StepReport, Window
+from scheduler.records import RankStats, StepReport, StepTimes, Window
 from star_hvd.run_log import RunLog, new_run_name, run_directory, window_values
 from star_hvd.run_log.facts import environment, optimizer_facts
 from tests.support.launch import write_result
@@ -55,7 +55,7 @@ def main(root: str, steps: int, die: bool) -> None:
         loss.backward()
         optimizer.step()
         ended_s = time.perf_counter()
-        log.step(StepReport(rank=rank, step=step, compute_s=ended_s - began_s, loss=loss.item()))
+        log.step(StepReport(rank=rank, step=step, times=StepTimes(ended_s - began_s), loss=loss.item()))
         ranks = tuple(RankStats(rank=r, compute_s=(ended_s - began_s,), steps=(step,)) for r in range(size))
         log.window(window_values(Window(step=step, ranks=ranks), mode="sync", loss=loss.item()))
         log.metric("loss", loss.item(), step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import JobState
@@ -49,7 +49,7 @@ class Job:
         return [x for r in range(self.world_size) for x in self.say(r, m.Register(optimizer_id, first, wanted))]
 
     def arrive(self, rank: int, step: int, plan_id: int = 0, compute_s: float = 0.1) -> None:
-        self.say(rank, m.Arrive(0, step, plan_id, compute_s, 0.0, 0.05, 0.0, 0.01))
+        self.say(rank, m.Arrive(0, step, plan_id, StepTimes(compute_s, 0.0, 0.05), 0.01))
 
     def tick(self) -> list[m.Message]:
         self.board.tick(self.now_s)

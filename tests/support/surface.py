@@ -23,7 +23,7 @@ from scheduler.learning import dataset, features, registry
 from scheduler.plan import mode_names
 from scheduler.plan.plan import MODES, RULES, Plan, PlanError
 from scheduler.policy.switch_outcome import SwitchOutcome
-from scheduler.records import StepReport
+from scheduler.records import StepReport, StepTimes
 from star_hvd.channel import messages
 from star_hvd.run_log.convert import RunState, flat, window_metrics
 from star_hvd.telemetry.resources import Resources
@@ -46,7 +46,7 @@ def surface() -> dict[str, Any]:
         "registry": {"model": registry.MODEL_NAME, "experiment": registry.EXPERIMENT},
         "mlflow": _mlflow_keys(),
         "run_log": {
-            "step": [item.name for item in dataclasses.fields(StepReport)],
+            "step": list(StepReport(rank=0, step=0, times=StepTimes(1.0)).as_record()),
             "resources": [item.name for item in dataclasses.fields(Resources)],
             "outcome": list(_outcome_record()),
         },
@@ -73,7 +73,7 @@ def _without_addresses(signature: object) -> str:
 def _kinds() -> set[str]:
     for module in pkgutil.iter_modules(messages.__path__):
         import_module(f"{messages.__name__}.{module.name}")
-    return set(import_module(f"{messages.__name__}.base")._KINDS)
+    return set(import_module(f"{messages.__name__}.base").kinds())
 
 
 def _plan_keys() -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgpack
 
+from scheduler.records import StepTimes
 from star_hvd.errors import ChannelError
 
 __all__ = [
@@ -42,6 +43,8 @@ __all__ = [
     "Unregister",
     "decode",
     "encode",
+    "kinds",
+    "wire_fields",
 ]
 
 MAX_BYTES = 1 << 20
@@ -51,13 +54,18 @@ _MOST = 1 << 53  # Of integers, which others may keep as floats.
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages; fields are int, float, bool, str, a list of ints or a mapping."""
+    """Base of all messages; fields are int, float, bool, str, a list of ints, a mapping or one `StepTimes`.
+
+    What is sent of a record inside a message are its fields, in their order, at its place among the others.
+    """
 
     kind: ClassVar[str] = ""
 
 
 _KINDS: dict[str, type[Message]] = {}
-_FIELDS: dict[str, tuple[tuple[str, str], ...]] = {}  # Of every kind: names and types.
+_FIELDS: dict[str, tuple[tuple[str, str], ...]] = {}  # Of every kind: names and types of what is sent.
+_RECORDS: dict[str, type] = {"StepTimes": StepTimes}
+_RECORD_AT: dict[str, tuple[slice, type]] = {}  # Of kinds with a record: where its fields are, and what it is.
 _ITEMS: dict[str, type] = {"list[int]": int, "list[str]": str}
 _PLAIN: dict[str, type] = {
     "float": float, "bool": bool, "str": str, "int": int, "dict[str, Any]": dict, **dict.fromkeys(_ITEMS, list)
@@ -72,13 +80,37 @@ M = TypeVar("M", bound=type[Message])
 def message_kind(cls: M) -> M:
     """Make a record known to `decode`."""
     _KINDS[cls.kind] = cls
-    _FIELDS[cls.kind] = items = tuple((item.name, str(item.type)) for item in dataclasses.fields(cls))
+    _FIELDS[cls.kind] = items = tuple(_flattened(cls))
     _TYPES[cls.kind] = tuple(_PLAIN[wanted] for _, wanted in items)
     _WHOLE[cls.kind] = tuple(at for at, (_, wanted) in enumerate(items) if wanted == "int")
     _LISTS[cls.kind] = tuple((at, _ITEMS[wanted]) for at, (_, wanted) in enumerate(items) if wanted in _ITEMS)
     names = [name for name, _ in items]
     _GETTERS[cls.kind] = operator.attrgetter("kind", *names) if names else lambda message: (message.kind,)
     return cls
+
+
+def _flattened(cls: type[Message]) -> list[tuple[str, str]]:
+    """Names and types of what is sent of a message; a record's fields are `its_name.field`."""
+    found: list[tuple[str, str]] = []
+    for item in dataclasses.fields(cls):
+        record = _RECORDS.get(str(item.type))
+        if record is None:
+            found.append((item.name, str(item.type)))
+            continue
+        parts = [(f"{item.name}.{part.name}", str(part.type)) for part in dataclasses.fields(record)]
+        _RECORD_AT[cls.kind] = slice(len(found), len(found) + len(parts)), record
+        found += parts
+    return found
+
+
+def kinds() -> dict[str, type[Message]]:
+    """All messages that `decode` knows, by kind."""
+    return dict(_KINDS)
+
+
+def wire_fields(kind: str) -> tuple[tuple[str, str], ...]:
+    """Names and types of what is sent of a kind of message, in order; `times.compute_s` is a part of a record."""
+    return _FIELDS[kind]
 
 
 @message_kind
@@ -154,10 +186,7 @@ class Arrive(Message):
     optimizer_id: int
     step: int
     plan_id: int
-    compute_s: float
-    input_s: float
-    cpu_s: float
-    runqueue_s: float
+    times: StepTimes
     previous_wait_s: float
 
 
@@ -170,10 +199,7 @@ class Late(Message):
     optimizer_id: int
     version: int
     plan_id: int
-    compute_s: float
-    input_s: float
-    cpu_s: float
-    runqueue_s: float
+    times: StepTimes
 
 
 @message_kind
@@ -390,6 +416,9 @@ def decode(data: bytes) -> Message:
         and all([set(map(type, values[at])) <= {kind} for at, kind in _LISTS[cls.kind]])
     ):
         values = [_check(cls, name, wanted, value) for (name, wanted), value in zip(items, values, strict=True)]
+    if (at := _RECORD_AT.get(cls.kind)) is not None:
+        part, record = at
+        values[part] = [record(*values[part])]
     return cls(*values)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from scheduler.records import StepTimes
 from star_hvd.channel.messages.base import Message, message_kind
 
 __all__ = [
@@ -202,10 +203,7 @@ class StepNote(Message):
     optimizer_id: int
     version: int
     plan_id: int
-    compute_s: float
-    input_s: float
-    cpu_s: float
-    runqueue_s: float
+    times: StepTimes
     comm_s: float
     loss: float
     staleness: int

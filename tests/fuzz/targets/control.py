@@ -10,9 +10,10 @@ from typing import Any
 import msgpack
 
 from scheduler.plan.plan import Plan
+from scheduler.records import StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import switch as s
-from star_hvd.channel.messages.base import _FIELDS, _KINDS, decode, encode
+from star_hvd.channel.messages.base import decode, encode, kinds, wire_fields
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import JobState
 from star_hvd.errors import ChannelError
@@ -20,7 +21,7 @@ from tests.fuzz.mutate import damaged, damaged_bytes, packed, weird
 from tests.fuzz.run import Target
 
 _WORLD = 3
-_KNOWN = tuple(sorted(_KINDS))
+_KNOWN = tuple(sorted(kinds()))
 _CONFIG = Config(lost_after_s=10.0, plan_deadline_s=60.0)
 _PLANS: tuple[dict[str, Any], ...] = tuple(
     plan.to_dict()
@@ -50,7 +51,7 @@ def _value(name: str, wanted: str, draw: random.Random) -> Any:
 
 
 def _fields(kind: str, draw: random.Random) -> list[Any]:
-    return [1, kind, *(_value(name, wanted, draw) for name, wanted in _FIELDS[kind])]
+    return [1, kind, *(_value(name, wanted, draw) for name, wanted in wire_fields(kind))]
 
 
 def _message(draw: random.Random) -> bytes:
@@ -92,7 +93,7 @@ def _script(draw: random.Random) -> bytes:
     for _ in range(draw.randrange(5, 60)):
         rank, step = draw.randrange(_WORLD), step + (draw.random() < 0.3)
         if draw.random() < 0.4:  # A job that goes on.
-            message = encode(m.Arrive(0, step, draw.randrange(4), 0.1 * draw.random(), 0.0, 0.05, 0.0, 0.01))
+            message = encode(m.Arrive(0, step, draw.randrange(4), StepTimes(0.1 * draw.random(), 0.0, 0.05), 0.01))
         else:
             fields = _fields(draw.choice(_SAID).kind, draw)
             message = packed(damaged(fields, draw) if draw.random() < wild else fields)

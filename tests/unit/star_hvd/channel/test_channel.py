@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepTimes
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.keys import Keyring, Peer
 from star_hvd.channel.link import Router
@@ -96,7 +96,7 @@ def test_a_job_from_its_plan_to_its_end(ranks: Ranks) -> None:
     assert all(ranks.got(rank, m.PlanMessage)[0].plan["quorum"] == 2 for rank in range(3))
     for step in range(3):
         for agent in ranks.agents[:2]:  # Rank 2 never comes: the steps must be closed without it.
-            agent.send(m.Arrive(0, step, 1, 0.02, 0.0, 0.02, 0.0, 0.0))
+            agent.send(m.Arrive(0, step, 1, StepTimes(0.02, 0.0, 0.02), 0.0))
         assert within(lambda step=step: any(order.step == step for order in ranks.got(2, m.CloseStep)))
     assert ranks.all_got(m.CloseStep)
     for agent in ranks.agents:
@@ -161,7 +161,7 @@ DAMAGED = [
     [b"junk" * 1000],
     [m.encode(m.Hello(0))[:-1]],
     [m.encode(m.Bye([]))],
-    [m.encode(m.Arrive(0, 0, 0, -1.0, 0.0, 0.0, 0.0, 0.0))],
+    [m.encode(m.Arrive(0, 0, 0, StepTimes(-1.0), 0.0))],
     [m.encode(m.Hello(1)), b"one frame too many"],
     [b"\xc0" * (m.MAX_BYTES + 1)],
 ]
@@ -296,7 +296,7 @@ def test_the_coordinator_closes_a_lone_gradient_at_the_deadline() -> None:
         job.register(Plan.partial(3, 2))
         assert job.all_got(m.PlanMessage)
         began_s = time.monotonic()
-        job.agents[1].send(m.Arrive(0, 0, 1, 0.01, 0.0, 0.01, 0.0, 0.0))
+        job.agents[1].send(m.Arrive(0, 0, 1, StepTimes(0.01, 0.0, 0.01), 0.0))
         assert job.all_got(m.CloseStep)
         assert time.monotonic() - began_s >= 0.3
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepTimes
 from star_hvd.channel import agent as agent_module
 from star_hvd.channel import options
 from star_hvd.channel.messages import base as m
@@ -115,7 +115,7 @@ def test_orders_to_a_rank_that_cannot_be_reached_arrive_later_in_order(ranks: Cu
     assert ranks.all_got(m.PlanMessage)
     proxy.refuse()
     for step in range(20):
-        ranks.agents[0].send(m.Arrive(0, step, 1, 0.02, 0.0, 0.02, 0.0, 0.0))
+        ranks.agents[0].send(m.Arrive(0, step, 1, StepTimes(0.02, 0.0, 0.02), 0.0))
         assert within(lambda step=step: any(o.step == step for o in ranks.got(0, m.CloseStep)))  # type: ignore[misc]
     proxy.refuse(False)
     assert within(lambda: len(ranks.got(1, m.CloseStep)) == 20)

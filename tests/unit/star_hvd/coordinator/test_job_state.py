@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Presence, Restart
 from star_hvd.config import Config
@@ -394,7 +394,7 @@ def test_optimizers_have_steps_and_plans_of_their_own() -> None:
     job = relaxed_job()
     job.register(Plan.sync(3), optimizer_id=1)
     for rank in (0, 1):
-        job.say(rank, m.Arrive(1, 9, 0, 0.1, 0.0, 0.0, 0.0, 0.0))
+        job.say(rank, m.Arrive(1, 9, 0, StepTimes(0.1), 0.0))
     assert [order.optimizer_id for order in only(job.pass_time(2.0), m.CloseStep)] == []
     assert job.board.engines[1].rule.step == 9 and not job.board.engines[1].active.relaxed
     job.say(0, m.Unregister(1))

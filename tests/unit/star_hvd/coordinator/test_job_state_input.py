@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import switch as s
 from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
@@ -33,15 +33,15 @@ BAD = [
     ServerUp(0, 1, 0, ["127.0.0.1"]),
     ServerRestarted(0, 1, 0, ["h" * 2000, "1", "00"]),
     m.Register(5_000_000, PLAN, {}),
-    m.Arrive(0, 7, 0, -1.0, 0.0, 0.0, 0.0, 0.0),
-    m.Arrive(0, 7, 0, math.nan, 0.0, 0.0, 0.0, 0.0),
-    m.Arrive(0, 7, 0, math.inf, 0.0, 0.0, 0.0, 0.0),
-    m.Arrive(0, 7, 0, 1.0, 0.0, 0.0, 0.0, math.nan),
-    m.Arrive(0, -7, 0, 1.0, 0.0, 0.0, 0.0, 0.0),
-    m.Arrive(0, 1 << 50, 0, 1.0, 0.0, 0.0, 0.0, 0.0),
+    m.Arrive(0, 7, 0, StepTimes(-1.0), 0.0),
+    m.Arrive(0, 7, 0, StepTimes(math.nan), 0.0),
+    m.Arrive(0, 7, 0, StepTimes(math.inf), 0.0),
+    m.Arrive(0, 7, 0, StepTimes(1.0), math.nan),
+    m.Arrive(0, -7, 0, StepTimes(1.0), 0.0),
+    m.Arrive(0, 1 << 50, 0, StepTimes(1.0), 0.0),
     m.Join(0, 1 << 50),
-    m.Late(0, 7, 0, 1.0, 1e10, 0.0, 0.0),
-    m.Late(2_000_000, 7, 0, 1.0, 1.0, 0.0, 0.0),
+    m.Late(0, 7, 0, StepTimes(1.0, 1e10)),
+    m.Late(2_000_000, 7, 0, StepTimes(1.0, 1.0)),
     m.HeaderNote(0, 1 << 50, 0, [0], 0.0, 1.0, 1.0, 0.0, 0, 0.0, 0.0),
     m.RequestBatch(0, 0, -1, 4, False),
     m.RequestBatch(0, 0, 4, 0, False),
@@ -73,8 +73,8 @@ def test_the_state_that_is_compared_is_all_there_is() -> None:
     """Each of these must show, or the test below could not fail."""
     said = [
         m.Hello(0),
-        m.Arrive(0, 7, 1, 0.1, 0.0, 0.0, 0.0, 0.0),
-        m.Late(0, 5, 1, 0.1, 0.0, 0.0, 0.0),
+        m.Arrive(0, 7, 1, StepTimes(0.1), 0.0),
+        m.Late(0, 5, 1, StepTimes(0.1)),
         m.Join(0, 8),
         m.HeaderNote(0, 6, 1, [0], 1.0, 1.0, 1.0, 1.0, 3, 1.0, 0.0),
         m.ModeUnsupported(0, 1, "x"),
@@ -113,6 +113,7 @@ COUNT = st.integers(-2, 40) | st.sampled_from([1 << 52, -(1 << 52)])
 
 
 TIME_S = st.floats(0.0, 2.0) | st.sampled_from([math.nan, math.inf, -1.0])
+TIMES = st.builds(StepTimes, TIME_S, TIME_S, TIME_S, TIME_S)
 
 
 LOOP = st.integers(0, 2)
@@ -121,8 +122,8 @@ LOOP = st.integers(0, 2)
 ANY = st.one_of(
     st.builds(m.Register, LOOP, st.sampled_from([PLAN, {}]), st.sampled_from([{}, Plan.partial(3, 2).to_dict()])),
     st.builds(m.Unregister, st.just(2)),
-    st.builds(m.Arrive, LOOP, COUNT, st.integers(-1, 4), TIME_S, TIME_S, TIME_S, TIME_S, TIME_S),
-    st.builds(m.Late, LOOP, COUNT, st.integers(-1, 4), TIME_S, TIME_S, TIME_S, TIME_S),
+    st.builds(m.Arrive, LOOP, COUNT, st.integers(-1, 4), TIMES, TIME_S),
+    st.builds(m.Late, LOOP, COUNT, st.integers(-1, 4), TIMES),
     st.builds(m.Join, LOOP, COUNT),
     st.builds(m.Away, st.booleans(), st.booleans(), st.just("x")),
     st.builds(m.ModeUnsupported, LOOP, st.integers(-1, 4), st.just("x")),
@@ -191,7 +192,7 @@ def test_a_rank_that_opens_loaders_and_optimizers_without_end_is_refused() -> No
 
 def test_a_plan_that_was_never_published_does_not_free_process_sets() -> None:
     job = relaxed_job()
-    job.say(1, m.Arrive(0, 6, 1 << 40, 0.1, 0.0, 0.0, 0.0, 0.0))
+    job.say(1, m.Arrive(0, 6, 1 << 40, StepTimes(0.1), 0.0))
     assert max(job.board._sets._acts_on[0]) < 10
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.leases import LeaseAsk
 from star_hvd.channel.messages.switch import LinkRate, MachineNote, Probe
@@ -144,7 +144,7 @@ def test_links_are_measured_once_at_the_start_and_heeded_only_where_communicatio
 
     def lockstep(step: int, comm_s: float) -> None:
         for rank in range(4):
-            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, comm_s))
+            job.say(rank, m.Arrive(0, step, 0, StepTimes(0.1, 0.0, 0.05), comm_s))
 
     asked.clear()
     for step in range(8):
@@ -171,7 +171,7 @@ def test_two_steps_of_little_but_communication_are_enough_to_heed_what_is_known_
         heeded = not math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
         assert heeded == (step >= 3), "what step 0 communicated is told with step 1"
         for rank in range(4):
-            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, 0.6))
+            job.say(rank, m.Arrive(0, step, 0, StepTimes(0.1, 0.0, 0.05), 0.6))
         job.now_s += 0.7
         job.tick()
 
@@ -235,8 +235,8 @@ def test_a_rank_that_is_always_late_waits_for_nobody() -> None:
     job.register(None)
     for step in range(5):
         for rank in range(3):
-            job.say(rank, m.Arrive(0, step, 0, 0.1, 0.0, 0.05, 0.0, 0.004))
+            job.say(rank, m.Arrive(0, step, 0, StepTimes(0.1, 0.0, 0.05), 0.004))
     assert job.engine.arrivals.waits_s() == [0.004] * 3
     for step in range(5, 60, 4):
-        job.say(2, m.Late(0, step, 0, 0.4, 0.0, 0.05, 0.0))
+        job.say(2, m.Late(0, step, 0, StepTimes(0.4, 0.0, 0.05)))
     assert job.engine.arrivals.waits_s() == [0.004, 0.004, 0.0]

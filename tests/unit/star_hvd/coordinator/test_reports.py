@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.records import StepReport
+from scheduler.records import StepReport, StepTimes
 from star_hvd.coordinator.reports import History
 
 _DEPTH = 8
@@ -23,24 +23,17 @@ def _filled(n: int, counts: list[int], seed: int) -> tuple[History, list[deque[S
     for rank, count in enumerate(counts):
         for step in range(count):
             compute_s, waits = float(random.uniform(0.0, 2.0)), random.uniform(0.0, 1.0, 4).tolist()
-            report = StepReport(
-                rank=rank,
-                step=3 * step,
-                compute_s=compute_s,
-                wait_s=waits[0],
-                input_s=waits[1],
-                cpu_s=waits[2],
-                runqueue_s=waits[3] * float(random.choice([0.0, 1.0])),
-                late=bool(random.integers(2)),
-            )
+            times = StepTimes(compute_s, waits[1], waits[2], waits[3] * float(random.choice([0.0, 1.0])))
+            late = bool(random.integers(2))
+            report = StepReport(rank=rank, step=3 * step, times=times, wait_s=waits[0], late=late)
             history.append(report)
             plain[rank].append(report)
     return history, plain
 
 
 def _share(reports: deque[StepReport], name: str) -> float:
-    total_s = sum(report.compute_s for report in reports)
-    return min(1.0, sum(getattr(report, name) for report in reports) / total_s) if total_s > 0 else 0.0
+    total_s = sum(report.times.compute_s for report in reports)
+    return min(1.0, sum(getattr(report.times, name) for report in reports) / total_s) if total_s > 0 else 0.0
 
 
 @settings(max_examples=100, deadline=None)
@@ -62,20 +55,18 @@ def test_a_table_tells_what_the_reports_say(counts: list[int], seed: int, limit:
     for rank, (stats, reports) in enumerate(zip(table, plain, strict=True)):
         assert stats.rank == rank
         assert stats.steps == tuple(report.step for report in reports)
-        expected = [report.compute_s - (report.runqueue_s if short else 0.0) for report in reports]
+        expected = [report.times.compute_s - (report.times.runqueue_s if short else 0.0) for report in reports]
         assert stats.compute_s == pytest.approx(tuple(expected), rel=0.0, abs=1e-12)
         assert stats.input_share == pytest.approx(_share(reports, "input_s"))
         assert stats.starved_share == pytest.approx(max(_share(reports, "runqueue_s"), throttled[rank]))
         assert stats.late_share == pytest.approx(statistics.fmean(r.late for r in reports) if reports else 0.0)
         assert (stats.link_bytes_per_s, stats.silent_s, stats.comm_s) == (1e6, 0.1, (0.01, 0.02))
-        usual = statistics.median([r.compute_s for r in reports]) if reports else math.nan
+        usual = statistics.median([r.times.compute_s for r in reports]) if reports else math.nan
         assert history.usual_s()[rank] == pytest.approx(usual, nan_ok=True)
         assert len(history[rank]) == len(reports)
         for one, other in zip(history[rank], reports, strict=True):
             assert (one.step, one.late) == (other.step, other.late)
-            assert (one.compute_s, one.wait_s, one.input_s, one.cpu_s, one.runqueue_s) == (
-                other.compute_s, other.wait_s, other.input_s, other.cpu_s, other.runqueue_s
-            )
+            assert (one.times, one.wait_s) == (other.times, other.wait_s)
 
 
 def test_a_table_is_not_changed_by_later_reports() -> None:
@@ -85,7 +76,7 @@ def test_a_table_is_not_changed_by_later_reports() -> None:
     )
     before = repr(tuple(table))
     for step in range(20):
-        history.append(StepReport(rank=0, step=100 + step, compute_s=9.0))
+        history.append(StepReport(rank=0, step=100 + step, times=StepTimes(9.0)))
     assert repr(tuple(table)) == before
 
 
@@ -93,5 +84,5 @@ def test_usual_times_of_full_histories() -> None:
     history = History(3, 64)
     for step in range(70):
         for rank in range(3):
-            history.append(StepReport(rank=rank, step=step, compute_s=float((rank + 1) * (step % 16))))
+            history.append(StepReport(rank=rank, step=step, times=StepTimes(float((rank + 1) * (step % 16)))))
     assert history.usual_s() == pytest.approx([7.5, 15.0, 22.5])

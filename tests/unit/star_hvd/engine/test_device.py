@@ -115,7 +115,7 @@ class Heard:
 
     def __call__(self, message: Any, *, urgent: bool = True) -> None:
         if isinstance(message, messages.Arrive):
-            self.compute_s.append(message.compute_s)
+            self.compute_s.append(message.times.compute_s)
 
 
 def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, StepDriver]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from scheduler.plan.plan import Plan
-from scheduler.records import StepReport
+from scheduler.records import StepReport, StepTimes
 from star_hvd.run_log import RunLog, layout, report_page, sync_logs
 from star_hvd.run_log import sender as sender_module
 from star_hvd.run_log.sender import Sender, connect
@@ -51,8 +51,8 @@ def write_run(root: Path, *, end: bool = True, name: str = RUN) -> Path:
         log._window_due_s = -1.0
         ranks = {"compute_s": [0.1, 0.1 * step], "wait_s": [0.1, None]}
         log.window({"step": step, "mode": "sync", "loss": 1.0 / step, "noise_scale": float("nan"), "ranks": ranks})
-        log.step(StepReport(rank=0, step=step, compute_s=0.1))
-        other.step(StepReport(rank=1, step=step, compute_s=0.1 * step))
+        log.step(StepReport(rank=0, step=step, times=StepTimes(0.1)))
+        other.step(StepReport(rank=1, step=step, times=StepTimes(0.1 * step)))
     log.plan(5, Plan.partial(2, 1, reason="rank 1 is slow"), {"step_s": 0.1})
     log.metric("accuracy", 0.95, 7, 60.0)
     other.close("FINISHED", 60.0)
@@ -208,7 +208,7 @@ def test_another_host_s_ranks_join_the_same_run(root: Path, store: str) -> None:
     """Without a shared disk every host has a folder of the same name; the other one has no events."""
     Sender(write_run(root / "a"), store).finish("KILLED")
     log = RunLog(root / "b" / "runs" / RUN, rank=5, world_size=8, ship=False)
-    log.step(StepReport(rank=5, step=1, compute_s=0.1))
+    log.step(StepReport(rank=5, step=1, times=StepTimes(0.1)))
     log.close("FINISHED", 60.0)
     Sender(log.directory, store).finish("KILLED")
     runs = everything(root, store)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from scheduler.diagnosis.stragglers import Straggler
 from scheduler.plan.plan import Plan
-from scheduler.records import RankStats, StepReport, Window
+from scheduler.records import RankStats, StepReport, StepTimes, Window
 from star_hvd.run_log import RunLog, figures, layout, new_run_name, run_directory, story, window_values
 from star_hvd.run_log.convert import RunState, flat, metric_name, window_metrics
 from star_hvd.run_log.facts import environment, optimizer_facts
@@ -34,7 +34,7 @@ def _log(tmp_path: Path, rank: int = 0, **more: Any) -> RunLog:
 
 
 def _report(step: int, rank: int = 0) -> StepReport:
-    return StepReport(rank=rank, step=step, compute_s=0.01 * (1 + rank), wait_s=0.002)
+    return StepReport(rank=rank, step=step, times=StepTimes(0.01 * (1 + rank)), wait_s=0.002)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def test_a_full_disk_holds_entries_back_and_leaves_whole_lines(tmp_path: Path) -
     program = (
         "import json, logging, resource, signal, sys, time\n"
         "from pathlib import Path\n"
-        "from scheduler.records import StepReport\n"
+        "from scheduler.records import StepReport, StepTimes\n"
         "from star_hvd.run_log import RunLog\n"
         "log = RunLog(Path(sys.argv[1]) / 'runs' / 'full', rank=1, world_size=2, ship=False)\n"
         "file = log.directory / 'rank1.jsonl'\n"
@@ -143,7 +143,7 @@ def test_a_full_disk_holds_entries_back_and_leaves_whole_lines(tmp_path: Path) -
         "def lines():\n"
         "    return file.read_bytes().count(b'\"step\":') if file.exists() else 0\n"
         "def go(first, done):\n"
-        "    for step in range(first, first + 200): log.step(StepReport(rank=1, step=step, compute_s=0.1))\n"
+        "    for step in range(first, first + 200): log.step(StepReport(rank=1, step=step, times=StepTimes(0.1)))\n"
         "    limit_s = time.monotonic() + 60.0\n"
         "    while not done() and time.monotonic() < limit_s: time.sleep(0.02)\n"
         "    return file.stat().st_size if file.exists() else 0\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages.base import Arrive, Away, CloseStep, OptimizerDropped, OptimizerOver
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError
@@ -34,7 +34,7 @@ def test_it_is_over_when_all_ranks_have_dropped_it() -> None:
     assert only(subject.say(0, dropped()), OptimizerOver) == []
     assert only(subject.say(1, dropped()), OptimizerOver) == [OptimizerOver(0)]
     assert subject.board.engines == {}
-    subject.say(0, Arrive(0, 9, 0, 0.1, 0.0, 0.0, 0.0, 0.0))  # What was on its way says nothing any more.
+    subject.say(0, Arrive(0, 9, 0, StepTimes(0.1), 0.0))  # What was on its way says nothing any more.
     assert subject.board.engines == {}
 
 
