@@ -10,11 +10,13 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.launch import JobFailed
+from benchmarks.networks import NETWORKS
+from benchmarks.options import build_spec, make_parser, target_for
 from benchmarks.plot import plot
 from benchmarks.report import sentence, table
 from benchmarks.spec import write_json
-from benchmarks.tasks import TaskError, defaults_for
-from benchmarks.tta import build_spec, make_parser, measure
+from benchmarks.tasks import TaskError
+from benchmarks.tta import measure
 
 __all__ = ["main"]
 
@@ -27,11 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--network", choices=NETWORKS, default="usual", help="conv: 1 MB of gradients; transformer: 10")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for demo.png and demo.json")
     args = parser.parse_args(argv)
     console = Console(highlight=False)
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
-    options = ["--scenario=one-slow", f"--ranks={args.ranks}", f"--seeds={args.seeds}"]
+    options = ["--scenario=one-slow", f"--ranks={args.ranks}", f"--seeds={args.seeds}", f"--network={args.network}"]
     tta_args = make_parser().parse_args([*options, f"--variants={','.join(VARIANTS)}"])
     console.print(
         f"Training scikit-learn's digits with horovodrun -np {args.ranks}; rank {args.ranks - 1} needs four "
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         spec = build_spec(tta_args)
-        summary = measure(spec, defaults_for(spec.dataset).target_accuracy, console, tta_args)
+        summary = measure(spec, target_for(tta_args), console, tta_args)
     except (JobFailed, TaskError, ValueError) as error:
         errors.print(f"error: {error}", markup=False)
         return 1

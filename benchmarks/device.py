@@ -1,79 +1,172 @@
-"""Device time: the part of a step in which a real job's accelerator works. Emulated, or spent on a real one."""
+"""Device time: the part of a step in which a real job's accelerator works. Emulated, or spent on a real one.
+
+A step of b samples takes `fixed + per sample * b` at normal speed and `slowdown` times as long on a slow rank. A
+`LayerClock` spends it layer by layer: a layer's part of the forward pass when the layer has been called, its part of
+the backward pass just before its gradients are computed. So gradients of the last layers are there, and travel, while
+the first layers still work; a smaller batch or a micro-batch costs less.
+"""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.accelerator import Accelerator, Cuda, calibrate
+from benchmarks.networks import first_tensor
 
-__all__ = ["BurnDevice", "Device", "SleepDevice", "SpinDevice", "make_device"]
+__all__ = ["BurnDevice", "Device", "DeviceTime", "LayerClock", "SleepDevice", "SpinDevice", "make_device"]
 
 BURN_SIZE = 96  # a product of two 96 x 96 matrices takes about 0.05 ms: fine steps, outside the interpreter lock
+FORWARD_PART = 1.0 / 3.0  # Backward computes two products per layer, of inputs and of weights, forward one.
+LONGEST_CREDIT_S = 0.002  # How much longer than asked for a sleep may be and still be taken off the next one.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTime:
+    """What a step costs at normal speed.
+
+    Attributes:
+        fixed_s: Of every forward and backward pass, whatever the batch.
+        per_sample_s: Of every sample on top.
+    """
+
+    fixed_s: float
+    per_sample_s: float
+
+    def of(self, samples: int) -> float:
+        """Seconds of one forward and backward pass over so many samples."""
+        return self.fixed_s + self.per_sample_s * samples
 
 
 class Device(ABC):
-    """Spends the time of one step's computation."""
+    """Spends time as a device at work does."""
+
+    #: Whether a slowdown makes the time longer; not where something else slows the device.
+    slowed_by_factor = True
 
     @abstractmethod
-    def run(self, slowdown: float) -> None:
-        """Spend one step's device time, `slowdown` times as long as normal."""
+    def spend(self, time_s: float) -> None:
+        """Be busy for `time_s` seconds."""
 
 
 class SleepDevice(Device):
-    """Sleeps, so that many ranks fit on few cores and the time does not depend on who else uses them."""
+    """Sleeps, so that many ranks fit on few cores and the time does not depend on who else uses them.
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    What the system lets a sleep last longer is taken off the next one, so that many short sleeps add up to what was
+    asked for; a longer interruption is not.
+    """
 
-    def run(self, slowdown: float) -> None:
-        """Sleep `step_s * slowdown` seconds."""
-        time.sleep(self._step_s * slowdown)
+    def __init__(self) -> None:
+        self._owed_s = 0.0
+
+    def spend(self, time_s: float) -> None:
+        """Sleep `time_s` seconds."""
+        self._owed_s += time_s
+        if self._owed_s > 0.0:
+            began_s = time.perf_counter()
+            time.sleep(self._owed_s)
+            self._owed_s = max(self._owed_s - (time.perf_counter() - began_s), -LONGEST_CREDIT_S)
 
 
 class BurnDevice(Device):
     """Computes until this thread has used a fixed amount of CPU time, so that a CPU quota slows it."""
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    slowed_by_factor = False
+
+    def __init__(self) -> None:
         self._matrix = torch.ones(BURN_SIZE, BURN_SIZE)
 
-    def run(self, slowdown: float) -> None:
-        """Use `step_s` seconds of CPU; `slowdown` is ignored, the quota is what slows."""
-        end_s = time.thread_time() + self._step_s
+    def spend(self, time_s: float) -> None:
+        """Use `time_s` seconds of CPU."""
+        end_s = time.thread_time() + time_s
         while time.thread_time() < end_s:
             torch.mm(self._matrix, self._matrix)
 
 
 class SpinDevice(Device):
-    """Queues a kernel that keeps the accelerator busy, behind the network's own and before its backward pass.
+    """Queues a kernel that keeps the accelerator busy, among the network's own.
 
     It returns at once, as a kernel's launch does: that a rank is slow shows on its device only.
     """
 
-    def __init__(self, step_s: float, accelerator: Accelerator) -> None:
-        self._step_s = step_s
+    def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._cycles_per_s = calibrate(accelerator)
 
-    def run(self, slowdown: float) -> None:
-        """Queue `step_s * slowdown` seconds of the device's time."""
-        cycles = round(self._step_s * slowdown * self._cycles_per_s)
+    def spend(self, time_s: float) -> None:
+        """Queue `time_s` seconds of the device's time."""
+        cycles = round(time_s * self._cycles_per_s)
         if cycles:
             self._accelerator.spin(cycles)
 
 
-def make_device(kind: str, step_s: float, *, burns: bool, accelerator: Accelerator | None = None) -> Device:
-    """What spends the device time of a step.
+def make_device(kind: str, *, burns: bool = False, accelerator: Accelerator | None = None) -> Device:
+    """What spends the device time.
 
     Args:
         kind: `cpu`, where device time is emulated, or `cuda`.
-        step_s: Device time of a step at normal speed.
         burns: Whether it uses the processor instead of sleeping; on `cpu` only.
         accelerator: Instead of the current CUDA device.
     """
     if kind == "cuda":
-        return SpinDevice(step_s, accelerator or Cuda())
-    return BurnDevice(step_s) if burns else SleepDevice(step_s)
+        return SpinDevice(accelerator or Cuda())
+    return BurnDevice() if burns else SleepDevice()
+
+
+class LayerClock:
+    """Spends device time in the layers of one model, from its making to `close`.
+
+    Args:
+        model: Its batches come first in the layers' outputs; nothing is spent in a forward pass without gradients.
+        device: Spends the time.
+        device_time: Of a step.
+        shares: Part of each layer in a pass, adding up to 1.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: Device, device_time: DeviceTime, shares: Mapping[nn.Module, float]
+    ) -> None:
+        self.slowdown = 1.0
+        self._device, self._time = device, device_time
+        self._samples = 0
+        self._hooks = [model.register_forward_pre_hook(self._note_samples)]
+        self._hooks += [layer.register_forward_hook(self._hook(share)) for layer, share in shares.items()]
+
+    def __enter__(self) -> LayerClock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the model go."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _note_samples(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._samples = len(inputs[0])
+
+    def _hook(self, share: float) -> Any:
+        """What a layer with this part of the passes does when it was called."""
+
+        def called(_: nn.Module, inputs: object, returned: Any) -> None:
+            output = first_tensor(returned)
+            if not output.requires_grad:
+                return
+            pass_s = share * self._time.of(self._samples) * (self.slowdown if self._device.slowed_by_factor else 1.0)
+            self._device.spend(FORWARD_PART * pass_s)
+
+            def arrived(_: torch.Tensor) -> None:  # The gradient of the output: the layer's own comes next.
+                self._device.spend((1.0 - FORWARD_PART) * pass_s)
+
+            output.register_hook(arrived)
+
+        return called

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.device import LayerClock, make_device
 from benchmarks.killed import Watch
+from benchmarks.networks import layer_costs, make_network
 from benchmarks.scenarios import baseline
 from benchmarks.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
-from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, load_task, make_network
+from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, load_task
 from benchmarks.training import Snapshots
 from benchmarks.worker import progress, register, write_record
 
@@ -44,7 +46,9 @@ class Training:
         self._plain, self._fixed = variant in PLAIN_VARIANTS, variant in spec.modes
         torch.manual_seed(seed)
         self._train = load_task(spec.dataset, spec.train_samples).train
-        self.model = make_network(spec.dataset, spec.hidden_units)
+        self.model = make_network(spec.dataset, spec.hidden_units, spec.network)
+        costs = layer_costs(self.model, self._train[0][0].unsqueeze(0))
+        LayerClock(self.model, make_device("cpu"), spec.device_time, costs)
         self.record = RunRecord(variant=variant, seed=seed)
         self.snapshots = Snapshots(self.model, spec.eval_every_steps, int(hvd.rank()) == 0)
         self._watch = Watch()
@@ -95,9 +99,7 @@ class Training:
         begin = (index * int(hvd.size()) + int(hvd.rank())) * spec.batch_samples
         x, y = self._train[order[begin : begin + spec.batch_samples]]
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(x), y)
-        time.sleep(spec.device_s)
-        loss.backward()
+        nn.functional.cross_entropy(self.model(x), y).backward()
         optimizer.step()
 
     def _maybe_die(self, state: Any, per_epoch: int) -> None:

@@ -234,7 +234,11 @@ def _setting(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """What the constants of a machine depend on."""
     spec = record["spec"]
     return tuple(
-        spec.get(name) for name in ("dataset", "device_s", "ranks", "batch_samples", "hidden_units", "link_bits_per_s")
+        spec.get(name)
+        for name in (
+            "dataset", "network", "device_s", "ranks", "batch_samples", "hidden_units", "link_bits_per_s",
+            "input_s_per_sample", "workers", "feeding",
+        )
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.scenarios import KILLED, Scenario, bound_s, link_slowdown
-from benchmarks.spec import ALL_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
-from benchmarks.tasks import USUAL_HIDDEN_UNITS, Task, make_network
+from benchmarks.networks import make_network
+from benchmarks.scenarios import KILLED, Scenario, bound_s, input_slowdown, link_slowdown
+from benchmarks.spec import ALL_VARIANTS, FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
+from benchmarks.tasks import Task
 
 __all__ = [
     "REQUIRED_KEYS",
@@ -29,6 +31,7 @@ __all__ = [
 
 SMOOTHED_EVALUATIONS = 3
 CURVE_SAMPLES = 3000  # of the held-out samples; more would take longer to evaluate than to train
+_OF_MODES = ("step_s", "reached", "folds", "drops", "max_staleness", "bound_ratio", "feeding")
 REQUIRED_KEYS = (
     "scenario",
     "ranks",
@@ -48,17 +51,15 @@ REQUIRED_KEYS = (
 )
 
 
-def accuracies(snapshots: Path, dataset: str, task: Task, hidden_units: int = USUAL_HIDDEN_UNITS) -> list[float]:
+def accuracies(snapshots: Path, spec: RunSpec, task: Task) -> list[float]:
     """Accuracy of every snapshot in the file `snapshots`, as `accuracies_of`."""
     with np.load(snapshots) as arrays:
-        return accuracies_of(arrays["vectors"], dataset, task, hidden_units)
+        return accuracies_of(arrays["vectors"], spec, task)
 
 
-def accuracies_of(
-    vectors: Sequence[np.ndarray], dataset: str, task: Task, hidden_units: int = USUAL_HIDDEN_UNITS
-) -> list[float]:
+def accuracies_of(vectors: Sequence[np.ndarray], spec: RunSpec, task: Task) -> list[float]:
     """Accuracy of every vector of parameters: the last on all held-out samples, the others on some."""
-    model = make_network(dataset, hidden_units)
+    model = make_network(spec.dataset, spec.hidden_units, spec.network)
     values = []
     with torch.no_grad():
         for index, vector in enumerate(vectors):
@@ -115,9 +116,14 @@ def summarize(spec: RunSpec, target: float, records: Sequence[RunRecord]) -> dic
     capacity = _capacity(spec, scenario, variants)
     bound = None if free_s is None else bound_s(free_s, capacity, spec.ranks)
     star = variants.get("star", {})
+    for name, values in (*variants.items(), *modes.items()):
+        values["bound_ratio"] = _ratio(values["median_s"], free_s if name in FREE_VARIANTS else bound)
+        values["feeding"] = spec.feeding_of(name)
     return {
         "scenario": spec.scenario,
+        "network": spec.network,
         "ranks": spec.ranks,
+        "cores": len(os.sched_getaffinity(0)),
         "dataset": spec.dataset,
         "mode": spec.mode,
         "slowdown": max(map(max, spec.rows)),
@@ -147,16 +153,20 @@ def summarize(spec: RunSpec, target: float, records: Sequence[RunRecord]) -> dic
 
 def model_bytes(spec: RunSpec) -> int:
     """Size of the parameters, and of a gradient."""
-    return sum(4 * parameter.numel() for parameter in make_network(spec.dataset, spec.hidden_units).parameters())
+    model = make_network(spec.dataset, spec.hidden_units, spec.network)
+    return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 def _capacity(spec: RunSpec, scenario: Scenario, variants: dict[str, Any]) -> float:
-    """Speed of all ranks together, in units of a normal rank; of a link, from what it adds to a step."""
+    """Speed of all ranks together, in units of a normal rank; of a link or input, from what it adds to a step."""
     free = variants.get("straggler_free")
-    if scenario.means != "link" or free is None:
-        return scenario.capacity()
-    slow_bits_per_s = spec.link_bits_per_s / scenario.slowdown(spec.ranks - 1, 0)
-    last = link_slowdown(free["step_s"], model_bytes(spec), spec.link_bits_per_s, slow_bits_per_s)
+    if scenario.means not in ("link", "input") or free is None:
+        return scenario.capacity(spec.device_fixed_s / spec.device_s if spec.device_s else 0.0)
+    factor, step_s = scenario.slowdown(spec.ranks - 1, 0), free["step_s"]
+    if scenario.means == "link":
+        last = link_slowdown(step_s, model_bytes(spec), spec.link_bits_per_s, spec.link_bits_per_s / factor)
+    else:
+        last = input_slowdown(step_s, spec.input_s_per_sample * spec.batch_samples, spec.workers, factor)
     return spec.ranks - 1 + 1.0 / last
 
 
@@ -169,7 +179,7 @@ def _mode(values: dict[str, Any], plain_s: float | None) -> dict[str, Any]:
         "global_steps": statistics.median(run["global_steps"] for run in values["seeds"]),
         "final_accuracy": values["final_accuracy"],
         "in_force": statistics.fmean(in_force(run["timeline"]) for run in values["seeds"]),
-        **{name: values[name] for name in ("step_s", "reached", "folds", "drops", "max_staleness")},
+        **{name: values[name] for name in _OF_MODES},
         "per_seed": values["seeds"],
     }
 

@@ -10,16 +10,18 @@ from pathlib import Path
 
 from benchmarks.accelerator import DEVICES, DeviceError, check_device
 from benchmarks.netns import check_tools
+from benchmarks.networks import NETWORKS, USUAL_HIDDEN_UNITS
 from benchmarks.quota import find_cpu_group
 from benchmarks.scenarios import MEANS, SCENARIOS, Scenario, ScenarioError, baseline, default_modes, make_scenario
-from benchmarks.spec import ALL_VARIANTS, PLAIN_VARIANTS, RunSpec
-from benchmarks.tasks import DATASETS, USUAL_HIDDEN_UNITS, TaskDefaults, defaults_for
+from benchmarks.spec import ALL_VARIANTS, FEEDINGS, PLAIN_VARIANTS, RunSpec
+from benchmarks.tasks import DATASETS, TaskDefaults, defaults_for
 from benchmarks.traces import read_trace
 from scheduler.plan.mode_names import parse_mode
 
-__all__ = ["build_spec", "make_parser", "target_for"]
+__all__ = ["add_device_options", "build_spec", "device_times_ms", "make_parser", "target_for"]
 
 DEVICE_MS = 30.0
+FIXED_PART = 0.2  # Of the device time, where only the whole of it is given: kernels have a least length.
 SHORT_VARIANTS = ("straggler_free", "plain", "star")
 
 
@@ -36,6 +38,8 @@ class _Special:
         hidden_units: Width of the network's hidden layers.
         link_bits_per_s: Rate of a usual host's link.
         target: Accuracy to reach on digits, 0 for the usual one.
+        input_ms: Cost of a sample.
+        workers: Processes per rank that load samples.
     """
 
     device_ms: float = DEVICE_MS
@@ -44,10 +48,14 @@ class _Special:
     hidden_units: int = USUAL_HIDDEN_UNITS
     link_bits_per_s: float = 0.0
     target: float = 0.0
+    input_ms: float = 0.0
+    workers: int = 0
 
 
 SPECIAL = {
     "quota": _Special(device_ms=10.0),
+    # Two workers load a batch of 16 in 24 ms, within the device time; the slow rank's in 96 ms.
+    "slow-input": _Special(input_ms=3.0, workers=2),
     "starved": _Special(device_ms=10.0, epochs=2, passes=2),
     # 1 MB of gradients: 60 ms over usual links, as long as two device times, 600 ms over the slow one.
     "slow-link": _Special(hidden_units=480, link_bits_per_s=200e6, epochs=3, passes=2),
@@ -72,7 +80,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int, help="default: as fits the data set and the scenario")
     parser.add_argument("--passes", type=int, help="passes over the data in an epoch")
     parser.add_argument("--target", type=float, help="accuracy to reach, 0 to 1; default: as fits the data set")
-    parser.add_argument("--device-ms", type=float, help="emulated device time per step at normal speed")
+    parser.add_argument("--network", choices=NETWORKS, default="usual", help="conv: 1 MB of gradients; transformer: 10")
+    add_device_options(parser)
+    parser.add_argument("--input-ms-per-sample", type=float, help="what it takes to get a sample, in whoever loads it")
+    parser.add_argument("--workers", type=int, help="loading processes of every rank; default: the training thread")
+    parser.add_argument(
+        "--feeding", choices=FEEDINGS, default="shard",
+        help="what feeds star_hvd: hvd.shard, or the DistributedSampler that plain Horovod always has",
+    )
     parser.add_argument(
         "--device", choices=DEVICES, default="cpu",
         help="where the network computes; on cuda the time per step of --device-ms is spent by kernels",
@@ -100,6 +115,38 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """How long a step takes at normal speed."""
+    parser.add_argument(
+        "--device-ms", type=float, help=f"device time of a usual step at normal speed; default: {DEVICE_MS:g}"
+    )
+    parser.add_argument(
+        "--device-fixed-ms", type=float, help=f"part of it for any batch; default: {FIXED_PART:g} of --device-ms"
+    )
+    parser.add_argument("--device-per-sample-ms", type=float, help="part of it per sample, instead of --device-ms")
+
+
+def device_times_ms(args: argparse.Namespace, batch_samples: int, usual_ms: float = DEVICE_MS) -> tuple[float, float]:
+    """Device time of a step at normal speed in ms: of a usual batch, and the fixed part of it.
+
+    Raises:
+        ValueError: Options that contradict each other, or are negative.
+    """
+    total, fixed, each = args.device_ms, args.device_fixed_ms, args.device_per_sample_ms
+    for name, value in (("--device-ms", total), ("--device-fixed-ms", fixed), ("--device-per-sample-ms", each)):
+        if value is not None and not 0.0 <= value < 1e6:
+            raise ValueError(f"{name} is {value}; expected at least 0")
+    if each is not None:
+        if total is not None:
+            raise ValueError("--device-ms and --device-per-sample-ms were both given; the one follows from the other")
+        return (fixed or 0.0) + each * batch_samples, fixed or 0.0
+    total = usual_ms if total is None else total
+    fixed = FIXED_PART * total if fixed is None else fixed
+    if fixed > total:
+        raise ValueError(f"--device-fixed-ms is {fixed:g}, more than --device-ms of {total:g}")
+    return total, fixed
+
+
 def build_spec(args: argparse.Namespace) -> RunSpec:
     """Turn the command line into what the workers are told.
 
@@ -107,13 +154,16 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         ValueError: An option that cannot be; the message names it.
         DeviceError, QuotaError, NetworkError: The device or the scenario is impossible on this machine.
     """
-    defaults, special = defaults_for(args.dataset), SPECIAL.get(args.scenario, _Special())
+    defaults, special = defaults_for(args.dataset, args.network), SPECIAL.get(args.scenario, _Special())
     trace = read_trace(args.trace) if args.trace is not None else None
     if trace is not None and args.scenario != "trace":
         raise ScenarioError(f"--trace belongs to scenario trace; the scenario is {args.scenario}")
     scenario = make_scenario(args.scenario, args.ranks, trace, args.slowdown)
-    device_ms = special.device_ms if args.device_ms is None else args.device_ms
-    _check_numbers(args, defaults, device_ms)
+    device_ms, fixed_ms = device_times_ms(args, defaults.batch_samples, special.device_ms)
+    _check_numbers(args, defaults)
+    input_ms = special.input_ms if args.input_ms_per_sample is None else args.input_ms_per_sample
+    if scenario.means == "input" and not input_ms:
+        raise ScenarioError("scenario slow-input needs samples that cost something: raise --input-ms-per-sample")
     variants = _variants(args)
     modes = _modes(args, scenario)
     if not {*variants, *modes} <= set(PLAIN_VARIANTS) and importlib.util.find_spec("star_hvd.optimizer") is None:
@@ -141,6 +191,11 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         learning_rate=defaults.learning_rate,
         momentum=defaults.momentum,
         device_s=device_ms / 1000.0,
+        device_fixed_s=fixed_ms / 1000.0,
+        network=args.network,
+        input_s_per_sample=input_ms / 1000.0,
+        workers=special.workers if args.workers is None else args.workers,
+        feeding=args.feeding,
         device=args.device,
         eval_every_steps=defaults.eval_every_steps,
         mode=args.mode,
@@ -158,17 +213,20 @@ def target_for(args: argparse.Namespace) -> float:
     Raises:
         ValueError: It is not between 0 and 1.
     """
-    special = SPECIAL.get(args.scenario, _Special()).target if args.dataset == "digits" else 0.0
-    target = float(special or defaults_for(args.dataset).target_accuracy) if args.target is None else float(args.target)
+    usual = args.dataset == "digits" and args.network == "usual"
+    special = SPECIAL.get(args.scenario, _Special()).target if usual else 0.0
+    default = special or defaults_for(args.dataset, args.network).target_accuracy
+    target = float(default if args.target is None else args.target)
     if not 0.0 < target < 1.0:
         raise ValueError(f"--target is {target}; expected an accuracy between 0 and 1, 0.9 for example")
     return target
 
 
-def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults, device_ms: float) -> None:
+def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults) -> None:
     for name, value, least in (
         ("--seeds", args.seeds, 1),
-        ("--device-ms", device_ms, 0),
+        ("--input-ms-per-sample", args.input_ms_per_sample or 0, 0),
+        ("--workers", args.workers or 0, 0),
         ("--epochs", args.epochs or defaults.epochs, 1),
         ("--passes", args.passes or 1, 1),
         ("--quota-period-ms", args.quota_period_ms, 1),
@@ -180,7 +238,7 @@ def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults, device_ms: 
 
 def _variants(args: argparse.Namespace) -> tuple[str, ...]:
     if args.variants is None:
-        return ALL_VARIANTS if MEANS[args.scenario] in ("device", "quota") else SHORT_VARIANTS
+        return ALL_VARIANTS if MEANS[args.scenario] in ("device", "quota", "input") else SHORT_VARIANTS
     variants = tuple(name.strip() for name in args.variants.split(","))
     unknown = sorted(set(variants) - set(ALL_VARIANTS))
     if unknown or len(set(variants)) != len(variants):

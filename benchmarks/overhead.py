@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -16,8 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.accelerator import DEVICES, DeviceError, check_device
+from benchmarks.accelerator import DEVICES, check_device
 from benchmarks.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.networks import NETWORKS
+from benchmarks.options import add_device_options, device_times_ms
+from benchmarks.overhead_worker import BATCH_SAMPLES, FEEDS
 from benchmarks.report import progress_view
 from benchmarks.spec import write_json
 from benchmarks.tasks import DATASETS
@@ -26,7 +30,11 @@ from benchmarks.tta import versions
 __all__ = ["main", "summarize_blocks"]
 
 ALLOWANCE_S = 180.0
-FIGURES = ("blocks", "steps", "device-ms", "work-after-backward-ms")
+LOADER_LIMITS = (("input_ms_per_sample", 0), ("workers", 0))
+FIGURES = (
+    "blocks", "steps", "device-ms", "device-fixed-ms", "work-after-backward-ms", "dataset", "mode", "device", "network",
+    "feed", "input-ms-per-sample", "workers",
+)  # fmt: skip
 SLOWEST_STEP_S = 0.3  # on a loaded machine; only the deadline depends on it
 
 
@@ -61,10 +69,9 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the job and work out its figures."""
     run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
     options = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in FIGURES]
-    options += [f"--dataset={args.dataset}", f"--mode={args.mode}", f"--device={args.device}"]
     command = horovodrun_command(args.ranks, "benchmarks.overhead_worker", str(run_dir), *options)
     deadline_s = ALLOWANCE_S + 2 * args.blocks * args.steps * (
-        SLOWEST_STEP_S + (args.device_ms + args.work_after_backward_ms) / 1000.0
+        SLOWEST_STEP_S + (args.device_ms + args.work_after_backward_ms + BATCH_SAMPLES * args.input_ms_per_sample) / 1e3
     )
     with progress_view(console, args.blocks) as view:
         run_job(command, run_dir, deadline_s=deadline_s, stall_s=ALLOWANCE_S, on_progress=view.update)
@@ -73,11 +80,8 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     summary = summarize_blocks(raw["blocks_s"], raw["stats"])
     return {
         "ranks": args.ranks,
-        "dataset": args.dataset,
-        "mode": args.mode,
-        "device": args.device,
-        "device_ms": args.device_ms,
-        "work_after_backward_ms": args.work_after_backward_ms,
+        "cores": len(os.sched_getaffinity(0)),
+        **{name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in FIGURES[2:]},
         **summary,
         "versions": versions(),
     }
@@ -85,7 +89,8 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _table(summary: dict[str, Any]) -> Table:
     low, high = summary["block_ratio_quartiles"]
-    result = Table(title=f"nobody slow, {summary['ranks']} ranks, mode {summary['mode']}", title_justify="left")
+    title = f"nobody slow, {summary['ranks']} ranks, mode {summary['mode']}, {summary['cores']} cores"
+    result = Table(title=title, title_justify="left")
     for name in ("plain Horovod", "star_hvd", "ratio", "quartiles over blocks", "folds"):
         result.add_column(name, justify="right", no_wrap=True)
     result.add_row(
@@ -104,7 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
-    parser.add_argument("--device-ms", type=float, default=30.0, help="device time per step beside the network's own")
+    parser.add_argument("--network", choices=NETWORKS, default="usual", help="conv: 1 MB of gradients; transformer: 10")
+    add_device_options(parser)
+    parser.add_argument("--feed", choices=FEEDS, default="fixed", help="one batch kept, or a loader per side, epochs")
+    parser.add_argument("--input-ms-per-sample", type=float, default=0.0, help="cost of a sample; with --feed loader")
+    parser.add_argument("--workers", type=int, default=0, help="loading processes of each side and rank; likewise")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="cpu emulates device time, cuda spends it")
     parser.add_argument(
         "--work-after-backward-ms", type=float, default=0.0, help="the program's own work between backward and step"
@@ -116,6 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     console = Console()
     problem = _problem(args)
+    if problem is None:
+        args.device_ms, args.device_fixed_ms = device_times_ms(args, BATCH_SAMPLES)
     if problem:
         errors.print(f"error: {problem}", markup=False)
         return 2
@@ -131,13 +142,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _problem(args: argparse.Namespace) -> str | None:
-    for name, least in (("ranks", 1), ("blocks", 1), ("steps", 1), ("device_ms", 0), ("work_after_backward_ms", 0)):
+    for name, least in (("ranks", 1), ("blocks", 1), ("steps", 1), ("work_after_backward_ms", 0), *LOADER_LIMITS):
         value = getattr(args, name)
         if not least <= value < 1e6:
             return f"--{name.replace('_', '-')} is {value}; expected at least {least}"
+    if args.feed == "fixed" and (args.input_ms_per_sample or args.workers):
+        return "--input-ms-per-sample and --workers belong to --feed loader"
+    if args.feed == "loader" and args.device != "cpu":
+        return f"--feed loader is timed on the processor; --device is {args.device}"
     try:
         check_device(args.device)
-    except DeviceError as error:
+        device_times_ms(args, BATCH_SAMPLES)
+    except ValueError as error:
         return str(error)
     if importlib.util.find_spec("star_hvd.optimizer") is None:
         return "star_hvd cannot be imported; install it first"

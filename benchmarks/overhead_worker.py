@@ -1,28 +1,36 @@
-"""Runs under horovodrun: times the steps of plain Horovod and star_hvd in alternating blocks, nobody slow."""
+"""Runs under horovodrun: times the steps of plain Horovod and star_hvd in alternating blocks, nobody slow.
+
+With `--feed loader` a block is an epoch, and its steps include getting the samples: plain Horovod is fed by a
+`DataLoader` with `DistributedSampler`, star_hvd by `hvd.shard` of the same `DataLoader`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 from benchmarks.accelerator import CPU, make_clock, place_of
-from benchmarks.device import Device, make_device
+from benchmarks.device import DeviceTime, LayerClock, make_device
+from benchmarks.networks import NETWORKS, layer_costs, make_network
 from benchmarks.spec import write_json
-from benchmarks.tasks import load_task, make_network
+from benchmarks.tasks import SlowSamples, load_task
 from benchmarks.worker import progress, register
 
 WARM_UP_STEPS = 20
 SKIPPED_STEPS = 2  # of every block: the first one waits for whoever left the last block late
 LEARNING_RATE = 0.01
 BATCH_SAMPLES = 16
+FEEDS = ("fixed", "loader")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,28 +40,25 @@ class Side:
     model: nn.Module
     optimizer: Any
 
-    def step(self, x: torch.Tensor, y: torch.Tensor, device: Device, work_s: float = 0.0) -> None:
-        """One training step with some device time in it.
+    def step(self, x: torch.Tensor, y: torch.Tensor, work_s: float = 0.0) -> None:
+        """One training step.
 
         Args:
             x: Samples.
             y: Their classes.
-            device: Spends the time, before backward.
             work_s: Between backward and the step of the optimizer: logging, or clipping over a slow device.
         """
         self.optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(self.model(x), y)
-        device.run(1.0)
-        loss.backward()
+        nn.functional.cross_entropy(self.model(x), y).backward()
         if work_s:
             time.sleep(work_s)
         self.optimizer.step()
 
 
-def make_side(hvd: Any, dataset: str, place: torch.device = CPU, **options: Any) -> Side:
+def make_side(hvd: Any, dataset: str, place: torch.device = CPU, network: str = "usual", **options: Any) -> Side:
     """A fresh model, the same on both sides and all ranks, with `hvd`'s optimizer."""
     torch.manual_seed(0)
-    model = make_network(dataset).to(place)
+    model = make_network(dataset, network=network).to(place)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
     return Side(model=model, optimizer=wrapped)
@@ -65,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--device-ms", type=float, required=True)
+    parser.add_argument("--device-fixed-ms", type=float, default=0.0)
     parser.add_argument("--work-after-backward-ms", type=float, default=0.0)
     parser.add_argument("--device", default="cpu")
 
@@ -80,23 +86,91 @@ def alternate(
     place = next(next(iter(sides.values())).model.parameters()).device
     mine = slice(rank * BATCH_SAMPLES, (rank + 1) * BATCH_SAMPLES)
     x, y = (tensor[mine].to(place) for tensor in load_task(dataset, BATCH_SAMPLES * size).train.tensors)
-    device = make_device(place.type, args.device_ms / 1000.0, burns=False)
+    spend_device_time(args, sides, x)
     clock, work_s = make_clock(place.type), args.work_after_backward_ms / 1000.0
     for side in sides.values():
         for _ in range(warm_up):
-            side.step(x, y, device, work_s)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    for block in range(args.blocks):
-        for name in sides if block % 2 == 0 else reversed(list(sides)):
+            side.step(x, y, work_s)
+
+    def block(name: str, _: int) -> list[float]:
+        clock.tick()
+        for _ in range(SKIPPED_STEPS + args.steps):
+            sides[name].step(x, y, work_s)
             clock.tick()
-            for _ in range(SKIPPED_STEPS + args.steps):
-                sides[name].step(x, y, device, work_s)
-                clock.tick()
-            times_s = clock.steps_s()
-            found[name].append({"ended_unix_s": time.time(), "times_s": times_s[SKIPPED_STEPS:]})
+        return clock.steps_s()[SKIPPED_STEPS:]
+
+    return in_turns(args.blocks, list(sides), block, rank)
+
+
+def spend_device_time(args: argparse.Namespace, sides: Mapping[str, Side], x: torch.Tensor) -> None:
+    """From now on the layers of both sides take device time; a usual batch that of `--device-ms`."""
+    fixed_s = args.device_fixed_ms / 1000.0
+    device_time = DeviceTime(
+        fixed_s=fixed_s, per_sample_s=(args.device_ms / 1000.0 - fixed_s) / BATCH_SAMPLES
+    )
+    device = make_device(x.device.type)
+    for side in sides.values():
+        LayerClock(side.model, device, device_time, layer_costs(side.model, x[:1]))
+
+
+def in_turns(
+    blocks: int, names: list[str], block: Callable[[str, int], list[float]], rank: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Let each name have so many blocks, in turns; step times and end of each."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for index in range(blocks):
+        for name in names if index % 2 == 0 else reversed(names):
+            times_s = block(name, index)
+            found[name].append({"ended_unix_s": time.time(), "times_s": times_s})
         if rank == 0:
-            progress(text=f"block {block + 1} of {args.blocks}", done=1)
+            progress(text=f"block {index + 1} of {blocks}", done=1)
     return found
+
+
+def alternate_epochs(args: argparse.Namespace, sides: Mapping[str, Side], hvd: Any) -> dict[str, list[dict[str, Any]]]:
+    """Train both sides in turn on whole epochs, each fed by its own loader.
+
+    A rank's first block is not counted: workers start in it. Every step of a block counts as the mean of the block,
+    since what a loader has ready at its beginning it lacks later.
+    """
+    rank, size = int(hvd.rank()), int(hvd.size())
+    samples = Repeated(load_task(args.dataset, BATCH_SAMPLES * size).train, args.steps)
+    costly = SlowSamples(samples, args.input_ms_per_sample / 1000.0)
+    sampler: DistributedSampler[Any] = DistributedSampler(costly, num_replicas=size, rank=rank)
+    common: dict[str, Any] = dict(
+        batch_size=BATCH_SAMPLES, num_workers=args.workers, persistent_workers=args.workers > 0
+    )
+    loaders: dict[str, Iterable[Any]] = {
+        "plain": DataLoader(costly, sampler=sampler, **common),
+        "star": hvd.shard(DataLoader(costly, **common)),
+    }
+    spend_device_time(args, sides, samples[0][0].unsqueeze(0))
+
+    def block(name: str, index: int) -> list[float]:
+        sampler.set_epoch(index)
+        hvd.barrier()
+        began_s = time.perf_counter()
+        for x, y in loaders[name]:
+            sides[name].step(x, y, args.work_after_backward_ms / 1000.0)
+        hvd.barrier()
+        return [(time.perf_counter() - began_s) / args.steps] * args.steps
+
+    for name in sides:
+        block(name, 0)
+    return in_turns(args.blocks, list(sides), block, rank)
+
+
+class Repeated(Dataset[Any]):
+    """A data set so many times over."""
+
+    def __init__(self, samples: Dataset[Any], times: int) -> None:
+        self._samples, self._times = samples, times
+
+    def __len__(self) -> int:
+        return self._times * len(self._samples)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index % len(self._samples)]  # type: ignore[arg-type]
 
 
 def main(argv: list[str]) -> int:
@@ -105,6 +179,10 @@ def main(argv: list[str]) -> int:
     add_arguments(parser)
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--mode", required=True)
+    parser.add_argument("--network", choices=NETWORKS, default="usual")
+    parser.add_argument("--feed", choices=FEEDS, default="fixed")
+    parser.add_argument("--input-ms-per-sample", type=float, default=0.0)
+    parser.add_argument("--workers", type=int, default=0)
     args = parser.parse_args(argv)
     register(args.run_dir)
     torch.set_num_threads(1)
@@ -116,10 +194,13 @@ def main(argv: list[str]) -> int:
     hvd.init()
     place = place_of(args.device, hvd.local_rank())
     sides = {
-        "plain": make_side(plain_hvd, args.dataset, place),
-        "star": make_side(hvd, args.dataset, place, mode=args.mode),
+        "plain": make_side(plain_hvd, args.dataset, place, args.network),
+        "star": make_side(hvd, args.dataset, place, args.network, mode=args.mode),
     }
-    found = alternate(args, sides, args.dataset, rank=hvd.rank(), size=hvd.size(), warm_up=WARM_UP_STEPS)
+    if args.feed == "loader":
+        found = alternate_epochs(args, sides, hvd)
+    else:
+        found = alternate(args, sides, args.dataset, rank=hvd.rank(), size=hvd.size(), warm_up=WARM_UP_STEPS)
     blocks = {name: [block["times_s"] for block in made] for name, made in found.items()}
     stats = hvd.allgather_object(dict(sides["star"].optimizer.stats()), name="lab_stats")
     if hvd.rank() == 0:

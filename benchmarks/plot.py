@@ -25,10 +25,10 @@ from benchmarks.report import straggler_phrase
 __all__ = ["Strip", "main", "member_strip", "plot"]
 
 STYLE = {
-    "straggler_free": ("#8a8a8a", "Horovod, nobody slow"),
+    "straggler_free": ("#8a8a8a", "Horovod, none slow"),
     "plain": ("#d1495b", "Horovod"),
     "drop": ("#edae49", "backup workers (drop)"),
-    "star_free": ("#7fb2f5", "star_hvd, nobody slow"),
+    "star_free": ("#7fb2f5", "star_hvd, none slow"),
     "star": ("#1f6feb", "star_hvd"),
 }
 FRESH_COLOR, MISSING_COLOR, FOLD_COLOR = "#1f6feb", "#f4d6a0", "#c77700"

@@ -19,12 +19,13 @@ __all__ = ["ProgressView", "bound_sentence", "progress_view", "sentence", "strag
 
 PLAIN_LINE_INTERVAL_S = 5.0
 TITLES = {
-    "straggler_free": "Horovod, nobody slow",
+    "straggler_free": "Horovod, none slow",
     "plain": "Horovod",
     "drop": "backup workers (drop)",
     "star": "star_hvd",
-    "star_free": "star_hvd, nobody slow",
+    "star_free": "star_hvd, none slow",
 }
+FED = {"sampler": "equal", "shard": "queue"}
 COUNT_WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight", 10: "ten"}
 
 
@@ -65,7 +66,7 @@ def table(summary: dict[str, Any]) -> Table:
     """One row per variant."""
     percent = 100.0 * summary["target_accuracy"]
     title = f"{summary['scenario']}, {summary['ranks']} ranks, {summary['dataset']}"
-    # Eight columns in the 80 of a usual terminal leave no room for lines between them.
+    # The columns fill the 80 of a usual terminal; there is no room for lines between them.
     result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     result.add_column("variant", no_wrap=True)
     modes = summary["modes"].items()
@@ -73,7 +74,8 @@ def table(summary: dict[str, Any]) -> Table:
     rows = {**summary["variants"], **fixed}
     several = any(len(values["seeds"]) > 1 for values in rows.values())  # Else a terminal has no room for the rest.
     spread = ["min - max"] if several else []
-    for name in (f"to {percent:.1f} %", "ratio", *spread, "final", "ms/step", "folds", "drops", "stale"):
+    figures = ("ratio", "bound", *spread, "final", "ms/step", "late", "fed")
+    for name in (f"to {percent:.1f} %", *figures):
         result.add_column(name, justify="right", no_wrap=True)
     for name, values in rows.items():
         relaxed = name not in PLAIN_VARIANTS
@@ -81,12 +83,20 @@ def table(summary: dict[str, Any]) -> Table:
             TITLES.get(name, f"  {name}"),
             _seconds(values["median_s"]),
             _ratio(values["median_s"], summary["plain_s"]),
+            "-" if name == "straggler_free" else _times(values["bound_ratio"]),
             *([_spread([run["time_to_accuracy_s"] for run in values["seeds"]])] if several else []),
             f"{100.0 * values['final_accuracy']:.1f} %",
             f"{1000.0 * values['step_s']:.0f}",
-            *([str(values[key]) for key in ("folds", "drops", "max_staleness")] if relaxed else ["-"] * 3),
+            "/".join(str(values[key]) for key in ("folds", "drops", "max_staleness")) if relaxed else "-",
+            FED[values["feeding"]],
             style="bold" if name == "star" else None,
         )
+    result.caption = (
+        "ratio: to plain Horovod; bound: to every rank used at its own speed; late: gradients folded, dropped, largest "
+        f"staleness; fed: {FED['sampler']} shares by DistributedSampler, or the {FED['shard']} of hvd.shard; "
+        f"{summary['cores']} cores"
+    )
+    result.caption_justify = "left"
     return result
 
 
@@ -100,6 +110,7 @@ def straggler_phrase(summary: dict[str, Any]) -> str:
         "two-slow": f"With ranks {last - 1} and {last} {times} times slower",
         "rotating": f"With one rank after another {times} times slower",
         "trace": "With the slowdowns of the trace",
+        "slow-input": f"With the samples of rank {last} {times} times as costly to load",
         "quota": f"With rank {last} held to {100.0 * summary['quota_cores']:.0f} % of a core",
         "starved": f"With rank {last} held to {100.0 * summary['quota_cores']:.0f} % of a core",
         "slow-link": f"With the link of rank {last} {times} times slower",
@@ -143,6 +154,10 @@ def bound_sentence(summary: dict[str, Any]) -> str:
 
 def _seconds(value: float | None) -> str:
     return "not reached" if value is None else f"{value:.1f} s"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _ratio(value: float | None, plain_s: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ __all__ = [
     "baseline",
     "bound_s",
     "default_modes",
+    "input_slowdown",
     "link_slowdown",
     "make_scenario",
 ]
@@ -27,6 +29,7 @@ MEANS = {
     "two-slow": "device",
     "rotating": "device",
     "trace": "device",
+    "slow-input": "input",
     "quota": "quota",
     "slow-link": "link",
     "frozen": "freeze",
@@ -83,9 +86,18 @@ class Scenario:
         """Factor on the emulated device time: 1 where the scenario slows by other means."""
         return self.slowdown(rank, step) if self.means == "device" else 1.0
 
-    def capacity(self) -> float:
-        """Speed of all ranks together, in units of one normal rank, averaged over the schedule."""
-        return sum(1.0 / factor for row in self.rows for factor in row) / len(self.rows)
+    def input_slowdown(self, rank: int) -> float:
+        """Factor on what a sample costs to get: 1 where the scenario slows by other means."""
+        return self.slowdown(rank, 0) if self.means == "input" else 1.0
+
+    def capacity(self, fixed_part: float = 0.0) -> float:
+        """Speed of all ranks together, in units of one normal rank, averaged over the schedule.
+
+        Args:
+            fixed_part: Part of a normal step that a rank needs even for an empty batch. A rank so slow that this takes
+                it longer than the whole step should take the others is better left out.
+        """
+        return sum(_capacity(row, fixed_part) for row in self.rows) / len(self.rows)
 
     def stragglers(self) -> int:
         """Ranks that are slow at the same time: how many `partial(m)` has to do without.
@@ -102,6 +114,14 @@ class Scenario:
     def without_stragglers(self) -> Scenario:
         """The same job with every rank at normal speed."""
         return Scenario(name="none", rows=((1.0,) * self.ranks,))
+
+
+def _capacity(row: Sequence[float], fixed_part: float) -> float:
+    """Over the k fastest ranks, the best k: with shares so that all end together a step of n batches takes
+    ((1 - fixed_part) n + fixed_part k) / sum(1 / slowdown) normal steps."""
+    n, speeds = len(row), sorted((1.0 / factor for factor in row), reverse=True)
+    sums = itertools.accumulate(speeds)
+    return max(n * total / ((1.0 - fixed_part) * n + fixed_part * k) for k, total in enumerate(sums, start=1))
 
 
 def make_scenario(
@@ -216,3 +236,19 @@ def link_slowdown(free_step_s: float, model_bytes: float, fast_bits_per_s: float
             "0, and the second link no faster than the first"
         )
     return 1.0 + 8.0 * model_bytes * (1.0 / slow_bits_per_s - 1.0 / fast_bits_per_s) / free_step_s
+
+
+def input_slowdown(free_step_s: float, batch_input_s: float, workers: int, factor: float) -> float:
+    """How much slower a step of a rank is whose samples cost `factor` times as much to get.
+
+    Args:
+        free_step_s: A step with no rank slow, input included, in seconds.
+        batch_input_s: What a batch's samples cost a normal rank, one after another.
+        workers: Processes that load ahead of the training thread; without any, the step waits for every sample.
+        factor: Of the slow rank.
+    """
+    if not free_step_s > 0.0:
+        raise ScenarioError(f"step of {free_step_s} s; expected more than 0")
+    if not workers:
+        return 1.0 + batch_input_s * (factor - 1.0) / free_step_s
+    return max(1.0, batch_input_s * factor / workers / free_step_s)

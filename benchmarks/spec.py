@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.device import DeviceTime
+
 __all__ = [
     "ALL_VARIANTS",
+    "FEEDINGS",
     "FREE_VARIANTS",
     "PLAIN_VARIANTS",
     "RunRecord",
@@ -21,6 +24,7 @@ __all__ = [
 
 PLAIN_VARIANTS = ("straggler_free", "plain")
 FREE_VARIANTS = ("straggler_free", "star_free")
+FEEDINGS = ("shard", "sampler")
 ALL_VARIANTS = (*PLAIN_VARIANTS, "drop", "star", "star_free")
 
 
@@ -42,14 +46,20 @@ class RunSpec:
         batch_samples: Samples a rank takes per step.
         learning_rate: Of the first epoch.
         momentum: Of SGD.
-        device_s: Device time of a step at normal speed beside the network's own, in seconds.
+        device_s: Device time of a usual batch at normal speed, beside the network's own, in seconds.
+        device_fixed_s: Part of it that every forward and backward pass needs, however small its batch.
         device: `cpu`, where it is emulated, or `cuda`, where network and device time are on a real one.
         eval_every_steps: Global steps between two snapshots.
         mode: Mode of the `star` variant.
         quorum: The m of the `drop` variant's `partial(m)`.
         quota_cores: Part of a core the slow rank may use in scenario `quota`, 0 in all others.
         quota_period_s: Accounting period of that quota.
-        hidden_units: Width of the network's hidden layers.
+        network: What is trained, of `NETWORKS`.
+        hidden_units: Width of its hidden layers, where it is a small one.
+        input_s_per_sample: What it takes to get one sample, asleep, in whoever loads it.
+        workers: Processes of each rank's `DataLoader` that load samples, 0 for the training thread.
+        feeding: `shard` where star_hvd's optimizers are fed by `hvd.shard`, `sampler` where by the same
+            `DistributedSampler` as plain Horovod's.
         link_bits_per_s: Rate of a usual host's link in scenario `slow-link`, 0 in all others.
     """
 
@@ -75,6 +85,21 @@ class RunSpec:
     link_bits_per_s: float = 0.0
     passes: int = 1
     device: str = "cpu"
+    device_fixed_s: float = 0.0
+    network: str = "usual"
+    input_s_per_sample: float = 0.0
+    workers: int = 0
+    feeding: str = "shard"
+
+    @property
+    def device_time(self) -> DeviceTime:
+        """Device time of a step as a function of its batch."""
+        per_sample_s = (self.device_s - self.device_fixed_s) / self.batch_samples
+        return DeviceTime(fixed_s=self.device_fixed_s, per_sample_s=per_sample_s)
+
+    def feeding_of(self, name: str) -> str:
+        """What feeds a variant or fixed mode: `sampler`, an equal share per rank, or `shard`, the work queue."""
+        return "sampler" if name in PLAIN_VARIANTS else self.feeding
 
     @property
     def steps(self) -> int:

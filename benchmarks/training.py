@@ -1,4 +1,4 @@
-"""One training on one rank: the loop a Horovod user writes, with an emulated device in the middle."""
+"""One training on one rank: the loop a Horovod user writes, with device time in the network's layers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from benchmarks.accelerator import CPU
-from benchmarks.device import make_device
+from benchmarks.device import LayerClock, make_device
 from benchmarks.freezer import Freezer
 from benchmarks.killed import Watch, kill_server
 from benchmarks.link_rates import ask_for_rate
 from benchmarks.measures import SMOOTHED_EVALUATIONS, accuracies_of
+from benchmarks.networks import layer_costs, make_network
 from benchmarks.quota import CpuQuota
 from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S, Scenario, baseline
 from benchmarks.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
-from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, load_task, make_network
+from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, SlowSamples, load_task
 
 __all__ = ["Job", "Setting", "Snapshots", "bring_into_force", "train"]
 
@@ -118,19 +119,21 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
     if variant in spec.modes:
         bring_into_force(hvd, _plan(spec, variant), setting.place)
     torch.manual_seed(seed)
-    model = make_network(spec.dataset, spec.hidden_units).to(setting.place)
+    model = make_network(spec.dataset, spec.hidden_units, spec.network).to(setting.place)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
     plain = variant in PLAIN_VARIANTS
-    job = _plain_job(setting, model, optimizer, seed) if plain else _star_job(setting, model, optimizer, seed, variant)
-    snapshots = Snapshots(model, spec.eval_every_steps, setting.rank == 0)
     scenario = setting.slow.without_stragglers() if variant in FREE_VARIANTS else setting.slow
+    samples = _samples(setting, scenario)
+    make_job = _plain_job if plain else _star_job
+    job = make_job(setting, model, optimizer, samples, seed, variant)
+    snapshots = Snapshots(model, spec.eval_every_steps, setting.rank == 0)
     record = RunRecord(variant=variant, seed=seed)
     watch = Watch()
-    with _limits(setting, scenario):
+    with _limits(setting, scenario), make_clock(setting, model) as clock:
         hvd.barrier()
         start_s, start_monotonic_s = time.perf_counter(), time.monotonic()
-        _loop(setting, model, job, scenario, snapshots, record, start_s, watch)
+        _loop(setting, model, job, scenario, snapshots, record, start_s, watch, clock)
         record.train_s = time.perf_counter() - start_s
     _collect(setting, record, job, plain, watch)
     if not plain:
@@ -140,23 +143,64 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
     return record, snapshots
 
 
-def _plain_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Job:
-    import horovod.torch as hvd
+def make_clock(setting: Setting, model: nn.Module) -> LayerClock:
+    """What spends the device time of this rank's steps in the layers of `model`."""
+    spec = setting.spec
+    sample = setting.train[0][0].unsqueeze(0).to(setting.place)
+    device = make_device(spec.device, burns=setting.burns)
+    return LayerClock(model, device, spec.device_time, layer_costs(model, sample))
 
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        setting.train, num_replicas=hvd.size(), rank=setting.rank, seed=seed
+
+def _samples(setting: Setting, scenario: Scenario) -> Dataset[Any]:
+    """This rank's view of the training samples: they cost what the scenario says."""
+    sample_s = setting.spec.input_s_per_sample * scenario.input_slowdown(setting.rank)
+    return SlowSamples(setting.train, sample_s) if sample_s else setting.train
+
+
+def _loader(spec: RunSpec, samples: Dataset[Any], sampler: DistributedSampler[Any] | None) -> DataLoader[Any]:
+    """The loader of a usual script; workers live as long as it does."""
+    return DataLoader(
+        samples,
+        batch_size=spec.batch_samples,
+        sampler=sampler,
+        num_workers=spec.workers,
+        persistent_workers=spec.workers > 0,
     )
-    loader = DataLoader(setting.train, batch_size=setting.spec.batch_samples, sampler=sampler)
+
+
+def _equal_shares(setting: Setting, samples: Dataset[Any], seed: int) -> Callable[[int], Batches]:
+    """Every rank's own equal share of each epoch, as `DistributedSampler` deals it."""
+    size = int(setting.hvd.size())
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        samples, num_replicas=size, rank=setting.rank, seed=seed  # type: ignore[arg-type]
+    )
+    loader = _loader(setting.spec, samples, sampler)
 
     def batches(epoch: int) -> Batches:
         sampler.set_epoch(epoch)
         return loader
 
+    return batches
+
+
+def _plain_job(
+    setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, samples: Dataset[Any], seed: int, _: str
+) -> Job:
+    import horovod.torch as hvd
+
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    batches = _equal_shares(setting, samples, seed)
     return Job(optimizer=wrapped, batches=batches, global_step=lambda own_batches: own_batches)
 
 
-def _star_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, variant: str) -> Job:
+def _star_job(
+    setting: Setting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: Dataset[Any],
+    seed: int,
+    variant: str,
+) -> Job:
     hvd, spec = setting.hvd, setting.spec
     mode, config = spec.mode, hvd.Config()
     if variant in spec.modes:
@@ -165,8 +209,12 @@ def _star_job(setting: Setting, model: nn.Module, optimizer: torch.optim.Optimiz
         mode = hvd.Plan.partial(spec.ranks, spec.quorum, max_staleness=0, reason="backup workers")
         config = hvd.Config(max_staleness=0)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), mode=mode, config=config)
-    loader = hvd.shard(setting.train, batch_size=spec.batch_samples, seed=seed)
-    return Job(optimizer=wrapped, batches=lambda _: loader, global_step=lambda _: int(wrapped.stats()["steps"]))
+    if spec.feeding_of(variant) == "sampler":
+        batches = _equal_shares(setting, samples, seed)
+    else:
+        loader = hvd.shard(_loader(spec, samples, None), seed=seed)
+        batches = lambda _: loader  # noqa: E731
+    return Job(optimizer=wrapped, batches=batches, global_step=lambda _: int(wrapped.stats()["steps"]))
 
 
 def _log_accuracies(setting: Setting, snapshots: Snapshots, start_monotonic_s: float) -> None:
@@ -177,7 +225,7 @@ def _log_accuracies(setting: Setting, snapshots: Snapshots, start_monotonic_s: f
         return
     spec = setting.spec
     task = load_task(spec.dataset, spec.train_samples)
-    found = accuracies_of(snapshots.vectors, spec.dataset, task, spec.hidden_units)
+    found = accuracies_of(snapshots.vectors, spec, task)
     smooth = [statistics.median(found[max(0, end - SMOOTHED_EVALUATIONS) : end]) for end in range(1, len(found) + 1)]
     for step, time_s, value in zip(snapshots.steps, snapshots.times_s, smooth, strict=True):
         setting.hvd.record_metric("accuracy", value, step, monotonic_s=start_monotonic_s + time_s)
@@ -247,9 +295,9 @@ def _loop(
     record: RunRecord,
     start_s: float,
     watch: Watch,
+    clock: LayerClock,
 ) -> None:
     spec, hvd, optimizer = setting.spec, setting.hvd, job.optimizer
-    device = make_device(spec.device, spec.device_s, burns=setting.burns)
     decay = torch.optim.lr_scheduler.LinearLR(
         optimizer, 1.0, FINAL_LEARNING_RATE_FRACTION, total_iters=max(1, spec.epochs - 1)
     )
@@ -257,10 +305,9 @@ def _loop(
     for epoch in range(spec.epochs):
         losses = []
         for x, y in job.batches(epoch):
-            slowdown = scenario.device_slowdown(setting.rank, job.global_step(own_batches))
+            clock.slowdown = scenario.device_slowdown(setting.rank, job.global_step(own_batches))
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(x.to(setting.place)), y.to(setting.place))
-            device.run(slowdown)
             loss.backward()
             optimizer.step()
             own_batches += 1

@@ -36,6 +36,7 @@ __all__ = ["build_spec", "main", "make_parser", "measure", "versions"]
 
 OVERHEAD_ALLOWANCE_S = 0.15  # per step, for a loaded machine; only the deadline depends on it
 SETUP_ALLOWANCE_S = 180.0
+BYTES_PER_S = 3e7  # Of gradients computed, reduced and applied on a loaded machine; likewise.
 TABLE_COLUMNS = 110  # where nobody says how wide a line is
 EXIT_FAILED, EXIT_USAGE, EXIT_SKIPPED = 1, 2, 77  # 77: what test harnesses take for "skipped"
 
@@ -62,7 +63,7 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
     records = []
     for path in sorted(run_dir.glob("seed*.json")):
         record = RunRecord(**json.loads(path.read_text(encoding="utf-8")))
-        record.accuracies = accuracies(path.with_suffix(".npz"), spec.dataset, task, spec.hidden_units)
+        record.accuracies = accuracies(path.with_suffix(".npz"), spec, task)
         records.append(record)
     summary = summarize(spec, target, records)
     summary.update(spec=dataclasses.asdict(spec), versions=versions())
@@ -96,6 +97,7 @@ def _deadline_s(spec: RunSpec) -> float:
     """Three times what the whole job should need if every step were as slow as the slowest."""
     slowdown = max(map(max, spec.rows))
     slowest_s = spec.device_s * slowdown * (4 if spec.quota_cores else 1) + OVERHEAD_ALLOWANCE_S
+    slowest_s += spec.input_s_per_sample * spec.batch_samples * slowdown + model_bytes(spec) / BYTES_PER_S
     if spec.link_bits_per_s:
         slowest_s += 2.0 * 8.0 * model_bytes(spec) * slowdown / spec.link_bits_per_s
     return SETUP_ALLOWANCE_S + 3.0 * spec.steps * slowest_s * len(spec.trained) * len(spec.seeds)
@@ -103,7 +105,8 @@ def _deadline_s(spec: RunSpec) -> float:
 
 def versions() -> dict[str, str]:
     """Software the figures were made with."""
-    found = {"python": platform.python_version(), "system": platform.platform(), "cores": str(os.cpu_count())}
+    cores = str(len(os.sched_getaffinity(0)))
+    found = {"python": platform.python_version(), "system": platform.platform(), "cores": cores}
     for name in ("torch", "horovod", "star-hvd", "numpy", "scikit-learn"):
         try:
             found[name] = metadata.version(name)

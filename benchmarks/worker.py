@@ -59,7 +59,9 @@ def _warm_up(setting: Setting, variant: str) -> None:
     samples = min(spec.train_samples, WARM_UP_STEPS * spec.batch_samples * spec.ranks)
     short = dataclasses.replace(
         setting,
-        spec=dataclasses.replace(spec, epochs=1, passes=1, device_s=min(spec.device_s, WARM_UP_DEVICE_S)),
+        spec=dataclasses.replace(
+            spec, epochs=1, passes=1, device_s=min(spec.device_s, WARM_UP_DEVICE_S), device_fixed_s=0.0
+        ),
         train=Subset(setting.train, range(samples)),
         slow=setting.slow.without_stragglers(),
         on_epoch=lambda *_: None,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.accelerator import CPU, DeviceError, WallClock, calibrate, check_device, make_clock, place_of
-from benchmarks.device import BurnDevice, SleepDevice, SpinDevice, make_device
+from benchmarks.device import BurnDevice, DeviceTime, LayerClock, SleepDevice, SpinDevice, make_device
 from benchmarks.options import build_spec, make_parser
 from benchmarks.overhead import main as overhead
 from benchmarks.overhead_worker import Side
@@ -45,10 +45,10 @@ def test_spin_kernels_are_calibrated(speed: float) -> None:
 
 def test_a_spin_device_queues_and_returns() -> None:
     device = Counting()
-    spins = SpinDevice(0.03, device)
+    spins = SpinDevice(device)
     begun_s, before = device.now_s, len(device.kernels)
-    spins.run(1.0)
-    spins.run(4.0)
+    spins.spend(0.03)
+    spins.spend(0.12)
     assert device.now_s == begun_s, "it waited for its kernel"
     lengths_s = [cycles / device.speed for cycles in device.kernels[before:]]
     assert lengths_s == pytest.approx([0.03, 0.12], rel=0.01)
@@ -56,9 +56,9 @@ def test_a_spin_device_queues_and_returns() -> None:
 
 def test_no_device_time_is_no_kernel() -> None:
     device = Counting()
-    spins = SpinDevice(0.0, device)
+    spins = SpinDevice(device)
     before = len(device.kernels)
-    spins.run(4.0)
+    spins.spend(0.0)
     assert len(device.kernels) == before
 
 
@@ -67,22 +67,23 @@ def test_steps_are_timed_by_events() -> None:
     model = torch.nn.Linear(3, 2)
     side = Side(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     clock = make_clock("cuda", device)
-    spins = make_device("cuda", 0.02, burns=False, accelerator=device)
+    spins = make_device("cuda", accelerator=device)
+    LayerClock(model, spins, DeviceTime(fixed_s=0.012, per_sample_s=0.002), {model: 1.0})
     clock.tick()
     for _ in range(3):
-        side.step(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64), spins)
+        side.step(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
         clock.tick()
     assert clock.steps_s() == pytest.approx([0.02] * 3, rel=0.01)
     assert clock.steps_s() == []
 
 
 def test_without_an_accelerator_device_time_is_emulated() -> None:
-    assert isinstance(make_device("cpu", 0.01, burns=False), SleepDevice)
-    assert isinstance(make_device("cpu", 0.01, burns=True), BurnDevice)
+    assert isinstance(make_device("cpu"), SleepDevice)
+    assert isinstance(make_device("cpu", burns=True), BurnDevice)
     clock = make_clock("cpu")
     assert isinstance(clock, WallClock)
     clock.tick()
-    make_device("cpu", 0.01, burns=False).run(2.0)
+    make_device("cpu").spend(0.02)
     clock.tick()
     assert clock.steps_s()[0] >= 0.02
 

@@ -309,7 +309,8 @@ class TestMeasures:
         console = Console(width=80, file=io.StringIO(), color_system=None)
         console.print(table(summary))
         printed = console.file.getvalue()  # type: ignore[attr-defined]
-        assert "Horovod, nobody slow" in printed and "stale" in printed and "…" not in printed
+        assert "Horovod, none slow" in printed and "queue" in printed and "…" not in printed
+        assert max(map(len, map(str.rstrip, printed.splitlines()))) <= 80
 
     def test_in_force_of_no_steps(self) -> None:
         assert in_force([]) == 0.0
