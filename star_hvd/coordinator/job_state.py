@@ -34,7 +34,7 @@ from star_hvd.channel.messages.base import (
     StateSource,
     Unregister,
 )
-from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -194,6 +194,10 @@ class JobState:
                 self._leases.give_back(rank, message, now_s)
                 if message.leaves:
                     self._over((message.loader, message.epoch), rank, early=message.early, now_s=now_s)
+            case ConsumedRequest():
+                self._leases.request_consumed(rank, message)
+            case Consumed():
+                self._leases.consumed(rank, message)
             case FindStateSource():
                 self._source(rank, message)
             case Finished():

@@ -26,7 +26,7 @@ from star_hvd.channel.messages.base import (
     RequestBatch,
     Unregister,
 )
-from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -46,6 +46,8 @@ __all__ = ["check"]
 _FROM_RANKS: tuple[type[Message], ...] = (
     Arrive,
     Away,
+    Consumed,
+    ConsumedRequest,
     PrepareFailed,
     Drained,
     Finished,
@@ -161,13 +163,19 @@ def _take(message: RequestBatch, _: int) -> None:
 
 
 def _lease_ask(message: LeaseAsk, _: int) -> None:
-    if min(message.loader, message.epoch, message.samples, message.batch - 1, message.begun) < 0:
+    whole = (message.loader, message.epoch, message.samples, message.batch - 1, message.begun, message.ahead)
+    if min(*whole, message.digest, message.undelivered) < 0 or not 0.0 <= message.load_s < math.inf:
         raise ChannelError(f"leases of {message.samples} samples in batches of {message.batch}")
 
 
 def _lease_return(message: LeaseReturn, _: int) -> None:
-    if min(message.loader, message.epoch, message.begun) < 0:
+    if min(message.loader, message.epoch, message.begun, message.kept) < 0:
         raise ChannelError(f"a rank that has begun {message.begun} samples gives leases back")
+
+
+def _consumed(message: Consumed | ConsumedRequest, _: int) -> None:
+    if min(message.loader, message.epoch, message.step + 1, message.number) < 0:
+        raise ChannelError(f"samples of epoch {message.epoch} consumed up to step {message.step}")
 
 
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
@@ -179,4 +187,6 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     RequestBatch: _take,
     LeaseAsk: _lease_ask,
     LeaseReturn: _lease_return,
+    Consumed: _consumed,
+    ConsumedRequest: _consumed,
 }
