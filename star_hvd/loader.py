@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterator, Sized
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.dataloader import default_collate
+from horovod.torch.elastic import ElasticSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
 
+from scheduler.rules.leasing import Span
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
-from star_hvd.runtime.lease_stock import LeaseStock
+from star_hvd.runtime.feeder import Feeder, loader_options
+from star_hvd.runtime.lease_stock import BatchSizer, ConstantBatches, LeaseStock
+from star_hvd.runtime.sample_order import BatchOrder, EpochOrder, Order, Permutation, SamplerOrder
 
-__all__ = ["ShardLoader", "shard"]
+__all__ = ["ShardLoader", "shard", "work"]
 
 logger = logging.getLogger("star_hvd")
 
 _SOON_S = 2.0  # An answer of the coordinator takes milliseconds; whoever waits longer delivers no gradient meanwhile.
+_EPOCHS_KEPT = 64  # Of which the waits for leases are known.
+_STATE = 1  # Version of `state_dict`.
 
 
 def shard(
     data: Dataset[Any] | DataLoader[Any],
     batch_size: int | None = None,
     *,
-    shuffle: bool = True,
+    shuffle: bool | None = None,
     seed: int = 0,
     drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Config | None = None,
+    batches: int | None = None,
+    **options: Any,
 ) -> ShardLoader:
     """Share a dataset among the ranks by a work queue: every sample once per epoch, more for faster ranks.
 
@@ -39,41 +49,108 @@ def shard(
     epoch with its own permutation. The weight of a rank's gradient follows the size of its batch, so a short last
     batch counts for less.
 
+    A DataLoader keeps everything that was set on it: workers, collate function, pinning, prefetching, persistent
+    workers, worker init, generator, multiprocessing context, timeout, `drop_last`, `in_order`. Only its sampler is
+    replaced: a random or sequential one, or a `DistributedSampler`, by the same order over all ranks; any other
+    sampler or batch sampler is evaluated on every rank and gives the order in which the queue hands out samples. A
+    data set takes the same keywords. An `IterableDataset` is read by each rank for itself, and has to give each rank
+    a share of its own; the queue then counts batches.
+
     Args:
-        data: A map-style dataset, or a DataLoader whose dataset, batch size, `drop_last` and `collate_fn` are taken
-            over (its sampler and workers are not: samples are chosen by the queue).
-        batch_size: Samples per batch and rank; required for a dataset.
-        shuffle: Whether the order changes from epoch to epoch.
+        data: A map-style data set, a DataLoader, or either of an `IterableDataset`.
+        batch_size: Samples per batch and rank; required for a data set without batch sampler.
+        shuffle: Whether the order changes from epoch to epoch. Left out: as the DataLoader's sampler does, yes for a
+            data set.
         seed: Of the permutations, equal on all ranks.
         drop_last: Leave a short last batch of the epoch out.
         collate_fn: Makes a batch of a list of samples; torch's default where left out.
         config: Settings, when no optimizer has been made yet.
+        batches: For an `IterableDataset`: batches of an epoch, of all ranks together.
+        **options: Further keywords of `DataLoader`: `sampler`, `batch_sampler`, `num_workers`, `pin_memory` and so on.
 
     If a rank is late: it takes fewer batches; near the end of an epoch it takes none that the others would have to
-    wait for.
+    wait for, and what its workers have loaded and it has not begun is given to the others.
 
     Raises:
-        ValueError: No batch size, or data without length.
+        ValueError: No batch size, data without length, or a sampler that contradicts its own length.
+        TypeError: An unknown keyword.
     """
+    if collate_fn is not None:
+        options["collate_fn"] = collate_fn
+    seed = _whole(seed, "seed")
+    samplers = {name: options.pop(name) for name in ("sampler", "batch_sampler") if options.get(name) is not None}
     if isinstance(data, DataLoader):
+        options = {**loader_options(data), **options}
+        drop_last = drop_last or bool(data.drop_last)
+        if data.batch_sampler is None and not isinstance(data.dataset, IterableDataset):
+            raise ValueError(
+                "shard got a DataLoader with batch_size=None; give it a batch_size: the queue hands out batches"
+            )
+        if not samplers and batch_size is None and data.batch_size is None and data.batch_sampler is not None:
+            samplers["batch_sampler"] = data.batch_sampler
+        elif not samplers and not isinstance(data.dataset, IterableDataset):
+            samplers["sampler"] = data.sampler
         batch_size = batch_size or data.batch_size
-        drop_last = drop_last or data.drop_last
-        collate_fn = collate_fn or data.collate_fn
         data = data.dataset
+    if isinstance(data, IterableDataset):
+        return _stream(data, batch_size, samplers, drop_last, options, batches, config)
+    if batches is not None:
+        raise ValueError("shard takes `batches` for an IterableDataset only; other data sets say their length")
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise ValueError(f"shard needs a map-style dataset with a length; got {type(data).__name__}")
+    order, batch_size = _order(data, batch_size, samplers, shuffle, seed, drop_last)
+    return ShardLoader(data, batch_size, order=order, seed=seed, drop_last=drop_last, options=options, config=config)
+
+
+def _order(
+    data: Any, batch_size: int | None, samplers: Mapping[str, Any], shuffle: bool | None, seed: int, drop_last: bool
+) -> tuple[Order, int]:
+    """The order of the samples, and how many positions of it a batch has."""
+    if "batch_sampler" in samplers:
+        if batch_size is not None or drop_last or shuffle is not None or "sampler" in samplers:
+            raise ValueError(
+                "shard got a batch_sampler and batch_size, sampler, shuffle or drop_last; a batch sampler says all of "
+                "these: leave them out"
+            )
+        return BatchOrder(samplers["batch_sampler"], seed), 1
     batch_size = _whole(batch_size, "batch_size")
     if batch_size < 1:
         raise ValueError(f"shard batch_size is {batch_size!r}; expected a positive number")
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise ValueError(f"shard needs a map-style dataset with a length; got {type(data).__name__}")
-    return ShardLoader(
-        data,
-        batch_size,
-        shuffle=shuffle,
-        seed=_whole(seed, "seed"),
-        drop_last=bool(drop_last),
-        collate_fn=collate_fn,
-        config=config,
-    )
+    sampler = samplers.get("sampler")
+    if shuffle is not None or sampler is None:
+        return Permutation(len(data), shuffle=shuffle is not False, seed=seed), batch_size
+    if isinstance(sampler, (DistributedSampler, ElasticSampler)):
+        logger.info("shard replaces a %s: the queue shares the samples among the ranks", type(sampler).__name__)
+        return Permutation(len(data), shuffle=bool(sampler.shuffle), seed=int(sampler.seed)), batch_size
+    if type(sampler) is SequentialSampler:
+        return Permutation(len(data), shuffle=False, seed=seed), batch_size
+    whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data)
+    if whole and sampler.generator is None:
+        return Permutation(len(data), shuffle=True, seed=seed), batch_size
+    return SamplerOrder(sampler, seed), batch_size
+
+
+def _stream(
+    data: IterableDataset[Any],
+    batch_size: int | None,
+    samplers: Mapping[str, Any],
+    drop_last: bool,
+    options: Mapping[str, Any],
+    batches: int | None,
+    config: Config | None,
+) -> ShardLoader:
+    if samplers:
+        raise ValueError("shard got a sampler for an IterableDataset, which has its own order: leave it out")
+    if batches is None:
+        raise ValueError(
+            "shard cannot know when an epoch of an IterableDataset ends; pass batches=, the number of batches of an "
+            "epoch of all ranks together"
+        )
+    batches = _whole(batches, "batches")
+    if batches < 0:
+        raise ValueError(f"shard batches is {batches}; expected 0 or more")
+    loader = DataLoader(data, batch_size=batch_size, drop_last=drop_last, **options)
+    return ShardLoader(data, 1, order=Permutation(batches, shuffle=False, seed=0), stream=loader, config=config)
 
 
 def _whole(value: Any, name: str) -> int:
@@ -91,39 +168,54 @@ def _whole(value: Any, name: str) -> int:
 
 
 class ShardLoader:
-    """The loader `shard` returns; `len()` is the number of batches of an epoch on ranks of equal speed."""
+    """The loader `shard` returns; `len()` is the number of batches of an epoch on ranks of equal speed.
+
+    Attributes:
+        batch_sizer: Says the size of each batch of this rank; constant unless it is replaced between epochs.
+        lease_waits: How often the training thread waited for a lease, per epoch; of the last epochs only.
+    """
 
     def __init__(
         self,
         dataset: Dataset[Any],
         batch_size: int,
         *,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        config: Config | None,
+        order: Order,
+        seed: int = 0,
+        drop_last: bool = False,
+        options: Mapping[str, Any] | None = None,
+        stream: DataLoader[Any] | None = None,
+        config: Config | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
+        self.batch_sizer: BatchSizer = ConstantBatches(batch_size)
         self.epoch = 0
         self.samples_taken = 0
-        self._n = len(cast(Sized, dataset))
-        self._shuffle = shuffle
-        self._seed = seed
-        self._drop_last = drop_last
-        self._collate = collate_fn or default_collate
+        self.lease_waits: collections.deque[int] = collections.deque(maxlen=_EPOCHS_KEPT)
+        self._order, self._seed, self._drop_last = order, seed, bool(drop_last)
+        self._feeder = Feeder(dataset, dict(options or {})) if stream is None else None
+        self._stream = _Stream(stream) if stream is not None else None
+        self._positions = order.expected()
         self._config = config
         self._began_s = 0.0
         self._run = runtime.ensure(config)
         self._number = self._run.client.loader_number()
         self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
+        self._next_stock: LeaseStock | None = None
+        self._open: _Interrupted | None = None  # The epoch in work, or left in the middle.
+        self._resume: dict[str, Any] | None = None
+        reference = batch_size if stream is None else stream.batch_size or 1
         if self._run.reference_samples == 0:
-            self._run.reference_samples = float(batch_size)
+            self._run.reference_samples = float(reference)
         self._reference_samples = self._run.reference_samples
+        self._ask_for_next()
 
     def __len__(self) -> int:
-        total = self._n // self.batch_size if self._drop_last else -(-self._n // self.batch_size)
+        positions = self._positions
+        if positions is None:
+            raise TypeError(f"the sampler of this loader ({type(self._order).__name__}) has no length")
+        total = positions // self.batch_size if self._drop_last else -(-positions // self.batch_size)
         return -(-total // self._run.world_size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -132,46 +224,293 @@ class ShardLoader:
         if self.epoch < 0:
             raise ValueError(f"epoch of a shard loader is {epoch}; expected a number from 0")
 
+    # ---- an epoch -------------------------------------------------------------------------------------------------
+
     def __iter__(self) -> Iterator[Any]:
         if runtime.current() is not self._run:  # Horovod was initialized anew (elastic).
             self._run = runtime.ensure(self._config)
-            self._number, self._passes = self._run.client.loader_number(), 0
+            self._number, self._passes, self._next_stock = self._run.client.loader_number(), 0, None
             self._run.reference_samples = self._run.reference_samples or self._reference_samples
-        order, self.epoch = self._order(self.epoch), self.epoch + 1
-        epoch, self._passes = self._passes, self._passes + 1
+        epoch, order, done = self._next_order()
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
         self._run.catch_up()
-        stock = self._run.client.open_stock(self._number, epoch, self._n, self.batch_size, self._drop_last)
+        stock = self._begin(order, epoch, done)
+        self.lease_waits.append(0)
         try:
-            while (taken := self._begin_batch(stock)) is not None:
-                yield self._load(order, *taken)
+            if self._stream is not None:
+                yield from self._tickets(stock, self._stream)
+            else:
+                assert self._feeder is not None
+                self._feeder.begin(stock, order.indices, self.batch_sizer)
+                yield from self._samples(stock, order, self._feeder)
         finally:
             stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
-        with self._run.away("end of epoch"):
-            together = self._run.client.await_epoch_end(self._number, epoch)
-        if together:  # Otherwise a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
-            with self._run.meeting("the end of an epoch"):
-                pass
+            if self._feeder is not None:
+                self._feeder.end()
+        self._open = None
+        self._ask_for_next()
+        _end_epoch(self._run, self._number, stock.epoch)
 
-    def _begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
-        """The next batch's positions; None when the epoch is over for this rank."""
+    def _next_order(self) -> tuple[int, EpochOrder, list[int]]:
+        """Number and order of the epoch that begins, and what was consumed of it before."""
+        resumed, self._resume = self._resume, None
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        if resumed is None:
+            return epoch, self._order.of(epoch), []
+        order = self._order.of(epoch, resumed["order"])
+        if len(order) != resumed["positions"]:
+            raise ValueError(
+                f"the loader's state is of an epoch of {resumed['positions']} samples, the data has {len(order)}; "
+                "load it where the data is the same"
+            )
+        return epoch, order, resumed["consumed"]
+
+    def _begin(self, order: EpochOrder, epoch: int, done: list[int]) -> LeaseStock:
+        stock, self._next_stock = self._next_stock, None
+        if stock is not None and (stock.samples, stock.batch) != (len(order), self.batch_size):
+            stock.close()
+            stock, self._passes = None, self._passes + 1
+        if stock is None:
+            stock = self._new_stock(len(order), ask=False)
+        self._passes += 1
+        self._positions = len(order)
+        self._open = _Interrupted(epoch, stock.epoch, order.saved, len(order))
+        stock.begin(order.digest + len(done) + sum(done) % (1 << 32), done)
+        return stock
+
+    def _new_stock(self, positions: int, *, ask: bool) -> LeaseStock:
+        ahead, in_order = (self._feeder.ahead, self._feeder.in_order) if self._feeder is not None else (0, True)
+        return self._run.client.open_stock(
+            self._number,
+            self._passes,
+            positions,
+            self.batch_size,
+            self._drop_last,
+            ahead=ahead,
+            in_order=in_order,
+            load_s=self._load_s(),
+            ask=ask,
+        )
+
+    def _load_s(self) -> float:
+        return self._feeder.load_s if self._feeder is not None else 0.0
+
+    def _ask_for_next(self) -> None:
+        """Ask for the first samples of the next epoch: they are here when it begins."""
+        positions = self._order.expected()
+        if positions is not None:
+            self._next_stock = self._new_stock(positions, ask=True)
+
+    def _samples(self, stock: LeaseStock, order: EpochOrder, feeder: Feeder) -> Iterator[Any]:
+        """The batches that the workers load of leased samples."""
         self._began_s = time.monotonic()
-        if not stock.ready(_SOON_S):
-            # Others still work on what was leased to them, and some of it may come back.
+        while True:
+            found = feeder.next(lambda number: stock.take(number, self._run.steps_made()))
+            if found is not None:
+                batch, data = found
+                self._note(order.samples(batch.spans))
+                yield data
+                self._began_s = time.monotonic()
+            elif self._await_samples(stock):
+                feeder.start()
+            else:
+                feeder.load_s = stock.load_s
+                return
+
+    def _tickets(self, stock: LeaseStock, stream: _Stream) -> Iterator[Any]:
+        """Batches of this rank's own stream, as many as the queue allows."""
+        stream.begin_epoch()
+        self._began_s = time.monotonic()
+        while stream.load():
+            if not self._await_samples(stock) or self._run.client.begin_batch(stock) is None:
+                return  # What was loaded is the first batch of the next epoch.
+            data = stream.take()
+            self._note(stream.samples(data))
+            yield data
+            self._began_s = time.monotonic()
+        stock.end()  # Its share is used up; the others go on.
+
+    def _await_samples(self, stock: LeaseStock) -> bool:
+        """Whether there is something in stock; False when the epoch is over for this rank."""
+        if stock.ready(0.0):
+            return self._run.client.await_samples(stock)
+        if stock.ready(_SOON_S):
+            more = self._run.client.await_samples(stock)
+        else:  # Others still work on what was leased to them, and some of it may come back.
             with self._run.away("waiting for samples"):
-                return self._run.client.begin_batch(stock)
-        return self._run.client.begin_batch(stock)
+                more = self._run.client.await_samples(stock)
+        self.lease_waits[-1] += more  # Not the wait for the others at the end.
+        return more
 
-    def _load(self, order: torch.Tensor, start: int, stop: int) -> Any:
-        batch = self._collate([self.dataset[int(i)] for i in order[start:stop]])
-        self.samples_taken += stop - start
-        self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - self._began_s)
+    def _note(self, samples: int) -> None:
+        self.samples_taken += samples
+        self._run.note_batch(samples / self._run.reference_samples, time.monotonic() - self._began_s)
+        size = self._reference_batch()
         for driver in self._run.drivers.values():
-            driver.reporter.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
-        return batch
+            driver.reporter.note_samples(self._number, samples, size, self._run.reference_samples)
 
-    def _order(self, epoch: int) -> torch.Tensor:
-        if not self._shuffle:
-            return torch.arange(self._n, device="cpu")
-        generator = torch.Generator("cpu").manual_seed((self._seed * 1_000_003 + epoch) % (1 << 63))
-        return torch.randperm(self._n, generator=generator, device="cpu")
+    def _reference_batch(self) -> int:
+        whole = self._stream is not None or isinstance(self._order, BatchOrder)
+        return max(1, round(self._run.reference_samples)) if whole else self.batch_size
+
+    # ---- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs so that the epoch goes on behind it, with any number of ranks.
+
+        Not collective: any rank may call it, alone, at any time, and it waits for no training thread; the state is of
+        the whole job. Consumed are the samples of all batches that ranks took for the steps this rank's parameters
+        have had, all batches delivered where there is no optimizer. So call it where the checkpoint of the model is
+        made: behind `step`, before the next batch.
+
+        Raises:
+            DeadlineError: Another rank does not answer, or Horovod has been initialized anew.
+            ValueError: The epoch of a stream is in the middle.
+        """
+        state: dict[str, Any] = {"version": _STATE, "epoch": self.epoch, "seed": self._seed, "consumed": []}
+        state |= {"order": None, "positions": -1, "batch_sampler": isinstance(self._order, BatchOrder)}
+        if self._resume is not None:
+            return self._resume
+        if self._open is None:
+            return state
+        if self._stream is not None:
+            raise ValueError(
+                "an IterableDataset cannot say where its ranks are; call state_dict between epochs, or save the "
+                "position of the stream yourself"
+            )
+        here = self._open
+        consumed = self._run.client.consumed(self._number, here.key, self._run.steps_made())
+        return state | {
+            "epoch": here.epoch, "consumed": consumed, "order": here.order, "positions": here.positions
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken. On all ranks alike, between epochs, before the first one for example.
+
+        Raises:
+            ValueError: The state is of another kind of loader, or of another seed.
+        """
+        if state.get("version") != _STATE:
+            raise ValueError(f"a shard loader's state has the version {state.get('version')!r}; expected {_STATE}")
+        whole = isinstance(self._order, BatchOrder)
+        if state["batch_sampler"] != whole or state["seed"] != self._seed:
+            raise ValueError(
+                f"a shard loader's state is of seed {state['seed']}, batch sampler: {state['batch_sampler']}; this "
+                f"loader has seed {self._seed}, batch sampler: {whole}; make the loader as it was"
+            )
+        self.set_epoch(state["epoch"])
+        self._resume = dict(state) if state["positions"] >= 0 else None
+        self._open = None
+        if self._next_stock is not None and runtime.current() is self._run:
+            self._next_stock.close()
+        self._next_stock, self._passes = None, self._passes + 1  # Not all ranks need have asked for that one.
+
+
+class _Interrupted:
+    """An epoch in work, as far as a state needs it: number, key at the coordinator, order and length."""
+
+    def __init__(self, epoch: int, key: int, order: Any, positions: int) -> None:
+        self.epoch, self.key, self.order, self.positions = epoch, key, order, positions
+
+
+class _Stream:
+    """Batches of an iterable data set: one pass goes on over the ends of epochs until it is used up.
+
+    Args:
+        loader: The loader of this rank's share.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self._pass: Iterator[Any] | None = None
+        self._next: list[Any] = []
+        self._may_begin = False
+
+    def begin_epoch(self) -> None:
+        """The next pass may begin, where this one has ended."""
+        self._may_begin = True
+
+    def load(self) -> bool:
+        """Load the next batch; False where this rank's share is used up for this epoch."""
+        if self._next:
+            self._may_begin = False
+            return True
+        goes_on = self._pass is not None and self._may_begin
+        if self._pass is None:
+            if not self._may_begin:
+                return False
+            self._pass = iter(self._loader)
+        self._may_begin = False
+        try:
+            self._next.append(next(self._pass))
+        except StopIteration:  # Where the last epoch took all of it, this shows only now.
+            self._pass, self._may_begin = None, goes_on
+            return goes_on and self.load()
+        return True
+
+    def take(self) -> Any:
+        """The batch that was loaded."""
+        return self._next.pop()
+
+    def samples(self, data: Any) -> int:
+        """Samples in a batch, by its first tensor."""
+        if isinstance(data, torch.Tensor) and data.ndim:
+            return int(data.shape[0])
+        parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
+        found = next((self.samples(part) for part in parts), 0)
+        return found or self._loader.batch_size or 1
+
+
+def work(total: int, chunk: int, *, config: Config | None = None) -> Iterator[Span]:
+    """Share the numbers from 0 to `total` among the ranks: an epoch of a pipeline that is no DataLoader.
+
+        for start, stop in hvd.work(len(files), 16):
+            for batch in pipeline(files[start:stop]):
+                ...
+
+    Collective: all ranks call it, in the same order. Every number is in exactly one range of one rank; fast ranks take
+    more ranges, and all end together, as with `shard`. A range is this rank's when it is handed out; if the loop is
+    left, ranges not handed out are given to the others.
+
+    Args:
+        total: How many numbers, equal on all ranks.
+        chunk: Numbers in a range; the last one may be shorter.
+        config: Settings, when no optimizer has been made yet.
+
+    If a rank is late: it takes fewer ranges; near the end it takes none that the others would have to wait for.
+
+    Raises:
+        ValueError: A number out of range, or not the same on all ranks.
+    """
+    total, chunk = _whole(total, "total"), _whole(chunk, "chunk")
+    if total < 0 or chunk < 1:
+        raise ValueError(f"work got total {total} and chunk {chunk}; expected at least 0 and at least 1")
+    run = runtime.ensure(config)
+    run.reference_samples = run.reference_samples or float(chunk)
+    return _ranges(run, run.client.open_work(total, chunk))
+
+
+def _ranges(run: runtime.Runtime, stock: LeaseStock) -> Iterator[Span]:
+    run.catch_up()
+    try:
+        while True:
+            began_s = time.monotonic()
+            waits = contextlib.nullcontext() if stock.ready(_SOON_S) else run.away("waiting for work")
+            with waits:
+                span = run.client.begin_batch(stock)
+            if span is None:
+                break
+            run.note_batch((span[1] - span[0]) / run.reference_samples, time.monotonic() - began_s)
+            yield span
+    finally:
+        stock.close()
+    _end_epoch(run, stock.loader, stock.epoch)
+
+
+def _end_epoch(run: runtime.Runtime, loader: int, epoch: int) -> None:
+    """All ranks have come to the end of the epoch; they meet, unless one has left its loop."""
+    with run.away("end of epoch"):
+        together = run.client.await_epoch_end(loader, epoch)
+    if together:  # Otherwise a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
+        with run.meeting("the end of an epoch"):
+            pass

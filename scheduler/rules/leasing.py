@@ -7,11 +7,16 @@ is left, by its own pace, so spans shrink to single batches and all ranks end to
 rules see to the rest:
 
 - A rank whose next batch would end after the others could have begun and ended all that is free gets none.
-- When nothing is free and a rank has nothing to do, spans not begun are called back from ranks that would end later.
+- When nothing is free and a rank has nothing to do, spans not begun are called back from ranks that would end later,
+  except what they end before that rank could.
 - The epoch is over for no rank while another holds what it has not begun: a rank may leave its loop at any time,
   and what it gives back needs a taker. Nothing can be left over as long as one rank goes on to the end.
 
-A position is always in exactly one place: free, held by one rank, or begun by one rank, which it never leaves again.
+A rank whose worker processes load batches ahead (`ahead`) holds as many as are on their way, up to the last ones of the
+epoch, but never more than its whole share of what is left.
+
+A position is always in exactly one place: free, held by one rank, or begun by one rank. It leaves that one only when
+the rank says that it was never delivered (`undone`: batches came in any order, and the loop was left).
 """
 
 from __future__ import annotations
@@ -20,10 +25,10 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["LEASE_S", "Answer", "LeaseQueue", "Span"]
+__all__ = ["LEASE_S", "Answer", "LeaseQueue", "Span", "joined", "without"]
 
 LEASE_S = 60.0
 """Twice as long as a coordinator may be unreachable without effect: a rank asks when a quarter is used up, and may
@@ -41,6 +46,31 @@ _INTERVALS = 5
 Span = tuple[int, int]
 
 
+def joined(spans: Iterable[Span]) -> list[Span]:
+    """The same positions in order, in as few spans as possible."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        elif stop > start:
+            found.append((start, stop))
+    return found
+
+
+def without(spans: Iterable[Span], gone: Iterable[Span]) -> list[Span]:
+    """The positions of `spans` that are not in `gone`."""
+    found, holes = [], joined(gone)
+    for start, stop in joined(spans):
+        for begin, end in holes:
+            if end > start and begin < stop:
+                if begin > start:
+                    found.append((start, begin))
+                start = max(start, end)
+        if start < stop:
+            found.append((start, stop))
+    return found
+
+
 class Answer(enum.Enum):
     """The answer to a rank when there is no span for it."""
 
@@ -56,6 +86,10 @@ class _Holder:
     Attributes:
         held: Spans not begun, in the order in which it begins them.
         begun: Positions it has begun.
+        done: The spans of these.
+        ahead: Batches that its workers load ahead.
+        load_s: Seconds from the order of a batch to its arrival, where none is on its way.
+        undelivered: Positions it has begun that may still come back.
         heard_s: When it last asked or gave back, seconds; NaN before.
         paces_s: Recent seconds per batch.
         forecast_s: Seconds per batch given to `forecast`, NaN where none was.
@@ -66,6 +100,10 @@ class _Holder:
 
     held: deque[Span] = field(default_factory=deque)
     begun: int = 0
+    done: list[Span] = field(default_factory=list)
+    ahead: int = 0
+    load_s: float = 0.0
+    undelivered: int = 0
     heard_s: float = math.nan
     paces_s: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS))
     forecast_s: float = math.nan
@@ -92,22 +130,30 @@ class LeaseQueue:
         world_size: Number of ranks.
         drop_last: Leave the positions of a short last batch out.
         lease_s: Seconds of work a rank holds ahead.
+        done: Positions that were consumed before the epoch was interrupted; they are not handed out.
 
     Raises:
         ValueError: A count out of range.
     """
 
     def __init__(
-        self, n_samples: int, batch_size: int, world_size: int, *, drop_last: bool = False, lease_s: float = LEASE_S
+        self,
+        n_samples: int,
+        batch_size: int,
+        world_size: int,
+        *,
+        drop_last: bool = False,
+        lease_s: float = LEASE_S,
+        done: Iterable[Span] = (),
     ) -> None:
         for name, value, least in (
             ("n_samples", n_samples, 0), ("batch_size", batch_size, 1), ("world_size", world_size, 1)
         ):
             if value < least:
                 raise ValueError(f"lease queue {name} is {value}; expected at least {least}")
-        self.batch_size = batch_size
+        self.n_samples, self.batch_size = n_samples, batch_size
         stop = n_samples - n_samples % batch_size if drop_last else n_samples
-        self._free: deque[Span] = deque([(0, stop)] if stop else [])
+        self._free: deque[Span] = deque(without([(0, stop)], done))
         self._holders = [_Holder() for _ in range(world_size)]
         self._lease_s = lease_s
 
@@ -130,19 +176,25 @@ class LeaseQueue:
             raise ValueError(f"forecast of rank {rank} is {seconds_per_batch} s; expected a positive number")
         self._holder(rank).forecast_s = seconds_per_batch
 
-    def ask(self, rank: int, begun: int, now_s: float) -> Span | Answer:
+    def ask(
+        self, rank: int, begun: int, now_s: float, ahead: int = 0, load_s: float = 0.0, undelivered: int = 0
+    ) -> Span | Answer:
         """A rank asks for more.
 
         Args:
             rank: The rank.
             begun: Positions it has begun in this epoch.
             now_s: The time.
+            ahead: Batches that its workers load ahead.
+            load_s: Seconds until its next batch would have been loaded, if none is on its way.
+            undelivered: Positions it has begun that may still come back.
 
         Raises:
             ValueError: It cannot have begun so many; nothing has changed then.
         """
         holder = self._holder(rank)
         self._confirm(rank, begun, now_s)
+        holder.ahead, holder.load_s, holder.undelivered = ahead, load_s, undelivered
         if holder.ended:
             return Answer.END
         if holder.recalled:  # What it holds is on its way back, and with it the answer.
@@ -150,17 +202,33 @@ class LeaseQueue:
             return Answer.WAIT
         return self._decide(rank, now_s)
 
-    def give_back(self, rank: int, begun: int, now_s: float) -> None:
-        """A rank has given back all that it has not begun.
+    def give_back(
+        self, rank: int, begun: int, now_s: float, kept: int = 0, undone: Iterable[Span] = ()
+    ) -> None:
+        """A rank has given back what it has not begun.
+
+        Args:
+            rank: The rank.
+            begun: Positions it has begun in this epoch.
+            now_s: The time.
+            kept: Positions behind these that it still holds.
+            undone: Positions it had begun that were never delivered.
 
         Raises:
-            ValueError: It cannot have begun so many; nothing has changed then.
+            ValueError: It cannot have begun, kept or not delivered these; nothing has changed then.
         """
+        holder, undone = self._holder(rank), joined(undone)
+        count, held = begun - holder.begun, self.held(rank)
+        if not 0 <= kept <= max(0, held - count):
+            raise ValueError(f"rank {rank} says it keeps {kept} samples; it held {held} and has begun {count} of them")
+        if without(undone, [*holder.done, *self._first_held(holder, count)]):
+            raise ValueError(f"rank {rank} gives back samples that it had not begun")
         self._confirm(rank, begun, now_s)
-        holder = self._holder(rank)
         holder.recalled = False
-        self._free.extendleft(reversed(holder.held))
-        holder.held.clear()
+        self._free.extendleft(reversed(self._behind(holder, kept)))
+        if undone:
+            holder.done = without(holder.done, undone)
+            self._free.extendleft(reversed(undone))
 
     @property
     def over(self) -> bool:
@@ -172,6 +240,7 @@ class LeaseQueue:
         holder = self._holder(rank)
         self._free.extendleft(reversed(holder.held))
         holder.held.clear()
+        holder.undelivered = 0
         holder.ended, holder.recalled, holder.waits = True, False, False
 
     def answers(self, now_s: float) -> Iterator[tuple[int, Span | Answer]]:
@@ -185,14 +254,15 @@ class LeaseQueue:
             if answer is not Answer.WAIT:
                 yield rank, answer
 
-    def recalls(self, now_s: float) -> Iterator[int]:
-        """Ranks to be asked now for what they have not begun."""
+    def recalls(self, now_s: float) -> Iterator[tuple[int, int]]:
+        """Ranks to be asked now for what they have not begun, and how many positions of it each keeps."""
         waiting = [holder for holder in self._holders if holder.waits]
         if waiting and not self._free:
             for rank, holder in enumerate(self._holders):
-                if not holder.recalled and any(self._would_gain(each, holder, now_s) for each in waiting):
+                gains = [each for each in waiting if self._would_gain(each, holder, now_s)]
+                if gains and not holder.recalled:
                     holder.recalled = True
-                    yield rank
+                    yield rank, self._keeps(holder, min(self._next_s(each, now_s) for each in gains), now_s)
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
@@ -212,12 +282,31 @@ class LeaseQueue:
         if count and holder.begun and now_s > holder.heard_s:  # The first interval ends with the first batch's begin.
             holder.paces_s.append((now_s - holder.heard_s) * self.batch_size / count)
         holder.begun, holder.heard_s = begun, now_s
-        while count:
-            start, stop = holder.held.popleft()
-            taken = min(count, stop - start)
-            if start + taken < stop:
-                holder.held.appendleft((start + taken, stop))
-            count -= taken
+        if count:
+            taken = self._first_held(holder, count)
+            holder.held = deque(self._behind(holder, count))
+            holder.done = joined([*holder.done, *taken])
+
+    def _first_held(self, holder: _Holder, count: int) -> list[Span]:
+        """The first `count` positions that a rank holds."""
+        found = []
+        for start, end in holder.held:
+            if count > 0:
+                found.append((start, min(end, start + count)))
+                count -= end - start
+        return found
+
+    def _behind(self, holder: _Holder, count: int) -> list[Span]:
+        """Cut what a rank holds behind its first `count` positions; what was cut off."""
+        first = self._first_held(holder, count)
+        rest, skipped = [], count
+        for start, end in holder.held:
+            begin = min(end, start + max(0, skipped))
+            skipped -= end - start
+            if begin < end:
+                rest.append((begin, end))
+        holder.held = deque(first)
+        return rest
 
     def _decide(self, rank: int, now_s: float) -> Span | Answer:
         holder, held = self._holders[rank], self._batches(self._holders[rank].held)
@@ -228,9 +317,9 @@ class LeaseQueue:
             if wanted >= 1:
                 holder.held.append(self._pop(wanted))
                 return holder.held[-1]
-        if held:
+        if held or holder.undelivered:
             return Answer.LATER
-        if self._free or any(each.held for each in self._holders):
+        if self._free or any(each.held or each.undelivered for each in self._holders):
             holder.waits = True
             return Answer.WAIT
         holder.ended = True
@@ -247,17 +336,20 @@ class LeaseQueue:
         return start, stop
 
     def _allowed(self, rank: int, now_s: float) -> int:
-        """Batches a rank may hold: half its share of what is left, at most what it works on for the lease's time."""
+        """Batches a rank may hold: half its share of what is left, at most what it works on for the lease's time.
+
+        Yet as many as its workers load ahead, where these are not more than its share.
+        """
         own_s = self._holders[rank].pace_s
         left = self._batches(self._free) + sum(self._batches(each.held) for each in self._holders)
-        most, rate = _FIRST, 1.0
+        most, rate, ahead = _FIRST, 1.0, self._holders[rank].ahead
         if not math.isnan(own_s):
             most = math.ceil(min(self._lease_s / own_s, left))  # Infinite where a batch takes next to nothing.
         for other, each in enumerate(self._holders):
             if other != rank and not each.ended and not self._overdue(each, now_s):
                 pace_s = each.pace_s
                 rate += 1.0 if math.isnan(own_s) or math.isnan(pace_s) else own_s / pace_s
-        return min(most, int(left / rate / 2.0))
+        return max(min(max(most, 2 * ahead), int(left / rate / 2.0)), min(ahead, int(left / rate)))
 
     def _overdue(self, holder: _Holder, now_s: float) -> bool:
         """Whether a report of a rank is long overdue; never before its first report."""
@@ -273,12 +365,24 @@ class LeaseQueue:
             return math.inf
         return max(now_s, holder.heard_s + (self._batches(holder.held) + 1) * pace_s)
 
+    def _next_s(self, waiting: _Holder, now_s: float) -> float:
+        """When a rank with nothing to do would have ended another's batch, with a batch's time to spare."""
+        own_s = waiting.pace_s
+        return now_s + waiting.load_s + (0.0 if math.isnan(own_s) else 2.0 * own_s)
+
     def _would_gain(self, waiting: _Holder, holder: _Holder, now_s: float) -> bool:
         """Whether a rank with nothing to do would end another's next batch before that one came to its end."""
         if holder is waiting or holder.ended or not holder.held:
             return False
-        own_s = waiting.pace_s
-        return self._ends_s(holder, now_s) > now_s + (0.0 if math.isnan(own_s) else 2.0 * own_s)
+        return self._ends_s(holder, now_s) > self._next_s(waiting, now_s)
+
+    def _keeps(self, holder: _Holder, until_s: float, now_s: float) -> int:
+        """Positions that a rank has ended, or begun, before another could have: its workers may have loaded them."""
+        pace_s, left_s = holder.pace_s, until_s - now_s
+        if not holder.ahead or math.isnan(pace_s) or math.isnan(left_s) or left_s < pace_s:
+            return 0
+        batches = min(left_s / pace_s, float(self._batches(holder.held) - 1))  # At least one comes back.
+        return int(batches) * self.batch_size
 
     def _drained(self, rank: int, now_s: float) -> bool:
         """Whether the others can end all that is free before this rank would end one batch more."""

@@ -35,7 +35,7 @@ from star_hvd.channel.messages.base import (
     StateSource,
     Unregister,
 )
-from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -428,6 +428,8 @@ _HANDLERS: dict[type[Message], _Handler] = {
     RequestBatch: JobState._request_batch,
     LeaseAsk: JobState._lease,
     LeaseReturn: JobState._lease_return,
+    ConsumedRequest: lambda job, rank, message, now_s: job._leases.request_consumed(rank, message),
+    Consumed: lambda job, rank, message, now_s: job._leases.consumed(rank, message),
     FindStateSource: lambda job, rank, message, now_s: job._find_state_source(rank, message),
     Finished: JobState._finished,
 }

@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-from scheduler.rules.leasing import Answer, LeaseQueue, Span
+from scheduler.rules.leasing import Answer, LeaseQueue, Span, joined
 from star_hvd.channel.messages.base import Message
-from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn
+from star_hvd.channel.messages.leases import (
+    Consumed,
+    ConsumedRequest,
+    Lease,
+    LeaseAsk,
+    LeaseRecall,
+    LeaseReturn,
+    ReportConsumed,
+)
 from star_hvd.errors import ChannelError
 
-__all__ = ["LeaseDesk"]
+__all__ = ["LeaseDesk", "flat", "spans_of"]
 
 Key = tuple[int, int]  # Loader and epoch.
+
+
+def flat(spans: Iterable[Span]) -> list[int]:
+    """Starts and stops one after the other, as messages have them."""
+    return [bound for span in spans for bound in span]
+
+
+def spans_of(bounds: list[int]) -> list[Span]:
+    """The inverse of `flat`.
+
+    Raises:
+        ChannelError: Not pairs of a start and a later stop.
+    """
+    spans = list(zip(bounds[::2], bounds[1::2], strict=False))
+    if len(bounds) % 2 or any(not 0 <= start < stop for start, stop in spans):
+        raise ChannelError(f"{len(bounds)} bounds of spans of samples are no pairs of a start and a later stop")
+    return spans
+
+
+@dataclass(slots=True)
+class _Census:
+    """What ranks have consumed up to one step, while they are being asked.
+
+    Attributes:
+        found: Spans by rank.
+        wanted: Ranks that asked, and the numbers of their requests.
+    """
+
+    found: dict[int, list[Span]] = field(default_factory=dict)
+    wanted: list[tuple[int, int]] = field(default_factory=list)
 
 
 class LeaseDesk:
@@ -27,6 +66,9 @@ class LeaseDesk:
         self._send = send
         self._queues: dict[Key, LeaseQueue] = {}
         self._pace_s: dict[tuple[int, int], float] = {}  # Of a loader's batches on a rank.
+        self._orders: dict[Key, tuple[int, int]] = {}  # Digest of the order, and the rank that said it.
+        self._done: dict[Key, list[Span]] = {}  # What was consumed before an epoch was interrupted.
+        self._census: dict[tuple[int, int, int], _Census] = {}  # By loader, epoch and step.
 
     def ask(self, rank: int, message: LeaseAsk, pace_s: float | None, now_s: float) -> None:
         """A rank asks for more samples.
@@ -41,12 +83,16 @@ class LeaseDesk:
             ChannelError: It says what it cannot.
         """
         key = (message.loader, message.epoch)
+        refused = self._compare(rank, key, message)
+        if refused:
+            self._send(rank, Lease(*key, 0, 0, True, refused))
+            return
         queue = self._queues.get(key) or self._open(key, message)
         if pace_s is not None:
             self._pace_s[message.loader, rank] = pace_s
             queue.forecast(rank, pace_s)
         try:
-            answer = queue.ask(rank, message.begun, now_s)
+            answer = queue.ask(rank, message.begun, now_s, message.ahead, message.load_s, message.undelivered)
         except ValueError as error:
             raise ChannelError(str(error)) from error
         self._answer(key, rank, answer)
@@ -63,12 +109,42 @@ class LeaseDesk:
         if queue is None:
             return  # An epoch long over.
         try:
-            queue.give_back(rank, message.begun, now_s)
+            queue.give_back(rank, message.begun, now_s, message.kept, spans_of(message.undone))
         except ValueError as error:
             raise ChannelError(str(error)) from error
         if message.leaves:
             queue.leave(rank)
         self._serve(key, queue, now_s)
+
+    def request_consumed(self, rank: int, message: ConsumedRequest) -> None:
+        """A rank wants to know what all have consumed: one question to all, however many ranks want to know it."""
+        key = (message.loader, message.epoch, message.step)
+        for old in [each for each in self._census if each[0] == message.loader and each != key]:
+            if not self._census[old].wanted:
+                del self._census[old]
+        census = self._census.get(key)
+        if census is None or message.step < 0:  # Without a step the answer changes all the time.
+            census = self._census[key] = _Census(wanted=census.wanted if census else [])
+            for other in range(self._world_size):
+                self._send(other, ReportConsumed(*key))
+        census.wanted.append((rank, message.number))
+        self._answer_census(key, census)
+
+    def consumed(self, rank: int, message: Consumed) -> None:
+        """A rank says what it has consumed."""
+        key = (message.loader, message.epoch, message.step)
+        census = self._census.get(key)
+        if census is not None:
+            census.found[rank] = spans_of(message.spans)
+            self._answer_census(key, census)
+
+    def _answer_census(self, key: tuple[int, int, int], census: _Census) -> None:
+        if len(census.found) == self._world_size:
+            done = self._done.get(key[:2], [])
+            spans = flat(joined([*done, *(span for each in census.found.values() for span in each)]))
+            for rank, number in census.wanted:
+                self._send(rank, Consumed(*key, spans, number))
+            census.wanted.clear()
 
     def leave(self, rank: int, now_s: float) -> None:
         """A rank's program has ended: what it held is for the others."""
@@ -76,11 +152,32 @@ class LeaseDesk:
             queue.leave(rank)
             self._serve(key, queue, now_s)
 
+    def _compare(self, rank: int, key: Key, message: LeaseAsk) -> str:
+        """Why this rank cannot take part: it has the samples in another order; empty as a rule."""
+        queue = self._queues.get(key)
+        if queue is not None and queue.n_samples != message.samples:
+            return (
+                f"rank {rank} has {message.samples} samples in this epoch, other ranks {queue.n_samples}; all ranks "
+                "must pass the same data and a sampler of the same length"
+            )
+        if message.digest:
+            digest, first = self._orders.setdefault(key, (message.digest, rank))
+            if digest != message.digest:
+                return (
+                    f"ranks {first} and {rank} have the samples in different orders, or continue from different "
+                    "states; give the sampler a generator with the same seed on all ranks, and load the same state"
+                )
+        return ""
+
     def _open(self, key: Key, message: LeaseAsk) -> LeaseQueue:
         loader, epoch = key
         for old in [k for k, each in self._queues.items() if k[0] == loader and k[1] < epoch - 1 and each.over]:
             del self._queues[old]  # A rank that leaves its loop may be epochs ahead of the others.
-        queue = LeaseQueue(message.samples, message.batch, self._world_size, drop_last=message.drop_last)
+            self._orders.pop(old, None)
+            self._done.pop(old, None)
+        done = spans_of(message.done)
+        queue = LeaseQueue(message.samples, message.batch, self._world_size, drop_last=message.drop_last, done=done)
+        self._done[key] = done
         for (other, rank), pace_s in self._pace_s.items():
             if other == loader:
                 queue.forecast(rank, pace_s)
@@ -91,8 +188,8 @@ class LeaseDesk:
         """Tell ranks that wait what there is, and ask those for it that hold what others would end sooner."""
         for rank, answer in list(queue.answers(now_s)):
             self._answer(key, rank, answer)
-        for rank in list(queue.recalls(now_s)):
-            self._send(rank, LeaseRecall(*key))
+        for rank, keep in list(queue.recalls(now_s)):
+            self._send(rank, LeaseRecall(*key, keep))
 
     def _answer(self, key: Key, rank: int, answer: Span | Answer) -> None:
         if answer is Answer.WAIT:

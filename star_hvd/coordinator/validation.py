@@ -27,7 +27,7 @@ from star_hvd.channel.messages.base import (
     Unregister,
     wire_fields,
 )
-from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -47,6 +47,8 @@ __all__ = ["check"]
 _FROM_RANKS: tuple[type[Message], ...] = (
     Arrive,
     Away,
+    Consumed,
+    ConsumedRequest,
     PrepareFailed,
     Drained,
     Finished,
@@ -170,17 +172,23 @@ def _request_batch(message: RequestBatch, _: int) -> None:
 
 
 def _lease_ask(message: LeaseAsk, _: int) -> None:
-    if min(message.loader, message.epoch, message.samples, message.batch - 1, message.begun) < 0:
+    whole = (message.loader, message.epoch, message.samples, message.batch - 1, message.begun, message.ahead)
+    if min(*whole, message.digest, message.undelivered) < 0 or not 0.0 <= message.load_s < math.inf:
         raise _negative(message)
 
 
 def _lease_return(message: LeaseReturn, _: int) -> None:
-    if min(message.loader, message.epoch, message.begun) < 0:
+    if min(message.loader, message.epoch, message.begun, message.kept) < 0:
         raise _negative(message)
 
 
 def _negative(message: Message) -> ChannelError:
     return ChannelError(f"got {message}; expected a batch size from 1 and all other numbers from 0")
+
+
+def _consumed(message: Consumed | ConsumedRequest, _: int) -> None:
+    if min(message.loader, message.epoch, message.step + 1, message.number) < 0:
+        raise ChannelError(f"samples of epoch {message.epoch} consumed up to step {message.step}")
 
 
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
@@ -192,4 +200,6 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     RequestBatch: _request_batch,
     LeaseAsk: _lease_ask,
     LeaseReturn: _lease_return,
+    Consumed: _consumed,
+    ConsumedRequest: _consumed,
 }

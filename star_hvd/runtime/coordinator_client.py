@@ -9,15 +9,17 @@ from collections.abc import Callable
 
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.messages import base as messages
-from star_hvd.channel.messages.leases import Lease, LeaseRecall
+from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, Lease, LeaseRecall, ReportConsumed
 from star_hvd.config import Config
 from star_hvd.errors import DeadlineError
 from star_hvd.runtime.lease_stock import LeaseStock
 
 __all__ = ["CoordinatorClient"]
 
+_LOOK_S = 0.5  # Between two looks whether a wait has become pointless.
 _ASK_AGAIN_S = 5.0  # Nothing is lost on the way as a rule; a request may be repeated as often as one likes.
 _MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
+_WORK = _MEETING + 1  # Number of the queue of ranges that are for no loader.
 
 
 class CoordinatorClient:
@@ -35,6 +37,7 @@ class CoordinatorClient:
         self._rank = rank
         self._agent = agent
         self._raise_failure = raise_failure
+        self._consumed: queue.SimpleQueue[Consumed] = queue.SimpleQueue()
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self._stocks: dict[tuple[int, int], LeaseStock] = {}  # By loader and epoch, of the last two epochs.
         # Epochs whose end came while something else was waited for.
@@ -42,23 +45,106 @@ class CoordinatorClient:
         self._asked: collections.deque[messages.RequestBatch] = collections.deque()
         self._requests = 0
         self._next_loader = 0
-        self._meetings = 0
+        self._meetings = self._works = 0
 
     def loader_number(self) -> int:
         """A number for the next `shard` loader, equal on all ranks that make them in the same order."""
         self._next_loader += 1
         return self._next_loader - 1
 
-    def open_stock(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> LeaseStock:
-        """This rank's stock of samples of an epoch; the one of the loader's epoch before may still be in use."""
+    def open_stock(
+        self,
+        loader: int,
+        epoch: int,
+        samples: int,
+        batch: int,
+        drop_last: bool,
+        *,
+        ahead: int = 0,
+        in_order: bool = True,
+        load_s: float = 0.0,
+        ask: bool = True,
+    ) -> LeaseStock:
+        """This rank's stock of samples of an epoch; others of the loader may still be in use.
+
+        Args:
+            loader: Number of the loader.
+            epoch: Number of the epoch, or of the iteration over the loader.
+            samples: Of the whole epoch.
+            batch: Samples in a batch.
+            drop_last: Whether a short last batch of the epoch is left out.
+            ahead: Batches to be in stock beyond the one in work.
+            in_order: Whether batches are begun in the order in which they are formed.
+            load_s: Seconds until a batch is loaded where none is on its way.
+            ask: Ask for the first samples now; else `LeaseStock.begin` does.
+        """
         send = self._agent.send
         stock = LeaseStock(
-            self._rank, loader, epoch, samples=samples, batch=batch, drop_last=drop_last, send=lambda m: send(m)
+            self._rank,
+            loader,
+            epoch,
+            samples=samples,
+            batch=batch,
+            drop_last=drop_last,
+            send=lambda m: send(m),
+            ahead=ahead,
+            in_order=in_order,
+            load_s=load_s,
         )
-        kept = {key: each for key, each in self._stocks.items() if key[0] != loader or key[1] >= epoch - 1}
+        # Those that are closed are still asked what was consumed of them.
+        kept = {
+            key: each
+            for key, each in self._stocks.items()
+            if key[0] != loader or key[1] >= epoch - 1 or not each.closed
+        }
         self._stocks = {**kept, (loader, epoch): stock}
-        stock.open()
+        if ask:
+            stock.open()
         return stock
+
+    def open_work(self, total: int, chunk: int) -> LeaseStock:
+        """The next epoch of ranges of numbers, see `star_hvd.work`; equal on all ranks that open them in one order."""
+        self._works += 1
+        return self.open_stock(_WORK, self._works, total, chunk, False)
+
+    def await_samples(self, stock: LeaseStock) -> bool:
+        """Wait for samples of an epoch; False when it is over for this rank.
+
+        Raises:
+            DeadlineError: The coordinator did not answer.
+            ValueError: This rank's samples are not those of the others.
+        """
+        return stock.wait(
+            self._config.control_deadline_s,
+            self._raise_failure,
+            lambda: time.monotonic() - self._agent.last_heard_s,
+            longest_s=self._config.step_deadline_s,
+        )
+
+    def consumed(self, loader: int, epoch: int, step: int) -> list[int]:
+        """Starts and stops of the spans of an epoch that all ranks together have consumed in the steps up to `step`.
+
+        The agents' threads answer: no training thread is waited for.
+
+        Raises:
+            DeadlineError: A rank, or the coordinator, did not answer.
+        """
+        self._requests += 1
+        asked = ConsumedRequest(loader, epoch, step, self._requests)
+        self._agent.send(asked)
+        limit_s = time.monotonic() + self._config.control_deadline_s
+        while time.monotonic() < limit_s:
+            try:
+                answer = self._consumed.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self._raise_failure()
+                continue
+            if answer.number == asked.number:
+                return answer.spans
+        raise DeadlineError(
+            f"rank {self._rank} waited {self._config.control_deadline_s:g} s to hear which samples all ranks have "
+            "consumed; a rank is frozen or lost"
+        )
 
     def begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
         """The next range of an epoch's permutation, None when the epoch is over for this rank.
@@ -73,14 +159,21 @@ class CoordinatorClient:
             longest_s=self._config.step_deadline_s,
         )
 
-    def on_message(self, message: Lease | LeaseRecall | messages.Grant | messages.EpochEnd) -> None:
-        """An answer, in the agent's thread."""
+    def on_message(
+        self, message: Lease | LeaseRecall | Consumed | ReportConsumed | messages.Grant | messages.EpochEnd
+    ) -> None:
+        """An answer, or a question, in the agent's thread."""
+        if isinstance(message, Consumed):
+            self._consumed.put(message)
+            return
         if isinstance(message, (messages.Grant, messages.EpochEnd)):
             self._grants.put(message)
             return
         stock = self._stocks.get((message.loader, message.epoch))
         if stock is not None:
             stock.on_message(message)
+        elif isinstance(message, ReportConsumed):  # This rank has not begun that epoch.
+            self._agent.send(Consumed(message.loader, message.epoch, message.step, []))
 
     def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
         """Ask for the next range; `granted` collects it."""

@@ -1,8 +1,12 @@
-"""A rank's stock of samples: leased ahead of its work by the coordinator, begun one batch after the other.
+"""A rank's stock of samples: leased ahead of its work by the coordinator, formed into batches, begun one by one.
 
-The training thread takes batches from the stock and asks for more while there is still plenty, so that it waits for no
-answer, and while the coordinator's process stands still it goes on with what it has. What it has not begun can be
-called back at any time, in the agent's thread.
+The training thread forms batches for the worker processes and asks for more samples while there is still plenty, so
+that it waits for no answer, and while the coordinator's process stands still it goes on with what it has.
+
+A batch is begun when it is handed to the training loop. Until then it can be called back at any time, in the agent's
+thread, even if the workers have loaded it: what comes out of them is then thrown away, and another rank loads it
+again. Where batches may overtake each other (`in_order=False`) those on their way count as begun, because the
+coordinator knows what was begun by the number of samples alone; if the loop is left, they are named one by one.
 """
 
 from __future__ import annotations
@@ -11,15 +15,63 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
+from scheduler.rules.leasing import Span, joined, without
 from star_hvd.channel.messages.base import Message
-from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn
+from star_hvd.channel.messages.leases import Consumed, Lease, LeaseAsk, LeaseRecall, LeaseReturn, ReportConsumed
 from star_hvd.errors import DeadlineError
 
-__all__ = ["LeaseStock"]
+__all__ = ["Batch", "BatchSizer", "ConstantBatches", "LeaseStock"]
 
 _LOOK_S = 0.5  # Between two looks whether the wait has become pointless.
 _ASK_BELOW = 0.75  # Of what there was behind the last answer.
+_STEPS_KEPT = 512  # Batches of which the step they were for is known.
+
+
+class BatchSizer(Protocol):
+    """Says how many samples the batches of this rank have."""
+
+    def size(self, batch_index: int) -> int:
+        """Samples in a batch, at least 1; called when it is formed, several batches before it is worked on.
+
+        Args:
+            batch_index: Number of the batch in the sequence that this rank delivers in the epoch, from 0. If batches
+                are called back before they were delivered, later ones get their numbers, and are asked for again.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantBatches:
+    """All batches have the same size."""
+
+    samples: int
+
+    def size(self, batch_index: int) -> int:
+        """See `BatchSizer`."""
+        return self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch on its way through the workers.
+
+    Attributes:
+        number: Of all batches formed of this stock.
+        spans: Its positions.
+        formed_s: When it was formed, where none was on its way before; else 0.
+    """
+
+    number: int
+    spans: tuple[Span, ...]
+    formed_s: float = 0.0
+
+    @property
+    def samples(self) -> int:
+        """How many positions it has."""
+        return sum(stop - start for start, stop in self.spans)
 
 
 class LeaseStock:
@@ -33,6 +85,9 @@ class LeaseStock:
         batch: Samples in a batch.
         drop_last: Whether a short last batch of the epoch is left out.
         send: Sends a control message; does not wait.
+        ahead: Batches that are to be in stock beyond the one in work: what the workers load ahead, and one more.
+        in_order: Whether batches come out of the workers in the order in which they were formed.
+        load_s: Seconds until a batch is loaded where none is on its way, from earlier epochs.
     """
 
     def __init__(
@@ -45,16 +100,28 @@ class LeaseStock:
         batch: int,
         drop_last: bool,
         send: Callable[[Message], None],
+        ahead: int = 0,
+        in_order: bool = True,
+        load_s: float = 0.0,
     ) -> None:
         self._rank = rank
-        self.loader, self.epoch = loader, epoch
-        self._samples, self._batch, self._drop_last = samples, batch, drop_last
+        self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
+        self.load_s = load_s
+        self.closed = False
+        self._drop_last, self._ahead, self._in_order = drop_last, ahead, in_order
+        self._digest, self._done = 0, list[int]()
         self._send = send
         self._changed = threading.Condition()  # Guards what follows; messages are queued for sending under it.
-        self._spans: deque[tuple[int, int]] = deque()
+        self._spans: deque[Span] = deque()
+        self._formed: dict[int, Batch] = {}  # On their way, in the order in which they were formed.
+        self._numbers = self._delivered = 0  # Batches formed, and begun.
         self._begun = 0
+        self._consumed: list[Span] = []
+        self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans of batches.
         self._level = 0  # Samples in stock behind the last answer.
-        self._asked = self._over = self._closed = self._exhausted = False
+        self._asked = self._over = self._exhausted = False
+        self._short = self._nothing_more = False  # There are fewer samples than a batch needs; no more come for now.
+        self._refused = ""
 
     def open(self) -> None:
         """Ask for the first samples; the answer may come at once, so whoever passes it on has to know this stock."""
@@ -63,10 +130,31 @@ class LeaseStock:
 
     # ---- training thread ------------------------------------------------------------------------------------
 
+    def begin(self, digest: int, done: list[int]) -> None:
+        """The epoch begins: say in which order this rank has the samples, and what was consumed before."""
+        with self._changed:
+            self._digest, self._done = digest, done
+            self._ask()
+
     def ready(self, limit_s: float) -> bool:
         """Wait until there is a batch or the epoch is over for this rank; whether it came to that in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._spans) or self._over, limit_s)
+            return self._changed.wait_for(self._is_ready, limit_s)
+
+    def _is_ready(self) -> bool:
+        return self._over or (bool(self._spans) and not self._short)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the epoch is over for this rank, with nothing left and nothing on its way."""
+        with self._changed:
+            return self._over and not self._spans and not self._formed
+
+    @property
+    def in_stock(self) -> int:
+        """Samples that no batch has been formed of."""
+        with self._changed:
+            return self._left()
 
     def next(
         self,
@@ -75,8 +163,30 @@ class LeaseStock:
         silent_s: Callable[[], float],
         *,
         longest_s: float | None = None,
-    ) -> tuple[int, int] | None:
-        """Begin the next batch: its positions, None when the epoch is over for this rank.
+    ) -> Span | None:
+        """Form and begin the next batch: its positions, None when the epoch is over for this rank.
+
+        Raises:
+            DeadlineError: The coordinator did not answer.
+        """
+        if not self.wait(deadline_s, check, silent_s, longest_s=longest_s):
+            return None
+        with self._changed:
+            span = self._pop(self.batch)
+            self._begun += span[1] - span[0]
+            self._note((span,), -1)
+            self._ask_ahead()
+            return span
+
+    def wait(
+        self,
+        deadline_s: float,
+        check: Callable[[], None],
+        silent_s: Callable[[], float],
+        *,
+        longest_s: float | None = None,
+    ) -> bool:
+        """Wait for samples; False when the epoch is over for this rank.
 
         Args:
             deadline_s: Longest wait for a coordinator that is silent.
@@ -86,15 +196,16 @@ class LeaseStock:
 
         Raises:
             DeadlineError: The coordinator did not answer.
+            ValueError: This rank's samples are not those of the others.
         """
         began_s = time.monotonic()
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: bool(self._spans) or self._over, _LOOK_S):
-                    if self._spans:
-                        return self._begin()
-                    self._exhausted = True
-                    return None
+                if self._changed.wait_for(self._is_ready, _LOOK_S):
+                    if self._refused:
+                        raise ValueError(self._refused)
+                    self._exhausted = not self._spans
+                    return not self._exhausted
             check()
             waited_s = time.monotonic() - began_s
             heard = longest_s is not None and silent_s() < 0.5 * deadline_s
@@ -104,48 +215,162 @@ class LeaseStock:
                     f"to it; the coordinator on rank 0 was last heard {silent_s():.1f} s ago"
                 )
 
-    def _begin(self) -> tuple[int, int]:
-        start, end = self._spans.popleft()
-        stop = min(end, start + self._batch)
-        if stop < end:
-            self._spans.appendleft((stop, end))
-        self._begun += stop - start
-        left = self._left()
-        if not self._asked and not self._over and (left <= self._batch or left < _ASK_BELOW * self._level):
-            self._ask()
-        return start, stop
+    def form(self, sizer: BatchSizer) -> Batch | None:
+        """Form the next batch for the workers; None where there are not enough samples for now."""
+        with self._changed:
+            if not self._spans:
+                return None
+            index = self._delivered + len(self._formed)
+        wanted = sizer.size(index)
+        if wanted < 1:
+            raise ValueError(f"batch {index} of rank {self._rank} is to have {wanted} samples; expected at least 1")
+        with self._changed:
+            if wanted != self.batch and self._left() < wanted and not (self._nothing_more or self._over):
+                self._short = True  # The next answer may bring the rest of a whole batch.
+                if not self._asked:
+                    self._ask()
+                return None
+            spans: list[Span] = []
+            while self._spans and wanted:
+                spans.append(self._pop(wanted))
+                wanted -= spans[-1][1] - spans[-1][0]
+            if not spans:
+                return None  # Called back meanwhile.
+            formed_s = 0.0 if self._formed else time.monotonic()
+            batch = Batch(self._numbers, tuple(spans), formed_s)
+            self._numbers += 1
+            self._formed[batch.number] = batch
+            if not self._in_order:
+                self._begun += batch.samples
+            self._ask_ahead()
+            return batch
+
+    def take(self, number: int, step: int = -1) -> Batch | None:
+        """A batch came out of the workers: begin it. None where it was called back meanwhile.
+
+        Args:
+            number: Of the batch.
+            step: Steps that the parameters have had; the batch is for the next one. -1 without an optimizer.
+        """
+        with self._changed:
+            batch = self._formed.pop(number, None)
+            if batch is None:
+                return None
+            if batch.formed_s:
+                load_s = time.monotonic() - batch.formed_s
+                self.load_s = min(self.load_s, load_s) if self.load_s else load_s
+            if self._in_order:
+                self._begun += batch.samples
+            self._delivered += 1
+            self._note(batch.spans, step)
+            self._ask_ahead()
+            return batch
+
+    def end(self) -> None:
+        """This rank takes no more, and goes to the end of the epoch."""
+        with self._changed:
+            self._exhausted = True
 
     def close(self) -> None:
         """The loop was left: say so, and give back what was not begun."""
         with self._changed:
-            if not self._closed:
-                self._closed = True
+            if not self.closed:
+                self.closed = True
+                undone = [] if self._in_order else [b for each in self._formed.values() for s in each.spans for b in s]
                 self._spans.clear()
-                self._send(LeaseReturn(self.loader, self.epoch, self._begun, True, not self._exhausted))
+                self._formed.clear()
+                early = not self._exhausted
+                self._send(LeaseReturn(self.loader, self.epoch, self._begun, True, early, 0, undone))
+
+    def _pop(self, wanted: int) -> Span:
+        start, end = self._spans.popleft()
+        stop = min(end, start + wanted)
+        if stop < end:
+            self._spans.appendleft((stop, end))
+        return start, stop
+
+    def _note(self, spans: tuple[Span, ...], step: int) -> None:
+        if len(self._recent) == _STEPS_KEPT:
+            self._consumed = joined([*self._consumed, *self._recent[0][1]])
+        self._recent.append((step, spans))
 
     def _left(self) -> int:
         return sum(stop - start for start, stop in self._spans)
 
+    def _ask_ahead(self) -> None:
+        enough = self._left() > max(1, self._ahead) * self.batch and self._held() >= _ASK_BELOW * self._level
+        if not self._asked and not self._over and not enough:
+            self._ask()
+
     def _ask(self) -> None:
-        self._asked = True
-        self._send(LeaseAsk(self.loader, self.epoch, self._samples, self._batch, self._drop_last, self._begun))
+        self._asked, self._nothing_more = True, False
+        self._send(
+            LeaseAsk(
+                self.loader,
+                self.epoch,
+                self.samples,
+                self.batch,
+                self._drop_last,
+                self._begun,
+                self._ahead,
+                self.load_s,
+                self._digest,
+                self._done,
+                0 if self._in_order else self._on_their_way(),
+            )
+        )
+        self._done = []
 
     # ---- agent's thread -------------------------------------------------------------------------------------
 
     def on_message(self, message: Message) -> None:
-        """An answer, or a recall."""
+        """An answer, a recall, or the question what was consumed."""
         with self._changed:
-            if self._closed:
+            if isinstance(message, ReportConsumed):
+                spans = [bound for span in self._consumed_by(message.step) for bound in span]
+                self._send(Consumed(self.loader, self.epoch, message.step, spans))
+                return
+            if self.closed:
                 return  # All was given back.
             if isinstance(message, Lease):
                 self._asked = False
-                self._over = message.over
+                self._over, self._refused = message.over, message.refused
+                self._nothing_more, self._short = message.stop == message.start, False
                 if message.stop > message.start:
                     self._spans.append((message.start, message.stop))
-                self._level = self._left()
+                self._level = self._held()
             elif isinstance(message, LeaseRecall):
-                self._spans.clear()
-                self._send(LeaseReturn(self.loader, self.epoch, self._begun, False))
-            if not self._spans and not self._over and not self._asked:
+                kept, self._short = self._give_back(message.keep), False
+                self._send(LeaseReturn(self.loader, self.epoch, self._begun, False, False, kept))
+            if not self._spans and not self._formed and not self._over and not self._asked:
                 self._ask()  # The answer was of a time when there still was something here.
             self._changed.notify_all()
+
+    def _held(self) -> int:
+        return self._left() + (self._on_their_way() if self._in_order else 0)
+
+    def _on_their_way(self) -> int:
+        return sum(batch.samples for batch in self._formed.values())
+
+    def _give_back(self, keep: int) -> int:
+        """Forget all but the first `keep` samples that were not begun, whole batches of those formed; what is left."""
+        kept = 0
+        if self._in_order:
+            for number, batch in list(self._formed.items()):
+                if kept + batch.samples > keep:
+                    keep = kept  # It and all behind it go.
+                    del self._formed[number]
+                else:
+                    kept += batch.samples
+        spans, self._spans = self._spans, deque()
+        for start, end in spans:
+            stop = min(end, start + keep - kept)
+            if stop > start:
+                self._spans.append((start, stop))
+                kept += stop - start
+        return kept
+
+    def _consumed_by(self, step: int) -> list[Span]:
+        """The samples of all batches that were for steps up to this one."""
+        late = [span for for_step, spans in self._recent if 0 <= step <= for_step for span in spans]
+        return without([*self._consumed, *(span for _, spans in self._recent for span in spans)], late)

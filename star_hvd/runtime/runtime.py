@@ -28,7 +28,7 @@ from star_hvd.channel.door import CONTROL_BYTES, SLACK_BYTES
 from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes
 from star_hvd.channel.messages import base as messages
-from star_hvd.channel.messages.leases import Lease, LeaseRecall
+from star_hvd.channel.messages.leases import Consumed, Lease, LeaseRecall, ReportConsumed
 from star_hvd.channel.messages.switch import (
     Commit,
     DropSet,
@@ -385,6 +385,13 @@ class Runtime:
         for driver in self.drivers.values():
             driver.timer.add_input(input_s)
 
+    def steps_made(self) -> int:
+        """Steps the parameters here have had, of the first optimizer; -1 where ranks do not count them alike."""
+        for driver in list(self.drivers.values()):
+            if not driver.dropped:
+                return driver.engine.version if driver.outside is None else -1
+        return -1
+
     def batch_weight(self, passes: int) -> float:
         """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
         recent = self.batch_weights[-passes:]
@@ -489,7 +496,7 @@ class Runtime:
             driver = self.drivers.get(message.optimizer_id)
             if driver is not None:
                 driver.on_message(message)
-        elif isinstance(message, (Lease, LeaseRecall, messages.Grant, messages.EpochEnd)):
+        elif isinstance(message, (Lease, LeaseRecall, Consumed, ReportConsumed, messages.Grant, messages.EpochEnd)):
             self.client.on_message(message)
         elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):

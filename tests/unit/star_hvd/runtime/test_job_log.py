@@ -26,6 +26,7 @@ from star_hvd.run_log.spool import read_events
 from star_hvd.runtime.job_log import JobLog, _Pace, check_curves
 from star_hvd.runtime.model_loader import ModelLoader, digest
 from tests.support.boards import Job
+from tests.support.loaders import World
 
 
 @pytest.fixture
@@ -104,18 +105,8 @@ def test_a_step_tells_the_samples_behind_it(teller: StepReporter) -> None:
 
 
 def test_shard_tells_what_it_hands_out(teller: StepReporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = iter([(0, 4), (4, 7), None])
-    client = SimpleNamespace(
-        loader_number=lambda: 5, begin_batch=lambda stock: next(taken), await_epoch_end=lambda *_: None,
-        open_stock=lambda *_: SimpleNamespace(ready=lambda limit_s: True, close=lambda: None),
-    )  # fmt: skip
-    run = SimpleNamespace(
-        world_size=1, reference_samples=0.0, drivers={0: SimpleNamespace(reporter=teller)}, client=client,
-        catch_up=lambda: None, note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
-        meeting=lambda _: contextlib.nullcontext(),
-    )  # fmt: skip
-    monkeypatch.setattr("star_hvd.runtime.runtime.ensure", lambda config: run)
-    monkeypatch.setattr("star_hvd.runtime.runtime.current", lambda: run)
+    run = World(1, monkeypatch).runs[0]
+    run.drivers[0] = SimpleNamespace(reporter=teller)
     told: list[StepReport] = []
     teller.log = SimpleNamespace(step=told.append)  # type: ignore[assignment]
     for step, _ in enumerate(shard(torch.utils.data.TensorDataset(torch.arange(7.0)), batch_size=4)):

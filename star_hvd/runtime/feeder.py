@@ -1,0 +1,202 @@
+"""Batches loaded ahead: a torch DataLoader of ours with everything the user set on his, fed by a stock of leases.
+
+Only the sampler is ours. It forms a batch whenever the loader wants an index for its workers, and says that it is
+exhausted while there is nothing in stock; torch then delivers what is on its way, and the loader is iterated again.
+Its worker processes are kept for that in any case; where the user did not ask for persistent workers they end with
+the epoch.
+
+Which batch comes out is known by its order, or, where batches may overtake each other (`in_order=False`), by a number
+that travels with the indices and comes back beside the collated batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import default_collate
+
+from star_hvd.runtime.lease_stock import Batch, BatchSizer, LeaseStock
+
+__all__ = ["Feeder", "Indices", "loader_options"]
+
+Indices = Callable[[int, int], list[Any]]
+"""The data set's indices at the positions from start to stop of the epoch's order."""
+
+_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",  # Since torch 2.6.
+)
+
+
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What was set on a DataLoader, as keyword arguments, except data set, batches and sampler."""
+    return {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
+
+
+class Feeder:
+    """Turns leased positions into loaded batches.
+
+    Args:
+        dataset: The user's, map-style.
+        options: Keyword arguments of `DataLoader`; see `loader_options`.
+    """
+
+    def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
+        self._options = dict(options)
+        self.load_s = 0.0  # Until a batch is loaded where none is on its way; of the last epoch.
+        self._persistent = bool(options.get("persistent_workers")) or not options.get("num_workers")
+        self.in_order = bool(options.get("in_order", True))
+        self._sampler = _Sampler(numbered=not self.in_order)
+        if not self.in_order:
+            self._options["collate_fn"] = _Numbering(options.get("collate_fn") or default_collate)
+        if options.get("num_workers"):
+            self._options["persistent_workers"] = True
+        if options.get("generator") is not None:  # It also seeds the user's sampler, equally on all ranks: a copy.
+            self._options["generator"] = torch.Generator().set_state(options["generator"].get_state())
+        self._dataset = dataset
+        self._loader: DataLoader[Any] | None = self._make()
+        self._batches: Iterator[Any] = iter(())
+        workers, prefetch = self._loader.num_workers, self._loader.prefetch_factor or 0
+        self.ahead = workers * prefetch + 1 if workers else 0  # A batch more than the workers load ahead.
+        self._sampler.workers = workers
+
+    def _make(self) -> DataLoader[Any]:
+        return DataLoader(self._dataset, batch_sampler=self._sampler, **self._options)
+
+    def begin(self, stock: LeaseStock, indices: Indices, sizer: BatchSizer) -> None:
+        """An epoch begins, or goes on."""
+        self._sampler.begin(stock, indices, sizer)
+        self._batches = iter(())
+
+    def next(self, begin: Callable[[int], Batch | None]) -> tuple[Batch, Any] | None:
+        """The next batch that was not called back; None where nothing is on its way any more.
+
+        Args:
+            begin: Begins the batch of a number, None where it was called back.
+        """
+        on_their_way = self._sampler.on_their_way
+        while True:
+            try:
+                data = next(self._batches)
+            except StopIteration:
+                return None
+            except BaseException:
+                if on_their_way and self.in_order:
+                    on_their_way.popleft()
+                raise
+            number, data = (on_their_way.popleft(), data) if self.in_order else (data.number, data.batch)
+            batch = begin(number)
+            if batch is not None:
+                return batch, data
+
+    def start(self) -> None:
+        """Order batches again, behind a time in which nothing was in stock; nothing is on its way."""
+        if self._loader is None:
+            self._loader = self._make()
+        self._sampler.restart()
+        self._batches = iter(self._loader)
+
+    def end(self) -> None:
+        """The epoch is over, or its loop was left: workers end, unless they are to be kept."""
+        self._sampler.end()
+        self._batches = iter(())
+        if not self._persistent:
+            self._loader = None
+
+
+class _Sampler:
+    """The batch sampler of the inner loader: indices of whatever is in stock."""
+
+    def __init__(self, *, numbered: bool) -> None:
+        self.on_their_way: deque[int] = deque()
+        self.workers = 0
+        self._was_dry = False
+        self._numbered = numbered
+        self._source: tuple[LeaseStock, Indices, BatchSizer] | None = None
+
+    def begin(self, stock: LeaseStock, indices: Indices, sizer: BatchSizer) -> None:
+        self._source = (stock, indices, sizer)
+
+    def restart(self) -> None:
+        self.on_their_way.clear()
+        self._was_dry = False
+
+    def end(self) -> None:
+        self._source = None
+        self.on_their_way.clear()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self
+
+    def __next__(self) -> list[Any]:
+        """May be exhausted for now and have more later; torch asks again with every batch that comes out."""
+        if self._source is None:
+            raise StopIteration
+        stock, indices, sizer = self._source
+        # One batch is ordered per batch that comes out: workers without work get some only if all begin anew.
+        idle = self._was_dry and len(self.on_their_way) < self.workers
+        batch = None if idle and stock.in_stock >= self.workers * stock.batch else stock.form(sizer)
+        if batch is None:
+            self._was_dry = True
+            raise StopIteration
+        self.on_their_way.append(batch.number)
+        found = [index for start, stop in batch.spans for index in indices(start, stop)]
+        return _Numbered(batch.number, found) if self._numbered else found
+
+
+# ---- batches that overtake each other ---------------------------------------------------------------------------
+
+_number = 0  # In a worker process: of the batch being loaded. It loads one at a time.
+
+
+class _Numbered(list[Any]):
+    """Indices that make a batch's number known where they are unpacked, which a worker does right before it loads."""
+
+    def __init__(self, number: int, indices: list[Any]) -> None:
+        super().__init__(indices)
+        self._arrived = number
+        _arrive(number, [])  # Without workers the batch is loaded here, at once.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._arrived, list(self))
+
+
+def _arrive(number: int, indices: list[Any]) -> list[Any]:
+    global _number
+    _number = number
+    return indices
+
+
+class _Numbering:
+    """A collate function that keeps the batch's number beside the batch."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> _Loaded:
+        return _Loaded(_number, self._collate(samples))
+
+
+class _Loaded:
+    """A batch with its number."""
+
+    def __init__(self, number: int, batch: Any) -> None:
+        self.number, self.batch = number, batch
+
+    def pin_memory(self) -> _Loaded:
+        """As the loader does with batches that are no tensors or containers."""
+        self.batch = torch.utils.data._utils.pin_memory.pin_memory(self.batch)
+        return self

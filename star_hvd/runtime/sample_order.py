@@ -1,0 +1,159 @@
+"""The order of an epoch's samples, equal on all ranks: our own permutation, or what a sampler of the user's says."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, Protocol
+
+import torch
+
+from scheduler.rules.leasing import Span
+
+__all__ = ["BatchOrder", "EpochOrder", "Order", "Permutation", "SamplerOrder"]
+
+
+class EpochOrder:
+    """The order of one epoch.
+
+    Args:
+        items: Per position an index of the data set, or the indices of a whole batch.
+        digest: Equal where the order is.
+        whole: Whether a position is a whole batch.
+        saved: What a state keeps so that an interrupted epoch goes on in this order; None where it can be made again.
+    """
+
+    def __init__(self, items: torch.Tensor | list[Any], digest: int, *, whole: bool = False, saved: Any = None) -> None:
+        self.items, self.digest, self.saved = items, digest, saved
+        self._whole = whole
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def indices(self, start: int, stop: int) -> list[Any]:
+        """The data set's indices at these positions."""
+        part = self.items[start:stop]
+        if isinstance(part, torch.Tensor):
+            found: list[Any] = part.tolist()
+            return found
+        return [index for batch in part for index in batch] if self._whole else part
+
+    def samples(self, spans: Iterable[Span]) -> int:
+        """How many samples are at these positions."""
+        return sum(len(self.indices(*span)) if self._whole else span[1] - span[0] for span in spans)
+
+
+class Order(Protocol):
+    """Orders of the epochs of a loader."""
+
+    def of(self, epoch: int, saved: Any = None) -> EpochOrder:
+        """The order of an epoch; `saved` is that of a state, where the epoch was interrupted."""
+        ...
+
+    def expected(self) -> int | None:
+        """Positions in an epoch to come, None where only its order says it."""
+        ...
+
+
+class Permutation:
+    """Our own order, from seed and epoch alone.
+
+    Args:
+        n_samples: Samples in the data set.
+        shuffle: Whether they are permuted.
+        seed: Of the permutations.
+    """
+
+    def __init__(self, n_samples: int, *, shuffle: bool, seed: int) -> None:
+        self._n, self._shuffle, self._seed = n_samples, shuffle, seed
+
+    def of(self, epoch: int, saved: Any = None) -> EpochOrder:
+        """See `Order`."""
+        seed = _seed_of(self._seed, epoch) if self._shuffle else -1
+        digest = _digest(f"{self._n} {seed}".encode())
+        if not self._shuffle:
+            return EpochOrder(torch.arange(self._n, device="cpu"), digest)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return EpochOrder(torch.randperm(self._n, generator=generator, device="cpu"), digest)
+
+    def expected(self) -> int | None:
+        """See `Order`."""
+        return self._n
+
+
+class SamplerOrder:
+    """The order a sampler of the user's gives.
+
+    It is evaluated on every rank, with the generators of torch, NumPy and Python seeded alike; one that has a
+    generator of its own needs the same seed on all ranks.
+
+    Args:
+        sampler: The sampler.
+        seed: Of the generators.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+        self._sampler, self._seed = sampler, seed
+
+    def of(self, epoch: int, saved: Any = None) -> EpochOrder:
+        """See `Order`."""
+        items = self._evaluate(epoch) if saved is None else list(saved)
+        try:
+            found = torch.tensor([int(index) for index in items], dtype=torch.int64)
+        except (TypeError, ValueError):  # Keys of another type, of a data set that is a mapping for example.
+            return EpochOrder(items, _digest(repr(items).encode()), saved=items)
+        return EpochOrder(found, _digest(found.numpy().tobytes()), saved=found)
+
+    def expected(self) -> int | None:
+        """See `Order`."""
+        return len(self._sampler) if isinstance(self._sampler, Sized) else None
+
+    def _evaluate(self, epoch: int) -> list[Any]:
+        with _seeded(_seed_of(self._seed, epoch)):
+            items = list(self._sampler)
+        expected = self.expected()
+        if expected is not None and expected != len(items):
+            raise ValueError(
+                f"{type(self._sampler).__name__} has the length {expected} and gives {len(items)} items; shard counts "
+                "on its length: correct its __len__"
+            )
+        return items
+
+
+class BatchOrder(SamplerOrder):
+    """The same for a batch sampler: a position is a whole batch."""
+
+    def of(self, epoch: int, saved: Any = None) -> EpochOrder:
+        """See `Order`."""
+        items = [list(batch) for batch in (self._evaluate(epoch) if saved is None else saved)]
+        return EpochOrder(items, _digest(repr(items).encode()), whole=True, saved=items)
+
+
+def _seed_of(seed: int, epoch: int) -> int:
+    return (seed * 1_000_003 + epoch) % (1 << 63)
+
+
+def _digest(data: bytes) -> int:
+    """Between 1 and 2^48: a message has whole numbers up to 2^53, and 0 is for an order not known."""
+    return 1 + int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") % ((1 << 48) - 1)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Inside the block the global generators of torch, NumPy and Python are seeded; behind it they are as before."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy is not None:
+                numpy.random.set_state(states[1])
