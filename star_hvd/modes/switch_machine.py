@@ -1,0 +1,400 @@
+"""The state machine of a rank's switches from plan to plan: events in, instructions out.
+
+Pure: it starts no thread, takes no lock, waits for nothing and knows neither engine nor servers. `ModeSwitcher`
+(`mode_switcher.py`) feeds it events, one at a time, and carries out what it returns. What may happen is in the table
+of `switch_protocol.py`; here is what decides among the possibilities of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from scheduler.records import Plan
+from star_hvd.modes.switch_protocol import (
+    LIVE,
+    PAST,
+    RULES,
+    AnnouncePresence,
+    AwaitPlan,
+    BeginServers,
+    CatchUp,
+    DrainMode,
+    EndedServers,
+    EndServers,
+    EnterMode,
+    Event,
+    ExitMode,
+    Fail,
+    FollowDue,
+    FollowPlan,
+    GiveUp,
+    Instruction,
+    LowerFlag,
+    ModeDrained,
+    ModeOpened,
+    OpenMode,
+    PlanAbandoned,
+    PlanActivated,
+    PlanCommitted,
+    PlanInForce,
+    PlanOffered,
+    PlanPrepared,
+    PlanRefused,
+    PlanState,
+    PreparationBegins,
+    Prepare,
+    QueuePreparation,
+    QueueServing,
+    RaiseFlag,
+    ReportPrepared,
+    ReportRefused,
+    SeedFromServers,
+    SeedServers,
+    ServingDue,
+    StateChecked,
+    StepEnded,
+    Superseded,
+    ThreadActive,
+    ThreadInactive,
+    ThreadLeft,
+    UseMode,
+)
+
+__all__ = ["SwitchMachine"]
+
+_SERVED = ("ps", "grouped")
+_KEPT_PLANS = 8  # Plans behind the newest whose records are kept after their end; servers may still name them.
+
+S = PlanState
+
+
+@dataclass(slots=True)
+class _Record:
+    plan: Plan
+    state: PlanState = S.UNKNOWN
+    session: int = -1
+    step: int = -1  # At which it begins, once it is announced.
+    following: bool = False  # The engine was asked to take it up.
+    ended: EndedServers | None = None  # Servers whose last state it begins with.
+    seeded: bool = False  # Servers here have the state they begin with, or get it.
+    opened: bool = False  # What makes its steps exists.
+    entering: bool = False  # The training thread is about to use it.
+
+
+class SwitchMachine:
+    """See the module's text.
+
+    Args:
+        rank: This rank.
+        plan: The plan in force at the beginning, one of `rounds` without a mode of its own.
+    """
+
+    def __init__(self, rank: int, plan: Plan) -> None:
+        self.rank = rank
+        self._records = {plan.plan_id: _Record(plan, S.ENTERED, plan.plan_id)}
+        self._current = self._records[plan.plan_id]
+        self._inactive = False
+        self._handlers: dict[type, Callable[[_Record, Event], list[Instruction]]] = {
+            PlanOffered: self._offered, PreparationBegins: self._preparation_begins, PlanPrepared: self._prepared,
+            PlanRefused: self._refused, PlanCommitted: self._committed, PlanAbandoned: self._abandoned,
+            PlanActivated: self._activated, FollowDue: self._follow, PlanInForce: self._in_force,
+            Superseded: self._superseded, ServingDue: self._serve, StepEnded: self._step_ended,
+            ModeDrained: self._drained, ThreadLeft: self._thread_left, StateChecked: self._state_checked,
+            ModeOpened: self._opened, ThreadInactive: self._presence, ThreadActive: self._presence,
+        }  # fmt: skip
+
+    # ---- questions ------------------------------------------------------------------------------------------------
+
+    @property
+    def in_force(self) -> Plan:
+        """The plan in force on this rank."""
+        return self._current.plan
+
+    @property
+    def ended_servers(self) -> EndedServers | None:
+        """The servers with whose last state the plan in force begins."""
+        return self._current.ended
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether the training thread, at the end of its step, must have the state of the step the others are at."""
+        if self._active() is not None or self.must_drain:
+            return False
+        return self._takes_part(self.in_force) or self._brings_state(self._current)
+
+    @property
+    def must_drain(self) -> bool:
+        """Whether other ranks may wait for this one in a mode that was passed. They do not come to the plan in force
+        before that has ended, so until then the training thread may not wait for them there."""
+        return bool(self._in(S.UNDRAINED))
+
+    def state(self, plan_id: int) -> PlanState:
+        """How far a plan has come."""
+        record = self._records.get(plan_id)
+        return S.UNKNOWN if record is None else record.state
+
+    def states(self) -> dict[int, PlanState]:
+        """All plans that are remembered, by id."""
+        return {plan_id: record.state for plan_id, record in sorted(self._records.items())}
+
+    def plan(self, plan_id: int) -> Plan | None:
+        """A plan that was ready here."""
+        never = (S.UNKNOWN, S.QUEUED, S.WAITING, S.PREPARING, S.ABANDONED)
+        record = self._records.get(plan_id)
+        return None if record is None or record.state in never else record.plan
+
+    def is_current(self, session: int) -> bool:
+        """Whether the plan in force belongs to a session."""
+        return self._current.session == session
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take an event in.
+
+        Returns:
+            What is to be done, in this order.
+        """
+        if isinstance(event, (ThreadInactive, ThreadActive)):
+            self._inactive = isinstance(event, ThreadInactive)
+        found = [each for record in self._concerned(event) for each in self._apply(record, event)]
+        if isinstance(event, PlanInForce):
+            found += self._follow_next()
+        elif isinstance(event, (StepEnded, ModeDrained)) and not self._outdated():
+            found += self._to_all(ThreadLeft(), S.WAITING)
+        return found
+
+    def _concerned(self, event: Event) -> Iterator[_Record]:
+        """The records an event is about; those of a session by the record that has it open now."""
+        if isinstance(event, (PlanOffered, PlanInForce)):
+            yield self._record(event.plan)
+        elif isinstance(event, (ModeOpened, ModeDrained)):
+            live = [each for each in self._in(*LIVE) if each.session == event.session]
+            yield from live[-1:]
+        elif isinstance(event, (StepEnded, ThreadInactive, ThreadActive)):
+            yield from self._in(S.ENDED)  # Left first: what was passed is drained afterwards.
+            yield from self._in(S.IN_FORCE, S.ENTERED, S.UNDRAINED)
+        elif isinstance(event, StateChecked):
+            yield self._current
+        elif not isinstance(event, (Superseded, FollowDue, ThreadLeft)):
+            yield self._records.get(event.plan_id) or _Record(Plan.sync(1, plan_id=event.plan_id))
+
+    def _record(self, plan: Plan) -> _Record:
+        for plan_id in [i for i, each in self._records.items() if each.state in PAST]:
+            if plan_id < plan.plan_id - _KEPT_PLANS:
+                del self._records[plan_id]
+        return self._records.setdefault(plan.plan_id, _Record(plan, session=plan.plan_id))
+
+    def _apply(self, record: _Record, event: Event) -> list[Instruction]:
+        row = RULES.get((record.state, type(event)))
+        if row is None:
+            return []
+        before, found = record.state, self._handlers[type(event)](record, event)
+        assert record.state in row.to, f"{before.name} became {record.state.name} by {event}; expected one of {row.to}"
+        assert all(type(each) in row.instructions for each in found), f"{before.name} and {event} asked for {found}"
+        return found
+
+    def _to_all(self, event: Event, *states: PlanState) -> list[Instruction]:
+        return [each for record in self._in(*states) for each in self._apply(record, event)]
+
+    def _in(self, *states: PlanState) -> list[_Record]:
+        """Records in one of these states, by plan id."""
+        return [record for _, record in sorted(self._records.items()) if record.state in states]
+
+    # ---- getting ready ---------------------------------------------------------------------------------------------
+
+    def _offered(self, record: _Record, event: Event) -> list[Instruction]:
+        if record.plan.family == self.in_force.family == "rounds":
+            record.state = S.PREPARED
+            return [RaiseFlag(record.plan, offered=True)]
+        record.state = S.QUEUED
+        return [QueuePreparation(record.plan.plan_id)]
+
+    def _preparation_begins(self, record: _Record, event: Event) -> list[Instruction]:
+        """No rank may be more than one mode of servers behind: connections to the servers that ended last are kept for
+        a training thread that was busy meanwhile, those to earlier ones are not."""
+        plan = record.plan
+        own_servers = plan.family in _SERVED and not plan.family == self.in_force.family == "ps"
+        if own_servers and self._outdated():
+            record.state = S.WAITING
+            return []
+        record.state = S.PREPARING
+        return [Prepare(plan)]
+
+    def _prepared(self, record: _Record, event: Event) -> list[Instruction]:
+        assert isinstance(event, PlanPrepared)
+        record.state = S.PREPARED
+        record.session = record.plan.plan_id if event.session is None else event.session
+        return [ReportPrepared(record.plan)]
+
+    def _refused(self, record: _Record, event: Event) -> list[Instruction]:
+        assert isinstance(event, PlanRefused)
+        unsupported, record.state = record.state is S.PREPARED, S.ABANDONED
+        return [ReportRefused(record.plan, event.reason, unsupported)]
+
+    def _committed(self, record: _Record, event: Event) -> list[Instruction]:
+        if self.in_force.family in _SERVED:
+            return [EndServers(self.in_force, record.plan)]
+        return [RaiseFlag(record.plan, offered=False)] if self._takes_part(self.in_force) else []
+
+    def _abandoned(self, record: _Record, event: Event) -> list[Instruction]:
+        assert isinstance(event, PlanAbandoned)
+        if record.state is not S.UNKNOWN:
+            record.state = S.WITHDRAWN if record.state is S.PREPARED else S.ABANDONED
+        return [LowerFlag(event.plan_id), GiveUp(event.plan_id)]
+
+    # ---- coming into force -----------------------------------------------------------------------------------------
+
+    def _activated(self, record: _Record, event: Event) -> list[Instruction]:
+        """A rank that takes part in reductions has agreed to the plan, but may not have read so yet, while others are
+        a moment ahead. To follow the announcement would void a state that it has and that others, who begin with it,
+        wait for."""
+        assert isinstance(event, PlanActivated)
+        if event.plan_id <= self.in_force.plan_id:
+            return []
+        if record.state not in (S.PREPARED, S.WITHDRAWN):
+            return [Fail(
+                f"the coordinator announced plan {event.plan_id}, in force from step {event.step}, but rank "
+                f"{self.rank} has not prepared it (it is {record.state.name.lower()}: {record.state.value}); the plan "
+                f"in force here is {self.in_force.plan_id}, {self.in_force.label}. Please report this with the logs"
+            )]  # fmt: skip
+        record.state, record.step = S.ANNOUNCED, event.step
+        return self._follow_next()
+
+    def _follow_next(self) -> list[Instruction]:
+        announced = self._in(S.ANNOUNCED)
+        if not announced or announced[0].following or self._takes_part(self.in_force):
+            return []
+        return self._apply(announced[0], FollowDue())
+
+    def _follow(self, record: _Record, event: Event) -> list[Instruction]:
+        record.following = True
+        found: list[Instruction] = [FollowPlan(record.plan, record.step)]
+        if self.in_force.family in _SERVED:
+            record.ended = EndedServers(self.in_force, record.step)
+            if self.rank in record.plan.servers:
+                # From servers to servers: the training thread may be in a collective of the user's for long.
+                record.seeded = True
+                found.append(SeedFromServers(record.plan, record.ended))
+        return found
+
+    def _in_force(self, record: _Record, event: Event) -> list[Instruction]:
+        before, plan = self._current, record.plan
+        if plan.plan_id <= before.plan.plan_id:
+            record.state = S.OVER
+            return []
+        if plan.mode == before.plan.mode == "local":
+            record.session = before.session
+        continued = record.session == before.session
+        record.state = S.ENTERED if continued and before.state is S.ENTERED else S.IN_FORCE
+        if continued:
+            record.opened, record.entering, record.seeded = before.opened, before.entering, True
+        self._current = record
+        for older in [each for each in self._records.values() if each.plan.plan_id < plan.plan_id]:
+            self._apply(older, Superseded(plan))
+        return [BeginServers(plan), QueueServing(plan.plan_id)] if plan.family in _SERVED else []
+
+    def _superseded(self, record: _Record, event: Event) -> list[Instruction]:
+        continued = record.session == self._current.session
+        if record.state in (S.QUEUED, S.WAITING, S.PREPARING):
+            record.state = S.ABANDONED
+        elif record.state is S.ENTERED and not continued and self._has_mode(record.plan):
+            record.state = S.ENDED
+        elif record.state is S.IN_FORCE and not continued and self._may_be_awaited(record):
+            record.state = S.UNDRAINED
+        else:
+            record.state = S.OVER
+        return []
+
+    def _may_be_awaited(self, record: _Record) -> bool:
+        """Whether other ranks may wait for this one in a mode that its training thread has not entered."""
+        return record.opened or record.entering or record.plan.family == "grouped"
+
+    def _serve(self, record: _Record, event: Event) -> list[Instruction]:
+        """Members of a group wait for this rank until their leader learns of the mode's end."""
+        found: list[Instruction] = []
+        if record.state is S.IN_FORCE and record.plan.family == "grouped":
+            found += self._open(record)
+        return found + (self._presence(record, event) if self._inactive else [])
+
+    # ---- the training thread ---------------------------------------------------------------------------------------
+
+    def _presence(self, record: _Record, event: Event) -> list[Instruction]:
+        """While the training thread is inactive other ranks may not wait for it."""
+        if record.plan.family not in _SERVED:
+            return []
+        due = isinstance(event, ServingDue) or (isinstance(event, ThreadInactive) and record.state is S.IN_FORCE)
+        found = self._open(record) if due and self._inactive else []
+        return [*found, AnnouncePresence(record.session, self._inactive)] if record.opened else found
+
+    def _open(self, record: _Record) -> list[Instruction]:
+        if record.opened:
+            return []
+        record.opened = True
+        return [OpenMode(record.plan, record.session)]
+
+    def _step_ended(self, record: _Record, event: Event) -> list[Instruction]:
+        assert isinstance(event, StepEnded)
+        if record.state is S.UNDRAINED:
+            return [DrainMode(record.plan, record.session)] if self._active() is None else []
+        if not event.mode_over or not self._has_mode(record.plan):
+            return []
+        if record.state is S.ENTERED:
+            return [AwaitPlan(record.plan, record.session)]
+        record.state = S.OVER
+        return [ExitMode(record.session)]
+
+    def _drained(self, record: _Record, event: Event) -> list[Instruction]:
+        record.state = S.OVER
+        return []
+
+    def _thread_left(self, record: _Record, event: Event) -> list[Instruction]:
+        record.state = S.QUEUED
+        return [QueuePreparation(record.plan.plan_id)]
+
+    def _state_checked(self, record: _Record, event: Event) -> list[Instruction]:
+        assert isinstance(event, StateChecked)
+        plan = record.plan
+        if self._active() is not None or self.must_drain:
+            return []
+        if not self._has_mode(plan):
+            record.state = S.IN_FORCE if event.behind else S.ENTERED
+            return []
+        if event.behind and (plan.mode == "local" or self._brings_state(record)):
+            return []  # While behind, its gradients are late; it comes here again.
+        found: list[Instruction] = []
+        if self.rank in plan.servers and self._brings_state(record):
+            record.seeded = True
+            found.append(SeedServers(plan))
+        record.entering = True
+        return [*found, EnterMode(plan, record.session, event.behind)]
+
+    def _opened(self, record: _Record, event: Event) -> list[Instruction]:
+        assert isinstance(event, ModeOpened)
+        record.state, record.opened = S.ENTERED, True
+        found: list[Instruction] = [UseMode(record.session, elsewhere=record.plan.mode != "local")]
+        return [*found, CatchUp(record.session, record.ended)] if event.behind else found
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _takes_part(self, plan: Plan) -> bool:
+        """Whether this rank reduces together with others under a plan."""
+        return plan.family == "rounds" or self.rank in plan.members
+
+    def _has_mode(self, plan: Plan) -> bool:
+        """Whether something else than the reduction of gradients makes this rank's steps under a plan."""
+        return plan.mode == "local" or not self._takes_part(plan)
+
+    def _brings_state(self, record: _Record) -> bool:
+        """Whether other ranks wait for the state that this rank's training thread has."""
+        return self.rank in record.plan.sources and not record.seeded
+
+    def _active(self) -> _Record | None:
+        """The plan in whose mode the training thread is."""
+        found = [each for each in self._in(S.ENTERED, S.ENDED) if self._has_mode(each.plan)]
+        return found[0] if found else None
+
+    def _outdated(self) -> bool:
+        """Whether the training thread has yet to leave a mode of its own that is not in force any more."""
+        return any(each.state is S.UNDRAINED or each.plan.mode != "local" for each in self._in(S.ENDED, S.UNDRAINED))
