@@ -279,9 +279,9 @@ class JobState:
             self._hurrying_until_s = now_s + _HURRY_S
         for engine in self.engines.values():
             if away:
-                engine.rule.leave(rank, out_of_data=out_of_data)
+                engine.rule.deactivate(rank, out_of_data=out_of_data)
             elif rank not in engine.dropped:
-                engine.rule.back(rank, now_s)
+                engine.rule.activate(rank, now_s)
 
     def _look_for_parents(self, now_s: float) -> float:
         """A parent that is away pushes nothing, and so nothing of its children's: they go on without it, or it might
@@ -373,7 +373,7 @@ class JobState:
             for engine in self.engines.values():
                 engine.rule.align(now_s)
                 for rank in self.finished.union(engine.dropped):
-                    engine.rule.leave(rank)
+                    engine.rule.deactivate(rank)
 
     def _source(self, rank: int, message: FindStateSource) -> None:
         engine = self._engine(message.optimizer_id)

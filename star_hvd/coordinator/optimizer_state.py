@@ -276,7 +276,7 @@ class OptimizerState:
         would stay in Horovod's tables until the end of the job.
         """
         self.dropped[rank] = message
-        self.rule.leave(rank)
+        self.rule.deactivate(rank)
         if len(self.dropped) < self.world_size:
             return False
         steps = [said.step for said in self.dropped.values()]
