@@ -64,11 +64,11 @@ def logged_rows(options: argparse.Namespace) -> list[list[Any]]:
     if options.runs is not None:
         from scheduler.learning.logged_rows import real_rows
 
-        rows += real_rows(options.runs, project_version(), told=tell)
+        rows += real_rows(options.runs, project_version(), report=tell)
     if options.mlflow:
         from scheduler.learning.logged_rows import mlflow_rows
 
-        rows += mlflow_rows(os.environ, project_version(), told=tell)
+        rows += mlflow_rows(os.environ, project_version(), report=tell)
     return rows
 
 

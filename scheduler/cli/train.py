@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(seed=options.seed)
     if options.tune_s > 0.0:
         with console.status("searching for settings"):
-            settings = tune(frame, budget_s=options.tune_s, seed=options.seed, told=lambda text: console.log(text))
+            settings = tune(frame, budget_s=options.tune_s, seed=options.seed, report=console.log)
     with console.status(f"fitting to {len(frame)} rows"):
         found = fit(frame, settings)
     names = " ".join(str(path) for path in tables)

@@ -278,7 +278,7 @@ def test_runs_of_the_same_job_become_rows(tmp_path: Path) -> None:
     logged(tmp_path, "d", Plan.local(4, steps=4), reached_s=None)
     logged(tmp_path, "e", Plan.partial(4, 3), reached_s=1.0, batch=16)  # Another job, without a sync run.
     told: list[str] = []
-    frame = dataset.frame_of(real_rows(tmp_path, "1", told=told.append))
+    frame = dataset.frame_of(real_rows(tmp_path, "1", report=told.append))
     assert told[0].startswith("4 of 5 runs used")
     assert set(frame["source"]) == {"real"} and set(frame["run"]) == {"a"} and set(frame["seed"]) == {-1}
     by_plan = frame.groupby("plan")
@@ -339,7 +339,7 @@ def test_every_run_left_out_is_told_with_its_reason(
     assert lines[:-1] == [
         "0 of 8 runs used",
         "a: it ran in auto; expected one fixed mode",
-        "b: target '[abc]' is none; expected NAME>=NUMBER",
+        "b: its target is '[abc]'; expected NAME>=NUMBER",
         "c: no run of the same job in sync",
         "d: it has no target; set STAR_TARGET",
         "e: no run of the same job in another mode than sync",
@@ -384,7 +384,7 @@ def test_a_mode_that_was_asked_for_is_the_runs_though_all_begin_in_sync(tmp_path
     assert asked.target_s == pytest.approx(5.0), "counted from its first step"
     assert changed is not None and [plan.mode for plan in changed.plans] == ["sync", "partial"]
     told: list[str] = []
-    frame = dataset.frame_of(real_rows(tmp_path, "1", told=told.append))
+    frame = dataset.frame_of(real_rows(tmp_path, "1", report=told.append))
     assert told[1:] == ["c: it changed its mode (sync, partial(3)); expected one fixed mode"]
     assert frame.groupby("plan")["log_relative"].first()["partial(3)"] == pytest.approx(math.log(0.5))
     assert set(frame["network"]) == {"real-9"}
