@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["NoiseScale", "batches_from_sums"]
+__all__ = ["NoiseScale"]
 
 
 class NoiseScale:
@@ -49,7 +49,7 @@ class NoiseScale:
     def update(self, local_sqr_mean: float, mean_sqr: float, small_batch: float, big_batch: float) -> bool:
         """Add one step's norms.
 
-        For unequal batches or weights `batches_from_sums` computes the two batch sizes.
+        With weights equal to the batch sizes, the small batch is their mean and the big one their sum.
 
         Args:
             local_sqr_mean: Weighted mean over ranks of |g_i|^2, the squared norms of the ranks' mean gradients.
@@ -95,34 +95,3 @@ class NoiseScale:
         if self.updates == 0:
             return math.nan
         return average / (1.0 - self._decay**self.updates)
-
-
-def batches_from_sums(weight_sum: float, weight_sqr_sum: float, samples_each: float) -> tuple[float, float]:
-    """The small and the big batch of a weighted mean of gradients g_i, each the mean over b samples.
-
-    Let w_i be their weights, W = sum w_i and g = sum w_i g_i / W. By independence
-
-        E sum w_i |g_i|^2 / W = |G|^2 + S / b                        so small = b
-        E |g|^2               = |G|^2 + S * sum(w_i^2) / (b W^2)     so big   = b W^2 / sum(w_i^2)
-
-    big is b times the effective number of gradients (Kish), n for equal weights and less for any others.
-
-    Args:
-        weight_sum: Sum of the weights of the gradients in the mean.
-        weight_sqr_sum: Sum of their squares.
-        samples_each: Samples behind each gradient.
-
-    Returns:
-        (small, big) in samples; (0, 0) without any gradient.
-
-    Raises:
-        ValueError: The sums are inconsistent.
-    """
-    if weight_sum < 0.0 or weight_sqr_sum < 0.0 or weight_sqr_sum > weight_sum**2 * (1.0 + 1e-6):
-        raise ValueError(
-            f"weights sum to {weight_sum} and their squares to {weight_sqr_sum}; "
-            "expected 0 <= sum of squares <= square of the sum"
-        )
-    if weight_sqr_sum == 0.0:
-        return 0.0, 0.0
-    return samples_each, samples_each * weight_sum**2 / weight_sqr_sum
