@@ -1,7 +1,7 @@
-"""A command with subcommands, each a module of its own.
+"""A command with subcommands, each in its own module.
 
-A module has `add_arguments(parser) -> None` and `run(options) -> int`, the exit status. It is imported when it is asked
-for: some need what others do without, and LightGBM, MLflow and pandas take their time.
+A module has `add_arguments(parser) -> None` and `run(options) -> int`, the exit status. It is imported only when its
+subcommand runs, because the imports of some (LightGBM, MLflow, pandas) are optional and slow.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def run_command(
 
     Args:
         program: Name of the command.
-        description: Of the command.
-        subcommands: What there is.
-        arguments: The command line without the program's name; that of the process where None.
+        description: Description of the command.
+        subcommands: The subcommands.
+        arguments: The command line without the program's name; that of the process if None.
 
     Returns:
-        Exit status: the subcommand's, 2 for wrong arguments (raised as `SystemExit` by argparse) or an error a person
-        can put right, 130 where it was interrupted.
+        Exit status: the subcommand's, 2 for wrong arguments (raised as `SystemExit` by argparse) or an error the user
+        can fix, 130 if it was interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog=program, description=description)
@@ -44,7 +44,7 @@ def run_command(
     try:
         status: int = importlib.import_module(options.module).run(options)
     except (ValueError, OSError) as error:
-        # What a person can put right comes as one of these; the text says what to do.
+        # Errors that the user can fix are of these types; the text says what to do.
         sys.stderr.write(f"{program} {options.command}: error: {' '.join(str(error).split())}\n")
         return 2
     except KeyboardInterrupt:

@@ -1,8 +1,7 @@
-"""The records that rooms exchange: step reports, rank states and windows; plans are in `plans.py`.
+"""The input records of decisions: step reports, rank statistics and windows; plans are in `scheduler.plan.plan`.
 
-Everything here is frozen data without behaviour beyond validation, so the same records serve the live job, the
-simulator and the tests. Times are seconds on the clock of the process that wrote the record; only differences are
-meaningful.
+Frozen data without behaviour beyond validation, shared by live jobs, the simulator and tests. Times are seconds on the
+clock of the process that wrote the record; only differences are meaningful.
 """
 
 from __future__ import annotations
@@ -53,16 +52,17 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one rank measured around one gradient of its own.
+    """Measurements of one rank for one of its gradients.
 
     Attributes:
         rank: The reporting rank.
         step: Global step the gradient was computed for.
         times: The rank's own work.
-        wait_s: From the end of that work to the end of the step's reduction. The rank with the least is the slowest.
+        wait_s: From the end of that work to the end of the step's reduction. The rank with the shortest wait is the
+            slowest.
         late: Whether the gradient missed its step.
-        samples: Samples behind the gradient, 0 where unknown.
-        loss: Loss of the batch where the user reported it, else NaN.
+        samples: Samples behind the gradient, 0 if unknown.
+        loss: Loss of the batch if the user reported it, else NaN.
     """
 
     rank: int
@@ -92,18 +92,18 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStats:
-    """A rank's recent behaviour inside a window.
+    """A rank's recent reports in a window.
 
     Attributes:
         rank: The rank.
         compute_s: Recent compute times, oldest first.
         steps: The global steps those times belong to, same length.
-        input_share: Part of the compute time spent waiting for data, 0 to 1.
-        starved_share: Part of the compute time the training thread was runnable but not running, 0 to 1.
-        late_share: Part of the recent gradients that missed their step.
-        link_bytes_per_s: Measured rate of the rank's link, NaN where unknown.
-        comm_s: Recent times inside a step's communication that were not waiting for other ranks, oldest first.
-        silent_s: Time since the rank was last heard of; 0 for a rank that finished or is away with leave.
+        input_share: Share of the compute time spent waiting for data, 0 to 1.
+        starved_share: Share of the compute time the training thread was runnable but not running, 0 to 1.
+        late_share: Share of the recent gradients that missed their step.
+        link_bytes_per_s: Measured rate of the rank's link, NaN if unknown.
+        comm_s: Recent communication times of steps, without waiting for other ranks, oldest first.
+        silent_s: Time since the rank's last message; 0 for a rank that finished or is inactive.
     """
 
     rank: int
@@ -119,10 +119,10 @@ class RankStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankTable(Sequence[RankStats]):
-    """The `RankStats` of all ranks as arrays, each made only when it is asked for.
+    """The `RankStats` of all ranks as arrays; records are created on access.
 
-    With a thousand ranks, making their tuples and reading them again would take longer than the decision. Nobody
-    writes into the arrays.
+    With a thousand ranks, creating and reading their tuples would take longer than the decision. The arrays are
+    read-only by convention.
 
     Attributes:
         compute_s: Shape (n_ranks, n_reports), newest last; a rank with fewer reports has them in its last columns.
@@ -144,10 +144,10 @@ class RankTable(Sequence[RankStats]):
 
     @classmethod
     def of(cls, ranks: Sequence[RankStats]) -> RankTable:
-        """The same from records.
+        """Convert records.
 
         Raises:
-            ValueError: A rank whose steps and times differ in number.
+            ValueError: A rank has different numbers of steps and times.
         """
         counts = [len(stats.compute_s) for stats in ranks]
         for stats, count in zip(ranks, counts, strict=True):
@@ -212,18 +212,17 @@ class RankTable(Sequence[RankStats]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """Recent reports of all ranks: the whole input of a decision.
+    """Recent reports of all ranks: the input of a decision.
 
     Attributes:
         step: Global step at the end of the window.
-        ranks: One entry per rank, in order; a rank that reported nothing has empty tuples. Either a tuple, or a
-            `RankTable` where the arrays are there anyway.
-        noise_scale: Gradient noise scale in units of samples or of reference batches, NaN where unknown.
-        comm_bytes: Gradient bytes a rank reduces per step, 0 where unknown.
-        allowed: Modes this job can run now; no other is chosen.
-        losses: Training losses of late, averaged over the ranks, oldest first; empty where the user tells none.
+        ranks: One entry per rank, in order; a rank without reports has empty tuples. A tuple or a `RankTable`.
+        noise_scale: Gradient noise scale in units of samples or of reference batches, NaN if unknown.
+        comm_bytes: Gradient bytes a rank reduces per step, 0 if unknown.
+        allowed: Modes this job can run now.
+        losses: Recent training losses, averaged over the ranks, oldest first; empty if the user reports none.
         loss_steps: The global steps they belong to, same length.
-        now_s: When the window was made, seconds on the clock of its process; NaN where nothing is to be timed.
+        now_s: When the window was made, seconds on the clock of its process; NaN if unknown.
     """
 
     step: int
@@ -242,10 +241,10 @@ class Window:
 
     @property
     def table(self) -> RankTable:
-        """All ranks as arrays; made from the tuples once where they came as tuples.
+        """All ranks as arrays; converted once if `ranks` is a tuple.
 
         Raises:
-            ValueError: A rank whose steps and times differ in number.
+            ValueError: A rank has different numbers of steps and times.
         """
         if isinstance(self.ranks, RankTable):
             return self.ranks

@@ -1,8 +1,8 @@
-"""Lines of a run's log, read back: each is an event of the form that the log writes, or it is left out.
+"""Reads the lines of a run's log; lines that are not valid events are skipped.
 
-A log may end in the middle of a line, come from a full disk, or be anything that somebody put there. Its readers rely
-on what is checked here: numbers are finite and fit 64 bits, times and steps are not negative, and the fields that known
-kinds have are of their types. An event of which one field is not is left out whole.
+A log may end in the middle of a line, come from a full disk, or be arbitrary data. Readers rely on the checks here:
+numbers are finite and fit 64 bits, times and steps are not negative, and fields of known kinds have their types. An
+event with an invalid field is skipped as a whole.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 __all__ = ["MAX_RANKS", "read_line", "read_mapping", "read_run_file", "sound"]
 
 MAX_RANKS = 1 << 16
-"""Of a logged run: what names more is damaged."""
+"""Most ranks of a logged run; events with higher ranks are damaged."""
 
-_MOST = 1 << 63  # Of whole numbers: MLflow and numpy keep 64 bits.
-_MOST_STEPS = 1 << 53  # That floats tell apart.
-_MOST_S = 1e10  # Of times, three centuries.
+_MOST = 1 << 63  # Of integers: MLflow and numpy keep 64 bits.
+_MOST_STEPS = 1 << 53  # Limit of integers that floats represent exactly.
+_MOST_S = 1e10  # Of times: three centuries.
 _DEEPEST = 12
 _LONGEST = 64 << 20  # Bytes of a line; a window of 65,536 ranks has 20 MB.
 
 
 def read_line(line: str | bytes) -> dict[str, Any] | None:
-    """The event of a line; None where it is none."""
+    """Read the event of a line; None if it is invalid."""
     event = read_mapping(line)
     if event is None or not sound(event):
         return None
@@ -36,22 +36,22 @@ def read_line(line: str | bytes) -> dict[str, Any] | None:
 
 
 def read_mapping(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON mapping in a text; None where there is none. NaN and infinity, which JSON has not, are damage."""
+    """Read a JSON mapping; None if the text is not one. NaN and infinity, which JSON does not have, are invalid."""
     if len(text) > _LONGEST:
         return None
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        found = json.loads(text, parse_constant=_reject)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON's")
+def _reject(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def read_run_file(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a file; a line that is none, as the last one of a killed run, is left out."""
+    """Events of a file; invalid lines, such as the last one of a killed run, are skipped."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -63,7 +63,7 @@ def read_run_file(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def sound(value: Any, depth: int = 0) -> bool:
-    """Whether a value of JSON can be computed with and written again: no number too large, no half character."""
+    """Whether a JSON value can be used and written again: no number is too large, no string has a lone surrogate."""
     if isinstance(value, bool) or value is None:
         return True
     if isinstance(value, int):
@@ -82,7 +82,7 @@ def sound(value: Any, depth: int = 0) -> bool:
 def _is_text(value: str) -> bool:
     try:
         value.encode("utf-8")
-    except UnicodeEncodeError:  # Half of a pair of surrogates.
+    except UnicodeEncodeError:  # A lone surrogate.
         return False
     return True
 
@@ -91,7 +91,7 @@ def _is_text(value: str) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Or null, as which the log writes what is no number."""
+    """Whether a value is a number, or null, which the log writes for values that are not finite."""
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
@@ -161,7 +161,7 @@ def _end(event: Mapping[str, Any]) -> bool:
 
 
 def _step(event: Mapping[str, Any]) -> bool:
-    # A time that is null is unknown; a rank is not in every line of old logs.
+    # Unknown times are null; old logs do not have a rank in every line.
     times = ("compute_s", "wait_s", "input_s", "cpu_s", "runqueue_s")
     known = all(_is_number(event.get(name)) and not _is_absurd(event.get(name)) for name in times)
     return known and (event.get("rank") is None or _is_rank(event["rank"]))

@@ -1,4 +1,4 @@
-"""Statistics of a few numbers, and how sentences say them."""
+"""Small statistics, and formatting for sentences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def lower_median(values: Sequence[float]) -> float:
     """The ceil(k/2)-th smallest of k values, always one of them.
 
     Raises:
-        ValueError: No values.
+        ValueError: There are no values.
     """
     if not values:
         raise ValueError("lower_median got no values; expected at least one")
@@ -24,7 +24,7 @@ def duration(time_s: float) -> str:
 
 
 def listing(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0, 1 and 4`; at most four are named."""
+    """`rank 3`, `ranks 0, 1 and 4`; at most four are listed."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 4:

@@ -1,4 +1,4 @@
-"""What a job is to reach, as `STAR_TARGET` says it: `accuracy>=0.95`. Read alike by the log and by its readers."""
+"""A job's target as in `STAR_TARGET`: `accuracy>=0.95`. Parsed alike by the run log and its readers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _FORM = re.compile(r"\s*([\w./ -]+?)\s*(>=|<=|>|<)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound on one curve.
+    """A bound on one metric.
 
     Attributes:
-        name: Of the curve, as `record_metric` tells it.
+        name: Name of the metric, as in `record_metric`.
         relation: `>=`, `<=`, `>` or `<`.
-        bound: The number.
+        bound: The bound.
     """
 
     name: str
@@ -27,12 +27,12 @@ class Target:
 
     @classmethod
     def parse(cls, text: Any) -> Target | None:
-        """Read `NAME>=NUMBER`; None where it is none."""
+        """Parse `NAME>=NUMBER`; None if it is invalid."""
         found = _FORM.fullmatch(str(text))
         return None if found is None else cls(found.group(1), found.group(2), float(found.group(3)))
 
     def reached(self, value: float) -> bool:
-        """Whether a value is at the target or beyond; never where it is no number."""
+        """Whether a value satisfies the bound; NaN does not."""
         if self.relation in (">=", "<="):
             return value >= self.bound if self.relation == ">=" else value <= self.bound
         return value > self.bound if self.relation == ">" else value < self.bound

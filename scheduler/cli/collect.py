@@ -1,4 +1,4 @@
-"""`star-scheduler collect`: the table to train on."""
+"""`star-scheduler collect`: makes the training table."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import Any
 from scheduler.learning import dataset
 from scheduler.learning.evaluate import HELD_OUT_SEED
 
-__all__ = ["DEFAULT_TABLE", "add_arguments", "add_sources", "logged_rows", "run", "tell", "why_none"]
+__all__ = ["DEFAULT_TABLE", "add_arguments", "add_sources", "logged_rows", "run", "print_line", "why_none"]
 
 DEFAULT_TABLE = Path("training_logs/datasets/moments.csv.gz")
 
 _PATTERNS = ("one", "several", "rotating", "bursts", "mixed", "frozen", "links", "links", "")
-"""Of contention, in turn: each often enough to learn from, links above all, where the cost model errs most."""
+"""Patterns of contention, used in turn; most often links, where the cost model has the largest errors."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the subcommand."""
+    """Add the options of the subcommand."""
     parser.add_argument("--out", type=Path, default=DEFAULT_TABLE, help=f"table to write (default {DEFAULT_TABLE})")
     parser.add_argument("--jobs", type=int, default=200, help="simulated jobs (default 200, about 10 minutes)")
-    parser.add_argument("--seed", type=int, default=0, help="first seed; those from 1,000,000 on are for judging")
-    parser.add_argument("--moments", type=int, default=6, help="moments of a job that are tried out (default 6)")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="stop after so many seconds, with what there is")
+    parser.add_argument("--seed", type=int, default=0, help="first seed; those from 1,000,000 on are held out")
+    parser.add_argument("--moments", type=int, default=6, help="moments to collect per job (default 6)")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="stop after this many seconds and write the rows")
     add_sources(parser)
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
-    """Options that say where logged runs are."""
+    """Add the options for logged runs."""
     parser.add_argument("--runs", type=Path, help="folder of logged runs (training_logs/runs) to add, marked as real")
     parser.add_argument("--mlflow", action="store_true", help="add the runs that the run log has sent to MLflow")
 
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         raise dataset.DatasetError(why_none(options, jobs=options.jobs))
     made_by = f"star-scheduler collect --jobs {options.jobs} --seed {options.seed} --moments {options.moments}"
     described = dataset.write(options.out, dataset.frame_of(rows), made_by=made_by)
-    tell(
+    print_line(
         f"{described['rows']} rows ({len(simulated)} simulated, {len(real)} real) of {described['runs']} runs "
         f"in {options.out}, SHA-256 {described['sha256'][:12]}"
     )
@@ -59,31 +59,31 @@ def run(options: argparse.Namespace) -> int:
 
 
 def logged_rows(options: argparse.Namespace) -> list[list[Any]]:
-    """Rows of real runs, from where `add_sources` was asked for them; every run left out is told, with its reason."""
+    """Rows of the logged runs that the options select; prints every skipped run with its reason."""
     rows: list[list[Any]] = []
     if options.runs is not None:
         from scheduler.learning.logged_rows import real_rows
 
-        rows += real_rows(options.runs, project_version(), told=tell)
+        rows += real_rows(options.runs, project_version(), report=print_line)
     if options.mlflow:
         from scheduler.learning.logged_rows import mlflow_rows
 
-        rows += mlflow_rows(os.environ, project_version(), told=tell)
+        rows += mlflow_rows(os.environ, project_version(), report=print_line)
     return rows
 
 
 def why_none(options: argparse.Namespace, *, jobs: int = 0) -> str:
-    """What to say where there are no rows at all."""
+    """Error message for a table without rows."""
     places = [str(options.runs)] if options.runs is not None else []
     places += ["MLflow"] if options.mlflow else []
     if not places:
-        return "no rows: no moment was tried out; ask for more --jobs"
-    tried = " and no moment of a simulated job was tried out" if jobs else ""
+        return "no rows: no moment of a simulated job was collected; give more --jobs"
+    tried = " and no moment of a simulated job was collected" if jobs else ""
     return f"no rows: no usable runs in {' and '.join(places)}{tried}; see docs/scheduler.md for what a run needs"
 
 
 def project_version() -> str:
-    """Version of the installed project, or of the checkout this is run in; `unknown` without either."""
+    """Version of the installed project or of this checkout; `unknown` without either."""
     try:
         return metadata.version("star-hvd")
     except metadata.PackageNotFoundError:
@@ -96,8 +96,8 @@ def project_version() -> str:
     return found[1] if found else "unknown"
 
 
-def tell(text: str) -> None:
-    """One line on one line: no wrapping, and brackets are no markup."""
+def print_line(text: str) -> None:
+    """Print one line to standard error, without wrapping or markup."""
     _console().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -116,7 +116,7 @@ def _simulated(options: argparse.Namespace) -> list[list[Any]]:
     begin_s = time.monotonic()
     seeds = range(options.seed, options.seed + options.jobs)
     for seed in track(seeds, description="simulating jobs", console=_console(), transient=True):
-        # Jobs of many lengths: half of them as long as the networks are drawn, half short.
+        # Half of the jobs have the drawn length, half are short.
         scenario, moments = collect_scenario(
             seed, moments=options.moments, steps=400.0 if seed % 2 else 0.0, pattern=_PATTERNS[seed % len(_PATTERNS)]
         )

@@ -1,4 +1,4 @@
-"""`star-scheduler evaluate`: who chooses best in simulated jobs that no model was trained on."""
+"""`star-scheduler evaluate`: compares policies in held-out simulated jobs."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 __all__ = [
     "FEW_SCENARIOS",
     "add_arguments",
-    "chooser",
-    "defender",
-    "judge",
-    "keep",
+    "policy_factory",
+    "find_champion",
+    "run_scenarios",
+    "log_regrets",
     "locate",
     "run",
     "table",
-    "titled",
-    "truth",
+    "model_title",
+    "reliability",
 ]
 
 FEW_SCENARIOS = 30
-"""Regrets differ by tens of percent between scenarios, so that the mean of fewer is mostly which ones were drawn."""
+"""Regrets differ by tens of percent between scenarios, so the mean of fewer depends mostly on which were drawn."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the subcommand."""
+    """Add the options of the subcommand."""
     parser.epilog = (
-        "Exit status: 0 where the model's mean regret is at most the cost model's, 1 where it is above, 2 where there "
-        "is nothing to judge. Figures of a registered model are added to the MLflow run that trained it."
+        "Exit status: 0 if the model's mean regret is at most the cost model's, 1 if it is above, 2 if there is no "
+        "model. Figures of a registered model are added to the MLflow run that trained it."
     )
     parser.add_argument(
         "--model", default="challenger",
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Judge, print a table; exit status 1 where the model is not better than the cost model."""
+    """Evaluate a model and print a table; exit status 1 if the cost model is better."""
     from rich.console import Console
 
     if options.scenarios < 1:
@@ -60,17 +60,17 @@ def run(options: argparse.Namespace) -> int:
     model = load(locate(options.model))
     by_alias = registry is not None and not Path(options.model).is_dir()
     version = registry.alias(options.model) if registry is not None and by_alias else None
-    names = {"learned": titled(version, options.model) if version is not None else f"{options.model} (judged)"}
-    policies = {"learned": chooser(model)}
-    champion = defender(registry, options.model)
+    names = {"learned": model_title(version, options.model) if version is not None else f"{options.model} (judged)"}
+    policies = {"learned": policy_factory(model)}
+    champion = find_champion(registry, options.model)
     if champion is not None:
-        names["champion"], policies["champion"] = champion[0], chooser(champion[1])
-    rows = judge({**BASELINES, **policies}, options.scenarios, options.seed)
+        names["champion"], policies["champion"] = champion[0], policy_factory(champion[1])
+    rows = run_scenarios({**BASELINES, **policies}, options.scenarios, options.seed)
     console.print(table(rows, names))
-    console.print(truth(model.about.get("metrics", {}), len(rows)), highlight=False)
+    console.print(reliability(model.about.get("metrics", {}), len(rows)), highlight=False)
     found = summary(rows, "learned")
     if registry is not None and version is not None:
-        console.print(keep(registry, version, "evaluate", rows), highlight=False)
+        console.print(log_regrets(registry, version, "evaluate", rows), highlight=False)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def locate(name: str) -> Path:
-    """The folder of a model that is named by alias, path, URI or `shipped`.
+    """The folder of a model that is given by alias, path, URI or `shipped`.
 
     Raises:
         ModelError: There is none.
@@ -92,7 +92,7 @@ def locate(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if os.sep in name:
-        raise ModelError(f"no model in {name}: there is no such folder")
+        raise ModelError(f"the model folder {name} does not exist; expected a folder with model.json")
     return Registry(os.environ).download(name)
 
 
@@ -103,14 +103,12 @@ def _registry() -> Registry | None:
     return None if importlib.util.find_spec("mlflow") is None else Registry(os.environ)
 
 
-def defender(registry: Registry | None, but: str) -> tuple[str, Predictor] | None:
-    """The champion and what a table calls it; the model shipped with the package where there is none.
-
-    A job without `STAR_MODEL` is decided by that one, so it is what a first challenger has to beat.
+def find_champion(registry: Registry | None, but: str) -> tuple[str, Predictor] | None:
+    """The champion with its title; the package's model, which jobs use by default, if there is no champion.
 
     Args:
         registry: None without MLflow.
-        but: The model to judge; None is returned where it is the champion itself.
+        but: The model to evaluate; returns None if it is the champion itself.
     """
     from scheduler.learning.registry import CHAMPION
 
@@ -119,43 +117,43 @@ def defender(registry: Registry | None, but: str) -> tuple[str, Predictor] | Non
         return None
     if registry is None or version is None:
         return "shipped model (no champion)", load(SHIPPED)
-    return titled(version, CHAMPION), load(registry.download(CHAMPION))
+    return model_title(version, CHAMPION), load(registry.download(CHAMPION))
 
 
-def titled(version: Version, alias: str) -> str:
+def model_title(version: Version, alias: str) -> str:
     """`star-tta v1 (challenger)`."""
     return f"{version.name} v{version.number} ({alias})"
 
 
-def truth(metrics: Mapping[str, float], scenarios: int) -> str:
-    """What a model's intervals cover, and what so many scenarios decide."""
+def reliability(metrics: Mapping[str, float], scenarios: int) -> str:
+    """Sentences on the coverage of a model's intervals, and on too few scenarios."""
     covered = metrics.get("coverage")
-    text = "how much its 90 % intervals cover is not known"
+    text = "the coverage of its 90 % intervals is unknown"
     if covered is not None:
-        text = f"its 90 % intervals cover {100.0 * covered:.1f} % of what was held out in training"
+        text = f"its 90 % intervals cover {100.0 * covered:.1f} % of the held-out labels of its training"
     if scenarios < FEW_SCENARIOS:
-        text += f"\nso few scenarios ({scenarios}) decide little: take {FEW_SCENARIOS} or more"
+        text += f"\n{scenarios} scenarios are too few for a comparison: take {FEW_SCENARIOS} or more"
     return text
 
 
-def keep(registry: Registry, version: Version, prefix: str, rows: Sequence[Regrets]) -> str:
-    """Add regrets to the MLflow run that trained a version, as `evaluate/regret/learned`, ...; says where they are."""
+def log_regrets(registry: Registry, version: Version, prefix: str, rows: Sequence[Regrets]) -> str:
+    """Add regrets to the MLflow run that trained a version, as `evaluate/regret/learned`, ...; returns a message."""
     mean = {f"{prefix}/regret/{one.name}": one.mean for one in standings(rows) if not one.fixed}
     counts = {f"{prefix}/scenarios": float(len(rows)), f"{prefix}/first_seed": float(rows[0].seed)}
     try:
         registry.log(version, {**mean, **counts})
     except ModelError as error:
-        return f"the figures are not in MLflow: {error}"  # They are on the screen, and the verdict stands.
+        return f"the figures are not in MLflow: {error}"  # They were printed; the exit status does not change.
     return f"the figures are in MLflow, run {version.run_id}"
 
 
-def chooser(predictor: Predictor) -> Factory:
-    """A factory of policies that go by a model."""
+def policy_factory(predictor: Predictor) -> Factory:
+    """A factory of policies with a model."""
     return lambda n, hosts: CostPolicy(n, ranker=predictor, hosts=hosts)
 
 
-def judge(policies: dict[str, Factory], scenarios: int, seed: int) -> list[Regrets]:
-    """Regrets of policies in `scenarios` scenarios from `seed` on, with a progress bar on the terminal."""
+def run_scenarios(policies: dict[str, Factory], scenarios: int, seed: int) -> list[Regrets]:
+    """Regrets of policies in `scenarios` scenarios from `seed` on, with a progress bar."""
     from rich.console import Console
     from rich.progress import track
 
@@ -171,7 +169,7 @@ def table(rows: Sequence[Regrets], names: Mapping[str, str] | None = None) -> An
 
     Args:
         rows: Regrets.
-        names: What to call policies, where not as in the rows.
+        names: Titles of policies; default: their names in the rows.
     """
     from rich.table import Table
 

@@ -11,11 +11,11 @@ from scheduler.commands import run_command
 __all__ = ["SUBCOMMANDS", "main"]
 
 SUBCOMMANDS: Final[tuple[tuple[str, str, str], ...]] = (
-    ("collect", "scheduler.cli.collect", "make the table to train on, from simulated jobs and logged runs"),
+    ("collect", "scheduler.cli.collect", "make a training table from simulated jobs and logged runs"),
     ("train", "scheduler.cli.train", "fit a predictor, log it to MLflow and register it as challenger"),
     ("evaluate", "scheduler.cli.evaluate", "compare a predictor with champion, cost model and fixed modes"),
     ("promote", "scheduler.cli.promote", "make the challenger champion, if it passes the gate"),
-    ("simulate", "scheduler.cli.simulate", "replay a logged run: what each mode would have cost, and each rank costs"),
+    ("simulate", "scheduler.cli.simulate", "replay a logged run: the cost of every mode, and of every rank's slowness"),
 )
 
 
@@ -26,9 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; that of the process by default.
 
     Returns:
-        Exit status: 0 all is well, 1 a gate or a comparison says no, 2 wrong arguments or nothing to work with.
+        Exit status: 0 success, 1 a gate or a comparison failed, 2 wrong arguments or missing input.
     """
-    return run_command("star-scheduler", "Train, judge and use the learned scheduler.", SUBCOMMANDS, arguments)
+    return run_command("star-scheduler", "Train, evaluate and use the learned scheduler.", SUBCOMMANDS, arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`star-scheduler promote`: the champion changes through a gate, and through nothing else."""
+"""`star-scheduler promote`: makes the challenger champion if it passes a gate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 
-from scheduler.cli.evaluate import chooser, defender, judge, keep, table, titled, truth
+from scheduler.cli.evaluate import (
+    find_champion,
+    log_regrets,
+    model_title,
+    policy_factory,
+    reliability,
+    run_scenarios,
+    table,
+)
 from scheduler.learning.evaluate import BASELINES, HELD_OUT_SEED, Regrets, standings
 from scheduler.learning.predictor import ModelError, load
 
@@ -16,19 +24,19 @@ LEAST_COVERAGE, MOST_COVERAGE = 0.85, 0.95
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the subcommand."""
+    """Add the options of the subcommand."""
     parser.epilog = (
-        "The challenger must have no more mean regret than the champion, or the shipped model where there is none yet, "
-        f"and than the cost model; its 90 %% intervals must cover {100 * LEAST_COVERAGE:.0f} to "
-        f"{100 * MOST_COVERAGE:.0f} %%. Exit status: 0 where it is champion now, 1 where the champion stays, 2 where "
-        "there is no challenger."
+        "The challenger's mean regret must not exceed that of the champion (the shipped model if there is none yet) "
+        f"or of the cost model; its 90 %% intervals must cover {100 * LEAST_COVERAGE:.0f} to "
+        f"{100 * MOST_COVERAGE:.0f} %%. Exit status: 0 if it is champion now, 1 if the champion stays, 2 if there is "
+        "no challenger."
     )
     parser.add_argument("--scenarios", type=int, default=40, help="scenarios to simulate (default 40, minutes)")
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED + 100_000, help="first seed")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Judge the challenger; exit status 1 where the gate stays shut."""
+    """Evaluate the challenger and promote it; exit status 1 if the gate rejects it."""
     from rich.console import Console
 
     from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry
@@ -41,18 +49,19 @@ def run(options: argparse.Namespace) -> int:
     if version is None:
         shown = redacted(registry.uri)
         raise ModelError(f"{registry.name} has no {CHALLENGER} in {shown}; run `star-scheduler train` first")
-    challenger, champion = load(registry.download(CHALLENGER)), defender(registry, CHALLENGER)
+    challenger, champion = load(registry.download(CHALLENGER)), find_champion(registry, CHALLENGER)
     assert champion is not None
-    names = {"learned": titled(version, CHALLENGER), "champion": champion[0]}
-    policies = {"learned": chooser(challenger), "champion": chooser(champion[1]), "cost_model": BASELINES["cost_model"]}
-    rows = judge(policies, options.scenarios, options.seed)
+    names = {"learned": model_title(version, CHALLENGER), "champion": champion[0]}
+    policies = {"learned": policy_factory(challenger), "champion": policy_factory(champion[1])}
+    policies["cost_model"] = BASELINES["cost_model"]
+    rows = run_scenarios(policies, options.scenarios, options.seed)
     console.print(table(rows, names))
     metrics = challenger.about.get("metrics", {})
-    console.print(truth(metrics, len(rows)), highlight=False)
-    console.print(keep(registry, version, "promote", rows), highlight=False)
+    console.print(reliability(metrics, len(rows)), highlight=False)
+    console.print(log_regrets(registry, version, "promote", rows), highlight=False)
     problems = gate(rows, metrics, names)
     for problem in problems:
-        console.print(f"no: {problem}", highlight=False)
+        console.print(f"rejected: {problem}", highlight=False)
     if problems:
         console.print(f"the champion stays: {champion[0]}", highlight=False)
         return 1
@@ -63,14 +72,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def gate(rows: Sequence[Regrets], metrics: Mapping[str, float], names: Mapping[str, str] | None = None) -> list[str]:
-    """Why the challenger, `learned` in the rows, must not become champion; empty where it may.
+    """Return why the challenger, `learned` in the rows, must not become champion; empty if it may.
 
-    Its regret must not exceed that of the champion, or of the cost model, and its intervals must be true.
+    Its regret must not exceed that of the champion or of the cost model, and its intervals must be calibrated.
 
     Args:
         rows: Regrets of `learned`, `champion` and `cost_model`.
-        metrics: Of the challenger's training, with `coverage`.
-        names: What to call them, where not so.
+        metrics: Metrics of the challenger's training, with `coverage`.
+        names: Their titles; default: these names.
     """
     called = dict(names or {})
     mean = {one.name: one.mean for one in standings(rows)}

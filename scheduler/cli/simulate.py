@@ -1,8 +1,8 @@
 """`star-scheduler simulate RUN`: what a logged run would have cost in other modes, and what each rank cost it.
 
-RUN is a run's folder, its name under `STAR_LOG_DIR`, or the id or the name of its MLflow run. What is read is the
-run log's contract, files alone (`training_logs/README.md`): the step reports in `rank<r>.jsonl`, and from
-`events.jsonl` the job's facts and windows. The replay is `scheduler.simulator.whatif`.
+RUN is a run's folder, its name under `STAR_LOG_DIR`, or the id or the name of its MLflow run. Input: files of the run
+log (`training_logs/README.md`), the step reports in `rank<r>.jsonl` and facts, plans and windows in `events.jsonl`. The
+replay is `scheduler.simulator.whatif`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scheduler.simulator.whatif import InForce, WhatIf, what_if
 __all__ = ["LoggedTimes", "add_arguments", "draw", "find_run", "read_run", "run", "tables"]
 
 _ARTIFACTS = "star"
-"""Where the run log puts its files in an MLflow run."""
+"""Artifact path of the run log's files in an MLflow run."""
 
 _SHOWN = 16
 
@@ -44,16 +44,16 @@ replayed: the same steps by the cost model, as in every row below"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedTimes:
-    """What a replay needs of a run.
+    """Input of a replay, from a run's folder.
 
     Attributes:
-        compute_s: Shape (n_steps, n_ranks).
-        wait_s: Same shape, NaN where unknown.
-        comm_bytes: Gradient bytes, 0 where unknown.
-        link_bytes_per_s: Of every rank, empty where unknown.
-        noise: Noise scale in gradients of one rank, NaN where unknown.
-        in_force: The plans that were in force, None where the run does not tell.
-        seconds: From the beginning of the first step to the end of the last one, NaN where unknown.
+        compute_s: Compute times, shape (n_steps, n_ranks).
+        wait_s: Waits, same shape, NaN where unknown.
+        comm_bytes: Gradient bytes, 0 if unknown.
+        link_bytes_per_s: Link rate of every rank, empty if unknown.
+        noise: Noise scale in gradients of one rank, NaN if unknown.
+        in_force: The active plans, None if not logged.
+        seconds: From the start of the first step to the end of the last one, NaN if unknown.
     """
 
     compute_s: Any
@@ -66,7 +66,7 @@ class LoggedTimes:
 
 
 def find_run(name: str, root: Path, uri: str | None = None) -> Path:
-    """The folder of a run; what is only in MLflow is fetched into a temporary one.
+    """The folder of a run; a run that is only in MLflow is downloaded to a temporary folder.
 
     Args:
         name: A folder, a run's name, or the id or name of an MLflow run.
@@ -90,14 +90,14 @@ def _fetch(name: str, uri: str) -> Path:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
     except ImportError:
-        raise ValueError(f"run {name} is no folder, and MLflow is not installed: pip install star-hvd[train]") from None
+        raise ValueError(f"run {name} is not a folder, and MLflow is missing: pip install star-hvd[train]") from None
     client = MlflowClient(tracking_uri=uri)
     try:
         run_id = _run_id(client, name)
         target = tempfile.mkdtemp(prefix="star-run-")
         folder = Path(client.download_artifacts(run_id, _ARTIFACTS, target))
     except MlflowException as error:
-        raise ValueError(redacted(f"MLflow at {uri} does not give run {name}: {error}")) from None
+        raise ValueError(redacted(f"cannot fetch run {name} from MLflow at {uri}: {error}")) from None
     if not any(folder.glob("rank*.jsonl")):
         raise ValueError(f"MLflow run {name} has no step reports; expected rank<r>.jsonl among its artifacts")
     return folder
@@ -116,7 +116,7 @@ def _run_id(client: Any, name: str) -> str:
         found = client.search_runs(experiments, query, max_results=1)
         if found:
             return str(found[0].info.run_id)
-    raise ValueError(f"MLflow knows no run {name}, neither as an id nor as a name")
+    raise ValueError(f"MLflow has no run {name}; expected the id or the name of a run")
 
 
 def read_run(folder: Path) -> LoggedTimes:
@@ -156,7 +156,7 @@ def read_run(folder: Path) -> LoggedTimes:
 
 
 def _plan(event: dict[str, Any], world_size: int) -> Plan | None:
-    """The plan of an event; None where it cannot be read, or is for other ranks: the one before counts on."""
+    """The plan of an event; None, so that the one before stays, if it is invalid or for another world size."""
     if not isinstance(event.get("step"), int):
         return None
     try:
@@ -167,10 +167,10 @@ def _plan(event: dict[str, Any], world_size: int) -> Plan | None:
 
 
 def _in_force(reports: Reports, plans: list[tuple[int, Plan]]) -> InForce:
-    """The plan of every row, and how many updates the row stands for."""
+    """The active plan and the number of updates of every row."""
     first = [step for step, _ in plans]
     which = np.array([max(0, bisect.bisect_right(first, step) - 1) for step in reports.steps.tolist()])
-    # Under `local` a global step is a round of several steps of a rank.
+    # In `local` a global step is an averaging after several steps of a rank.
     local = np.array([plan.mode == "local" for _, plan in plans])[which]
     steps = np.diff(reports.steps, append=reports.steps[-1] + 1)
     return InForce(
@@ -185,7 +185,7 @@ def _positive(values: Sequence[Any]) -> list[float]:
 
 
 def tables(found: WhatIf, logged: LoggedTimes) -> tuple[Table, Table]:
-    """What every mode would have cost, and what each rank did."""
+    """Tables of the cost of every mode and of every rank."""
     modes = Table(title=_title(found), caption=_CAPTION if math.isfinite(logged.seconds) else None)
     for column in ("mode", "seconds", "of sync", "90 %", "in force"):
         modes.add_column(column, justify="left" if column == "mode" else "right")
@@ -218,7 +218,7 @@ def _title(found: WhatIf) -> str:
 
 
 def _share(share: float) -> str:
-    """A share of the steps; the least one that is none is not 0 %."""
+    """A share of the steps as percent; small ones as `<1 %`."""
     if not share > 0.0:
         return ""
     return "<1 %" if share < 0.01 else f"{100.0 * share:.0f} %"
@@ -228,13 +228,13 @@ def draw(found: WhatIf, path: Path, title: str, measured_s: float = math.nan) ->
     """Plot both tables.
 
     Args:
-        found: What was replayed.
+        found: Result of the replay.
         path: File to write.
-        title: Its title.
-        measured_s: What the run took, NaN where unknown.
+        title: Title of the plot.
+        measured_s: Measured time of the run, NaN if unknown.
 
     Raises:
-        ValueError: A file type that matplotlib does not write.
+        ValueError: matplotlib does not support the file type.
     """
     import matplotlib
 
@@ -274,16 +274,16 @@ def _draw_modes(axes: Any, found: WhatIf, measured_s: float) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the subcommand."""
+    """Add the options of the subcommand."""
     parser.add_argument("run", metavar="RUN", help="a run's folder, its name, or the id or name of its MLflow run")
-    parser.add_argument("--modes", help="modes to replay, as partial(3),ps(2)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the tables, .png, .svg or .pdf")
+    parser.add_argument("--modes", help="modes to replay, such as partial(3),ps(2)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the tables as .png, .svg or .pdf")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--tracking-uri", help="MLflow's server; default MLFLOW_TRACKING_URI, or the SQLite file here")
+    parser.add_argument("--tracking-uri", help="MLflow server; default MLFLOW_TRACKING_URI, or the log's SQLite file")
 
 
 def _split(text: str) -> list[str]:
-    """Names at commas outside brackets."""
+    """Split at commas that are not inside brackets."""
     parts, depth = [""], 0
     for char in text:
         depth += (char == "(") - (char == ")")
@@ -295,10 +295,10 @@ def _split(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay, print two tables, draw.
+    """Replay, print two tables, plot.
 
     Returns:
-        Exit status: 0, or 2 where there is nothing to replay.
+        Exit status: 0, or 2 if the run cannot be replayed.
     """
     root = Path(os.environ.get("STAR_LOG_DIR") or "training_logs").resolve()
     try:
@@ -330,7 +330,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """The same with null for what is unknown: JSON has no NaN."""
+    """Replace numbers that are not finite by None, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

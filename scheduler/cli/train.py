@@ -1,4 +1,4 @@
-"""`star-scheduler train`: tables and logged runs to a model, with a record of it in MLflow."""
+"""`star-scheduler train`: fits a model to tables and logged runs, and records it in MLflow."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scheduler.cli.collect import DEFAULT_TABLE, add_sources, logged_rows, tell, why_none
+from scheduler.cli.collect import DEFAULT_TABLE, add_sources, logged_rows, print_line, why_none
 from scheduler.learning import dataset
 
 __all__ = ["add_arguments", "run"]
 
 LOGGED_TABLE = Path("training_logs/datasets/logged.csv.gz")
-"""Rows of the logged runs that `--mlflow` and `--runs` find."""
+"""Table of the logged runs that `--mlflow` and `--runs` select."""
 
 _SHIPPED = Path(__file__).parents[2] / "datasets"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the subcommand."""
+    """Add the options of the subcommand."""
     parser.add_argument(
         "table", type=Path, nargs="*",
-        help=f"tables that `collect` made (default {DEFAULT_TABLE}, without it those of the project's own datasets/); "
-        "several are put together",
+        help=f"tables made by `collect`, which are joined (default {DEFAULT_TABLE}; if it does not exist, those of the "
+        "project's datasets/)",
     )
     add_sources(parser)
     parser.add_argument("--out", type=Path, default=Path("training_logs/models/latest"), help="folder for the model")
     parser.add_argument("--tune-s", type=float, default=0.0, help="seconds to search for settings (default 0: none)")
-    parser.add_argument("--seed", type=int, default=1, help="of everything drawn")
-    parser.add_argument("--no-registry", action="store_true", help="write the folder only; MLflow is not touched")
+    parser.add_argument("--seed", type=int, default=1, help="random seed")
+    parser.add_argument("--no-registry", action="store_true", help="write the folder only, without MLflow")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,12 +46,12 @@ def run(options: argparse.Namespace) -> int:
     settings = Settings(seed=options.seed)
     if options.tune_s > 0.0:
         with console.status("searching for settings"):
-            settings = tune(frame, budget_s=options.tune_s, seed=options.seed, told=lambda text: console.log(text))
+            settings = tune(frame, budget_s=options.tune_s, seed=options.seed, report=console.log)
     with console.status(f"fitting to {len(frame)} rows"):
         found = fit(frame, settings)
     names = " ".join(str(path) for path in tables)
     about = save(found, options.out, data=described, made_by=f"star-scheduler train {names} --seed {options.seed}")
-    table = Table(title="On networks it was not fitted to")
+    table = Table(title="On held-out networks")
     for column in ("figure", "learned", "cost model"):
         table.add_column(column, justify="left" if column == "figure" else "right")
     for name, title in (
@@ -68,31 +68,31 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tables(options: argparse.Namespace) -> list[Path]:
-    """The tables to fit to: those given, or the usual ones, and one of the logged runs that were asked for."""
+    """The tables to fit to: the given ones or the default, and one of the selected logged runs."""
     tables = list(options.table) or [DEFAULT_TABLE]
     if not options.table and not DEFAULT_TABLE.exists() and (shipped := sorted(_SHIPPED.glob("*.csv.gz"))):
         tables = shipped
-        tell(f"{DEFAULT_TABLE} does not exist; fitting to {', '.join(path.name for path in shipped)} of {_SHIPPED}")
+        print_line(f"{DEFAULT_TABLE} does not exist; fitting to {', '.join(one.name for one in shipped)} of {_SHIPPED}")
     if options.mlflow or options.runs is not None:
         rows = logged_rows(options)
         if not rows:
             raise dataset.DatasetError(why_none(options))
         source = " --mlflow" * options.mlflow + (f" --runs {options.runs}" if options.runs is not None else "")
         described = dataset.write(LOGGED_TABLE, dataset.frame_of(rows), made_by=f"star-scheduler train{source}")
-        tell(f"{described['rows']} rows of {described['runs']} logged runs in {LOGGED_TABLE}")
+        print_line(f"{described['rows']} rows of {described['runs']} logged runs in {LOGGED_TABLE}")
         tables.append(LOGGED_TABLE)
     return tables
 
 
 def _read(paths: list[Path]) -> tuple[Any, dict[str, Any]]:
-    """All tables as one, and the description of all."""
+    """Join the tables and their descriptions."""
     import pandas
 
     read = [dataset.read(path) for path in paths]
     if len(read) == 1:
         return read[0]
     frame = pandas.concat([table for table, _ in read], ignore_index=True)
-    # A logged run may be in several tables, under the names of its folder and of its run in MLflow.
+    # A logged run may be in several tables, under the names of its folder and of its MLflow run.
     frame = frame[~frame.duplicated(subset=[name for name in frame.columns if name not in ("run", "project")])]
     described = dict(read[0][1])
     described["sha256"] = "+".join(str(about["sha256"])[:16] for _, about in read)

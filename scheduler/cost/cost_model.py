@@ -21,14 +21,14 @@ import numpy.typing as npt
 from scheduler.cost.conditions import CYCLE_S, Array, Conditions
 from scheduler.cost.intervals import widened
 from scheduler.cost.progress import alignment, local_drift, update_progress
-from scheduler.cost.replay import Flow, order_interval, partial_flow, server_flow
+from scheduler.cost.replay import Flow, partial_flow, server_flow
 from scheduler.diagnosis.links import ring_bytes
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
 from scheduler.rules.weights import damped, damping_scale
 
-__all__ = ["Prediction", "order_interval", "predict", "rank", "ring_s"]
+__all__ = ["Prediction", "predict", "rank", "ring_s"]
 
 _Ranks = npt.NDArray[np.int64]
 

@@ -1,4 +1,4 @@
-"""What every rank's next step is expected to take, by the reports of a window."""
+"""Forecast of every rank's next step time from the reports of a window."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["outlook"]
 
 
 def outlook(window: Window, quantiles: Sequence[float] = (0.1, 0.5, 0.9), threshold: float = 1.2) -> Forecast | None:
-    """Forecast the next step from a window's reports; some tens of milliseconds for eight ranks.
+    """Forecast the next step from a window's reports; takes some tens of milliseconds for eight ranks.
 
     Args:
-        window: Recent reports. A rank that made no report of a step, as it was late, tells nothing there.
+        window: Recent reports. A rank without a report of a step (it was late) has an unknown time there.
         quantiles: Ascending, between 0 and 1.
-        threshold: Multiple of the step's lower median above which a rank is called slow.
+        threshold: Multiple of the step's lower median above which a rank is slow.
 
     Returns:
-        The forecast, None where no rank has reported anything.
+        The forecast, None if no rank has reported anything.
 
     Raises:
-        ValueError: A quantile or a threshold out of range.
+        ValueError: A quantile or the threshold is out of range.
     """
     table = window.table
     width = table.compute_s.shape[1]

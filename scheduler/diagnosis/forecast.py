@@ -1,22 +1,21 @@
-"""Forecast of every rank's next iteration time, with quantiles, from the times of the past.
+"""Forecast of every rank's next iteration time, with quantiles, from past times.
 
-What there is to know is little. In STAR's logs (8 workers, none disturbed) a worker's time correlates with its last
-one by 0.1 (alexnet) to 0.5 (transformer) once what all workers share is taken out, and what they share is noise from
-one iteration to the next. So the last value is a bad forecast and the running mean a good one, and a better one takes a
-little of everything:
+In STAR's logs (8 workers, none disturbed) a worker's time correlates with its last one by 0.1 (alexnet) to 0.5
+(transformer) after removing the part that all workers share, and the shared part is noise from one iteration to the
+next. So the last value is a bad forecast, the running mean a good one, and a linear model is better:
 
     log t[w] = level of the iteration + y[w],   y = log of the time over the lower median over the ranks
     y[w] next = b . (level of w, short deviation, its trends, large deviation, y before) + residual
 
-`level` is a running mean that starts anew when five reports in a row lie far on one side of it (a change point). The
-weights b are fitted while the job runs, by ridge regression over all ranks together towards a prior, so they are
-useful from the first iterations on. A deviation past three times the usual scatter is a feature of its own: jitter is
-forgotten at once, contention stays (runs of 3.4 iterations on average). The quantiles are those of recent residuals,
-each in units of its rank's scatter.
+`level` is a running mean that restarts when five consecutive reports lie far on one side of it (a change point). The
+weights b are fitted during the job by ridge regression over all ranks towards a prior, so they are useful from the
+first iterations on. A deviation beyond three times the usual scatter is a feature of its own: jitter does not last,
+contention does (runs of 3.4 iterations on average). The quantiles are those of recent residuals, each in units of its
+rank's scatter.
 
-Medians, not means, are forecast: times are skewed, and the median has the smallest absolute error. What is told in the
-end is a mean of this fit, the plain median of the past and the last value, each trusted by what it has cost lately:
-where there is nothing to learn the second is best, in contention that comes and goes the third.
+Medians, not means, are forecast: times are skewed, and the median minimizes the absolute error. The result is a
+weighted mean of this fit, the median of the past and the last value, with weights by their recent errors: the second
+is best where there is nothing to learn, the third in intermittent contention.
 """
 
 from __future__ import annotations
@@ -35,33 +34,33 @@ __all__ = ["Forecast", "Forecaster", "LastValue", "RunningMean", "RunningMedian"
 Array = npt.NDArray[np.float64]
 
 _PRIOR = np.array([0.85, 0.35, 0.15, 0.0, 0.9, 0.05])
-"""Weights before anything is known: rounded means of fits to the first 70 % of the twenty matrices in STAR's logs, but
-for the large deviation, of which those have none: contention that lasts 3.4 iterations goes on with 1 - 1 / 3.4."""
+"""Prior weights: rounded means of fits to the first 70 % of the twenty matrices in STAR's logs, except for the large
+deviation, of which those have none: contention that lasts 3.4 iterations continues with probability 1 - 1 / 3.4."""
 _PRIOR_REPORTS = 400.0
-"""Reports the prior counts for: 50 iterations of 8 ranks."""
-_MEMORY = 256  # Iterations the fit looks back, by exponential forgetting.
+"""Weight of the prior in reports: 50 iterations of 8 ranks."""
+_MEMORY = 256  # Iterations of exponential forgetting in the fit.
 _LEVEL_MEMORY = 128  # Reports in a level.
-_SHRINK = 10.0  # Reports before half of a rank's level is believed to be its own.
+_SHRINK = 10.0  # Reports after which half of a rank's level is its own.
 _LOSS_MEMORY = 64  # Iterations.
-_TRUST = 0.25  # Log odds per unit of loss.
-_RESIDUALS = 64  # Iterations whose residuals make the quantiles.
-_MOST_RESIDUALS = 8192  # In all: with a thousand ranks fewer iterations tell as much.
-_LEAST_SHIFT = math.log(THRESHOLD)  # No change point is smaller.
-_LARGEST_LOG = 300.0  # Absurd times must not overflow.
-_FAR = 3.0  # Scatters: what jitter does not reach.
+_LOSS_SCALE = 0.25  # Log odds per unit of loss.
+_RESIDUALS = 64  # Iterations whose residuals form the quantiles.
+_MOST_RESIDUALS = 8192  # Over all ranks: with a thousand ranks fewer iterations suffice.
+_LEAST_SHIFT = math.log(THRESHOLD)  # Smallest change point.
+_LARGEST_LOG = 300.0  # Limits absurd times, which must not overflow.
+_FAR = 3.0  # Scatters that jitter does not reach.
 _PERSISTENCE = 5  # Reports on one side that make a change point; with three, undisturbed logs have some.
-_LEAST_SCATTER = 0.005  # Of the logarithm: clocks and schedulers are no better than 0.5 %.
+_LEAST_SCATTER = 0.005  # Of the logarithm: clocks and schedulers are no more precise than 0.5 %.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The next iteration.
+    """Forecast of the next iteration.
 
     Attributes:
-        median_s: Median of every rank's time in seconds, shape (n_ranks,); NaN for a rank never heard of.
-        quantiles: Which quantiles `quantile_s` holds, ascending, between 0 and 1.
-        quantile_s: Shape (n_quantiles, n_ranks).
-        slow: Probability of every rank to be slower than the lower median of its iteration by the threshold asked for.
+        median_s: Median of every rank's time in seconds, shape (n_ranks,); NaN for a rank without reports.
+        quantiles: The quantiles in `quantile_s`, ascending, between 0 and 1.
+        quantile_s: Their times in seconds, shape (n_quantiles, n_ranks).
+        slow: Probability of every rank to exceed the lower median of its iteration by the threshold.
         spread: Probability that the slowest rank exceeds the fastest one by the threshold (STAR's definition of a
             straggling iteration).
     """
@@ -74,13 +73,13 @@ class Forecast:
 
 
 class Forecaster:
-    """Learns from one row of times per iteration and forecasts the next. Constant work and memory per iteration.
+    """Learns from one row of times per iteration and forecasts the next. Constant time and memory per iteration.
 
     Args:
         n_ranks: Number of ranks.
 
     Raises:
-        ValueError: No ranks.
+        ValueError: `n_ranks` is less than 1.
     """
 
     def __init__(self, n_ranks: int) -> None:
@@ -99,7 +98,7 @@ class Forecaster:
         self._gram, self._moment = np.zeros((size, size)), np.zeros(size)
         self._weights = _PRIOR.copy()
         self._scatter = _Scatter(n_ranks)
-        self._unrest = _Unrest()
+        self._volatility = _Volatility()
         self._rows = max(8, min(_RESIDUALS, _MOST_RESIDUALS // n_ranks))
         self._pooled: list[Array] = []
         self._common_residuals: list[float] = []
@@ -112,11 +111,11 @@ class Forecaster:
         """Learn one iteration.
 
         Args:
-            times_s: Every rank's time in seconds, shape (n_ranks,). NaN, or anything not above 0, for a rank that told
-                none (it is late, or gone): what is known of it stays as it was.
+            times_s: Every rank's time in seconds, shape (n_ranks,). NaN or a value not above 0 for a rank without a
+                report (it is late or lost), whose state is unchanged.
 
         Raises:
-            ValueError: Another number of ranks.
+            ValueError: `times_s` has another shape.
         """
         times = np.asarray(times_s, dtype=np.float64)
         if times.shape != (self.n_ranks,):
@@ -131,24 +130,24 @@ class Forecaster:
         self._remember(y, common, known)
 
     def forecast(self, quantiles: Sequence[float] = (0.1, 0.5, 0.9), threshold: float = 1.2) -> Forecast:
-        """The next iteration, from what was learned so far.
+        """Forecast the next iteration.
 
         Args:
             quantiles: Ascending, between 0 and 1.
-            threshold: Multiple of the iteration's lower median above which a rank is called slow.
+            threshold: Multiple of the iteration's lower median above which a rank is slow.
 
         Raises:
-            ValueError: A quantile or a threshold out of range.
+            ValueError: A quantile or the threshold is out of range.
         """
         if any(not 0.0 < q < 1.0 for q in quantiles) or list(quantiles) != sorted(quantiles):
             raise ValueError(f"quantiles is {tuple(quantiles)}; expected ascending numbers between 0 and 1")
         if not threshold > 1.0:
             raise ValueError(f"threshold is {threshold}; expected a number above 1")
         own, _ = self._predict()
-        scale = self._scatter.value * self._unrest.factor
+        scale = self._scatter.value * self._volatility.factor
         rows = np.stack(self._pooled) if self._pooled else np.zeros((1, self.n_ranks))
         pooled = rows[np.isfinite(rows)]
-        median = np.where(self._heard, self._trust() @ self._candidates(own), np.nan)
+        median = np.where(self._heard, self._candidate_weights() @ self._candidates(own), np.nan)
         centre = np.clip(median, -_LARGEST_LOG, _LARGEST_LOG)
         width = self._widths(pooled, scale, quantiles)
         slow, spread = self._probabilities(own, rows, pooled, scale, math.log(threshold))
@@ -160,30 +159,28 @@ class Forecaster:
             spread=spread,
         )
 
-    # ---- inside -------------------------------------------------------------------------------------------------
-
     def _widths(self, pooled: Array, scale: Array, quantiles: Sequence[float]) -> Array:
-        """Distance of the quantiles from the median, shape (n_quantiles, n_ranks)."""
+        """Offsets of the quantiles from the median, shape (n_quantiles, n_ranks)."""
         if not quantiles:
             return np.zeros((0, self.n_ranks))
         common = np.asarray(self._common_residuals) if self._common_residuals else np.zeros(1)
         own_width = (np.quantile(pooled, quantiles) - np.median(pooled))[:, None] * scale[None, :]
         shared = (np.quantile(common, quantiles) - np.median(common))[:, None]
-        # A rank's residual and the iteration's are independent as far as the logs tell: variances add.
+        # A rank's residual and the iteration's are independent in the logs: variances add.
         return np.asarray(np.sign(own_width) * np.hypot(own_width, shared))
 
     def _probabilities(
         self, own: Array, rows: Array, pooled: Array, scale: Array, limit: float
     ) -> tuple[Array, float]:
-        """Of every rank to exceed the lower median by `limit`, and of the slowest to exceed the fastest by it."""
+        """Probabilities that a rank exceeds the lower median by `limit`, and that the slowest exceeds the fastest."""
         needed = (limit - own) / scale
         above = 1.0 - np.searchsorted(np.sort(pooled), needed, side="right") / len(pooled)
-        # A smooth part keeps probabilities apart that lie past the last residual.
+        # A smooth part distinguishes probabilities beyond the last residual.
         smooth = 0.5 * np.array([math.erfc(value / math.sqrt(2.0)) for value in needed])
         slow = np.where(self._heard, 0.5 * (above + smooth), np.nan)
         if not self._pooled:
             return slow, math.nan
-        # Whole iterations are drawn: what makes one rank slow often makes another fast.
+        # Whole iterations are drawn, because residuals of an iteration are correlated.
         drawn = (np.where(np.isfinite(rows), rows, self._middle) * scale + own)[:, self._heard]
         return slow, float(np.mean(drawn.max(axis=1) - drawn.min(axis=1) > limit))
 
@@ -204,7 +201,7 @@ class Forecaster:
         return features @ self._weights, features
 
     def _learn(self, y: Array, common: float, known: npt.NDArray[np.bool_]) -> None:
-        """Compare with what was forecast, and correct the weights."""
+        """Compare with the forecast and update the weights."""
         if self.iterations == 0:
             return
         own, features = self._predict()
@@ -212,17 +209,17 @@ class Forecaster:
         if not judged.any():
             return
         residual = (y - own)[judged]
-        self._judge(own, y + common, judged)
-        row = np.where(judged, (y - own) / (self._scatter.value * self._unrest.factor), np.nan)
+        self._update_losses(own, y + common, judged)
+        row = np.where(judged, (y - own) / (self._scatter.value * self._volatility.factor), np.nan)
         self._pooled = [*self._pooled[-(self._rows - 1) :], row]
         self._common_residuals = [*self._common_residuals[-(_RESIDUALS - 1) :], common - float(self._common.mean[0])]
-        if self.iterations < _RESIDUALS or self.iterations % 8 == 0:  # Medians move slowly, and cost most of the work.
+        if self.iterations < _RESIDUALS or self.iterations % 8 == 0:  # Medians change slowly and are expensive.
             self._middle = float(np.nanmedian(np.stack(self._pooled)))
             self._common_middle = float(np.median(self._common_residuals))
         deviation = np.abs(y - self._own.mean)[judged] / self._scatter.value[judged]
-        self._unrest.update(float(np.mean(np.minimum(deviation, _FAR))))
+        self._volatility.update(float(np.mean(np.minimum(deviation, _FAR))))
         self._scatter.update(residual, judged)
-        # Far residuals would decide the fit: they are cut, as in Huber's regression.
+        # Far residuals would dominate the fit: clipped, as in Huber's regression.
         limit = _FAR * self._scatter.value[judged]
         x, target = features[judged], own[judged] + np.clip(residual, -limit, limit)
         keep = 1.0 - 1.0 / _MEMORY
@@ -230,26 +227,25 @@ class Forecaster:
         self._moment = keep * self._moment + x.T @ target
         seen = float(np.trace(self._gram))
         if seen > 0.0:
-            # In units of what a feature carries: features differ in size by 10, and ridge would notice.
+            # Ridge in units of the features' size, because features differ by a factor of 10.
             unit = float(np.mean(self._scatter.value**2))
             ridge = _PRIOR_REPORTS * unit * np.array([1.0, 1.0, 1.0, 1.0, 4.0, 1.0])
             self._weights = np.linalg.solve(self._gram + np.diag(ridge), self._moment + ridge * _PRIOR)
 
     def _candidates(self, own: Array) -> Array:
-        """What the fit, the plain median and the last value say of the next logarithms, shape (3, n_ranks)."""
+        """Forecasts of the next logarithms by the fit, the median and the last value, shape (3, n_ranks)."""
         shift = float(self._common.mean[0]) + self._common_middle
         own = own + self._middle * self._scatter.value
         last = np.where(self._heard, self._last_log, 0.0)
         return np.stack([own + shift, self._median.value, last])
 
-    def _trust(self) -> Array:
-        """How much each candidate counts, by what it has cost lately: where nothing can be learned the plain median is
-        best, in long contention the last value. Shape (3,), sum 1."""
-        odds = np.exp(-_TRUST * (self._losses - self._losses.min()))
+    def _candidate_weights(self) -> Array:
+        """Weights of the candidates by their recent errors, shape (3,), sum 1."""
+        odds = np.exp(-_LOSS_SCALE * (self._losses - self._losses.min()))
         return np.asarray(odds / odds.sum())
 
-    def _judge(self, own: Array, logs: Array, judged: npt.NDArray[np.bool_]) -> None:
-        """Charge the candidates of this iteration with their errors, in units of the usual scatter."""
+    def _update_losses(self, own: Array, logs: Array, judged: npt.NDArray[np.bool_]) -> None:
+        """Add the candidates' errors of this iteration, in units of the usual scatter."""
         unit = float(np.mean(self._scatter.value[judged]))
         errors = np.abs(logs - self._candidates(own))[:, judged].mean(axis=1) / unit
         self._losses = (1.0 - 1.0 / _LOSS_MEMORY) * self._losses + errors
@@ -276,7 +272,7 @@ class Forecaster:
 
 
 class _Level:
-    """Running means that start anew at a change point."""
+    """Running means that restart at a change point."""
 
     def __init__(self, size: int) -> None:
         self.mean = np.zeros(size)
@@ -287,7 +283,7 @@ class _Level:
         self._run_sum = np.zeros(size)
 
     def update(self, values: Array, known: npt.NDArray[np.bool_], scatter: Array) -> npt.NDArray[np.bool_]:
-        """Add one value each where `known`; `scatter` says what is far. Where a level has just started anew."""
+        """Add one value each where `known`; `scatter` defines far. Returns which levels were restarted."""
         value = np.where(known, values, self.mean)
         side = np.where(known, np.sign(value - self.mean) * (np.abs(value - self.mean) > _FAR * scatter), self._side)
         side = np.where(self.count >= 2, side, 0.0)
@@ -295,7 +291,7 @@ class _Level:
         self._run = np.where(known, np.where(same, self._run + 1, np.abs(side)), self._run)
         self._run_sum = np.where(known, np.where(same, self._run_sum + value, value), self._run_sum)
         self._side = side
-        # A far value waits until it is known whether it begins something new.
+        # A far value is held back until it is clear whether it begins a new level.
         usual = known & (side == 0.0)
         self.count = np.where(usual, np.minimum(self.count + 1, _LEVEL_MEMORY), self.count)
         self.mean = np.where(usual, self.mean + (value - self.mean) / np.maximum(self.count, 1), self.mean)
@@ -310,7 +306,7 @@ class _Level:
 
 
 class _TrackedMedian:
-    """Medians of the logarithms, followed by steps that shrink with the number of reports (Robbins and Monro)."""
+    """Medians of the logarithms by stochastic approximation, with decreasing steps (Robbins and Monro)."""
 
     def __init__(self, size: int) -> None:
         self.value = np.zeros(size)
@@ -321,18 +317,18 @@ class _TrackedMedian:
         self._count = np.where(known, np.minimum(self._count + 1, _LEVEL_MEMORY), self._count)
         gain = 1.0 / np.maximum(self._count, 1)
         delta = np.where(known, logs, self.value) - self.value
-        # Far from the value a step goes by the distance, near it by the side alone.
+        # The step is proportional to the distance, but clipped.
         step = np.clip(delta, -2.0 * scatter, 2.0 * scatter)
         self.value = np.where(known & (self._count <= 3), self.value + gain * delta, self.value + gain * step)
 
     def restart(self, new: npt.NDArray[np.bool_], logs: Array) -> None:
-        """Begin again with `logs` where a change point was found."""
+        """Restart from `logs` where a change point was found."""
         self.value = np.where(new, logs, self.value)
         self._count = np.where(new, 3.0, self._count)
 
 
 class _Scatter:
-    """Typical size of each rank's residuals: running means of absolute values, shrunk to that of all ranks."""
+    """Scatter of each rank's residuals: running means of absolute values, shrunk towards that of all ranks."""
 
     def __init__(self, n_ranks: int) -> None:
         self._mean = np.zeros(n_ranks)
@@ -346,7 +342,7 @@ class _Scatter:
         return np.maximum(_LEAST_SCATTER, 1.2533 * (weight * self._mean + (1 - weight) * self._common))
 
     def update(self, residual: Array, judged: npt.NDArray[np.bool_]) -> None:
-        """Add the residuals of the ranks that were judged; far ones count as far and no more."""
+        """Add the residuals of the ranks in `judged`, clipped at `_FAR`."""
         size = np.minimum(np.abs(residual), _FAR * self.value[judged])
         self._count[judged] = np.minimum(self._count[judged] + 1, _LEVEL_MEMORY)
         self._mean[judged] += (size - self._mean[judged]) / self._count[judged]
@@ -354,8 +350,8 @@ class _Scatter:
         self._common += (float(np.mean(size)) - self._common) / self._common_count
 
 
-class _Unrest:
-    """Whether iterations scatter more now than usual: unrest goes on for a while (autoregression of its logarithm)."""
+class _Volatility:
+    """Factor of the present scatter over the usual one, which persists (autoregression of its logarithm)."""
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -363,7 +359,7 @@ class _Unrest:
         self._products, self._squares = 0.0, 1e-9
 
     def update(self, size: float) -> None:
-        """Add an iteration whose ranks deviate by `size` scatters in the mean."""
+        """Add an iteration whose ranks deviate by `size` scatters on average."""
         value = math.log(max(size, 0.05))
         deviation = value - self._mean
         if self._count >= 3:
@@ -373,7 +369,7 @@ class _Unrest:
         self._count = min(self._count + 1, _LEVEL_MEMORY)
         self._mean += deviation / self._count
         self._last = value - self._mean
-        # What chance alone makes of so many iterations is taken off.
+        # The correlation expected by chance in that many iterations is subtracted.
         part = min(0.9, max(0.0, self._products / self._squares - 1.0 / math.sqrt(self._seen + 1.0)))
         self.factor = math.exp(part * self._last)
 
@@ -395,7 +391,7 @@ class LastValue:
 
 
 class RunningMean:
-    """Baseline: the next time is the mean of all so far."""
+    """Baseline: the next time is the mean of all past ones."""
 
     def __init__(self, n_ranks: int) -> None:
         self._sum = np.zeros(n_ranks)
@@ -414,7 +410,7 @@ class RunningMean:
 
 
 class RunningMedian:
-    """Baseline: the next time is the median of all so far; linear memory, for comparisons only."""
+    """Baseline: the next time is the median of all past ones; linear memory, for comparisons only."""
 
     def __init__(self, n_ranks: int) -> None:
         self._rows: list[Array] = []

@@ -1,8 +1,8 @@
 """Ranks that freeze repeatedly: recorded, because a window shows a freeze only while it lasts.
 
-A frozen process keeps every Horovod collective waiting, whichever ranks take part in it, so the mode that isolates a
-job from it is `ps` alone, and that cannot be taken up before the rank thaws. One freeze may be a debugger, or the first
-of many: it counts by half, and ever less the longer none follows.
+A frozen process delays every Horovod collective, whichever ranks take part in it, so only `ps` isolates a job from it,
+and `ps` cannot become active before the rank thaws. One freeze may be a debugger or the first of many: it counts half,
+and less over time if none follows.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from scheduler.records import Window
 __all__ = ["Freezes"]
 
 _HORIZON = 500.0
-"""In synchronous steps: two freezes further apart have nothing to do with each other."""
+"""Synchronous steps for which a freeze is remembered."""
 
-_DOUBT = 0.5
-"""Of the freezes that came, what is taken for chance: one that came once comes again or not. The pace between two that
-came close together is no pace: by it, jobs in the simulator went to servers that cost more than the freezes left."""
+_DISCOUNT = 0.5
+"""Subtracted from the number of freezes: a single one may not recur. With the rate between two close freezes instead,
+jobs in the simulator switched to servers that cost more than the remaining freezes."""
 
-_LEAST_STEPS = 25.0  # What came sooner after the beginning says nothing of a pace.
-_WORTH = 0.05  # Part of a usual step: whose freezes cost less than that is not in trouble any more.
+_LEAST_STEPS = 25.0  # Shortest period of a rate.
+_NEGLIGIBLE = 0.05  # Expected cost per step, over the usual step, below which freezes of a rank are ignored.
 
-_SILENT_S, _SILENT_STEPS = 1.0, 10.0  # As `causes` names a silent rank.
+_SILENT_S, _SILENT_STEPS = 1.0, 10.0  # As in `stragglers`.
 
 
 @dataclass(slots=True)
-class _Spell:
+class _Freeze:
     begin: float
     silent_s: float
 
 
 class Freezes:
-    """Counts the silences of every rank."""
+    """Counts the freezes of every rank, as long silences."""
 
     def __init__(self) -> None:
-        self._spells: dict[int, list[_Spell]] = {}
+        self._freezes: dict[int, list[_Freeze]] = {}
         self._silent: set[int] = set()
         self._step: int | None = None
         self._now = 0.0
@@ -49,11 +49,11 @@ class Freezes:
         self._lost_s = 0.0
 
     def note(self, window: Window, active: Plan, typical_s: float) -> None:
-        """Take in a window.
+        """Record the silences of a window.
 
         Args:
-            window: Recent reports; `silent_s` of its ranks counts.
-            active: The plan in force: under servers x of n gradients are a step.
+            window: Recent reports; `silent_s` of its ranks is used.
+            active: The active plan: under servers x of n gradients count as x / n of a step.
             typical_s: Usual compute time.
         """
         if self._step is not None and window.step < self._step:
@@ -65,51 +65,51 @@ class Freezes:
         limit_s = max(_SILENT_S, _SILENT_STEPS * typical_s)
         silences = window.table.silent_s
         long = np.flatnonzero(silences > limit_s).tolist()
-        # Where many are silent at once it is not them.
+        # If many ranks are silent at once, the cause is elsewhere.
         usual_s = float(np.sort(silences)[(len(silences) - 1) // 2]) if long else 0.0
         silent = {rank: float(silences[rank]) for rank in long if silences[rank] > 2.0 * usual_s}
         for rank, silent_s in silent.items():
-            spells = self._spells.setdefault(rank, [])
-            if rank not in self._silent or not spells:
-                spells.append(_Spell(self._now, 0.0))
-            longer_s = max(0.0, silent_s - spells[-1].silent_s)
-            spells[-1].silent_s += longer_s
+            freezes = self._freezes.setdefault(rank, [])
+            if rank not in self._silent or not freezes:
+                freezes.append(_Freeze(self._now, 0.0))
+            longer_s = max(0.0, silent_s - freezes[-1].silent_s)
+            freezes[-1].silent_s += longer_s
             self._lost_s += longer_s if active.mode != "ps" else 0.0
         self._silent = set(silent)
         begin = self._now - _HORIZON
-        self._spells = {
+        self._freezes = {
             rank: kept
-            for rank, spells in self._spells.items()
-            if (kept := [one for one in spells if one.begin > begin or (rank in silent and one is spells[-1])])
+            for rank, freezes in self._freezes.items()
+            if (kept := [one for one in freezes if one.begin > begin or (rank in silent and one is freezes[-1])])
         }
 
     def take_lost_s(self) -> float:
-        """Seconds that freezes cost the job since this was asked last, as it was not at servers."""
+        """Seconds lost to freezes in modes other than `ps` since the last call."""
         lost_s, self._lost_s = self._lost_s, 0.0
         return lost_s
 
     @property
     def now(self) -> bool:
-        """Whether some rank stands still, by the latest window."""
+        """Whether a rank is frozen, by the latest window."""
         return bool(self._silent)
 
     @property
     def froze(self) -> Collection[int]:
-        """Ranks that froze at all, of late."""
-        return self._spells.keys()
+        """Ranks that froze at least once within `_HORIZON`."""
+        return self._freezes.keys()
 
     @property
     def freezing(self) -> Mapping[int, int]:
-        """How often each rank froze that is expected to do so again."""
-        worth_s = _WORTH * self._typical_s
-        return {rank: len(spells) for rank, spells in self._spells.items() if self._rank_s(spells) >= worth_s}
+        """Ranks that are expected to freeze again, with their number of freezes."""
+        least_s = _NEGLIGIBLE * self._typical_s
+        return {rank: len(freezes) for rank, freezes in self._freezes.items() if self._rank_s(freezes) >= least_s}
 
     @property
     def per_step_s(self) -> float:
-        """Time per synchronous step that freezes to come are expected to cost every collective, seconds."""
-        return sum(self._rank_s(self._spells[rank]) for rank in self.freezing)
+        """Expected delay of every collective by future freezes, seconds per synchronous step."""
+        return sum(self._rank_s(self._freezes[rank]) for rank in self.freezing)
 
-    def _rank_s(self, spells: Sequence[_Spell]) -> float:
-        """The same, of one rank's freezes: of k in t steps, k - 1/2 are taken for the pace of those to come."""
-        pace = (len(spells) - _DOUBT) / min(_HORIZON, max(_LEAST_STEPS, self._now))
-        return pace * sum(one.silent_s for one in spells) / len(spells)
+    def _rank_s(self, freezes: Sequence[_Freeze]) -> float:
+        """Expected delay by one rank: k freezes in t steps predict a rate of (k - 1/2) / t."""
+        rate = (len(freezes) - _DISCOUNT) / min(_HORIZON, max(_LEAST_STEPS, self._now))
+        return rate * sum(one.silent_s for one in freezes) / len(freezes)

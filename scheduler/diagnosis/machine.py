@@ -1,6 +1,6 @@
-"""What a slow rank's machine says about why it is slow: quotas, pressure, clocks. Pure.
+"""Evidence from a slow rank's machine for the cause: CPU quota, pressure, clocks. Pure.
 
-Readings are compared with those of the other ranks: pressure on a host that all share explains no straggler.
+Measurements are compared with those of the other ranks: pressure that all ranks share explains no straggler.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import numpy as np
 
 __all__ = ["MachineStats", "machine_evidence", "throttled_shares"]
 
-_THROTTLED = 0.1  # Part of the time; below it a quota costs less than jitter.
+_THROTTLED = 0.1  # Share of the time below which a quota costs less than jitter.
 _PRESSURE, _PRESSURE_LEAD = 0.4, 0.25
-_CLOCK = 0.85  # Of the other ranks' clock share: GPUs of one kind boost within a few percent of each other.
+_CLOCK = 0.85  # Of the other ranks' clock share: GPUs of one model boost within a few percent of each other.
 _DROPS_PER_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineStats:
-    """A rank's latest readings; NaN where its machine does not tell.
+    """A rank's latest measurements; NaN if not available on its machine.
 
     Attributes:
-        throttled_share: Part of the time its control group was held back by a CPU quota.
-        pressure_share: Part of the time some task of its host waited for a processor.
+        throttled_share: Share of the time its control group was throttled by a CPU quota.
+        pressure_share: Share of the time some task of its host waited for a processor.
         gpu_clock_share: Clock of its GPU over the highest one.
-        gpu_throttled: 1 while power, heat or a hardware brake slows that clock, else 0.
+        gpu_throttled: 1 while power, heat or a hardware brake reduces that clock, else 0.
         gpu_temperature_c: Degrees Celsius.
-        nic_drops_per_s: Packets its network interface dropped or damaged.
+        nic_drops_per_s: Packets per second that its network interface dropped or received damaged.
     """
 
     throttled_share: float = math.nan
@@ -41,25 +41,25 @@ class MachineStats:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """The readings' names."""
+        """Names of the measurements."""
         return tuple(item.name for item in fields(cls))
 
 
 def machine_evidence(rank: int, machines: Sequence[MachineStats]) -> str:
-    """Phrases on what holds a rank's machine back, joined by `; `, empty where nothing does.
+    """Phrases on what slows a rank's machine, joined by `; `; empty if nothing was found.
 
     Args:
-        rank: The rank that is slow.
-        machines: Readings of all ranks, in order.
+        rank: The slow rank.
+        machines: Measurements of all ranks, in order.
     """
     own = machines[rank]
     others = [machine for index, machine in enumerate(machines) if index != rank]
     found = []
     if own.throttled_share > _THROTTLED:
-        found.append(f"a CPU quota holds it back {_percent(own.throttled_share)} of the time")
+        found.append(f"a CPU quota throttles it {_percent(own.throttled_share)} of the time")
     usual = _median([machine.pressure_share for machine in others])
     if own.pressure_share > _PRESSURE and own.pressure_share > usual + _PRESSURE_LEAD:
-        found.append(f"processors of its host are short {_percent(own.pressure_share)} of the time")
+        found.append(f"tasks of its host wait for a CPU {_percent(own.pressure_share)} of the time")
     usual = _median([machine.gpu_clock_share for machine in others])
     if own.gpu_clock_share < _CLOCK * (usual if math.isfinite(usual) else 1.0):
         why = " for power or heat" if own.gpu_throttled > 0.0 else ""
@@ -71,7 +71,7 @@ def machine_evidence(rank: int, machines: Sequence[MachineStats]) -> str:
 
 
 def throttled_shares(machines: Sequence[MachineStats]) -> list[float]:
-    """Part of the time each rank's quota held it back beyond the usual of all; a quota all share starves no rank."""
+    """Share of the time each rank is throttled by its quota, less the lower median over all ranks, at least 0."""
     shares = np.array([machine.throttled_share for machine in machines], dtype=np.float64)
     shares[~np.isfinite(shares)] = 0.0
     usual = np.sort(shares)[(len(shares) - 1) // 2]

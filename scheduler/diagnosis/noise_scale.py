@@ -1,38 +1,37 @@
-"""Gradient noise scale, from how much local gradients differ from their mean.
+"""Gradient noise scale, estimated from the differences of local gradients from their mean.
 
 Model (McCandlish et al. 2018, appendix A; the same two equations as in Pollux, Qiao et al. 2021): a gradient
 of b samples is the true gradient G plus noise, E|g|^2 = |G|^2 + S / b with S the trace of the per-sample
-covariance. The same parameters seen with a small and with a big batch give two equations, hence unbiased
-estimates
+covariance. A small and a big batch at the same parameters give two equations, hence unbiased estimates
 
     |G|^2 = (big * |g_big|^2 - small * |g_small|^2) / (big - small)
     S     = (|g_small|^2 - |g_big|^2) / (1 / small - 1 / big)
 
-and the noise scale S / |G|^2 in samples: batches well below it are nearly all noise, so doubling them nearly
-halves the steps; batches well above it waste samples. With n equal batches b these are Pollux's (n * q_mean -
-q_local) / (n - 1) and (q_local - q_mean) * n * b / (n - 1).
+and the noise scale S / |G|^2 in samples: batches well below it are mostly noise, so doubling them nearly halves the
+steps; batches well above it waste samples. With n equal batches b these are Pollux's (n * q_mean - q_local) / (n - 1)
+and (q_local - q_mean) * n * b / (n - 1).
 
-A ratio of two noisy numbers is biased, so numerator and denominator are averaged apart and divided last.
+A ratio of two noisy numbers is biased, so numerator and denominator are averaged separately and divided last.
 """
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["NoiseScale", "batches_from_sums"]
+__all__ = ["NoiseScale"]
 
 
 class NoiseScale:
     """Running estimate of the gradient noise scale.
 
     Args:
-        decay: Weight an update keeps at the next one. 0.98 averages over about 50 updates: one estimate of
-            |G|^2 has a relative error of order one near the noise scale, 50 bring it below 20 %, and at one
+        decay: Factor on the weight of old updates at each new one. 0.98 averages over about 50 updates: one estimate
+            of |G|^2 has a relative error of order one near the noise scale, 50 reduce it below 20 %, and at one
             update every 8 steps that still follows training within a few hundred steps.
 
     Attributes:
-        updates: Updates taken so far.
-        skipped: Updates refused because their numbers said nothing: not finite, or both batches the same.
+        updates: Updates used so far.
+        skipped: Updates rejected as unusable: not finite, or both batches equal.
 
     Raises:
         ValueError: `decay` outside 0 <= decay < 1.
@@ -48,19 +47,18 @@ class NoiseScale:
         self.skipped = 0
 
     def update(self, local_sqr_mean: float, mean_sqr: float, small_batch: float, big_batch: float) -> bool:
-        """Take in one step's norms.
+        """Add one step's norms.
 
-        With unequal batches or weights let `batches_from_sums` give the two batch sizes.
+        With weights equal to the batch sizes, the small batch is their mean and the big one their sum.
 
         Args:
-            local_sqr_mean: Weighted mean over ranks of |g_i|^2, the squared norms of the ranks' mean
-                gradients.
+            local_sqr_mean: Weighted mean over ranks of |g_i|^2, the squared norms of the ranks' mean gradients.
             mean_sqr: |g|^2 of the weighted mean gradient, over the same ranks.
-            small_batch: Samples that `local_sqr_mean` stands for.
-            big_batch: Samples that `mean_sqr` stands for, more than `small_batch`.
+            small_batch: Samples behind `local_sqr_mean`.
+            big_batch: Samples behind `mean_sqr`, more than `small_batch`.
 
         Returns:
-            Whether the numbers were used. One rank alone says nothing about noise; nor does an overflow.
+            Whether the numbers were used; not for a single rank or after an overflow.
         """
         numbers = (local_sqr_mean, mean_sqr, small_batch, big_batch)
         usable = all(map(math.isfinite, numbers)) and min(local_sqr_mean, mean_sqr) >= 0.0
@@ -87,44 +85,13 @@ class NoiseScale:
 
     @property
     def value(self) -> float:
-        """Noise scale in samples; NaN while unknown, that is before both averages are positive."""
+        """Noise scale in samples; NaN before both averages are positive."""
         if self.updates == 0 or self._square <= 0.0 or self._variance <= 0.0:
             return math.nan
         return self.variance / self.gradient_sqr
 
     def _corrected(self, average: float) -> float:
-        """Undo the pull of the average towards its start at 0 (bias correction as in Adam)."""
+        """Correct the bias of the average towards its initial 0, as in Adam."""
         if self.updates == 0:
             return math.nan
         return average / (1.0 - self._decay**self.updates)
-
-
-def batches_from_sums(weight_sum: float, weight_sqr_sum: float, samples_each: float) -> tuple[float, float]:
-    """The small and the big batch of a weighted mean of gradients g_i, each the mean over b samples.
-
-    Let w_i be their weights, W = sum w_i and g = sum w_i g_i / W. By independence
-
-        E sum w_i |g_i|^2 / W = |G|^2 + S / b                        so small = b
-        E |g|^2               = |G|^2 + S * sum(w_i^2) / (b W^2)     so big   = b W^2 / sum(w_i^2)
-
-    big is b times the effective number of gradients (Kish), n for equal weights and less for any others.
-
-    Args:
-        weight_sum: Sum of the weights of the gradients in the mean.
-        weight_sqr_sum: Sum of their squares.
-        samples_each: Samples behind each gradient.
-
-    Returns:
-        (small, big) in samples; (0, 0) without any gradient.
-
-    Raises:
-        ValueError: Sums that no weights have.
-    """
-    if weight_sum < 0.0 or weight_sqr_sum < 0.0 or weight_sqr_sum > weight_sum**2 * (1.0 + 1e-6):
-        raise ValueError(
-            f"weights sum to {weight_sum} and their squares to {weight_sqr_sum}; "
-            "expected 0 <= sum of squares <= square of the sum"
-        )
-    if weight_sqr_sum == 0.0:
-        return 0.0, 0.0
-    return samples_each, samples_each * weight_sum**2 / weight_sqr_sum

@@ -1,4 +1,4 @@
-"""Since when ranks are slow, also where that is longer ago than a window reaches."""
+"""Since when ranks are slow, also if that is before the window's first step."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from scheduler.records import Window
 __all__ = ["CALM_REPORTS", "SlowSince", "first_slow_step"]
 
 CALM_REPORTS = 12
-"""Reports of its own in a row that are not slow, after which a rank is slow no more: as many as the steps without
-trouble after which a job returns to `sync`. Reports, not steps: a slow rank of a relaxed mode makes one every few."""
+"""Consecutive own reports that are not slow after which an episode ends: equal to the steps without stragglers after
+which a job returns to `sync`. Reports, not steps: a slow rank of a relaxed mode makes one every few steps."""
 
 
 def first_slow_step(straggler: Straggler, steps: Mapping[int, int]) -> int:
-    """The step since which a straggler is slow, which `SlowSince.steps` may know to be before the window."""
+    """The step since which a straggler is slow; `steps` is that of `SlowSince`, which may precede the window."""
     return min(straggler.since_step, steps.get(straggler.rank, straggler.since_step))
 
 
 class SlowSince:
-    """Records the first slow step of every rank's present episode; shown every window of a job, in order.
+    """Records the first slow step of every rank's present episode, from all windows of a job in order.
 
-    An episode ends with `CALM_REPORTS` reports that are not slow. So a rank that is slow again and again has one.
+    An episode ends with `CALM_REPORTS` reports that are not slow, so intermittent slowness is one episode.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class SlowSince:
 
     @property
     def steps(self) -> Mapping[int, int]:
-        """Rank to the step of the first slow report of its present episode."""
+        """First slow step of each rank's present episode."""
         return self._steps
 
     def note(self, window: Window) -> None:
-        """Take a window in; one seen before, or without a usual time, changes nothing."""
+        """Add a window; one seen before, or without a reference time, changes nothing."""
         readings = Readings.of(window)
         if math.isnan(readings.reference_s):
             return
@@ -48,10 +48,10 @@ class SlowSince:
         slow, columns, never = slow[ranks], np.arange(width), -width - CALM_REPORTS
         latest = np.maximum.accumulate(np.where(slow, columns, never), axis=1)
         before = np.concatenate([np.full((len(ranks), 1), never), latest[:, :-1]], axis=1)
-        # Of the slow reports that follow on calm, or on nothing the window knows, the last one.
+        # The last slow report that follows `CALM_REPORTS` others or the beginning of the window.
         begins = slow & (columns - before > CALM_REPORTS)
         first = width - 1 - np.argmax(begins[:, ::-1], axis=1)
-        # The calm before it lies in the window; else the episode may have begun earlier.
+        # Certain if the calm period before it is in the window; else the episode may have begun earlier.
         certain = first - (width - readings.counts[ranks]) >= CALM_REPORTS
         found = readings.steps[ranks, first]
         self._steps = {

@@ -1,23 +1,21 @@
 """Which ranks are slow, by how much, since when and why: a pure function of a window of reports.
 
-Three kinds of evidence, in `find_stragglers`: compute times (causes compute, input and starved), the rates of links
-(link), and silence (starved: a process that is stopped or gets no processor at all).
+`find_stragglers` uses compute times (causes compute, input and starved), link rates (link), and silence (starved: a
+process that is stopped or gets no processor).
 
-Of compute, the question is asked of compute times taken before the collective (`StepTimes.compute_s`): inside a
-collective the waiting ranks spin at full load and every rank sees the same wall time, so no time measured
-there names a rank; a link is known by its own rate.
+Compute times are measured before the collective (`StepTimes.compute_s`): inside a collective all ranks see the same
+wall time, and waiting ranks spin at full load, so times measured there identify no rank.
 
 The reference is the lower median over ranks of each rank's lower median. Two simpler references fail:
 
-* The minimum. "20 % over the fastest" fires in 80 % and 96 % of the uncontended rounds of the STAR logs
-  (transformer and alexnet, 8 workers), because the minimum of eight jittering numbers lies well below all
-  others.
+* The minimum. "20 % over the fastest" fires in 80 % and 96 % of the uncontended iterations of the STAR logs
+  (transformer and alexnet, 8 workers), because the minimum of eight jittering numbers lies well below the others.
 * The usual median. With two ranks it is their mean: 1 s and 4 s give 2.5 s and the slow rank looks 1.6 times
-  slow; with two of four ranks slow it lies between the halves and shrinks a factor of 2 to 1.33.
+  slow; with two of four ranks slow it lies between the halves and reduces a factor of 2 to 1.33.
 
-The lower median is the (ceil(n/2))-th smallest value: the largest order statistic that still belongs to the
-fast ranks when half of them are slow, hence the one with the fewest false alarms among those that name half a
-job. When more than half are slow, slow is what this job is, and no rank is named.
+The lower median is the (ceil(n/2))-th smallest value: the largest order statistic that still belongs to the fast ranks
+when half are slow, hence the one with the fewest false alarms that can detect half a job. When more than half are slow,
+slow is the job's normal speed, and no rank is a straggler.
 """
 
 from __future__ import annotations
@@ -47,22 +45,20 @@ __all__ = [
 _Floats = npt.NDArray[np.float64]
 
 CAUSES = ("compute", "input", "starved", "link")
-"""`compute`: the rank's own work takes longer. `input`: it waits for data. `starved`: its thread is runnable
-but gets no processor, or the process is not heard of at all. `link`: its network is slow."""
+"""`compute`: its computation takes longer. `input`: it waits for data. `starved`: its thread is runnable but gets
+no processor, or the process sends nothing at all. `link`: its network is slow."""
 
 PERSISTENCE = 3
-"""Consecutive slow reports before a rank is named. The longest run in the undisturbed compute times is two."""
+"""Consecutive slow reports that make a straggler. The longest run in undisturbed compute times is two."""
 
 _CAUSE_SHARE = 0.5
-"""Part of a rank's excess time that waiting for data, or for a processor, must explain to be called the
-cause.
-Half: then it explains more than everything else together."""
+"""Share of a rank's excess time that waiting for data, or for a processor, must explain to be the cause: more than
+everything else together."""
 
-_WIRE_MOST = 2.0  # Times what the bytes take on a link that its part of a step may be.
+_WIRE_MOST = 2.0  # Largest communication time of a step, over the transfer time, that is attributed to the link.
 
 SILENT_STEPS = 10
-"""A rank is silent after as many usual steps, or three of its own, and a second: the agents send heartbeats more
-often than that."""
+"""A rank is silent after this many usual steps, three of its own, and one second: agents send heartbeats more often."""
 
 _SILENT_S = 1.0
 _OWN_STEPS = 3
@@ -74,14 +70,14 @@ class Straggler:
 
     Attributes:
         rank: The rank.
-        slowdown: Median of its slow reports over the reference; 4.0 means that a batch takes it four times as
-            long. Of a link: median rate of the others over its own. Of silence: its time over the reference.
-        since_step: Global step of the first report of the present slow run, or the window's first if it began
-            before (`scheduler.diagnosis.slow_episodes` remembers that); the window's end for a link and for silence,
-            which have no history.
+        slowdown: Median of its slow reports over the reference; 4.0 means that a batch takes four times as long. For
+            a link: median rate of the others over its own. For silence: its duration over the reference.
+        since_step: Global step of the first report of the present slow run, or the window's first if it began before
+            (see `scheduler.diagnosis.slow_episodes`); the window's end for a link and for silence, which have no
+            history.
         cause: One of `CAUSES`.
         evidence: The numbers behind it in one phrase.
-        silent: Whether it is named because nothing is heard of it.
+        silent: Whether it is a straggler by silence.
     """
 
     rank: int
@@ -93,7 +89,7 @@ class Straggler:
 
     @property
     def sentence(self) -> str:
-        """What a person reads: `rank 3 computes 4.0x slower than the median since step 410 (compute)`."""
+        """For people: `rank 3 computes 4.0x slower than the median since step 410 (compute)`."""
         if self.silent or self.cause == "link":
             return f"rank {self.rank} {self.evidence} ({self.cause})"
         return (
@@ -109,24 +105,22 @@ def find_stragglers(
     persistence: int = PERSISTENCE,
     readings: Readings | None = None,
 ) -> tuple[Straggler, ...]:
-    """The ranks that are slow now, in order of rank; of a rank's causes the one that costs most.
+    """Find the ranks that are slow now, in order of rank; of a rank's causes the costliest.
 
-    Compute: its last `persistence` reports are all slow, that is above `threshold` times the reference and, where
-    the whole job has just become slower, above `threshold` times the fastest rank at that step: see `Readings`.
-    Link: its rate is below half of the others' median, and a usual link would save a considerable part of its step;
-    that can be seen before any rank can be judged by times.
-    Silence: nothing was heard of it for many steps while the others were heard.
+    Compute: its last `persistence` reports are all slow, that is above `threshold` times the reference and, so that a
+    slowdown of the whole job does not count, above `threshold` times the fastest rank at that step: see `Readings`.
+    Link: its rate is below half of the others' median, and a usual link would save enough of its step; this can be
+    detected before there are enough compute times.
+    Silence: it sent nothing for many steps while the others did.
 
     Args:
-        window: Recent reports of all ranks. `input_share` and `starved_share` are ratios of sums over the
-            reports in it.
+        window: Recent reports of all ranks. `input_share` and `starved_share` are ratios of sums over its reports.
         threshold: Multiple of the reference, above 1.
-        persistence: Consecutive most recent reports that must be slow, at least 1. A single spike names
-            no rank.
-        readings: The window's, made with `threshold`, where the caller has them.
+        persistence: Most recent consecutive reports that must be slow, at least 1.
+        readings: Those of the window, made with `threshold`, if the caller has them.
 
     Raises:
-        ValueError: A threshold out of range, or a rank whose steps and times differ in number.
+        ValueError: A threshold is out of range, or a rank has different numbers of steps and times.
     """
     if not threshold > 1.0:
         raise ValueError(f"threshold is {threshold}; expected a number above 1")
@@ -157,7 +151,7 @@ def find_stragglers(
 
 
 def _slow_link(window: Window, readings: Readings, rank: int, ratio: float) -> tuple[Straggler | None, float]:
-    """The rank as a straggler by its link, and the seconds per step that a usual link would save."""
+    """The rank as a straggler by its link, and the seconds per step that a usual link would save; None, 0 if not."""
     if not ratio < LINK_RATIO:
         return None, 0.0
     own_s = _comm_s(window, rank)
@@ -174,10 +168,9 @@ def _slow_link(window: Window, readings: Readings, rank: int, ratio: float) -> t
 
 
 def _comm_s(window: Window, rank: int) -> float:
-    """What the rank's communication takes per step: measured, else what a ring sends, else 0, not known.
+    """Communication time of the rank per step: measured, else a ring's transfer, 0 if unknown.
 
-    In a ring every rank sends 2 (n - 1) / n times its gradient and receives as much at the same time. Where much more
-    than that was measured it is not the link: too few cores, for one.
+    Limited to `_WIRE_MOST` times the transfer of a ring: longer times have other causes, such as too few cores.
     """
     table = window.table
     times = [time_s for time_s in table.comm_s[rank][-RECENT:] if math.isfinite(time_s) and time_s >= 0.0]
@@ -189,7 +182,7 @@ def _comm_s(window: Window, rank: int) -> float:
 
 
 def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
-    """The rank as a straggler of which nothing is heard, though the others are."""
+    """The rank as a straggler that sends nothing while the others do, or None."""
     silences = window.table.silent_s
     silent_s = float(silences[rank])
     if not silent_s > _SILENT_S or math.isnan(readings.reference_s):
@@ -208,16 +201,16 @@ def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
         slowdown=silent_s / readings.reference_s,
         since_step=window.step,
         cause="starved",
-        evidence=f"has not been heard of for {silent_s:.1f} s",
+        evidence=f"has sent nothing for {silent_s:.1f} s",
         silent=True,
     )
 
 
 class _Excess:
-    """Names the cause by where a rank's excess over the reference went.
+    """Determines the cause of a rank's excess time over the reference.
 
-    All quantities are totals over the window, so shares diluted by earlier, fast reports still add up:
-    excess = sum(t) - k * reference; waiting = share * sum(t) - k * what a usual rank waits per report.
+    All quantities are totals over the window, so that earlier, fast reports do not matter:
+    excess = sum(t) - k * reference; waiting = share * sum(t) - k * usual waiting time per report.
     """
 
     def __init__(self, window: Window, readings: Readings) -> None:
@@ -228,7 +221,7 @@ class _Excess:
         self._usual_s = {cause: _lower_median(shares * mean_s) for cause, shares in self._shares.items()}
 
     def describe(self, rank: int) -> Straggler:
-        """The record of a rank in a slow run."""
+        """The `Straggler` of a rank in a slow run."""
         reference = self._readings.reference_s
         total_s, count = float(self._total_s[rank]), int(self._readings.counts[rank])
         excess_s = max(total_s - count * reference, 1e-12)
@@ -253,5 +246,5 @@ def _lower_median(values: _Floats) -> float:
 
 
 def _percent(part: float) -> str:
-    """A part as whole percent between 0 and 100, for a sentence."""
+    """A fraction as whole percent, clipped to 0..100."""
     return f"{100.0 * min(max(part, 0.0), 1.0):.0f} %"

@@ -1,6 +1,6 @@
-"""A window made ready for questions: usable reports, what is usual, and which reports are slow.
+"""Statistics of a window: usable reports, the reference time, and which reports are slow.
 
-Whole tables at a time, for a decision of a thousand ranks has milliseconds.
+Computed on whole tables, because a decision for a thousand ranks has milliseconds.
 """
 
 from __future__ import annotations
@@ -23,45 +23,43 @@ _Flags = npt.NDArray[np.bool_]
 THRESHOLD = 1.3
 """A report is slow above this multiple of the reference. In the STAR logs, where no rank is disturbed, compute times
 of 153 ms (transformer) vary by 2.4 % and never exceed 1.16 times the reference; those of 5 ms (alexnet) vary by 14 %
-and exceed 1.3 in 11 % of the reports, for which there is `RESOLUTION_S`."""
+and exceed 1.3 in 11 % of the reports, hence `RESOLUTION_S`."""
 
 RESOLUTION_S = 0.002
-"""Nor is a report slow that exceeds the reference by less than two milliseconds. Horovod negotiates in cycles of 1 ms,
-so differences of a cycle or two are below what a step can resolve. Measured: with it 3.3 % of the alexnet log's reports
-are slow and no window names a rank; without it 6.6 % of the windows do."""
+"""Least excess over the reference of a slow report. Horovod negotiates in cycles of 1 ms, so a step cannot resolve
+differences of a cycle or two. Measured: with it 3.3 % of the alexnet log's reports are slow and no window has a
+straggler; without it 6.6 % of the windows do."""
 
 MIN_REPORTS = 3
-"""A rank with fewer reports has no median worth the name: it is not judged and does not enter the
-reference."""
+"""A rank with fewer reports has no meaningful median: it is not judged and not part of the reference."""
 
 RECENT = 32
-"""Reports per rank that make its median. Long against a rotation of a few steps, short against a training
-phase."""
+"""Reports per rank in its median: more than a rotation of a few steps, fewer than a training phase."""
 
 
 def slow_limit_s(usual_s: float, threshold: float = THRESHOLD) -> float:
-    """The time above which a batch is slow where one usually takes `usual_s`, seconds; NaN of NaN."""
+    """Seconds above which a batch is slow, for a usual time of `usual_s`; NaN of NaN."""
     return max(threshold * usual_s, usual_s + RESOLUTION_S)
 
 
 _SOME = 16
-"""Ranks that are looked at first for the fastest of a step."""
+"""Ranks sampled first for the fastest of a step."""
 
 
 class Readings:
-    """A window made ready for questions.
+    """Statistics of a window.
 
     Attributes:
-        reports: Per rank its usable reports as (step, seconds), oldest first; times that are no positive
-            number are left out.
-        counts: Usable reports of every rank, shape (n_ranks,).
-        reference_s: What one batch usually takes a rank of the fast half, in seconds; NaN while fewer than
-            half of the ranks can be judged, and then no report is slow. Both medians in it are lower ones.
-            The inner one matters when a straggler alternates between two ranks: each is then slow in half of
-            its reports, and the usual median would lie between its two speeds.
+        reports: Usable reports per rank as (step, seconds), oldest first; times that are not positive and finite are
+            omitted.
+        counts: Number of usable reports of every rank, shape (n_ranks,).
+        reference_s: Usual seconds per batch of a rank of the fast half: lower median over ranks of their lower
+            medians; NaN while fewer than half of the ranks can be judged, and then no report is slow. The inner median
+            is a lower one because of stragglers that alternate between two ranks: each is slow in half of its reports,
+            and the usual median would lie between its two speeds.
 
     Raises:
-        ValueError: A rank whose steps and times differ in number.
+        ValueError: A rank has different numbers of steps and times.
     """
 
     def __init__(self, window: Window, *, threshold: float = THRESHOLD) -> None:
@@ -76,7 +74,7 @@ class Readings:
 
     @classmethod
     def of(cls, window: Window) -> Readings:
-        """Those of a window; of the same one again they are not made anew."""
+        """The statistics of a window, cached for the last window."""
         global _last
         if _last is None or _last[0] is not window:
             _last = (window, cls(window))
@@ -84,7 +82,7 @@ class Readings:
 
     @property
     def typical_s(self) -> float:
-        """`reference_s` or, before anybody can be judged by it, the lower median of the latest reports; NaN if none."""
+        """`reference_s` or, while that is NaN, the lower median of the latest reports; NaN if there are none."""
         if not math.isnan(self.reference_s):
             return self.reference_s
         latest = np.sort(self._times[self.counts > 0, -1]) if self._width else np.zeros(0)
@@ -92,11 +90,11 @@ class Readings:
 
     @property
     def steps(self) -> _Ints:
-        """Steps of the reports, one row per rank, newest last; in front of them zeros where there are fewer."""
+        """Steps of the reports, one row per rank, newest last, padded with zeros in front."""
         return self._steps
 
     def newest(self, count: int) -> _Floats:
-        """The ranks' last times, newest last, NaN where there are fewer, shape (n_ranks, count)."""
+        """The ranks' last times, newest last, padded with NaN in front, shape (n_ranks, count)."""
         known = min(count, self._width)
         times = self._times[:, self._width - known :]
         fewer = self.counts < known
@@ -116,12 +114,12 @@ class Readings:
 
     def is_slow(self, step: int, time_s: float) -> bool:
         """Whether a report exceeds the reference, and the fastest rank of its step, by the threshold."""
-        if not time_s > self._limit_s:  # Nor where there is no reference.
+        if not time_s > self._limit_s:  # Also if the limit is NaN.
             return False
         return time_s > self._threshold * float(self._floors_s(np.array([step]))[0])
 
     def slow(self) -> _Flags:
-        """Which reports are slow, `is_slow` of all of them, one row per rank, newest last."""
+        """`is_slow` of all reports, one row per rank, newest last."""
         if self._slow is None:
             with np.errstate(invalid="ignore"):
                 over = self._times > self._limit_s
@@ -130,7 +128,7 @@ class Readings:
                 times, (steps, which) = (
                     self._times[rank, column], np.unique(self._steps[rank, column], return_inverse=True)
                 )
-                # The fastest of some ranks is no faster than that of all: who exceeds it need not ask for the others.
+                # The minimum over some ranks is an upper bound of that over all: a report above it needs no others.
                 some = slice(None, None, max(1, len(over) // _SOME))
                 most_s = _in_force(self._steps[some], self._times[some], self.counts[some], steps, 0.0).min(axis=0)
                 if not (times > self._threshold * most_s[which]).all():
@@ -147,16 +145,15 @@ class Readings:
         return list(self._steps[self.counts > 0, -1].tolist()) if self._width else []
 
     def in_force(self, first: int, rows: int, since: int | None) -> tuple[_Floats, _Flags]:
-        """The times in force at consecutive steps, of the ranks of which that is simple.
+        """Times in force at consecutive steps, for ranks without slow reports.
 
         Args:
             first: The first step.
-            rows: How many.
-            since: The latest report is of a later step; None for any.
+            rows: Number of steps.
+            since: If given, only ranks with a report of a later step.
 
         Returns:
-            The times, NaN where there are none, shape (rows, n_ranks), and of which ranks they are: those without a
-            slow report and, if `since` is given, with a recent one.
+            The times, NaN where unknown, shape (rows, n_ranks), and a mask of the ranks they are given for.
         """
         times = np.full((rows, len(self.counts)), math.nan)
         plain = ~self.slow().any(axis=1) & (self.counts > 0)
@@ -173,7 +170,7 @@ class Readings:
         return bool((self.slow() & (self._steps > after)).any())
 
     def run_lengths(self) -> _Ints:
-        """How many slow reports end with every rank's latest one, shape (n_ranks,)."""
+        """Length of the run of slow reports up to every rank's latest one, shape (n_ranks,)."""
         if self._runs is None:
             slow = self.slow()
             runs = np.zeros(len(slow), dtype=np.int64)
@@ -185,7 +182,7 @@ class Readings:
         return self._runs
 
     def slow_run(self, rank: int) -> list[tuple[int, float]]:
-        """The unbroken run of slow reports that ends with the rank's latest one, oldest first."""
+        """The run of slow reports up to the rank's latest one, oldest first."""
         length = int(self.run_lengths()[rank])
         return self.reports[rank][-length:] if length else []
 
@@ -196,7 +193,7 @@ class Readings:
         counts = np.minimum(self.counts[judged], RECENT)
         recent = self.newest(RECENT) if judged.all() else self.newest(RECENT)[judged]
         if counts.min() == counts.max():
-            middle = RECENT - int(counts[0]) + (int(counts[0]) - 1) // 2  # NaN comes last: they are in front here.
+            middle = RECENT - int(counts[0]) + (int(counts[0]) - 1) // 2  # NaN would be sorted last.
             recent = np.where(np.isnan(recent), -math.inf, recent) if counts[0] < RECENT else recent
             medians = np.partition(recent, middle, axis=1)[:, middle]
         else:
@@ -204,16 +201,16 @@ class Readings:
         return float(np.sort(medians)[(len(medians) - 1) // 2])
 
     def _floors_s(self, needed: _Ints) -> _Floats:
-        """Shortest of the ranks' times in force at some steps, in seconds; 0 where a rank has none yet.
+        """Shortest of the ranks' times in force at some steps, in seconds; 0 if a rank has none yet.
 
-        A report is in force from its step to the rank's next one. When all ranks become slower together
-        (longer sequences, a bigger batch) even the fastest does, and no rank is a straggler although all
-        exceed the reference, which is made of older reports.
+        A report is in force from its step to the rank's next one. When all ranks become slower together (longer
+        sequences, a bigger batch) so does the fastest, and no rank is a straggler although all exceed the reference,
+        which comes from older reports.
 
         Args:
-            needed: The steps, ascending, each once, shape (k,).
+            needed: The steps, ascending and unique, shape (k,).
         """
-        # Ranks in step with each other are as one, of the shortest times.
+        # Ranks with the same steps are merged into one with the shortest times.
         usual = self._steps[np.argsort(self._steps[:, -1], kind="stable")[len(self._steps) // 2]]
         alike = (self._steps == usual).all(axis=1) & (self.counts == self._width)
         steps, times, counts = self._steps[~alike], self._times[~alike], self.counts[~alike]
@@ -226,13 +223,13 @@ class Readings:
 
 
 def _in_force(steps: _Ints, times: _Floats, counts: _Ints, needed: _Ints, before: float) -> _Floats:
-    """Every rank's time in force at some steps, `before` where it has none yet, shape (n_ranks, n_needed)."""
+    """Every rank's time in force at some steps, `before` if it has none yet, shape (n_ranks, n_needed)."""
     width = steps.shape[1]
-    # Column of the report in force: the last one that came before, or none.
+    # Column of the report in force: the last one up to the step, or -1.
     place = np.searchsorted(needed, steps)
     place[np.arange(width) < width - counts[:, None]] = len(needed)
     column = np.full((len(steps), len(needed) + 1), -1)
-    column[np.arange(len(steps))[:, None], place] = np.arange(width)  # Of equals the last remains.
+    column[np.arange(len(steps))[:, None], place] = np.arange(width)  # The last of equals wins.
     column = np.maximum.accumulate(column[:, :-1], axis=1)
     found = np.take_along_axis(times, np.maximum(column, 0), axis=1)
     return np.asarray(np.where(column >= 0, found, before))
@@ -242,7 +239,7 @@ _last: tuple[Window, Readings] | None = None
 
 
 class _Reports(Sequence[list[tuple[int, float]]]):
-    """Usable reports of every rank, each made when it is asked for: of many ranks few are."""
+    """Usable reports of every rank, created on access: few of many ranks are accessed."""
 
     def __init__(self, times: _Floats, steps: _Ints, counts: _Ints) -> None:
         self._times, self._steps, self._counts = times, steps, counts
@@ -264,7 +261,7 @@ class _Reports(Sequence[list[tuple[int, float]]]):
 
 
 def _usable(table: RankTable) -> tuple[_Floats, _Ints, _Ints]:
-    """Times that are positive numbers and their steps, in order of step, newest last, and how many; 0 in front."""
+    """Positive finite times and their steps, in order of step, newest last, 0 in front; and their counts."""
     times, steps, counts = table.compute_s, table.steps, table.counts
     width = times.shape[1]
     good = (times > 0.0) & (times < math.inf)
@@ -273,7 +270,7 @@ def _usable(table: RankTable) -> tuple[_Floats, _Ints, _Ints]:
     if good.all() and bool((steps[:, 1:] > steps[:, :-1]).all()):
         return times, steps, counts
     times, steps = np.where(good, times, 0.0), np.where(good, steps, 0)
-    # What is in order has nothing good in front of anything bad, and no two reports of a step.
+    # A row is in order if no usable report precedes an unusable one and steps strictly increase.
     ordered = (~good[:, :-1] | (good[:, 1:] & (steps[:, 1:] > steps[:, :-1]))).all(axis=1)
     rows = np.flatnonzero(~ordered)
     order = np.lexsort((times[rows], steps[rows], good[rows]), axis=1)

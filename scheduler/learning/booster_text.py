@@ -1,8 +1,8 @@
-"""The text of a LightGBM model, checked before LightGBM sees it.
+"""Validation of the text of a LightGBM model before LightGBM loads it.
 
-LightGBM believes what such a file says: a child that no tree has, a feature that no row has or a size that is not that
-of its tree makes it read and write memory that is not its own, and end the process. Here every index is looked at.
-Only what `scheduler.learning.train` makes is taken: one output, numerical splits, constant leaves.
+LightGBM does not validate such a file: a wrong child index, feature index or tree size makes it access memory out of
+bounds and crash the process. Here every index is checked. Only models as `scheduler.learning.train` makes them are
+accepted: one output, numerical splits, constant leaves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_SPLITS = {
 _OF_LEAVES = {"leaf_value": float, "leaf_weight": float, "leaf_count": int}
 _TREE = ("num_leaves", "num_cat", *_OF_SPLITS, *_OF_LEAVES, "is_linear", "shrinkage")
 _DECISIONS = (0, 2, 4, 6, 8, 10)
-"""Numerical splits (bit 0), with each side for missing values (bit 1) and kind of them (bits 2 and 3)."""
+"""Numerical splits (bit 0), with the default side (bit 1) and the kind (bits 2 and 3) of missing values."""
 _MOST_LEAVES, _MOST_COUNT = 1 << 16, (1 << 31) - 1
 _WHOLE = re.compile(r"-?[0-9]{1,10}")
 _REAL = re.compile(r"-?[0-9]{1,40}(\.[0-9]{1,40})?([eE][-+]?[0-9]{1,4})?")
@@ -41,14 +41,14 @@ _END = "end of trees\n"
 
 
 def check_text(text: str, features: Sequence[str]) -> None:
-    """Whether a text is a model that LightGBM can be given.
+    """Check that LightGBM can safely load a text.
 
     Args:
-        text: The model's file.
-        features: Names of the columns that it is to take.
+        text: Contents of the model's file.
+        features: Names of the feature columns.
 
     Raises:
-        BoosterError: It is none; says where, what was got and what was expected.
+        BoosterError: The text is invalid; says where, what was got and what was expected.
     """
     if not text.isascii():
         at = next(at for at, letter in enumerate(text) if not letter.isascii())
@@ -66,11 +66,11 @@ def check_text(text: str, features: Sequence[str]) -> None:
             raise BoosterError(f"tree {number} of {len(sizes)}: {error}") from None
         at += size
     if not text.startswith(_END, at):
-        raise BoosterError(f"behind its trees is {text[at : at + 20]!r}; expected {_END!r}")
+        raise BoosterError(f"after its trees is {text[at : at + 20]!r}; expected {_END!r}")
 
 
 def _check_head(head: str, features: Sequence[str]) -> list[int]:
-    """The sizes of the trees."""
+    """Check the head; returns the sizes of the trees."""
     lines = head.split("\n")
     if lines[0] != "tree":
         raise BoosterError(f"its first line is {lines[0][:40]!r}; expected 'tree'")
@@ -88,7 +88,7 @@ def _check_head(head: str, features: Sequence[str]) -> list[int]:
         raise BoosterError("feature_names are other features than this version's")
     infos = values["feature_infos"].split(" ")
     if len(infos) != len(features) or not all(map(_INFO.fullmatch, infos)):
-        raise BoosterError(f"feature_infos has {len(infos)} entries, or one that is no range; expected {len(features)}")
+        raise BoosterError(f"feature_infos has {len(infos)} entries or invalid ones; expected {len(features)} ranges")
     sizes = [_whole(size, "tree_sizes") for size in values["tree_sizes"].split(" ")]
     if min(sizes) < 1:
         raise BoosterError(f"tree_sizes has {min(sizes)}; expected sizes above 0")
@@ -96,7 +96,7 @@ def _check_head(head: str, features: Sequence[str]) -> list[int]:
 
 
 def _values(lines: Sequence[str], expected: Sequence[str]) -> dict[str, str]:
-    """Lines `name=value` by their names."""
+    """Values of lines `name=value` by name."""
     values: dict[str, str] = {}
     for line in lines:
         name, equals, value = line.partition("=")
@@ -124,7 +124,7 @@ def _check_tree(block: str, number: int, n_features: int) -> None:
     for name, kind in _OF_SPLITS.items():
         _check_list(name, values[name], kind, leaves - 1)
     for name, kind in _OF_LEAVES.items():
-        # A tree that is one leaf has its value alone, and its count in some versions.
+        # A tree of a single leaf has only its value and, in some versions, its count.
         _check_list(name, values[name], kind, leaves, may_lack=leaves == 1 and name != "leaf_value")
     if leaves == 1:
         return
@@ -149,9 +149,9 @@ def _check_list(name: str, text: str, kind: type, count: int, *, may_lack: bool 
 
 
 def _check_shape(left: Sequence[int], right: Sequence[int]) -> None:
-    """Whether every split but the first and every leaf is the child of one split: then it is a tree.
+    """Check that every split except the first, and every leaf, is the child of one split, so that it is a tree.
 
-    A leaf i is written as -i - 1. Splits come behind the one they are children of, so no walk goes round in circles.
+    Leaf i is written as -i - 1. Children come after their split, so there are no cycles.
     """
     count = len(left)
     for split, children in enumerate(zip(left, right, strict=True)):

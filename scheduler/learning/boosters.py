@@ -1,7 +1,7 @@
-"""A LightGBM model that only predicts, by LightGBM's C library without its Python package.
+"""Prediction with a LightGBM model by LightGBM's C library, without its Python package.
 
-Importing the package brings pandas, scikit-learn and SciPy along: 2.7 s of a processor and 110 MB, in the process of
-rank 0, which trains (measured with LightGBM 4.6). The library itself is loaded in 6 ms, a model of 200 trees in 10 ms.
+Importing the package also imports pandas, scikit-learn and SciPy: 2.7 CPU seconds and 110 MB in the process of rank 0,
+which trains (measured with LightGBM 4.6). The library is loaded in 6 ms, a model of 200 trees in 10 ms.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAMES = ("lib_lightgbm.so", "lib_lightgbm.dylib", "lib_lightgbm.dll")
 
 
 class BoosterError(RuntimeError):
-    """LightGBM does not take what it was given."""
+    """LightGBM, or the validation before it, rejects a model or its input."""
 
 
 class LightGBMMissing(BoosterError):
@@ -33,11 +33,11 @@ class LightGBMMissing(BoosterError):
 
 
 def load_booster(text: str) -> Any:
-    """The model in a text that LightGBM wrote: a `Booster`, or LightGBM's own where its library lies elsewhere.
+    """Load a model from LightGBM's text: a `Booster`, or LightGBM's own if its C library is not found.
 
     Raises:
         LightGBMMissing: It is not installed or cannot be loaded.
-        BoosterError: The text is no model.
+        BoosterError: The text is not a model.
     """
     library = _library()
     if library is not None:
@@ -49,19 +49,19 @@ def load_booster(text: str) -> Any:
     try:
         return lightgbm.Booster(model_str=text)
     except Exception as error:
-        # LightGBM raises its own error, and others for what it did not foresee.
+        # LightGBM raises its own error, and arbitrary others on damaged input.
         raise BoosterError(str(error)) from None
 
 
 class Booster:
-    """One model; has the two methods of `lightgbm.Booster` that are needed here. May be used by several threads.
+    """One model, with the two methods of `lightgbm.Booster` that are needed here. Thread-safe.
 
     Args:
         text: The model, as LightGBM writes it.
         library: LightGBM's C library.
 
     Raises:
-        BoosterError: The text is no model.
+        BoosterError: The text is not a model.
     """
 
     def __init__(self, text: str, library: ctypes.CDLL) -> None:
@@ -79,16 +79,16 @@ class Booster:
         self._features = count.value
 
     def num_feature(self) -> int:
-        """Columns it takes."""
+        """Number of feature columns."""
         return self._features
 
     def predict(self, features: Array, *, num_threads: int = 1, validate_features: bool = False) -> Array:
-        """One number per row.
+        """Predict one number per row.
 
         Args:
             features: Rows, shape (n, `num_feature()`).
-            num_threads: Threads it may use.
-            validate_features: As in LightGBM; there are no names to compare here.
+            num_threads: Threads to use.
+            validate_features: Ignored, for compatibility with LightGBM: there are no names to compare.
 
         Raises:
             BoosterError: The rows have another number of columns.
@@ -116,7 +116,7 @@ class Booster:
             )
         )
         if length.value != len(found):
-            raise BoosterError(f"LightGBM gave {length.value} predictions for {len(found)} rows")
+            raise BoosterError(f"LightGBM gave {length.value} predictions; expected one for each of {len(found)} rows")
         return found
 
     def _call(self, status: int) -> None:
@@ -126,7 +126,7 @@ class Booster:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    """LightGBM's C library, None where it does not lie in its package's folder.
+    """Load LightGBM's C library; None if it is not in its package's folder.
 
     Raises:
         LightGBMMissing: It is not installed, or its library cannot be loaded.

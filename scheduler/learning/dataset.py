@@ -1,7 +1,7 @@
 """The versioned table that predictors are trained on: one row per candidate plan per moment.
 
-Two files: `NAME.csv.gz` with the rows and `NAME.json` with the schema, the provenance and the hash of the rows. Rows of
-one run are never split between fitting and judging: `folds` and `held_out` go by network.
+Two files: `NAME.csv.gz` with the rows and `NAME.json` with the schema, the provenance and the hash of the rows. `folds`
+splits by network, so that rows of one run are never in both training and test sets.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ TARGETS: dict[str, str] = {
 
 
 class DatasetError(ValueError):
-    """A table that cannot be used: what was got, what was expected, what to do."""
+    """An unusable table; the message says what was got, what was expected and what to do."""
 
 
 def _pandas() -> Any:
@@ -75,7 +75,7 @@ def records(scenario: Scenario, moments: Iterable[Moment], project: str) -> list
     for moment in moments:
         for index, plan in enumerate(moment.plans):
             meta = ["simulated", f"sim{scenario.seed}", network.name, network.family, scenario.seed, moment.step]
-            # A subgroup's label names its ranks: too long for a table.
+            # A subgroup's label lists its ranks: too long for a table.
             label = plan.label if len(plan.label) <= 24 else f"{plan.mode}({plan.quorum} of {plan.world_size})"
             targets = [moment.log_relative[index], moment.reached[index], moment.cost[index]]
             found.append([*meta, label, plan.mode, project, *targets, *moment.features[index]])
@@ -88,7 +88,7 @@ def columns() -> list[str]:
 
 
 def frame_of(rows: Sequence[Sequence[Any]]) -> Any:
-    """A pandas table of rows in the order of `columns()`."""
+    """Make a pandas table of rows in the order of `columns()`."""
     return _pandas().DataFrame(rows, columns=columns())
 
 
@@ -104,13 +104,13 @@ def write(path: Path, frame: Any, *, made_by: str = "") -> dict[str, Any]:
         The description.
 
     Raises:
-        DatasetError: Other columns, or another kind of file.
+        DatasetError: The columns or the file name are wrong.
     """
     if list(frame.columns) != columns():
         raise DatasetError(f"the table has the columns {list(frame.columns)[:5]}...; expected those of `columns()`")
     description_path = _description(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a time in the archive's head equal rows give equal files.
+    # Without a time in the archive's header equal rows give equal files.
     buffer = io.BytesIO()
     with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as archive:
         archive.write(frame.to_csv(index=False, float_format="%.5g", lineterminator="\n").encode())
@@ -141,7 +141,7 @@ def read(path: Path) -> tuple[Any, dict[str, Any]]:
         The pandas table and the description.
 
     Raises:
-        DatasetError: Missing, damaged, or of another version.
+        DatasetError: The table is missing, damaged, or of another version.
     """
     pandas = _pandas()
     try:
@@ -182,7 +182,7 @@ def matrix(frame: Any) -> npt.NDArray[np.float64]:
 
 
 def folds(frame: Any, count: int = 5) -> npt.NDArray[np.int64]:
-    """Fold of every row, 0 to `count` - 1: all rows of a network are in one, the same in every table."""
+    """Fold of every row, 0 to `count` - 1, by a hash of its network's name, so equal in every table."""
     names = frame["network"].astype(str)
     fold = {name: int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) % count for name in names.unique()}
     return np.asarray(names.map(fold).to_numpy(dtype=np.int64))

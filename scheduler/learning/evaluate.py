@@ -1,8 +1,8 @@
-"""How well a policy chooses: regret against the best fixed mode in hindsight, in simulated jobs never seen.
+"""Regret of policies against the best fixed mode in hindsight, in held-out simulated jobs.
 
-Every scenario is a network, a cluster and contention drawn anew; all fixed modes are simulated to the target, then
-every policy. Regret is expected time to the target (a job that misses it is run again in `sync`) over the best fixed
-mode's, minus 1: negative where switching beats every fixed mode. `oracle` is that best fixed mode.
+Every scenario is a newly drawn network, cluster and contention; all fixed modes are simulated to the target, then every
+policy. Regret is the expected time to the target (a job that misses it is repeated in `sync`) over the best fixed
+mode's, minus 1: negative if switching beats every fixed mode. `oracle` is that best fixed mode.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
 Factory = Callable[[int, Sequence[str]], Policy]
 
 HELD_OUT_SEED = 1_000_000
-"""Scenarios from here on are for judging. Training draws seeds below."""
+"""First seed of held-out scenarios; training draws seeds below."""
 
 _WORST = 10.0
-"""A job ends after as many times the best fixed mode's time: worse is not told apart, and a mean stays a mean."""
+"""A job ends after this many times the best fixed mode's time, so that the mean is not dominated by outliers."""
 
 BASELINES: dict[str, Factory] = {
     "cost_model": lambda n, hosts: CostPolicy(n, hosts=hosts),
@@ -58,12 +58,12 @@ class Regrets:
     """Regret of every policy and fixed mode in one scenario.
 
     Attributes:
-        seed: Of the scenario.
-        family: Of its network.
-        best: Label of the best fixed mode.
+        seed: Seed of the scenario.
+        family: Family of its network.
+        best: Name of the best fixed mode.
         best_s: Its expected time.
-        regret: By name.
-        switches: Changes of plan, by policy.
+        regret: Regret by name.
+        switches: Number of switches by policy.
     """
 
     seed: int
@@ -79,9 +79,9 @@ class Standing:
     """Regret of one policy or mode over scenarios.
 
     Attributes:
-        name: Of the policy or mode.
-        mean, median, worst: Regret.
-        fixed: Whether it is a mode.
+        name: Name of the policy or mode.
+        mean, median, worst: Statistics of its regret.
+        fixed: Whether it is a fixed mode.
     """
 
     name: str
@@ -97,7 +97,7 @@ def hosts(n: int) -> list[str]:
 
 
 def fixed_plans(scenario: Scenario) -> dict[str, Plan]:
-    """Every mode by itself, with arguments that only hindsight knows; each name means the same in all scenarios."""
+    """Every fixed mode, with arguments from hindsight; a name means the same in all scenarios."""
     n = scenario.world_size
     mean_s = mean_times_s(scenario)
     usual = sorted(mean_s)[(n - 1) // 2]
@@ -152,14 +152,14 @@ def regrets(scenario: Scenario, policies: Mapping[str, Factory], *, every_steps:
 
 
 def _cost_s(outcome: Outcome, again_s: float) -> float:
-    """Expected time; a job that did not get there is run again, after all the time it was given."""
+    """Expected time; a job that missed the target is repeated after all the time it was given."""
     if math.isinf(outcome.time_s):
         return 2.0 * again_s + again_s
     return outcome.expected_s(again_s)
 
 
 def standings(rows: Sequence[Regrets]) -> list[Standing]:
-    """Every policy and mode over all scenarios it was in, the best first."""
+    """Statistics of every policy and mode over its scenarios, the best first."""
     found = []
     for name in {name for row in rows for name in row.regret}:
         own = [row.regret[name] for row in rows if name in row.regret]
@@ -169,7 +169,7 @@ def standings(rows: Sequence[Regrets]) -> list[Standing]:
 
 
 def summary(rows: Sequence[Regrets], judged: str) -> dict[str, Any]:
-    """All figures as JSON takes them; `mean_regret` is that of the policy named."""
+    """All results as JSON values; `mean_regret` is that of the policy `judged`."""
     order = standings(rows)
     mean = {one.name: one.mean for one in order}
     fixed = [one.name for one in order if one.fixed]

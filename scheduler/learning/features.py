@@ -1,11 +1,9 @@
-"""The one definition of a feature row: used in a live job, in the simulator and in training.
+"""The definition of a feature row, shared by live jobs, the simulator and training.
 
-A row describes one candidate plan at one moment. Everything in it is free of scale, so that a model fitted on one set
-of networks and clusters says something about others: ratios and their logarithms, shares, quantiles over the ranks,
-counts over the number of ranks. There are no names, no seconds and no bytes in it.
+A row describes one candidate plan at one moment. All features are dimensionless, so that a model generalizes to other
+networks and clusters: ratios and their logarithms, shares, quantiles over the ranks, counts over the number of ranks.
 
-The cost model's prediction is part of the row: a model learns where the cost model is wrong
-(`scheduler.learning.predictor`).
+The cost model's prediction is part of the row: the model learns its error (`scheduler.learning.predictor`).
 """
 
 from __future__ import annotations
@@ -25,73 +23,73 @@ from scheduler.records import Window
 __all__ = ["FEATURES", "MOMENT", "PLAN", "SCHEMA_VERSION", "rows", "speed"]
 
 SCHEMA_VERSION = 1
-"""Raised with every change of `FEATURES` or of what one of them means; a model of another version is refused."""
+"""Incremented with every change of `FEATURES` or of a feature's meaning; a model of another version is rejected."""
 
 MOMENT: tuple[str, ...] = (
     "ranks_log2",  # Number of ranks.
-    "noise_log",  # phi over the ranks: how much more a synchronous step could average out.
+    "noise_log",  # phi over the number of ranks.
     "wire_log",  # An all-reduce's bytes over the slowest link, over the typical compute time.
     "wire_usual_log",  # The same over the median link.
-    "wire_now_log",  # The same over the slowest link as it is now, whatever it was before.
+    "wire_now_log",  # The same over the presently slowest link.
     "cycle_log",  # A collective's negotiation over the typical compute time.
-    "slow_share",  # Ranks whose mean time is beyond the threshold.
-    "link_share",  # Ranks whose link has less than half of the median rate.
+    "slow_share",  # Share of ranks whose mean time is above the limit of slow.
+    "link_share",  # Share of ranks whose link has less than half of the median rate.
     "slowest_log",  # Mean time of the slowest rank over the typical one.
     "second_log",
     "upper_quarter_log",
     "mean_log",
-    "row_max_log",  # The longest time of a step, over the typical one: what `sync` waits.
-    "row_max_recent_log",  # Of the newest reports.
-    "row_max_past_log",  # Of the older half of the reports.
-    "late_now",  # Ranks whose newest report is slow.
-    "late_recent",  # Slow reports among the newest eight of every rank.
-    "late_share",  # Slow reports among all.
-    "late_ranks",  # Ranks with any.
-    "late_worst",  # Share of slow reports of the rank that has most.
+    "row_max_log",  # The longest expected time of a step over the typical one: a step of `sync`.
+    "row_max_recent_log",  # The same of the newest reports.
+    "row_max_past_log",  # The same of the older half of the reports.
+    "late_now",  # Share of ranks whose newest report is slow.
+    "late_recent",  # Share of slow reports among the newest eight of every rank.
+    "late_share",  # Share of slow reports among all.
+    "late_ranks",  # Share of ranks with a slow report.
+    "late_worst",  # Share of slow reports of the rank with most of them.
     "late_factor_log",  # Mean of slow reports over the typical time.
     "run_log",  # Longest present slow run, in reports.
-    "run_whole",  # Part of the reports known that it makes up.
+    "run_whole",  # Its share of the rank's reports.
     "run_mean_log",  # Mean length of a slow run.
-    "onset_log",  # How many begin per report.
+    "onset_log",  # Slow runs per report.
     "jitter_log",  # Spread of reports that are not slow.
     "starved",  # Largest share of its time a rank is without a processor.
     "fed",  # Largest share of its time a rank waits for data.
     "silent_log",  # Longest silence over the typical time.
-    "frozen_log",  # Time per step that freezes cost, over the typical one.
-    "frozen_share",  # Ranks that freeze again and again.
+    "frozen_log",  # Time per step lost to freezes, over the typical one.
+    "frozen_share",  # Share of ranks that freeze repeatedly.
     "age_log",  # Steps so far.
-    "known_log",  # Reports known per rank.
+    "known_log",  # Reports per rank.
     "price_log",  # Price of staleness as learned so far.
     "price_low_log",
     "price_high_log",
-    "price_seen_log",  # Stretches it was learned from.
+    "price_seen_log",  # Observations it was learned from.
     "active_mode",
-    "active_out",  # Ranks the active plan does not wait for, over all.
-    "active_log",  # The cost model's relative time of the active plan; 0 where it is not offered.
-    "best_log",  # The least relative time that the cost model finds.
-    "offered",  # Candidates.
+    "active_out",  # Share of ranks the active plan does not wait for.
+    "active_log",  # The cost model's relative time of the active plan; 0 if it is no candidate.
+    "best_log",  # The cost model's least relative time.
+    "offered",  # Number of candidates.
 )
 """Features of the moment, equal for all candidates."""
 
 PLAN: tuple[str, ...] = (
-    "mode_index",  # In `MODES`.
+    "mode_index",  # Index in `MODES`.
     "is_active",
-    "out",  # Ranks it does not wait for, over all.
-    "out_extra",  # The same less the slow ranks.
+    "out",  # Share of ranks it does not wait for.
+    "out_extra",  # The same less the share of slow ranks.
     "waited_log",  # Mean time of the slowest rank it waits for, over the typical one.
     "waited_link_log",  # The slowest link that it waits for, over the median one.
-    "served_log",  # What the servers take for the bytes of an update, over the typical compute time.
+    "served_log",  # Transfer time of an update at the servers, over the typical compute time.
     "groups",  # Groups over ranks.
     "local_log",  # Steps between two averagings.
     "servers",  # Servers over ranks.
-    "linear",  # Whether updates are as short as they have few gradients.
-    "drops",  # Whether late gradients are lost.
-    "cost_log",  # The cost model: relative time,
+    "linear",  # Whether the length of an update is proportional to its gradients.
+    "drops",  # Whether late gradients are dropped.
+    "cost_log",  # The cost model's relative time.
     "cost_low_log",
     "cost_high_log",
-    "cost_gap_log",  # over the least of all candidates,
-    "cost_interval_log",  # time between updates over that of `sync`,
-    "cost_progress_log",  # progress of an update,
+    "cost_gap_log",  # The same over the least of all candidates.
+    "cost_interval_log",  # The cost model's time between updates over that of `sync`.
+    "cost_progress_log",  # The cost model's progress of an update.
     "cost_drift",
     "cost_reach",
 )
@@ -106,7 +104,7 @@ _TINY = 1e-6
 
 
 def speed(prediction: Prediction) -> float:
-    """Relative time of a prediction without what it counts for a target that may be missed, above 0."""
+    """Relative time of a prediction without the cost of a missed target, above 0."""
     return max(prediction.relative - (1.0 - prediction.reach), 1e-3)
 
 
@@ -117,13 +115,13 @@ def rows(
     active: Plan,
     predictions: Sequence[Prediction],
 ) -> Array:
-    """Feature rows of candidates.
+    """Compute the feature rows of candidates.
 
     Args:
         offered: The candidates.
-        conditions: What is expected.
-        window: Recent reports. Ranks that are late or silent are in it with what they reported last.
-        active: The plan in force.
+        conditions: The conditions of the decision.
+        window: Recent reports; late or silent ranks are in it with their last reports.
+        active: The active plan.
         predictions: The cost model's, one per candidate, in the same order.
 
     Returns:
@@ -213,7 +211,7 @@ def _times(conditions: Conditions) -> list[float]:
 
 
 def _history(conditions: Conditions, window: Window) -> list[float]:
-    """What the reports say about how long slow spells are, and how they come."""
+    """Features of length and frequency of slow runs in the reports."""
     times = _reports(window) / conditions.typical_s
     n, kept = times.shape
     known = np.isfinite(times)
@@ -247,7 +245,7 @@ def _history(conditions: Conditions, window: Window) -> list[float]:
 
 
 def _reports(window: Window) -> Array:
-    """The ranks' newest times, newest last, NaN where there are fewer, shape (n_ranks, n_reports)."""
+    """The ranks' newest times, newest last, padded with NaN in front, shape (n_ranks, n_reports)."""
     most = _HISTORY if window.world_size <= _MANY else _HISTORY_MANY
     table = window.table
     longest = min(most, int(table.counts.max(initial=0)))
@@ -259,7 +257,7 @@ def _reports(window: Window) -> Array:
 
 
 def _out(plan: Plan) -> float:
-    """Part of the ranks that an update does not wait for."""
+    """Share of the ranks that an update does not wait for."""
     if plan.mode in ("sync", "local"):
         return 0.0
     if plan.mode == "subgroup":
@@ -298,7 +296,7 @@ def _plan(
 
 
 def _bytes(plan: Plan, conditions: Conditions, middle: float) -> tuple[float, float]:
-    """Slowest link waited for over the median one, and what servers take; logarithms."""
+    """Logarithms of the slowest link waited for over the median one, and of the servers' transfer time."""
     if plan.mode != "subgroup":
         slowest = float(conditions.rate.min())
     else:

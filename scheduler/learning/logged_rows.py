@@ -1,10 +1,9 @@
-"""Training rows from logged runs: the same job trained in several modes, each to its target.
+"""Training rows from logged runs of the same job in several modes, each to its target.
 
-A single run never says what another mode would have done. Where the same job (equal program, sizes, optimizer with its
-hyperparameters, batch, target, tags and machine) was run in `sync` and in other modes, each to a target, it does:
-moments of the `sync` runs get the times of the others as labels. Runs in mode `auto`, without a target, or without a
-`sync` run beside them are left out, each with its reason. What is read is what a run log has
-(`training_logs/README.md`), files alone.
+A single run has no information on other modes. If the same job (equal program, sizes, optimizer with its
+hyperparameters, batch, target, tags and machine) was run in `sync` and in other modes to the target, moments of the
+`sync` runs get the times of the others as labels. Runs in mode `auto`, without a target, or without a `sync` run of the
+same job are skipped and reported with the reason. Input: files of the run log (`training_logs/README.md`).
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ _MODE_ARGUMENT = re.compile(r"(?<!\S)(?:--?(?:\w+[-_])*mode(?:=|\s+(?!-))|(?:\w+
 
 _HISTORY, _MOMENTS = 64, 6
 _FIRST_STEP = 8
-"""Reports that a rank should have at a moment."""
+"""Least number of reports of a rank at a moment."""
 
-_TAKEN_UP = 12
-"""Steps after which a mode that was asked for is in force, at the latest."""
+_ACTIVE_STEP = 12
+"""Step by which the user's mode is active."""
 
 _MISSED = 3.5
-"""Logarithm of the relative time of a mode that never reached the target, as `collect` clips it."""
+"""Logarithm of the relative time of a mode that never reached the target; the bound of `simulated_rows`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,11 +48,10 @@ class LoggedRun:
     """One run of the log.
 
     Attributes:
-        name: Of its folder.
-        facts: What was logged of the job.
-        plans: Plans in the order they were taken up, without repetition, but for the `sync` before a mode that was
-            asked for: all jobs begin in `sync`.
-        target_s: When the target was reached, seconds since the first plan; infinite where it was not.
+        name: Name of its folder.
+        facts: The job's logged facts.
+        plans: Active plans in order, without repetition and without the `sync` that precedes the user's mode.
+        target_s: When the target was reached, seconds since the first plan; infinite if it was not.
         reports: Per rank (step, compute_s, late), in order of step.
         noise: (step, noise scale) of its windows.
     """
@@ -67,7 +65,7 @@ class LoggedRun:
 
     @property
     def key(self) -> str:
-        """What makes two runs runs of the same job."""
+        """Identity of the job; equal for runs of the same job."""
         optimizer, hardware = self.facts.get("optimizer") or {}, self.facts.get("hardware") or {}
         tags = self.facts.get("tags")
         parts = [
@@ -79,30 +77,30 @@ class LoggedRun:
 
 
 def _program(text: str, *, tagged: bool) -> str:
-    """The command line without what sets the mode; of a tagged job the program alone, since tags tell its runs apart.
+    """The command line without mode arguments; of a tagged job only the program.
 
-    The laboratory gives every measurement a folder of its own, as an argument, and tags.
+    The laboratory tags every measurement and passes it an individual folder as an argument.
     """
     return text.partition(" ")[0] if tagged else " ".join(_MODE_ARGUMENT.sub("", text).split())
 
 
 def _first_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters a job began with: a schedule keeps its first rate beside the momentary one."""
+    """Initial hyperparameters: a schedule keeps its initial rate beside the present one."""
     found = dict(hyper)
     if "initial_lr" in found:
         found["lr"] = found.pop("initial_lr")
     return found
 
 
-class _LeftOut(ValueError):
-    """A run that gives no rows, and why."""
+class _UnusableRun(ValueError):
+    """A run that gives no rows; the message is the reason."""
 
 
 def read_run(folder: Path) -> LoggedRun | None:
-    """Read a run's folder; None where it has no plan, no target, or no reports of all its ranks."""
+    """Read a run's folder; None if it has no plan, no target, or no reports of some rank."""
     try:
         return _read(folder)
-    except _LeftOut:
+    except _UnusableRun:
         return None
 
 
@@ -110,7 +108,7 @@ def _read(folder: Path) -> LoggedRun:
     """As `read_run`.
 
     Raises:
-        _LeftOut: The run cannot be used.
+        _UnusableRun: The run cannot be used.
     """
     facts: dict[str, Any] = {}
     plans: list[Plan] = []
@@ -124,7 +122,7 @@ def _read(folder: Path) -> LoggedRun:
         elif kind == "plan":
             plan = _plan(event)
             begin_s = float(event.get("time_s") or 0.0) if math.isnan(begin_s) else begin_s
-            if len(plans) == 1 and plans[0].mode == "sync" and int(event.get("step") or 0) <= _TAKEN_UP:
+            if len(plans) == 1 and plans[0].mode == "sync" and int(event.get("step") or 0) <= _ACTIVE_STEP:
                 plans.clear()
             plans += [plan] if not plans or plans[-1] != plan else []
         elif kind == "metric" and isinstance(event.get("value"), (int, float)):
@@ -133,7 +131,7 @@ def _read(folder: Path) -> LoggedRun:
             noise.append((int(event.get("step") or 0), float(event["noise_scale"])))
     target = _target(facts)
     if not plans:
-        raise _LeftOut("it has no plan")
+        raise _UnusableRun("it has no plan")
     reached = [time_s for name, value, time_s in points if name == target.name and target.reached(value)]
     target_s = min(reached) - begin_s if reached else math.inf
     reports = _all_reports(folder, plans[0].world_size)
@@ -144,15 +142,15 @@ def _plan(event: Mapping[str, Any]) -> Plan:
     try:
         return Plan.from_dict(event.get("plan") or {}).replace(plan_id=0, reason="")
     except (PlanError, TypeError) as error:
-        raise _LeftOut(f"a plan of it is none: {error}") from None
+        raise _UnusableRun(f"it has an invalid plan: {error}") from None
 
 
 def _target(facts: Mapping[str, Any]) -> Target:
     if not facts.get("target"):
-        raise _LeftOut("it has no target; set STAR_TARGET")
+        raise _UnusableRun("it has no target; set STAR_TARGET")
     target = Target.parse(facts["target"])
     if target is None:
-        raise _LeftOut(f"target {facts['target']!r} is none; expected NAME>=NUMBER")
+        raise _UnusableRun(f"its target is {facts['target']!r}; expected NAME>=NUMBER")
     return target
 
 
@@ -161,7 +159,7 @@ def _all_reports(folder: Path, world_size: int) -> dict[int, list[tuple[int, flo
     for rank in range(world_size):
         reports[rank] = _reports(folder / f"rank{rank}.jsonl")
         if len(reports[rank]) < _FIRST_STEP:
-            raise _LeftOut(f"rank {rank} has {len(reports[rank])} step reports; expected {_FIRST_STEP} or more")
+            raise _UnusableRun(f"rank {rank} has {len(reports[rank])} step reports; expected {_FIRST_STEP} or more")
     return reports
 
 
@@ -175,7 +173,7 @@ def _reports(path: Path) -> list[tuple[int, float, bool]]:
 
 
 def windows(run: LoggedRun, most: int = _MOMENTS) -> list[Window]:
-    """What the coordinator knew at some moments of the run, evenly spread over its steps."""
+    """Windows of the coordinator at some moments of the run, evenly spaced over its steps."""
     last = min(own[-1][0] for own in run.reports.values())
     steps = [round(_FIRST_STEP + (last - _FIRST_STEP) * (i + 1) / most) for i in range(most)]
     sizes = run.facts.get("optimizer") or {}
@@ -201,52 +199,52 @@ def windows(run: LoggedRun, most: int = _MOMENTS) -> list[Window]:
     return found
 
 
-def real_rows(root: Path, project: str, *, told: Callable[[str], None] | None = None) -> list[list[Any]]:
+def real_rows(root: Path, project: str, *, report: Callable[[str], None] | None = None) -> list[list[Any]]:
     """Rows of all runs under a folder, in the order of `dataset.columns()`.
 
     Args:
-        root: `training_logs/runs`, or wherever run folders lie.
-        project: Version for the rows.
-        told: Called with a sentence on how many were used, then one on every run that was left out.
+        root: `training_logs/runs`, or another folder of run folders.
+        project: Version of the project, for the rows.
+        report: Called with a sentence on how many runs were used, then with one on every skipped run.
 
     Raises:
-        ValueError: There is no such folder.
+        ValueError: The folder does not exist.
     """
     if not root.is_dir():
         raise ValueError(f"--runs is {root}; expected a folder of logged runs")
     folders = sorted(path.parent for path in root.glob("*/events.jsonl"))
     jobs: dict[str, list[LoggedRun]] = {}
-    left_out: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     for folder in folders:
         try:
             run = _read(folder)
             _check_mode(run)
             jobs.setdefault(run.key, []).append(run)
-        except _LeftOut as why:
-            left_out[folder.name] = str(why)
+        except _UnusableRun as why:
+            skipped[folder.name] = str(why)
     found: list[list[Any]] = []
     for runs in jobs.values():
         own = _job_rows(runs, project)
         found += own
         if not own:
-            left_out |= {run.name: _why_alone(runs) for run in runs}
-    if told is not None:
-        told(f"{len(folders) - len(left_out)} of {len(folders)} runs used")
-        for name, reason in sorted(left_out.items()):
-            told(f"{name}: {reason}")
+            skipped |= {run.name: _why_alone(runs) for run in runs}
+    if report is not None:
+        report(f"{len(folders) - len(skipped)} of {len(folders)} runs used")
+        for name, reason in sorted(skipped.items()):
+            report(f"{name}: {reason}")
     return found
 
 
 def _check_mode(run: LoggedRun) -> None:
     if run.facts.get("mode") == "auto":
-        raise _LeftOut("it ran in auto; expected one fixed mode")
-    if len(run.plans) > 1:  # In auto, of which older logs do not tell, or a mode taken up late.
+        raise _UnusableRun("it ran in auto; expected one fixed mode")
+    if len(run.plans) > 1:  # Mode auto, which older logs do not record, or a mode that became active late.
         labels = ", ".join(dict.fromkeys(plan.label for plan in run.plans))
-        raise _LeftOut(f"it changed its mode ({labels[:80]}); expected one fixed mode")
+        raise _UnusableRun(f"it changed its mode ({labels[:80]}); expected one fixed mode")
 
 
 def _why_alone(runs: Sequence[LoggedRun]) -> str:
-    """Why runs of one job, each fit by itself, give no rows together."""
+    """Why runs of one job, each usable by itself, give no rows together."""
     basis = [run for run in runs if run.plans[0].label == "sync"]
     if not basis:
         return "no run of the same job in sync"
@@ -258,17 +256,17 @@ def _why_alone(runs: Sequence[LoggedRun]) -> str:
 
 
 def mlflow_rows(
-    environ: Mapping[str, str], project: str, *, told: Callable[[str], None] | None = None
+    environ: Mapping[str, str], project: str, *, report: Callable[[str], None] | None = None
 ) -> list[list[Any]]:
     """Rows of all jobs that the run log has sent to MLflow, from their artifacts; as `real_rows`.
 
     Args:
-        environ: For `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`.
-        project: Version for the rows.
-        told: As in `real_rows`.
+        environ: Provides `MLFLOW_TRACKING_URI` and `MLFLOW_EXPERIMENT_NAME`.
+        project: Version of the project, for the rows.
+        report: As in `real_rows`.
 
     Raises:
-        ValueError: MLflow is not installed, cannot be reached, or has no such experiment.
+        ValueError: MLflow is not installed, cannot be reached, or does not have the experiment.
     """
     from scheduler.learning.registry import tracking_uri
 
@@ -288,11 +286,11 @@ def mlflow_rows(
             _download(client, experiment.experiment_id, Path(scratch))
         except mlflow.exceptions.MlflowException as error:
             raise ValueError(redacted(f"MLflow at {uri} says: {error}", environ)) from None
-        return real_rows(Path(scratch), project, told=told)
+        return real_rows(Path(scratch), project, report=report)
 
 
 def _download(client: Any, experiment_id: str, target: Path) -> None:
-    """The files of every job of an experiment, each in a folder of its own."""
+    """Download the files of every job of an experiment, each to its own folder."""
     token = None
     while True:
         page = client.search_runs([experiment_id], "tags.`star.kind` = 'job'", max_results=200, page_token=token)
@@ -309,7 +307,7 @@ def _download(client: Any, experiment_id: str, target: Path) -> None:
 
 
 def _job_rows(runs: Sequence[LoggedRun], project: str) -> list[list[Any]]:
-    """Rows of one job: its sync runs' moments, with what each mode took."""
+    """Rows of one job: moments of its sync runs, labelled with the times of each mode."""
     modes: dict[str, list[LoggedRun]] = {}
     for run in runs:
         modes.setdefault(run.plans[0].label, []).append(run)
@@ -319,7 +317,7 @@ def _job_rows(runs: Sequence[LoggedRun], project: str) -> list[list[Any]]:
     sync_s = statistics.median(run.target_s for run in basis)
     plans = [basis[0].plans[0], *(own[0].plans[0] for own in modes.values())]
     outcomes = [(0.0, 1.0), *(_outcome(own, sync_s) for own in modes.values())]
-    # Jobs with as many parameters are taken for the same network: it must not be fitted to and judged by.
+    # Equal numbers of parameters count as the same network, which must not be in both training and test sets.
     network = f"real-{(runs[0].facts.get('optimizer') or {}).get('parameters', 'unknown')}"
     found: list[list[Any]] = []
     for run in basis:
@@ -336,7 +334,7 @@ def _job_rows(runs: Sequence[LoggedRun], project: str) -> list[list[Any]]:
 
 
 def _outcome(runs: Sequence[LoggedRun], sync_s: float) -> tuple[float, float]:
-    """Logarithm of the relative time, and the part of the runs that reached the target."""
+    """Logarithm of the relative time, and the share of the runs that reached the target."""
     times = [run.target_s for run in runs if math.isfinite(run.target_s)]
     relative = math.log(statistics.median(times) / sync_s) if times else _MISSED
     return max(-_MISSED, min(_MISSED, relative)), len(times) / len(runs)

@@ -1,6 +1,6 @@
-"""The predictor as MLflow serves it: feature rows in, estimates out. MLflow runs this file when it loads the model.
+"""The predictor as an MLflow model: feature rows in, estimates out. MLflow executes this file when it loads the model.
 
-A training job does not use it: it takes the folder inside of the model (`scheduler.learning.registry.fetch`).
+Training jobs do not use it: they load the folder inside the model (`scheduler.learning.registry.fetch`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scheduler.learning.predictor import Predictor, load
 __all__ = ["COLUMNS", "Served"]
 
 COLUMNS = ("low", "middle", "high", "reach", "known")
-"""Logarithms of the relative time, the chance to reach the target, and whether the model trusts itself."""
+"""Logarithms of the relative time, the probability of reaching the target, and whether the estimate is used."""
 
 
 class Served(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
@@ -27,7 +27,7 @@ class Served(mlflow.pyfunc.PythonModel):  # type: ignore[misc]
         """Load the folder `star` among the artifacts."""
         self._predictor: Predictor = load(Path(context.artifacts["star"]))
 
-    # Without annotations: MLflow takes them for a schema, and the signature is one already.
+    # Without annotations, which MLflow would interpret as a schema; there is a signature already.
     def predict(self, context, model_input, params=None):  # type: ignore[no-untyped-def]
         """Estimates for a table with the columns of `scheduler.learning.features.FEATURES`."""
         import pandas

@@ -1,4 +1,4 @@
-"""Which model a job decides with: the one that STAR_MODEL names, the package's, or none."""
+"""Selects the model of a job's decisions: STAR_MODEL's, the package's, or none."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ _OFF = ("cost_model", "none", "off", "0")
 
 
 def find_ranker(environ: Mapping[str, str], warn: Callable[[str], None]) -> Ranker | None:
-    """The ranker a job decides with.
+    """Load the ranker of a job; fetching from a registry takes at most `registry.FETCH_S`.
 
-    `STAR_MODEL` is a model's folder, an MLflow URI like `models:/star-tta@champion`, or `cost_model` for none. Without
-    it, the model that comes with the package. One from elsewhere is tried in another process first.
+    `STAR_MODEL` is a model's folder, an MLflow URI such as `models:/star-tta@champion`, or `cost_model` for none. The
+    default is the package's model. Any other one is first tried in another process.
 
     Args:
         environ: The environment.
-        warn: Told once, in a sentence, why there is no model.
+        warn: Called once with a sentence if the model cannot be used.
 
     Returns:
-        None where the cost model decides alone: it was asked for, or the model cannot be used. Fetching from a registry
-        takes `registry.FETCH_S` at most.
+        None if the cost model decides alone: it was requested, or the model cannot be used.
     """
     wanted = environ.get("STAR_MODEL", "").strip()
     if wanted.lower() in _OFF:
@@ -44,10 +43,10 @@ def find_ranker(environ: Mapping[str, str], warn: Callable[[str], None]) -> Rank
 
 
 def learned_policy(world_size: int, hosts: Sequence[str] | None = None) -> Any:
-    """A policy with the model that `STAR_MODEL` or the package gives, for `benchmarks.policy`.
+    """A policy with the model of `STAR_MODEL` or of the package, for `benchmarks.policy`.
 
     Raises:
-        ModelError: There is none.
+        ModelError: The model cannot be used, or STAR_MODEL selects the cost model.
     """
     import os
 
@@ -58,7 +57,7 @@ def learned_policy(world_size: int, hosts: Sequence[str] | None = None) -> Any:
         problems: list[str] = []
         _ranker = find_ranker(os.environ, problems.append)
         if _ranker is None:
-            raise ModelError(problems[0] if problems else "STAR_MODEL asks for the cost model")
+            raise ModelError(problems[0] if problems else "STAR_MODEL selects the cost model")
     return CostPolicy(world_size, ranker=_ranker, hosts=hosts)
 
 

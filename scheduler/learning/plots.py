@@ -1,4 +1,4 @@
-"""Plots of a training: what the heads go by, and whether their intervals and chances are true."""
+"""Plots of a training: feature importance, and calibration of intervals and probabilities."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["draw"]
 
 
 def draw(found: Any, frame: Any, folder: Path) -> list[Path]:
-    """Draw importance, calibration of intervals and of the chance to reach the target; needs matplotlib.
+    """Draw importance, and calibration of intervals and of the probability of reaching the target.
 
     Args:
         found: A `scheduler.learning.train.Fit`.
         frame: The table it was fitted to.
-        folder: Where the PNG files go.
+        folder: Folder of the PNG files.
 
     Returns:
-        The files; none where matplotlib is not installed.
+        The files; none if matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -39,7 +39,7 @@ def _importance(pyplot: Any, found: Any, folder: Path) -> Path:
     order = np.argsort(gain)[-25:]
     figure, axes = pyplot.subplots(figsize=(6, 6))
     axes.barh([FEATURES[i] for i in order], gain[order] / max(gain.sum(), 1e-12))
-    axes.set_xlabel("part of the gain, head `middle`")
+    axes.set_xlabel("share of the gain, head `middle`")
     return _save(pyplot, figure, folder / "importance.png")
 
 
@@ -48,25 +48,26 @@ def _intervals(pyplot: Any, found: Any, frame: Any, folder: Path) -> Path:
     residual = frame["log_relative"].to_numpy() - found.judged["cost"]
     low, high = found.judged["low"] - found.widen, found.judged["high"] + found.widen
     rows = (frame["mode"] != "sync").to_numpy()
-    inside, width = ((residual >= low) & (residual <= high))[rows], (high - low)[rows]
+    covered, width = ((residual >= low) & (residual <= high))[rows], (high - low)[rows]
     order = np.argsort(width)
     parts = np.array_split(order, 10)
     figure, axes = pyplot.subplots(figsize=(6, 4))
-    axes.plot([width[p].mean() for p in parts], [inside[p].mean() for p in parts], marker="o")
+    axes.plot([width[p].mean() for p in parts], [covered[p].mean() for p in parts], marker="o")
     axes.axhline(0.9, linestyle="--", color="gray")
-    axes.set(xlabel="width of the interval, logarithm", ylabel="part inside", ylim=(0.5, 1.02))
+    axes.set(xlabel="width of the interval, logarithm", ylabel="coverage", ylim=(0.5, 1.02))
     return _save(pyplot, figure, folder / "intervals.png")
 
 
 def _reach(pyplot: Any, found: Any, frame: Any, folder: Path) -> Path:
-    real, said = frame["reached"].to_numpy(dtype=np.float64), found.judged["reach"]
+    real, predicted = frame["reached"].to_numpy(dtype=np.float64), found.judged["reach"]
     known = np.isfinite(real)
-    bins = np.clip((said[known] * 10).astype(int), 0, 9)
+    bins = np.clip((predicted[known] * 10).astype(int), 0, 9)
     figure, axes = pyplot.subplots(figsize=(5, 5))
-    points = [(said[known][bins == b].mean(), real[known][bins == b].mean()) for b in range(10) if (bins == b).any()]
+    shown = [bins == b for b in range(10) if (bins == b).any()]
+    points = [(predicted[known][one].mean(), real[known][one].mean()) for one in shown]
     axes.plot(*zip(*points, strict=True), marker="o")
     axes.plot([0, 1], [0, 1], linestyle="--", color="gray")
-    axes.set(xlabel="predicted chance to reach the target", ylabel="what came of it")
+    axes.set(xlabel="predicted probability of reaching the target", ylabel="share that reached it")
     return _save(pyplot, figure, folder / "reach.png")
 
 

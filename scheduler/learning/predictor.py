@@ -1,15 +1,15 @@
-"""The learned predictor: how long a mode will take compared to `sync`, with an interval, and whether it gets there.
+"""The learned predictor: relative time of a mode over `sync`, with an interval, and the probability of the target.
 
-LightGBM corrects the cost model instead of replacing it: a head predicts
+LightGBM corrects the cost model instead of replacing it: three heads predict the quantiles 5, 50 and 95 % of
 
     log(relative time) - log(relative time by the cost model)
 
-at the quantiles 5, 50 and 95 %, a further one the chance to reach the target. Where nothing was learned the correction
-is near 0, so the cost model stands; decisions go by the geometric mean of both. It knows when it does not know: rows
-outside of what it was trained on, and rows whose interval is too wide, get the cost model's prediction.
+and a fourth the probability of reaching the target. Decisions use the geometric mean of cost model and corrected
+prediction. Rows outside the range of the training data, and rows with too wide an interval, get the cost model's
+prediction.
 
-A model is a folder: `model.json` and one LightGBM text file per head, named in it with SHA-256. Text, no pickle: a
-model from elsewhere runs no code.
+A model is a folder: `model.json` and one LightGBM text file per head, listed in it with SHA-256. Text, not pickle, so
+that a model from elsewhere executes no code.
 """
 
 from __future__ import annotations
@@ -45,29 +45,28 @@ FORMAT = 1
 
 HEADS = ("low", "middle", "high", "reach")
 SHIPPED = Path(__file__).parents[1] / "models" / "default"
-"""The model that comes with the package."""
+"""The package's model."""
 
 _SHIPPED_SHA256 = "38f58c7966b9555457a8ba54f37a590ea5c60945abab1806f81e0f7804fc926e"
-"""Of that model's `model.json`, which has those of its heads: what is it, to the bit, needs no trial."""
+"""SHA-256 of its `model.json`, which has those of its heads: this exact model needs no trial."""
 
 _FILE = "model.json"
 _MOST_BYTES = 32 << 20
-_OUTSIDE = 0.1
-"""Part of a feature's range beyond its ends that still counts as inside."""
+_MARGIN = 0.1
+"""Margin at both ends of a feature's range, as a fraction of it, that still counts as in range."""
 
-_TRUST = 0.5
-"""Part of the learned correction that the choice goes by: two predictors that err differently are better than either.
-Chosen on 60 simulated jobs (regret 2.9 %, 3.2 % with none of it); on 30 others it is 5.8 %, 6.0 % with all of it and
-7.8 % with none."""
+_CORRECTION_WEIGHT = 0.5
+"""Weight of the learned correction: an average of two predictors with different errors is better than either. Chosen on
+60 simulated jobs (regret 2.9 %, 3.2 % with weight 0); on 30 others it is 5.8 %, 6.0 % with weight 1, 7.8 % with 0."""
 
 
 class ModelError(ValueError):
-    """A model that cannot be used: what was got, what was expected, what to do."""
+    """An unusable model; the message says what was got, what was expected and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Estimates:
-    """Of candidates: logarithms of relative times, chance to reach the target, and which rows are trusted."""
+    """Logarithms of relative times, probability of reaching the target, and a mask of usable rows."""
 
     low: Array
     middle: Array
@@ -80,13 +79,13 @@ class Predictor:
     """A loaded model; callable as the ranker of `scheduler.policy.cost_policy.CostPolicy`.
 
     Args:
-        about: What `model.json` says.
+        about: Contents of `model.json`.
         boosters: Per head a `boosters.Booster` or a LightGBM booster.
 
     Attributes:
         about: The same: versions, training data, metrics.
-        fallbacks: Rows that got the cost model's prediction so far.
-        predicted: Rows in all.
+        fallbacks: Rows so far that got the cost model's prediction.
+        predicted: All rows so far.
     """
 
     def __init__(self, about: Mapping[str, Any], boosters: Mapping[str, Any]) -> None:
@@ -95,28 +94,28 @@ class Predictor:
         self.predicted = 0
         self._boosters = dict(boosters)
         low, high = (np.array([pair[side] for pair in about["ranges"]], dtype=np.float64) for side in (0, 1))
-        room = _OUTSIDE * (high - low) + 1e-9
+        room = _MARGIN * (high - low) + 1e-9
         self._least, self._most = low - room, high + room
         calibration = about["calibration"]
         self._widen = float(calibration["widen"])
         self._widest = float(calibration["widest"])
-        self._told: set[int] = set()  # Numbers of ranks.
+        self._warned_sizes: set[int] = set()
         self._cost, self._ranks = FEATURES.index("cost_log"), FEATURES.index("ranks_log2")
 
     def __call__(
         self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
     ) -> list[Prediction]:
-        """Predictions for candidates, in their order.
+        """Predict for candidates, in their order, in a few milliseconds on one thread.
 
-        Ranks that are late or silent count with what they reported last. Takes a few milliseconds, on one thread.
+        Late or silent ranks count with their last reports.
         """
         costs = {id(prediction.plan): prediction for prediction in rank(offered, conditions)}
         predictions = [costs[id(plan)] for plan in offered]
         if not self._least[self._ranks] <= math.log2(conditions.world_size) <= self._most[self._ranks]:
-            # Nothing of what it learned would be used: see `estimate`.
+            # All rows would be out of range: see `estimate`.
             self.predicted += len(offered)
             self.fallbacks += len(offered)
-            self._tell_ranks(conditions.world_size)
+            self._warn_size(conditions.world_size)
             return predictions
         found = self.estimate(rows(offered, conditions, window, active, predictions))
         self.predicted += len(offered)
@@ -126,17 +125,17 @@ class Predictor:
             for index, cost in enumerate(predictions)
         ]
 
-    def _tell_ranks(self, world_size: int) -> None:
-        """Say once that there is no model for so many ranks."""
-        if world_size in self._told:
+    def _warn_size(self, world_size: int) -> None:
+        """Warn once that the model was not trained for this number of ranks."""
+        if world_size in self._warned_sizes:
             return
-        self._told.add(world_size)
+        self._warned_sizes.add(world_size)
         least, most = (round(2.0**bound) for bound in self.about["ranges"][self._ranks])
         trained = f"{least} to {most}" if least < most else f"{least}"
         logger.warning("%d ranks: the model was trained on %s; the cost model decides", world_size, trained)
 
     def estimate(self, features: Array) -> _Estimates:
-        """What the heads say of feature rows, shape (n, n_features); intervals are calibrated."""
+        """Calibrated estimates for feature rows, shape (n, n_features)."""
         raw = {
             head: np.asarray(booster.predict(features, num_threads=1, validate_features=False), dtype=np.float64)
             for head, booster in self._boosters.items()
@@ -145,24 +144,24 @@ class Predictor:
         middle = raw["middle"]
         low = np.minimum(raw["low"] - self._widen, middle)
         high = np.maximum(raw["high"] + self._widen, middle)
-        inside = ((features >= self._least) & (features <= self._most)).all(axis=1)
+        in_range = ((features >= self._least) & (features <= self._most)).all(axis=1)
         finite = np.isfinite(low) & np.isfinite(high) & np.isfinite(raw["reach"])
         return _Estimates(
             low=cost + low,
             middle=cost + middle,
             high=cost + high,
             reach=np.clip(raw["reach"], 0.0, 1.0),
-            known=inside & finite & (high - low <= self._widest),
+            known=in_range & finite & (high - low <= self._widest),
         )
 
 
 def _prediction(cost: Prediction, found: _Estimates, index: int) -> Prediction:
-    """The cost model's prediction with what was learned put in."""
+    """The cost model's prediction with the learned correction."""
     reach = float(found.reach[index])
-    # What a target that may be missed costs is the time to train again in `sync`, as in the cost model.
+    # A missed target costs the time to train again in `sync`, as in the cost model.
     missed = 1.0 - reach
     own = math.log(speed(cost))
-    middle = math.exp(own + _TRUST * (float(found.middle[index]) - own))
+    middle = math.exp(own + _CORRECTION_WEIGHT * (float(found.middle[index]) - own))
     low, high = (math.exp(float(bound[index])) for bound in (found.low, found.high))
     return Prediction(
         plan=cost.plan,
@@ -181,13 +180,13 @@ def _prediction(cost: Prediction, found: _Estimates, index: int) -> Prediction:
 
 
 def load(path: Path) -> Predictor:
-    """Load a model's folder, checked against its schema and hashes.
+    """Load a model's folder and check its schema and hashes.
 
-    Any but that of the package is first checked and tried in a process of its own (`scheduler.learning.trial`):
-    LightGBM ends the process that gives it a damaged one.
+    Any model except the package's is first tried in a child process (`scheduler.learning.trial`), because LightGBM may
+    crash the process that loads a damaged one.
 
     Raises:
-        ModelError: Missing, damaged, of another version, or LightGBM is not installed.
+        ModelError: The model is missing, damaged, or of another version, or LightGBM is not installed.
     """
     about, digest = _about(path)
     texts = {head: _text(path, about, head) for head in HEADS}
@@ -205,7 +204,7 @@ def load(path: Path) -> Predictor:
         except LightGBMMissing as error:
             raise ModelError(str(error)) from None
         except BoosterError as error:
-            raise ModelError(f"head {head} of {path} is no LightGBM model: {error}") from None
+            raise ModelError(f"head {head} of {path} is not a LightGBM model: {error}") from None
         if boosters[head].num_feature() != len(FEATURES):
             count = boosters[head].num_feature()
             raise ModelError(f"head {head} of {path} takes {count} features; expected {len(FEATURES)}: train anew")
@@ -213,7 +212,7 @@ def load(path: Path) -> Predictor:
 
 
 def _about(path: Path) -> tuple[dict[str, Any], str]:
-    """What `model.json` says, and its SHA-256."""
+    """Contents of `model.json`, checked, and its SHA-256."""
     try:
         raw = _bytes(path / _FILE)
         about = json.loads(raw.decode("utf-8"))
@@ -250,7 +249,7 @@ def _check_numbers(path: Path, about: Mapping[str, Any]) -> None:
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ModelError(f"the model in {path} is incomplete: {error!r}; train anew") from None
     if not fits:
-        raise ModelError(f"the model in {path} has ranges or calibration that are none; train anew")
+        raise ModelError(f"the model in {path} has invalid ranges or calibration; train anew")
 
 
 def _text(path: Path, about: Mapping[str, Any], head: str) -> str:

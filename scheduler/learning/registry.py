@@ -1,7 +1,7 @@
-"""Models in MLflow's registry: put there, named champion and challenger, fetched with a deadline.
+"""Models in MLflow's registry: registered, given the aliases champion and challenger, fetched with a deadline.
 
-MLflow is imported in the process of `star-scheduler` and in a child process of a training job, never in the job itself:
-the import alone takes seconds, and a server that hangs would hold the job up.
+MLflow is imported in `star-scheduler` and in a child process of a training job, never in the job itself: the import
+takes seconds, and a server that hangs would block the job.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHAMPION, CHALLENGER = "champion", "challenger"
 EXPERIMENT = "star-scheduler"
 
 FETCH_S = 20.0
-"""What a training job waits for the registry at its start, at most: two imports of MLflow on a busy machine."""
+"""Longest wait of a starting training job for the registry: two imports of MLflow on a busy machine."""
 
 
 def tracking_uri(environ: Mapping[str, str]) -> str:
@@ -45,7 +45,7 @@ class Version:
     """A registered model.
 
     Attributes:
-        name: Of the registered model.
+        name: Name of the registered model.
         number: Its version.
         run_id: MLflow run that trained it.
     """
@@ -56,11 +56,11 @@ class Version:
 
 
 class Registry:
-    """What `star-scheduler` does with MLflow. Imports it: for processes that do not train.
+    """MLflow operations of `star-scheduler`. Imports MLflow, so only for processes that do not train.
 
     Args:
         environ: The environment, for the tracking URI.
-        name: Of the registered model.
+        name: Name of the registered model.
 
     Raises:
         ModelError: MLflow is not installed.
@@ -98,17 +98,17 @@ class Registry:
 
         Args:
             folder: The model.
-            about: What its `model.json` says.
-            sample: A pandas table with feature columns, a few rows: the signature is taken from it.
-            figures: Plots.
-            experiment: The run's.
+            about: Contents of its `model.json`.
+            sample: A pandas table with a few rows of feature columns, for the signature.
+            figures: Plots to log.
+            experiment: Experiment of the run.
 
         Raises:
-            ModelError: MLflow refused, or cannot be reached.
+            ModelError: MLflow rejected a request or cannot be reached.
         """
         try:
             with warnings.catch_warnings():
-                # MLflow advises on type hints and examples; the signature is given.
+                # MLflow recommends type hints and examples; there is a signature.
                 warnings.simplefilter("ignore", UserWarning)
                 return self._record(folder, about, sample, figures, experiment)
         except self._mlflow.exceptions.MlflowException as error:
@@ -150,13 +150,13 @@ class Registry:
         return version
 
     def _artifacts(self) -> str | None:
-        """Where artifacts go: beside an SQLite file, else where the server says."""
+        """Location of artifacts: beside an SQLite file, else the server's default."""
         if not self.uri.startswith("sqlite:///"):
             return None
         return str(Path(self.uri[len("sqlite:///") :]).parent / "artifacts")
 
     def alias(self, alias: str) -> Version | None:
-        """The version with an alias, None where there is none."""
+        """The version with an alias, or None."""
         try:
             found = self._client.get_model_version_by_alias(self.name, alias)
         except self._mlflow.exceptions.MlflowException:
@@ -164,16 +164,16 @@ class Registry:
         return Version(self.name, str(found.version), str(found.run_id))
 
     def promote(self, version: Version, metrics: Mapping[str, float]) -> None:
-        """Make a version the champion, and note what it was judged by."""
+        """Make a version the champion, and tag it with the metrics of the comparison."""
         for key, value in metrics.items():
             self._client.set_model_version_tag(self.name, version.number, f"star.{key}", f"{value:.6g}")
         self._client.set_registered_model_alias(self.name, CHAMPION, version.number)
 
     def log(self, version: Version, metrics: Mapping[str, float]) -> None:
-        """Add figures to the run that trained a version.
+        """Add metrics to the run that trained a version.
 
         Raises:
-            ModelError: MLflow refused, or cannot be reached.
+            ModelError: MLflow rejected a request or cannot be reached.
         """
         try:
             for key, value in metrics.items():
@@ -182,33 +182,33 @@ class Registry:
             raise ModelError(redacted(f"MLflow at {self.uri} says: {error}", self._environ)) from None
 
     def download(self, alias: str) -> Path:
-        """The folder of the version with an alias.
+        """Download the version with an alias; returns its folder.
 
         Raises:
-            ModelError: There is none.
+            ModelError: It cannot be fetched.
         """
         return fetch(f"models:/{self.name}@{alias}", self._environ, deadline_s=120.0)
 
 
 def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = None) -> Path:
-    """Download a model from the registry into a folder that goes when this process ends.
+    """Download a model from the registry into a folder that is removed when this process ends.
 
     Args:
         uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
         environ: The environment, for the tracking URI.
-        deadline_s: Seconds until it is given up, `FETCH_S` by default; the child process is killed then.
+        deadline_s: Seconds after which the child process is killed; `FETCH_S` by default.
 
     Returns:
         The folder with `model.json`.
 
     Raises:
-        ModelError: Not there, no answer in time, or MLflow is not installed.
+        ModelError: The model does not exist, the registry did not answer in time, or MLflow is not installed.
     """
     deadline_s = FETCH_S if deadline_s is None else deadline_s
     target = Path(tempfile.mkdtemp(prefix="star-model-"))
     atexit.register(shutil.rmtree, target, ignore_errors=True)
     command = [sys.executable, "-m", "scheduler.learning.registry", uri, str(target)]
-    # Not among the arguments, which everybody on the machine can read: it may hold a password.
+    # Not among the arguments, which all users of the machine can read: it may contain a password.
     env = {**environ, "MLFLOW_TRACKING_URI": tracking_uri(environ)}
     env |= {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     package = str(Path(__file__).resolve().parents[2])
@@ -228,7 +228,7 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = No
 
 
 def find_model(folder: Path) -> Path:
-    """The folder with `model.json` inside of what was downloaded.
+    """Find the folder with `model.json` in a download.
 
     Raises:
         ModelError: There is none.
@@ -249,7 +249,7 @@ def _main(arguments: list[str]) -> int:
         path = mlflow.artifacts.download_artifacts(artifact_uri=uri, dst_path=target)
         print(find_model(Path(path)))
     except Exception as error:
-        # MLflow raises whatever its stores raise; the parent shows the last line.
+        # MLflow passes on any error of its stores; the parent shows the last line.
         text = redacted(" ".join(str(error).split()))[:300]
         sys.stderr.write(f"{type(error).__name__}: {text}\n")
         return 1

@@ -1,8 +1,8 @@
-"""Training rows from simulated jobs: at moments of a job, every candidate is tried for a while from that very moment.
+"""Training rows from simulated jobs: at moments of a job, every candidate is simulated from that state.
 
-A job runs under a policy that sometimes does something else, so that moments under all modes are seen. At some of its
-decisions it is forked: each candidate goes on from there, contention and all, for as long as `HORIZON_STEPS`
-synchronous steps take. Labels are what came of it; switching itself is not in them, its price is the policy's business.
+A job runs under a policy with random exploration, so that there are moments under all modes. At some of its decisions
+the job is forked: each candidate continues from there, with the same contention, for the time of `HORIZON_STEPS`
+synchronous steps. The results are the labels. They exclude the cost of the switch, which the policy accounts for.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from scheduler.simulator.scenario import Scenario, draw_scenario
 __all__ = ["HORIZON_STEPS", "Moment", "collect_scenario", "fork", "in_order"]
 
 HORIZON_STEPS = 32
-"""Synchronous steps that a candidate is judged over: half of the reports known, so that what is seen can tell."""
+"""Horizon of a label in synchronous steps: half of the reports in a window, so that these are informative."""
 
 _LONGEST = 6.0
-"""A horizon ends after as many usual steps per step: a frozen rank, or one 20 times slower, is understood by then."""
+"""Longest horizon, in usual steps per step: enough for a frozen rank, or one 20 times slower."""
 
 _CLIP = 3.5
-"""Bound of the logarithm of a relative time, a factor of 33: worse is not told apart."""
+"""Bound of the logarithm of a relative time, a factor of 33."""
 
 _LONG_SHARE = 0.3
-"""Part of the moments at which plans that are simulated slowly are tried too."""
+"""Share of the moments at which plans that are slow to simulate are included."""
 
 _HARM = 4.0  # As in `simulator.account`.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """All candidates of one decision, and what came of each.
+    """All candidates of one decision, with their labels.
 
     Attributes:
         step: Global step.
         plans: The candidates.
-        features: Shape (n_candidates, n_features).
+        features: Feature rows, shape (n_candidates, n_features).
         log_relative: Logarithm of the time to equal progress over that of `sync`.
-        reached: Chance to reach the target if all of the job went that way.
+        reached: Probability of reaching the target if the whole job went like that.
         cost: The cost model's relative times.
     """
 
@@ -71,20 +71,20 @@ def in_order(offered: Sequence[Plan], conditions: Conditions) -> list[Prediction
 
 
 def fork(job: Job, plans: Sequence[Plan], *, steps: int = HORIZON_STEPS) -> tuple[Array, Array]:
-    """Try each plan from where the job is; the job itself is not touched.
+    """Simulate each plan from the job's present state; the job itself is not changed.
 
     Args:
         job: A simulated job between two steps.
-        plans: What to try; the first is `sync`, whose time for `steps` steps is what all get.
-        steps: Horizon.
+        plans: The plans; the first is `sync`, whose time for `steps` steps is the horizon of all.
+        steps: Length of the horizon.
 
     Returns:
-        (log of the time to equal progress over that of `sync`, chance to reach the target), each (n_plans,).
+        (log of the time to equal progress over that of `sync`, probability of the target), each (n_plans,).
     """
     usual = job._usual_s()
-    settled = [with_groups(plan, usual) for plan in plans]
+    completed = [with_groups(plan, usual) for plan in plans]
     nominal_s = max(usual) if usual else job.scenario.network.compute_s
-    first = _branch(job, [settled[0]])
+    first = _branch(job, [completed[0]])
     begin_s = _begin(first)
     limit_s = begin_s + _LONGEST * steps * min(nominal_s, 4.0 * job.scenario.network.compute_s)
     done = 0
@@ -94,8 +94,8 @@ def fork(job: Job, plans: Sequence[Plan], *, steps: int = HORIZON_STEPS) -> tupl
     base = _achieved(first, begin_s, job)
     horizon_s = float(first.state.now_s[0] - begin_s[0])
     speeds, harms = np.full(len(plans), base[0][0]), np.full(len(plans), base[1][0])
-    for chosen in _kinds(settled):
-        mode = _branch(job, [settled[i] for i in chosen])
+    for chosen in _kinds(completed):
+        mode = _branch(job, [completed[i] for i in chosen])
         begin_s = _begin(mode)
         speeds[chosen], harms[chosen] = _run(mode, begin_s, horizon_s, job)
     relative = np.log(base[0][0] / np.maximum(speeds, 1e-3 * base[0][0]))
@@ -103,21 +103,21 @@ def fork(job: Job, plans: Sequence[Plan], *, steps: int = HORIZON_STEPS) -> tupl
 
 
 def _kinds(plans: Sequence[Plan]) -> list[list[int]]:
-    """Indices of plans that run together, `sync` at the front left out."""
+    """Indices of plans that can be simulated together, without the first (`sync`)."""
     kinds: dict[object, list[int]] = {}
     for index, plan in enumerate(plans):
         if index == 0:
             continue
         key: object = index
         if vectorised(plan):
-            # Updates of one gradient are many: they would keep the others going.
+            # Updates of one gradient are many more, and the others would have to be simulated as long.
             key = "rounds" if plan.mode in ("sync", "partial") else (plan.mode, plan.mode == "ps" and plan.quorum == 1)
         kinds.setdefault(key, []).append(index)
     return list(kinds.values())
 
 
 def _branch(job: Job, plans: Sequence[Plan]) -> Mode:
-    """Replicas of the job, one per plan, each with its plan begun."""
+    """Replicas of the job, one per plan, each after the switch to its plan."""
     rows_ = np.zeros(len(plans), dtype=np.int64)
     if len(plans) == 1 and plans[0] == job.plan and vectorised(job.plan):
         return job.mode.take(rows_)
@@ -125,7 +125,7 @@ def _branch(job: Job, plans: Sequence[Plan]) -> Mode:
         copied = job.mode.take(rows_)
         copied.set_plans(plans)
         return copied
-    # Only what outlives a mode is copied: servers' queues are objects.
+    # Only the state is copied, not the mode: servers' queues are objects.
     left_s = job.mode.leave_s()
     state = job.mode.state.take(rows_)
     state.machines.advance_to(state.now_s)
@@ -146,7 +146,7 @@ def _begin(mode: Mode) -> Array:
 
 
 def _achieved(mode: Mode, begin_s: Array, job: Job) -> tuple[Array, Array]:
-    """Progress per second in synchronous steps, and harm were the whole way like that."""
+    """Progress in synchronous steps per second, and harm extrapolated to the whole job."""
     account = mode.state.account
     took_s = np.maximum(mode.state.now_s - begin_s, 1e-9)
     share = np.maximum(account.gain, 1e-3) / job.scenario.network.target_steps
@@ -154,7 +154,7 @@ def _achieved(mode: Mode, begin_s: Array, job: Job) -> tuple[Array, Array]:
 
 
 def _run(mode: Mode, begin_s: Array, horizon_s: float, job: Job) -> tuple[Array, Array]:
-    """Until every replica has had its time; one that is through waits for the others with its result taken."""
+    """Simulate until every replica has passed the horizon, and record each one's result when it does."""
     speeds, harms = np.zeros(len(begin_s)), np.zeros(len(begin_s))
     open_ = np.ones(len(begin_s), dtype=np.bool_)
     most = 64 * HORIZON_STEPS * job.scenario.world_size
@@ -174,7 +174,7 @@ def _run(mode: Mode, begin_s: Array, horizon_s: float, job: Job) -> tuple[Array,
 
 
 class _Collector:
-    """A policy that decides like another one, with an eye on moments to try out, and whims."""
+    """A cost policy that collects moments and sometimes chooses a random plan."""
 
     def __init__(self, scenario: Scenario, rng: np.random.Generator, ranker: Ranker | None, moments: int) -> None:
         n = scenario.world_size
@@ -182,7 +182,7 @@ class _Collector:
         self.job: Job | None = None
         self._rng, self._ranker, self._most = rng, ranker, moments
         self._chance = 2.0 * moments / (scenario.network.target_steps / 4.0)
-        self._whims = float(rng.choice((0.0, 0.01, 0.05)))
+        self._explore_rate = float(rng.choice((0.0, 0.01, 0.05)))
         self._inner = CostPolicy(n, ranker=self._rank, hosts=[f"host{r}" for r in range(n)])
         self.observe: Callable[[Plan, float, float, float], None] = self._inner.observe
 
@@ -192,7 +192,7 @@ class _Collector:
 
     def decide(self, window: Window, active: Plan) -> Plan | None:
         decided = self._inner.decide(window, active)
-        if self._inner.last and self._rng.random() < self._whims:
+        if self._inner.last and self._rng.random() < self._explore_rate:
             plan = self._inner.last[int(self._rng.integers(len(self._inner.last)))].plan
             return None if plan == active else plan.replace(plan_id=active.plan_id + 1, reason="tried")
         return decided
@@ -201,12 +201,12 @@ class _Collector:
         self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
     ) -> list[Prediction]:
         if not self.done and self._rng.random() < self._chance:
-            self._try(offered, conditions, window, active)
+            self._collect(offered, conditions, window, active)
         if self._ranker is None:
             return in_order(offered, conditions)
         return self._ranker(offered, conditions, window, active)
 
-    def _try(self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan) -> None:
+    def _collect(self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan) -> None:
         assert self.job is not None
         n = conditions.world_size
         more = [Plan.partial(n, quorum) for quorum in sorted({max(1, n // 2), max(1, 3 * n // 4)})]
@@ -229,7 +229,7 @@ class _Collector:
 
 
 def _long(plan: Plan) -> bool:
-    """Whether a plan takes the simulator long: an update per gradient, or event by event."""
+    """Whether a plan is slow to simulate: an update per gradient, or event by event."""
     return not vectorised(plan) or (plan.mode == "ps" and plan.quorum == 1)
 
 
@@ -242,14 +242,14 @@ def collect_scenario(
     pattern: str = "",
     every_steps: int = 4,
 ) -> tuple[Scenario, list[Moment]]:
-    """Run one job and try out candidates at some of its moments.
+    """Simulate one job and collect moments.
 
     Args:
-        seed: Of the scenario and of what is tried.
-        moments: At most.
-        ranker: Who ranks the candidates for the job itself; the cost model if None.
-        steps: Synchronous steps to the target, instead of the network's own.
-        pattern: A given pattern of contention (`simulator.episodes.PATTERNS`).
+        seed: Seed of the scenario and of the exploration.
+        moments: Most moments.
+        ranker: Ranks the candidates for the job's policy; the cost model if None.
+        steps: Synchronous steps to the target; the network's own if 0.
+        pattern: Pattern of contention (`simulator.episodes.PATTERNS`); drawn if empty.
         every_steps: Steps between two decisions.
     """
     scenario = draw_scenario(seed, steps=steps, pattern=pattern)

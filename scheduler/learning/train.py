@@ -1,7 +1,7 @@
-"""Fitting the predictor to a table: heads, tuning within a budget, calibration on networks it has not seen.
+"""Training of the predictor: heads, tuning within a time budget, calibration on held-out networks.
 
-All judging is across networks: every figure of `Fit.metrics` and the width that is added to intervals come from
-predictions for networks which the heads at work were not fitted to (cross-validation by network, never inside a run).
+All figures of `Fit.metrics`, and the calibration of intervals, come from cross-validation by network: predictions for
+networks that the heads were not fitted to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["COVERAGE", "Fit", "Settings", "fit", "kendall", "metrics", "save", "
 Ints = npt.NDArray[np.int64]
 
 COVERAGE = 0.9
-"""Part of the outcomes that an interval is to contain."""
+"""Target coverage of an interval."""
 
 _QUANTILES = {"low": 0.05, "middle": 0.5, "high": 0.95}
 _FOLDS = 5
@@ -45,16 +45,16 @@ _SPACE: dict[str, tuple[float, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Of LightGBM, the same for all heads.
+    """LightGBM settings, equal for all heads.
 
     Attributes:
-        learning_rate: Of boosting.
+        learning_rate: Learning rate of boosting.
         rounds: Trees per head.
-        leaves: Of a tree, at most.
-        least_rows: In a leaf.
-        columns: Part of the features a tree sees.
+        leaves: Most leaves of a tree.
+        least_rows: Least rows in a leaf.
+        columns: Share of the features that a tree uses.
         ridge: L2 penalty on leaves.
-        seed: Of all that is drawn.
+        seed: Random seed.
     """
 
     learning_rate: float = 0.05
@@ -68,16 +68,16 @@ class Settings:
 
 @dataclass(slots=True, kw_only=True)
 class Fit:
-    """Fitted heads and what they are worth.
+    """Fitted heads and their validation.
 
     Attributes:
         boosters: LightGBM booster per head.
-        settings: They were fitted with.
-        ranges: Of every feature, (n_features, 2).
-        widen: Added to intervals on both sides, in logarithms.
-        widest: Width beyond which the cost model's prediction is taken.
-        metrics: On networks not fitted to.
-        judged: Out-of-fold predictions, by head.
+        settings: Settings of the fit.
+        ranges: Range of every feature, (n_features, 2).
+        widen: Width added to intervals on both sides, in logarithms.
+        widest: Width above which the cost model's prediction is used.
+        metrics: Metrics on held-out networks.
+        judged: Out-of-fold predictions by head.
     """
 
     boosters: dict[str, Any]
@@ -132,7 +132,7 @@ def _fit_heads(features: Array, targets: Mapping[str, Array], settings: Settings
 
 
 def _targets(frame: Any, features: Array) -> dict[str, Array]:
-    """Labels of the heads. Every moment weighs the same, however many candidates it has."""
+    """Labels and weights; every moment has the same weight, independent of its number of candidates."""
     log_relative = frame["log_relative"].to_numpy(dtype=np.float64)
     count = frame.groupby(["run", "step"])["plan"].transform("size").to_numpy(dtype=np.float64)
     return {
@@ -143,27 +143,27 @@ def _targets(frame: Any, features: Array) -> dict[str, Array]:
     }
 
 
-def _judge(
+def _cross_validate(
     features: Array, targets: Mapping[str, Array], fold: Ints, settings: Settings, heads: tuple[str, ...]
 ) -> dict[str, Array]:
     """Predictions for every row by heads that were fitted to other networks."""
     found = {head: np.full(len(features), np.nan) for head in heads}
     for index in np.unique(fold):
-        inside, outside = fold == index, fold != index
-        chosen = {name: values[outside] for name, values in targets.items()}
-        for head, booster in _fit_heads(features[outside], chosen, settings, heads).items():
-            found[head][inside] = booster.predict(features[inside], num_threads=1)
+        held_out, kept = fold == index, fold != index
+        chosen = {name: values[kept] for name, values in targets.items()}
+        for head, booster in _fit_heads(features[kept], chosen, settings, heads).items():
+            found[head][held_out] = booster.predict(features[held_out], num_threads=1)
     return found
 
 
-def tune(frame: Any, *, budget_s: float, seed: int = 1, told: Callable[[str], None] | None = None) -> Settings:
-    """Random search for settings, judged by how well candidates are chosen, until the budget is spent.
+def tune(frame: Any, *, budget_s: float, seed: int = 1, report: Callable[[str], None] | None = None) -> Settings:
+    """Random search for the settings with the least choice regret, within a time budget.
 
     Args:
         frame: The table.
-        budget_s: Seconds; at least the defaults are judged.
-        seed: Of the search.
-        told: Told of every trial.
+        budget_s: Seconds; at least the defaults are evaluated.
+        seed: Seed of the search.
+        report: Called with a sentence on every trial.
     """
     features, fold = matrix(frame), folds(frame, 3)
     targets = _targets(frame, features)
@@ -172,13 +172,13 @@ def tune(frame: Any, *, budget_s: float, seed: int = 1, told: Callable[[str], No
     settings, slowest_s = best, 0.0
     while trial == 0 or time.monotonic() - begin_s + slowest_s < budget_s:
         began_s = time.monotonic()
-        judged = _judge(features, targets, fold, settings, ("middle",))
+        judged = _cross_validate(features, targets, fold, settings, ("middle",))
         cost = judged["middle"] + features[:, FEATURES.index("cost_log")]
         regret = _regret(frame, cost, targets)
         slowest_s = max(slowest_s, time.monotonic() - began_s)
         trial += 1
-        if told is not None:
-            told(f"trial {trial}: choice regret {100.0 * regret:.2f} % with {settings}")
+        if report is not None:
+            report(f"trial {trial}: choice regret {100.0 * regret:.2f} % with {settings}")
         if regret < least:
             best, least = settings, regret
         drawn = {name: values[int(rng.integers(len(values)))] for name, values in _SPACE.items()}
@@ -188,10 +188,10 @@ def tune(frame: Any, *, budget_s: float, seed: int = 1, told: Callable[[str], No
 
 
 def fit(frame: Any, settings: Settings | None = None) -> Fit:
-    """Fit all heads, and calibrate and judge them across networks.
+    """Fit all heads, and calibrate and validate them across networks.
 
     Raises:
-        DatasetError: Too few networks to judge by.
+        DatasetError: The table has too few networks.
         ModelError: LightGBM is missing.
     """
     networks = frame["network"].nunique()
@@ -200,7 +200,7 @@ def fit(frame: Any, settings: Settings | None = None) -> Fit:
     settings = settings or Settings()
     features, fold = matrix(frame), folds(frame, _FOLDS)
     targets = _targets(frame, features)
-    judged = _judge(features, targets, fold, settings, HEADS)
+    judged = _cross_validate(features, targets, fold, settings, HEADS)
     judged["cost"] = features[:, FEATURES.index("cost_log")]
     rows = _others(frame)
     widen = _widen(judged, targets["residual"], rows)
@@ -218,25 +218,25 @@ def fit(frame: Any, settings: Settings | None = None) -> Fit:
 
 
 def _others(frame: Any) -> npt.NDArray[np.bool_]:
-    """Rows of all modes but `sync`, which is 1 by definition."""
+    """Rows of all modes except `sync`, whose relative time is 1 by definition."""
     return np.asarray((frame["mode"] != "sync").to_numpy())
 
 
 def _widen(judged: Mapping[str, Array], residual: Array, rows: npt.NDArray[np.bool_]) -> float:
-    """Conformal correction (Romano et al. 2019): how far outcomes lie outside, at the level of coverage."""
-    outside = np.maximum(judged["low"] - residual, residual - judged["high"])[rows]
-    return float(np.quantile(outside, min(1.0, COVERAGE * (1.0 + 1.0 / len(outside)))))
+    """Conformal correction (Romano et al. 2019): quantile, at the coverage, of the distances from the interval."""
+    distances = np.maximum(judged["low"] - residual, residual - judged["high"])[rows]
+    return float(np.quantile(distances, min(1.0, COVERAGE * (1.0 + 1.0 / len(distances)))))
 
 
 def metrics(frame: Any, judged: Mapping[str, Array], targets: Mapping[str, Array], widen: float) -> dict[str, float]:
-    """Figures of predictions against what came of the candidates; `cost_` names those of the cost model alone."""
+    """Metrics of predictions; the prefix `cost_` marks those of the cost model alone."""
     rows, residual = _others(frame), targets["residual"]
-    inside = (residual >= judged["low"] - widen) & (residual <= judged["high"] + widen)
+    covered = (residual >= judged["low"] - widen) & (residual <= judged["high"] + widen)
     learned = judged["cost"] + judged["middle"]
     found = {
         "error": float(np.abs(residual - judged["middle"])[rows].mean()),
         "cost_error": float(np.abs(residual)[rows].mean()),
-        "coverage": float(inside[rows].mean()),
+        "coverage": float(covered[rows].mean()),
         "width": float((judged["high"] - judged["low"])[rows].mean() + 2.0 * widen),
         "kendall": kendall(frame, learned, targets["log_relative"]),
         "cost_kendall": kendall(frame, judged["cost"], targets["log_relative"]),
@@ -248,7 +248,7 @@ def metrics(frame: Any, judged: Mapping[str, Array], targets: Mapping[str, Array
 
 
 def kendall(frame: Any, predicted: Array, real: Array) -> float:
-    """Mean over moments of Kendall's tau-a between predicted and real order of the candidates."""
+    """Mean over moments of Kendall's tau-a between predicted and actual order of the candidates."""
     taus = []
     for index in frame.groupby(["run", "step"]).indices.values():
         if len(index) < 3:
@@ -260,7 +260,7 @@ def kendall(frame: Any, predicted: Array, real: Array) -> float:
 
 
 def _regret(frame: Any, predicted: Array, targets: Mapping[str, Array]) -> float:
-    """Mean over moments of what the chosen candidate took over the best one's time, minus 1."""
+    """Mean over moments of the chosen candidate's time over the best one's, minus 1."""
     real = np.exp(targets["log_relative"]) + 1.0 - np.nan_to_num(targets["reached"], nan=1.0)
     lost = []
     for index in frame.groupby(["run", "step"]).indices.values():
@@ -270,10 +270,10 @@ def _regret(frame: Any, predicted: Array, targets: Mapping[str, Array]) -> float
 
 
 def save(found: Fit, path: Path, *, data: Mapping[str, Any], made_by: str = "") -> dict[str, Any]:
-    """Write a model's folder; `model.json` comes last, so that a folder without it is none.
+    """Write a model's folder, `model.json` last, so that an incomplete folder is not a model.
 
     Returns:
-        What `model.json` says.
+        Contents of `model.json`.
     """
     path.mkdir(parents=True, exist_ok=True)
     (path / "model.json").unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""A model from elsewhere, checked and tried in a process of its own before a training job loads it.
+"""A trial of a model from elsewhere in a child process before a training job loads it.
 
-LightGBM's C++ can end the process that it runs in. So a child of the lowest priority looks at the text, loads every
-head and predicts with it; only what came through that is loaded. `python -m scheduler.learning.trial` is that child: it
-reads the heads from its standard input, as a JSON mapping of names to texts, and is of no use by itself.
+LightGBM's C++ code can crash its process. So a child of the lowest priority checks the text, loads every head and
+predicts with it; only a model that passes is loaded. `python -m scheduler.learning.trial` is that child: it reads the
+heads from its standard input, as a JSON mapping of names to texts. For internal use.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from scheduler.learning.features import FEATURES
 __all__ = ["TRIAL_S", "try_heads"]
 
 TRIAL_S = 60.0
-"""What a trial may take; on an idle core it is half a second for the model of the package."""
+"""Longest trial; on an idle core the package's model takes half a second."""
 
 _MEMORY_BYTES = 4 << 30  # Address space: threads and libraries reserve more than they use.
 _CPU_S = 60
 _ROWS, _SEED = 256, 5
-_REFUSED, _MISSING = 3, 4  # Exit codes.
+_REJECTED, _MISSING = 3, 4  # Exit codes.
 
 
 def try_heads(texts: Mapping[str, str], *, deadline_s: float | None = None) -> None:
-    """Check, load and ask the heads of a model in a process that may end by it.
+    """Check, load and run the heads of a model in a child process.
 
     Args:
-        texts: Of every head, by name.
-        deadline_s: Seconds until the trial is given up, `TRIAL_S` by default; the child is killed then.
+        texts: Texts of the heads, by name.
+        deadline_s: Seconds after which the child is killed; `TRIAL_S` by default.
 
     Raises:
         LightGBMMissing: It is not installed or cannot be loaded.
-        BoosterError: A head is no model, the child ended by it, or it did not end in time.
+        BoosterError: A head is invalid, the child crashed, or it did not end in time.
     """
     deadline_s = TRIAL_S if deadline_s is None else deadline_s
     package = str(Path(__file__).resolve().parents[2])
@@ -53,7 +53,7 @@ def try_heads(texts: Mapping[str, str], *, deadline_s: float | None = None) -> N
             [sys.executable, "-m", "scheduler.learning.trial"],
             input=json.dumps(dict(texts)).encode(),
             env=environ,
-            cwd=package,  # `-m` looks in the present folder first, which may hold a `scheduler` of the user's.
+            cwd=package,  # `-m` searches the current folder first, which may contain a user's `scheduler`.
             capture_output=True,
             timeout=deadline_s,
             check=False,
@@ -61,15 +61,15 @@ def try_heads(texts: Mapping[str, str], *, deadline_s: float | None = None) -> N
     except subprocess.TimeoutExpired:
         raise BoosterError(f"a trial of it did not end within {deadline_s:g} s; expected predictions") from None
     except OSError as error:
-        raise BoosterError(f"no process to try it in can be started: {error}") from None
+        raise BoosterError(f"cannot start a process for its trial: {error}") from None
     if done.returncode == 0:
         return
-    said = (done.stderr.decode("utf-8", errors="replace").strip().splitlines() or ["it said nothing"])[-1][:300]
+    said = (done.stderr.decode("utf-8", errors="replace").strip().splitlines() or ["no message"])[-1][:300]
     if done.returncode == _MISSING:
         raise LightGBMMissing(said)
-    if done.returncode == _REFUSED:
+    if done.returncode == _REJECTED:
         raise BoosterError(said)
-    raise BoosterError(f"a process that tried it {_ending(done.returncode)} ({said}); expected predictions")
+    raise BoosterError(f"the process of its trial {_ending(done.returncode)} ({said}); expected predictions")
 
 
 def _ending(code: int) -> str:
@@ -85,7 +85,7 @@ def _ending(code: int) -> str:
 
 
 def _rows() -> Array:
-    """Rows that take many ways through a tree: usual ones, far ones, and missing values."""
+    """Rows that take many paths through a tree: usual, extreme, and missing values."""
     rng = np.random.default_rng(_SEED)
     found = rng.normal(scale=3.0, size=(_ROWS, len(FEATURES)))
     found[::7] *= 1e6
@@ -104,11 +104,11 @@ def _try(texts: Mapping[str, str]) -> None:
             if count != len(FEATURES):
                 raise BoosterError(f"it takes {count} features; expected {len(FEATURES)}")
             if not np.isfinite(np.asarray(booster.predict(rows, num_threads=1))).all():
-                raise BoosterError("it predicts what is no number; expected finite predictions")
+                raise BoosterError("it predicts values that are not finite; expected finite ones")
         except LightGBMMissing:
             raise
         except BoosterError as error:
-            raise BoosterError(f"head {name} is no model that can be used: {error}") from None
+            raise BoosterError(f"head {name} is unusable: {error}") from None
 
 
 def _main() -> int:
@@ -123,7 +123,7 @@ def _main() -> int:
         return _MISSING
     except BoosterError as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
-        return _REFUSED
+        return _REJECTED
     return 0
 
 

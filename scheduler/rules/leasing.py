@@ -1,22 +1,21 @@
-"""Leases: parts of an epoch that a rank holds ahead of its work, so that it need not ask for every batch.
+"""Leases: spans of an epoch that a rank holds ahead of its work, so that it need not request every batch.
 
-Every rank makes the same permutation of the samples from (seed, epoch). A lease is a span of positions in it, whole
-batches that the rank begins in order. Far from the end of the epoch a rank holds what it works on for `LEASE_S`
-seconds: it goes on while the coordinator does not answer. Toward the end a rank holds at most half of its share of what
-is left, by its own pace, so spans shrink to single batches and all ranks end together (guided self-scheduling). Three
-rules see to the rest:
+Every rank makes the same permutation of the samples from (seed, epoch). A lease is a span of positions in it: whole
+batches that the rank begins in order. Far from the end of the epoch a rank holds `LEASE_S` seconds of work, so that it
+continues while the coordinator does not answer. Toward the end it holds at most half of its share of the rest, by its
+pace, so that spans shrink to single batches and all ranks end together (guided self-scheduling). Further rules:
 
-- A rank whose next batch would end after the others could have begun and ended all that is free gets none.
-- When nothing is free and a rank has nothing to do, spans not begun are called back from ranks that would end later,
-  except what they end before that rank could.
-- The epoch is over for no rank while another holds what it has not begun: a rank may leave its loop at any time,
-  and what it gives back needs a taker. Nothing can be left over as long as one rank goes on to the end.
+- A rank whose next batch would end after the others could have finished all free positions gets none.
+- When no position is free and a rank is idle, spans not begun are recalled from ranks that would end later, except
+  what they would finish before that rank could.
+- The epoch ends for no rank while another holds positions it has not begun: a rank may leave its loop at any time, and
+  another must take what it returns. All positions are processed as long as one rank continues to the end.
 
-A rank whose worker processes load batches ahead (`ahead`) holds as many as are on their way, up to the last ones of the
-epoch, but never more than its whole share of what is left.
+A rank whose worker processes load batches ahead (`ahead`) holds as many as are being loaded, up to the last ones of the
+epoch, but never more than its share of the rest.
 
-A position is always in exactly one place: free, held by one rank, or begun by one rank. It leaves that one only when
-the rank says that it was never delivered (`undone`: batches came in any order, and the loop was left).
+A position is always in exactly one state: free, held by one rank, or begun by one rank. It leaves the last one only if
+the rank reports that the position was never delivered (`undone`: its loop was left while batches were loading).
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from dataclasses import dataclass, field
 __all__ = ["LEASE_S", "Answer", "LeaseQueue", "Span", "joined", "without"]
 
 LEASE_S = 60.0
-"""Twice as long as a coordinator may be unreachable without effect: a rank asks when a quarter is used up, and may
-become faster than its pace says."""
+"""Twice the time that a coordinator may be unreachable without effect: a rank requests more when a quarter is used, and
+may become faster than its pace."""
 
 _FIRST = 8
-"""Batches of the first lease, while no pace is known."""
+"""Batches of the first lease, before a pace is known."""
 
 _OVERDUE = 3.0
-"""A rank that is silent for this many of its batch times beyond what it holds is not counted on: it may be dead."""
+"""Batch times of silence, beyond the work it holds, after which a rank may be dead and is not planned with."""
 
 _INTERVALS = 5
-"""Recent intervals whose median is a rank's pace: the fewest that outvote two outliers."""
+"""Recent intervals whose median is a rank's pace: the fewest that tolerate two outliers."""
 
 Span = tuple[int, int]
 
@@ -72,16 +71,16 @@ def without(spans: Iterable[Span], gone: Iterable[Span]) -> list[Span]:
 
 
 class Answer(enum.Enum):
-    """The answer to a rank when there is no span for it."""
+    """The answer to a rank that gets no span."""
 
     LATER = "later"  # It holds enough for now.
-    WAIT = "wait"  # It has nothing, and others hold what may come back; an answer follows.
+    WAIT = "wait"  # It holds nothing, and others may return positions; an answer follows.
     END = "end"  # The epoch is over for it.
 
 
 @dataclass(slots=True)
 class _Holder:
-    """What is known of one rank.
+    """State of one rank.
 
     Attributes:
         held: Spans not begun, in the order in which it begins them.
@@ -92,10 +91,10 @@ class _Holder:
         undelivered: Positions it has begun that may still come back.
         heard_s: When it last asked or gave back, seconds; NaN before.
         paces_s: Recent seconds per batch.
-        forecast_s: Seconds per batch given to `forecast`, NaN where none was.
+        forecast_s: Seconds per batch given to `forecast`, NaN without one.
         ended: The epoch is over for it, or it left.
-        recalled: It was asked to give back what it has not begun.
-        waits: It has nothing and waits for what others give back, or for the end.
+        recalled: It was asked to return its positions that are not begun.
+        waits: It holds nothing and waits for positions that others return, or for the end.
     """
 
     held: deque[Span] = field(default_factory=deque)
@@ -120,20 +119,20 @@ class _Holder:
 
 
 class LeaseQueue:
-    """Hands every position of an epoch out exactly once, in spans.
+    """Hands out every position of an epoch exactly once, in spans.
 
-    Not thread-safe: its owner, the coordinator, calls it from one thread. Times are seconds on one clock.
+    Not thread-safe: the coordinator calls it from one thread. Times are seconds on one clock.
 
     Args:
         n_samples: Positions in the epoch.
         batch_size: Positions in a batch; the last of the epoch may be shorter.
         world_size: Number of ranks.
-        drop_last: Leave the positions of a short last batch out.
+        drop_last: Omit a short last batch.
         lease_s: Seconds of work a rank holds ahead.
         done: Positions that were consumed before the epoch was interrupted; they are not handed out.
 
     Raises:
-        ValueError: A count out of range.
+        ValueError: A count is out of range.
     """
 
     def __init__(
@@ -163,14 +162,14 @@ class LeaseQueue:
         return sum(stop - start for start, stop in self._free)
 
     def held(self, rank: int) -> int:
-        """Positions that a rank holds and, by its last report, has not begun."""
+        """Positions that a rank holds and has not begun, by its last report."""
         return sum(stop - start for start, stop in self._holder(rank).held)
 
     def forecast(self, rank: int, seconds_per_batch: float) -> None:
-        """Say how long a batch takes a rank; it goes before what was learned from its requests.
+        """Set a rank's seconds per batch, which overrides the pace measured from its requests.
 
         Raises:
-            ValueError: Not a positive number.
+            ValueError: The value is not positive and finite.
         """
         if not 0.0 < seconds_per_batch < math.inf:
             raise ValueError(f"forecast of rank {rank} is {seconds_per_batch} s; expected a positive number")
@@ -190,14 +189,14 @@ class LeaseQueue:
             undelivered: Positions it has begun that may still come back.
 
         Raises:
-            ValueError: It cannot have begun so many; nothing has changed then.
+            ValueError: `begun` is impossible; nothing is changed.
         """
         holder = self._holder(rank)
         self._confirm(rank, begun, now_s)
         holder.ahead, holder.load_s, holder.undelivered = ahead, load_s, undelivered
         if holder.ended:
             return Answer.END
-        if holder.recalled:  # What it holds is on its way back, and with it the answer.
+        if holder.recalled:  # Its positions are being returned; the answer follows that.
             holder.waits = True
             return Answer.WAIT
         return self._decide(rank, now_s)
@@ -236,7 +235,7 @@ class LeaseQueue:
         return all(holder.ended for holder in self._holders)
 
     def leave(self, rank: int) -> None:
-        """A rank begins nothing more; what it holds goes to the others."""
+        """Remove a rank, which begins no more positions; those it holds become free."""
         holder = self._holder(rank)
         self._free.extendleft(reversed(holder.held))
         holder.held.clear()
@@ -244,10 +243,10 @@ class LeaseQueue:
         holder.ended, holder.recalled, holder.waits = True, False, False
 
     def answers(self, now_s: float) -> Iterator[tuple[int, Span | Answer]]:
-        """The answers for ranks that wait: a span, or that the epoch is over for them."""
+        """Answers for ranks that wait: a span, or the end of the epoch."""
         waiting = [rank for rank, each in enumerate(self._holders) if each.waits and not each.recalled]
         pace_s = {rank: self._holders[rank].pace_s for rank in waiting}
-        waiting.sort(key=lambda rank: 0.0 if math.isnan(pace_s[rank]) else pace_s[rank])  # The fastest goes first.
+        waiting.sort(key=lambda rank: 0.0 if math.isnan(pace_s[rank]) else pace_s[rank])  # The fastest first.
         for rank in waiting:
             self._holders[rank].waits = False
             answer = self._decide(rank, now_s)
@@ -264,11 +263,9 @@ class LeaseQueue:
                     holder.recalled = True
                     yield rank, self._keeps(holder, min(self._next_s(each, now_s) for each in gains), now_s)
 
-    # ---- inside ---------------------------------------------------------------------------------------------
-
     def _holder(self, rank: int) -> _Holder:
         if not 0 <= rank < len(self._holders):
-            raise ValueError(f"rank {rank} asked for work; expected 0 <= rank < {len(self._holders)}")
+            raise ValueError(f"a lease request is from rank {rank}; expected 0 <= rank < {len(self._holders)}")
         return self._holders[rank]
 
     def _confirm(self, rank: int, begun: int, now_s: float) -> None:
@@ -277,9 +274,9 @@ class LeaseQueue:
         count = begun - holder.begun
         if not 0 <= count <= self.held(rank):
             raise ValueError(
-                f"rank {rank} says it has begun {begun} samples; it had begun {holder.begun} and held {self.held(rank)}"
+                f"rank {rank} reports {begun} samples begun; expected {holder.begun}..{holder.begun + self.held(rank)}"
             )
-        if count and holder.begun and now_s > holder.heard_s:  # The first interval ends with the first batch's begin.
+        if count and holder.begun and now_s > holder.heard_s:  # Not before the first batch has begun.
             holder.paces_s.append((now_s - holder.heard_s) * self.batch_size / count)
         holder.begun, holder.heard_s = begun, now_s
         if count:
@@ -312,7 +309,7 @@ class LeaseQueue:
         holder, held = self._holders[rank], self._batches(self._holders[rank].held)
         if self._free:
             wanted = self._allowed(rank, now_s) - held
-            if wanted < 1 and not held and not self._drained(rank, now_s):
+            if wanted < 1 and not held and not self._others_finish_first(rank, now_s):
                 wanted = 1
             if wanted >= 1:
                 holder.held.append(self._pop(wanted))
@@ -344,7 +341,7 @@ class LeaseQueue:
         left = self._batches(self._free) + sum(self._batches(each.held) for each in self._holders)
         most, rate, ahead = _FIRST, 1.0, self._holders[rank].ahead
         if not math.isnan(own_s):
-            most = math.ceil(min(self._lease_s / own_s, left))  # Infinite where a batch takes next to nothing.
+            most = math.ceil(min(self._lease_s / own_s, left))  # The quotient may be infinite.
         for other, each in enumerate(self._holders):
             if other != rank and not each.ended and not self._overdue(each, now_s):
                 pace_s = each.pace_s
@@ -352,14 +349,14 @@ class LeaseQueue:
         return max(min(max(most, 2 * ahead), int(left / rate / 2.0)), min(ahead, int(left / rate)))
 
     def _overdue(self, holder: _Holder, now_s: float) -> bool:
-        """Whether a report of a rank is long overdue; never before its first report."""
+        """Whether a rank's report is long overdue; never before its first report."""
         pace_s = holder.pace_s
         if math.isnan(holder.heard_s) or math.isnan(pace_s):
             return False
         return now_s - holder.heard_s > (_OVERDUE + self._batches(holder.held)) * pace_s
 
     def _ends_s(self, holder: _Holder, now_s: float) -> float:
-        """When a rank has ended what it holds and the batch it has begun; infinite where its pace is unknown."""
+        """When a rank ends its current batch and what it holds; infinite if its pace is unknown."""
         pace_s = holder.pace_s
         if math.isnan(pace_s):
             return math.inf
@@ -371,7 +368,7 @@ class LeaseQueue:
         return now_s + waiting.load_s + (0.0 if math.isnan(own_s) else 2.0 * own_s)
 
     def _would_gain(self, waiting: _Holder, holder: _Holder, now_s: float) -> bool:
-        """Whether a rank with nothing to do would end another's next batch before that one came to its end."""
+        """Whether the waiting rank would finish the holder's last batch before the holder."""
         if holder is waiting or holder.ended or not holder.held:
             return False
         return self._ends_s(holder, now_s) > self._next_s(waiting, now_s)
@@ -384,23 +381,23 @@ class LeaseQueue:
         batches = min(left_s / pace_s, float(self._batches(holder.held) - 1))  # At least one comes back.
         return int(batches) * self.batch_size
 
-    def _drained(self, rank: int, now_s: float) -> bool:
-        """Whether the others can end all that is free before this rank would end one batch more."""
+    def _others_finish_first(self, rank: int, now_s: float) -> bool:
+        """Whether the others can finish all free positions before this rank would end one more batch."""
         holder = self._holders[rank]
         if math.isnan(holder.pace_s):
             return False
-        # A rank asks when it begins the last batch it holds.
+        # A rank requests more when it begins the last batch it holds.
         end_s = now_s + (2.0 if holder.begun else 1.0) * holder.pace_s
         batches, needed = 0, self._batches(self._free)
         for other, each in enumerate(self._holders):
             pace_s = each.pace_s
             if other == rank or each.ended or each.waits or math.isnan(each.heard_s) or math.isnan(pace_s):
-                continue  # A rank that waits asks no more: two that rely on each other would wait for ever.
+                continue  # A waiting rank requests nothing: two ranks that rely on each other would wait forever.
             if self._overdue(each, now_s):
                 continue
             share = (end_s - self._ends_s(each, now_s)) / pace_s + 1e-9
-            if share >= needed:  # Infinite, maybe, where a batch takes next to nothing.
+            if share >= needed:  # May be infinite.
                 return True
-            if share >= 1.0:  # Not a number, maybe, where it takes for ever.
+            if share >= 1.0:  # False for NaN.
                 batches += math.floor(share)
         return batches >= needed

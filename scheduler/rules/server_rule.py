@@ -1,7 +1,7 @@
-"""Which pushes make an update on a parameter server, with which factors, and who gets parameters back.
+"""Which pushes make an update on a parameter server, with which factors, and which ranks get new parameters.
 
-A pure state machine: pushes, absences and plans go in, events come out, to be carried out in the order given. It
-neither knows a clock nor a tensor, so a server process, a simulator and a test run the same rules.
+A pure state machine: its inputs are pushes, absences and plans, its outputs events to execute in order. It has no clock
+and no tensors, so a server process, the simulator and tests run the same rules.
 
 With P_i the pushed sums of weight * gradient and w_i their weights, an update's gradient is
 lr_factor * sum(damping_i * P_i) / sum(w_i). With x = n nothing is stale and lr_factor is 1: the weighted mean, SSGD.
@@ -20,28 +20,28 @@ from scheduler.rules.weights import damping, lr_factor
 __all__ = ["Drop", "Event", "Part", "Push", "Release", "ServerRule", "Update", "pushers"]
 
 GUARD_REJECT_COSINE = -0.2
-"""`reject` drops a push below it. Independent directions have a cosine of 0 +- 1 / sqrt(d), 0.03 with 1,000
-parameters, so noise alone does not get there."""
+"""`reject` drops a push with a lower cosine. Independent directions have a cosine of 0 +- 1 / sqrt(d), 0.03 with 1,000
+parameters, so noise alone does not reach it."""
 
 _GUARD_PATIENCE = 3
-"""Pushes in a row that are rejected, at least, before one is let through (one of every rank if there are more): when
-everybody points against the recent updates, it is those that are wrong."""
+"""Least number of consecutive rejected pushes before one is accepted (one per rank if there are more): when all pushes
+point against the recent updates, the recent updates are wrong."""
 
 _LEAST_WEIGHT = 1e-30
-"""An update of less weight counts as one of nothing: its inverse must fit a 32-bit float."""
+"""An update of less weight counts as zero: the inverse must fit a 32-bit float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Push:
-    """One gradient, or one sum of gradients, that arrived complete.
+    """One complete gradient, or sum of gradients.
 
     Attributes:
-        rank: Who pushed it.
+        rank: The rank that pushed it.
         step: The rank's own counter, increasing from push to push.
         version: Server version of the parameters it was computed on.
-        weight: The pushed buffer is the sum of weight * gradient; this is the sum of the weights.
-        count: Gradients in it: the size of the group, or the parent and its children.
-        cosine: Cosine to the running mean update, for the guard; None where unknown.
+        weight: Sum of the weights; the pushed buffer is the sum of weight * gradient.
+        count: Gradients in it: the size of the group, or 1 plus the children of a parent.
+        cosine: Cosine to the running mean update, for the guard; None if unknown.
     """
 
     rank: int
@@ -54,14 +54,14 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One push in an update: multiply its buffer by `factor` and add.
+    """One push in an update, whose buffer is multiplied by `factor` and added.
 
     Attributes:
-        rank: Who pushed it.
+        rank: The rank that pushed it.
         step: The rank's own counter.
-        factor: Everything that multiplies the pushed sum: learning-rate rule, damping, guard, 1 / sum of weights.
+        factor: Product of learning-rate rule, damping, guard and 1 / sum of weights.
         staleness: Updates made since the parameters it was computed on.
-        damped: 1 minus damping and guard: the part of the push that is lost.
+        damped: Share of the push that damping and guard remove, 0 to 1.
     """
 
     rank: int
@@ -73,13 +73,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One optimizer step: makes version `number` + 1 out of version `number`.
+    """One optimizer step, from version `number` to `number` + 1.
 
     Attributes:
         number: Version before the update.
-        parts: What it is made of, in order of arrival.
+        parts: Its pushes, in order of arrival.
         release: Ranks that get the new parameters.
-        gradients: Gradients in it (the sum of the counts), for logs; the factors have it in them.
+        gradients: Gradients in it (sum of the counts), for logs; the factors include it.
     """
 
     number: int
@@ -90,7 +90,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """A push that is thrown away, to be counted; `release` are the ranks that get the current parameters."""
+    """A push that is dropped and counted; `release` are the ranks that get the current parameters."""
 
     rank: int
     step: int
@@ -109,7 +109,7 @@ Event = Update | Drop | Release
 
 
 def pushers(plan: Plan) -> tuple[int, ...]:
-    """The ranks that push to a server: leaders (the first of each group) in `grouped`, else all but the children."""
+    """The ranks that push to servers: in `grouped` the first of each group, else all except children."""
     if plan.mode == "grouped" and plan.groups:
         return tuple(sorted(group[0] for group in plan.groups))
     children = {child for child, _ in plan.parents}
@@ -117,23 +117,23 @@ def pushers(plan: Plan) -> tuple[int, ...]:
 
 
 class ServerRule:
-    """Decides for one server, or for all shards of one, what happens at each push.
+    """Decides for all shards of one optimizer what happens at each push.
 
-    A rank that pushed waits until an event releases it. A rank that is late is waited for only as far as the rule
-    says, and not at all while it is absent; its pushes count whenever they come. At no time do all present ranks
-    wait: x never exceeds what the present ranks, and those whose push is in, can deliver.
+    A rank that pushed waits until an event releases it. A late rank is waited for only as the rule says, and never
+    while it is absent; its pushes count whenever they arrive. Never do all present ranks wait: x is limited to what the
+    present ranks and those with a pending push can deliver.
 
     Args:
         plan: A plan of mode `ps` or `grouped`. With rule `groups` and no groups all ranks are one group.
-        version: Version of the parameters the server has.
-        ranks: Who pushes at all; `pushers(plan)` if not given.
+        version: Version of the server's parameters.
+        ranks: Ranks that push; `pushers(plan)` if None.
 
     Attributes:
-        plan: The plan in force.
-        version: Version of the parameters once all events returned so far are carried out.
+        plan: The active plan.
+        version: Version of the parameters after all events returned so far.
 
     Raises:
-        ValueError: A plan of another mode, or a version or a rank out of range.
+        ValueError: The plan is of another mode, or the version or a rank is out of range.
     """
 
     def __init__(self, plan: Plan, *, version: int, ranks: Iterable[int] | None = None) -> None:
@@ -141,17 +141,17 @@ class ServerRule:
             raise ValueError(f"server version is {version}; expected 0 or more")
         self.version = version
         self._pending: list[Push] = []
-        self._waiting: dict[int, None] = {}  # in order of arrival
+        self._waiting: dict[int, None] = {}  # In order of arrival.
         self._absent: set[int] = set()
         self._last: dict[int, int] = {}
         self._rejects = 0
         self._adopt(plan, plan.world_size, ranks)
 
     def push(self, push: Push) -> list[Event]:
-        """Take a complete push. A second one of the same rank and step, or one of an earlier step, is ignored.
+        """Process a complete push. A repeated one, or one of an earlier step of the rank, is ignored.
 
         Raises:
-            ValueError: A rank, version, count or weight out of range; nothing is changed then.
+            ValueError: Rank, version, count or weight is out of range; nothing is changed.
         """
         self._check(push)
         if push.step <= self._last.get(push.rank, push.step - 1):
@@ -161,63 +161,64 @@ class ServerRule:
         if push.rank in self._clock:
             self._clock[push.rank] += 1
         if self._rejected(push):
-            return [self._drop(push, f"points against the recent updates, cosine {push.cosine:.2f}"), *self._settle()]
+            dropped = self._drop(push, f"points against the recent updates, cosine {push.cosine:.2f}")
+            return [dropped, *self._process_pending()]
         self._pending.append(push)
-        return self._settle()
+        return self._process_pending()
 
     def absent(self, rank: int) -> list[Event]:
-        """Wait for `rank` no longer: it finished, is away or is lost. What it has pushed stays in."""
+        """Stop waiting for `rank`, which finished, is inactive or is lost. Its pending pushes stay."""
         self._check_rank(rank)
         self._absent.add(rank)
         self._clock.pop(rank, None)
-        return self._settle()
+        return self._process_pending()
 
     def present(self, rank: int) -> list[Event]:
-        """Wait for `rank` again. Under `ssp` it joins beside the slowest rank."""
+        """Wait for `rank` again. Under `ssp` its clock starts at the slowest rank's."""
         self._check_rank(rank)
         if rank in self._absent:
             self._absent.remove(rank)
             if rank in self._ranks:
                 self._clock[rank] = min(self._clock.values(), default=0)
-        return self._settle()
+        return self._process_pending()
 
     def forget(self, rank: int) -> None:
-        """A new process has this rank: its counter may start anywhere."""
+        """Forget the push counter of a rank that a new process took over."""
         self._last.pop(rank, None)
 
     def set_plan(self, plan: Plan, ranks: Iterable[int] | None = None) -> list[Event]:
-        """Take another plan at this version; pending pushes are judged by it at once, so no rank stays blocked.
+        """Switch to another plan at this version; it applies to pending pushes at once, so that no rank stays blocked.
 
         Args:
             plan: A plan of mode `ps` or `grouped` for the same ranks.
-            ranks: Who pushes from now on; `pushers(plan)` if not given.
+            ranks: Ranks that push from now on; `pushers(plan)` if None.
 
         Raises:
-            ValueError: A plan that cannot be taken up; the old one stays.
+            ValueError: The plan is invalid here; the old one stays.
         """
         self._adopt(plan, self.plan.world_size, ranks)
-        return self._settle()
+        return self._process_pending()
 
-    def cut(self) -> list[Event]:
-        """End of the mode: all pending pushes make one last update and everybody who waits is released.
+    def drain(self) -> list[Event]:
+        """End the mode: all pending pushes make one last update and all waiting ranks are released.
 
-        The caller refuses later pushes.
+        The caller rejects later pushes.
         """
         if self._pending:
-            return [self._update(list(self._pending), everybody=True)]
-        released = self._release(everybody=True)
+            return [self._update(list(self._pending), release_all=True)]
+        released = self._release(release_all=True)
         return [Release(ranks=released)] if released else []
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Ranks with a push in that are not released yet, in order of arrival."""
+        """Ranks that pushed and are not released yet, in order of arrival."""
         return tuple(self._waiting)
 
     def expected(self, rank: int) -> tuple[int, ...] | None:
-        """The ranks, `rank` among them, that make up its next update; None where the order of arrival decides.
+        """The ranks of `rank`'s next update, itself included; None if the order of arrival decides.
 
-        Lets a server add up chunks before all have arrived. It holds until a rank becomes absent or present or the
-        plan changes. Where pushes may be dropped (guard `reject`, rule `backup`) nothing is certain.
+        Allows a server to add up chunks before all have arrived. Valid until a rank becomes absent or present or the
+        plan changes. None where pushes may be dropped (guard `reject`, rule `backup`).
         """
         if self.plan.guard == "reject" or (self.plan.rule == "backup" and self.plan.mode == "ps"):
             return None
@@ -225,13 +226,13 @@ class ServerRule:
             return (rank,)
         if self.plan.rule == "groups":
             return tuple(sorted(self._available(self._group_of(rank)) | {rank}))
-        everybody = tuple(sorted(self._available() | {rank}))
-        # A push that counts for several gradients can reach x before the others are in.
+        all_ranks = tuple(sorted(self._available() | {rank}))
+        # A push of several gradients can reach x before the other ranks have pushed.
         single = not self.plan.parents and all(push.count == 1 for push in self._pending)
-        certain = self._barrier() or (single and self.plan.quorum >= len(everybody))
-        return everybody if certain else None
+        certain = self._barrier() or (single and self.plan.quorum >= len(all_ranks))
+        return all_ranks if certain else None
 
-    def _settle(self) -> list[Event]:
+    def _process_pending(self) -> list[Event]:
         """Make every update, drop and release that is due."""
         events: list[Event] = []
         while self._pending:
@@ -248,21 +249,21 @@ class ServerRule:
         return [*events, Release(ranks=released)] if released else events
 
     def _late(self) -> Push | None:
-        """A pending push that Sync-opt throws away: computed on parameters before the current ones."""
+        """A pending push that Sync-opt (rule `backup`) drops: computed on older parameters than the current ones."""
         if self.plan.mode != "ps" or self.plan.rule != "backup":
             return None
         return next((push for push in self._pending if push.version < self.version), None)
 
     def _ready(self) -> list[Push]:
-        """The pushes that make the next update, in order of arrival; none while it is not complete."""
+        """The pushes of the next update, in order of arrival; empty while it is incomplete."""
         if self._alone():
             return self._pending[:1]
         if self.plan.rule == "groups":
             for push in self._pending:
                 group = self._group_of(push.rank)
-                inside = [other for other in self._pending if other.rank in group]
-                if {other.rank for other in inside} == self._available(group):
-                    return inside
+                found = [other for other in self._pending if other.rank in group]
+                if {other.rank for other in found} == self._available(group):
+                    return found
             return []
         available = len(self._available())
         counts: dict[int, int] = {}
@@ -274,24 +275,24 @@ class ServerRule:
         return list(self._pending) if len(counts) == available else []
 
     def _alone(self) -> bool:
-        """Whether every push is an update of its own."""
+        """Whether every push makes an update by itself."""
         x_of_one = self.plan.rule == "x" and self.plan.quorum == 1
         return self.plan.mode == "grouped" or self.plan.rule == "ssp" or x_of_one
 
     def _barrier(self) -> bool:
-        """Whether x = n: then no number of gradients stands for a rank that is still to come."""
+        """Whether x = n: then every available rank is waited for, whatever the number of gradients."""
         return self.plan.quorum == self.plan.world_size
 
     def _group_of(self, rank: int) -> frozenset[int]:
-        everybody = frozenset(range(self.plan.world_size))
-        return next((frozenset(group) for group in self.plan.groups if rank in group), everybody)
+        all_ranks = frozenset(range(self.plan.world_size))
+        return next((frozenset(group) for group in self.plan.groups if rank in group), all_ranks)
 
     def _available(self, group: frozenset[int] | None = None) -> frozenset[int]:
-        """Ranks, of the group or of all, that push or have pushed."""
+        """Ranks of the group (or of all) that are present or have a pending push."""
         ranks = (self._ranks - self._absent) | {push.rank for push in self._pending}
         return ranks if group is None else ranks & group
 
-    def _update(self, chosen: list[Push], *, everybody: bool = False) -> Update:
+    def _update(self, chosen: list[Push], *, release_all: bool = False) -> Update:
         gradients = sum(push.count for push in chosen)
         weight = math.fsum(push.weight for push in chosen)
         scale = lr_factor(self.plan, gradients) / weight if weight >= _LEAST_WEIGHT else 0.0
@@ -305,7 +306,7 @@ class ServerRule:
         self._remove(chosen)
         self.version += 1
         return Update(
-            number=self.version - 1, parts=tuple(parts), release=self._release(everybody), gradients=gradients
+            number=self.version - 1, parts=tuple(parts), release=self._release(release_all), gradients=gradients
         )
 
     def _drop(self, push: Push, reason: str) -> Drop:
@@ -316,10 +317,10 @@ class ServerRule:
         gone = set(map(id, pushes))
         self._pending = [push for push in self._pending if id(push) not in gone]
 
-    def _release(self, everybody: bool = False) -> tuple[int, ...]:
-        """Take out of `waiting` who need not wait: no push of theirs is pending and they are not too far ahead."""
-        held = set() if everybody else {push.rank for push in self._pending}
-        if not everybody and self.plan.mode == "ps" and self.plan.rule == "ssp":
+    def _release(self, release_all: bool = False) -> tuple[int, ...]:
+        """Remove ranks from `waiting` that have no pending push and are not too far ahead; returns them."""
+        held = set() if release_all else {push.rank for push in self._pending}
+        if not release_all and self.plan.mode == "ps" and self.plan.rule == "ssp":
             slowest = min(self._clock.values(), default=0)
             held |= {rank for rank, clock in self._clock.items() if clock - slowest > self.plan.slack}
         free = tuple(rank for rank in self._waiting if rank not in held)
@@ -327,10 +328,10 @@ class ServerRule:
             del self._waiting[rank]
         return free
 
-    # Guard: after Zeno++ (Xie et al. 2020), with the recent updates in place of a validation batch.
+    # Guard: after Zeno++ (Xie et al. 2020), with the recent updates instead of a validation batch.
 
     def _rejected(self, push: Push) -> bool:
-        # A cosine that is None or NaN is no evidence.
+        # Without a cosine (None or NaN) the push is accepted.
         if self.plan.guard != "reject" or push.cosine is None or not push.cosine < GUARD_REJECT_COSINE:
             self._rejects = 0
             return False
@@ -341,16 +342,16 @@ class ServerRule:
         return True
 
     def _guard(self, push: Push) -> float:
-        """`damp`: 1 for what points along the recent updates, down to 0 for their opposite, smooth at both ends."""
+        """Factor of guard `damp`: 1 along the recent updates, 0 against them, smooth at both ends."""
         if self.plan.guard != "damp" or push.cosine is None or math.isnan(push.cosine):
             return 1.0
         against = min(max(-push.cosine, 0.0), 1.0)
         return max(0.0, 0.5 * (1.0 + math.cos(math.pi * against)))
 
     def _adopt(self, plan: Plan, world_size: int, ranks: Iterable[int] | None) -> None:
-        """Take the plan up, or raise and change nothing."""
+        """Switch to the plan, or raise and change nothing."""
         if plan.mode not in ("ps", "grouped"):
-            raise ValueError(f"a server got a plan of mode {plan.mode}; expected ps or grouped")
+            raise ValueError(f"the plan of a server has mode {plan.mode}; expected ps or grouped")
         if plan.world_size != world_size:
             raise ValueError(f"the plan is for {plan.world_size} ranks; expected {world_size}, as before")
         chosen = frozenset(pushers(plan) if ranks is None else ranks)
@@ -359,7 +360,7 @@ class ServerRule:
             raise ValueError(f"pushing ranks are {sorted(chosen)}; expected some of 0..{world_size - 1}")
         self.plan = plan
         self._ranks = chosen
-        # Pushes under this plan: the own counters of ranks that came at different times cannot be compared.
+        # Pushes under this plan: ranks may have joined at different times, so their own counters are not comparable.
         self._clock = {rank: 0 for rank in chosen if rank not in self._absent}
 
     def _check_rank(self, rank: int) -> None:
@@ -371,7 +372,7 @@ class ServerRule:
         if not 0 <= push.version <= self.version:
             raise ValueError(
                 f"rank {push.rank} pushed a gradient of version {push.version}; expected 0..{self.version}, the "
-                "versions this server has given out: the rank must fetch parameters first"
+                "versions of this server: the rank must fetch parameters first"
             )
         if not 0.0 <= push.weight < math.inf:
             raise ValueError(f"rank {push.rank} pushed weight {push.weight}; expected a finite number, 0 or more")

@@ -1,17 +1,16 @@
-"""When a step may close without the ranks that are missing: quorum, grace and expected arrival.
+"""When a step may close without the missing ranks: quorum, grace and expected arrival.
 
-Pure state machine: the coordinator feeds it with arrivals and asks `evaluate(now_s)`; it never sleeps and never reads
-a clock. The same object runs in the job, in the simulator and under hypothesis.
+Pure state machine: the coordinator feeds it with arrivals and calls `evaluate(now_s)`; it never sleeps and never reads
+a clock. The same object runs in the job, in tests of the simulator and under hypothesis.
 
-The rule. A relaxed step closes when a quorum of m fresh gradients is there and no rank is worth waiting for. A missing
-rank is worth waiting for, until the grace time after the quorum, when it works on this very step (a rank that is
-behind cannot deliver for it), is not known to be slow, and should arrive in that time by its own recent compute time.
-So a slow rank costs nothing, a rank that was on time until now gets the whole grace, and equal ranks never lose a
-step to jitter. Slow is measured against the lower median over the ranks, one of the fast ones even when half of them
-are slow: with two of four ranks at 2x, waiting for both would cost every step its whole gain.
+A relaxed step closes when a quorum of m fresh gradients has arrived and no rank is worth waiting for. A missing rank is
+worth waiting for, until the end of the grace after the quorum, if it computes for this step, is not slow, and should
+arrive in time by its own recent compute time. So a slow rank costs nothing, a rank that was on time gets the whole
+grace, and equal ranks never miss a step by jitter. Slow is relative to the lower median over the ranks, which is one of
+the fast ones even when half are slow: with two of four ranks at 2x, waiting for both would lose the whole gain.
 
-Grace: max(fraction of the usual compute time, median + c * MAD of recent arrival offsets), the form asked for in
-hivemind #676, capped at one usual compute time.
+Grace: max(fraction of the usual compute time, median + c * MAD of recent arrival offsets), the form requested in
+hivemind #676, at most one usual compute time.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from scheduler.records import Plan
 
 __all__ = ["Close", "ClosingRule"]
 
-_RECENT = 5  # Own compute times that predict the next one: short, so that a recovered rank is waited for again.
-_COMING_BACK_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens.
-_OFFSETS = 64  # Arrival offsets behind the grace time.
+_RECENT = 5  # Own compute times that predict the next one: few, so that a recovered rank is soon waited for.
+_RETURN_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens.
+_OFFSETS = 64  # Arrival offsets that determine the grace.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class Close:
     Attributes:
         step: The step to close.
         excused: Missing ranks that are inactive (finished, or inside the user's own collective).
-        missing: Ranks whose gradient is not waited for, the excused ones included.
+        missing: All ranks whose gradient is not waited for.
         typical_compute_s: Usual compute time of a rank that is not slow.
         reason: `quorum`, `away` or `deadline`.
     """
@@ -51,25 +50,25 @@ class Close:
 
 @dataclass(slots=True)
 class _Rank:
-    version: int = 0  # The step whose gradient the rank computes now.
+    step: int = 0  # The step whose gradient the rank computes now.
     started_s: float | None = None
     out_of_data: bool = True
     compute_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _usual_s: float | None = None
 
     def note(self, compute_s: float) -> None:
-        """Take in the time of a batch."""
+        """Add the compute time of a batch."""
         self.compute_s.append(compute_s)
         self._usual_s = None
 
     def usual_s(self) -> float | None:
-        """Median of the recent compute times, None where nothing is known."""
+        """Median of the recent compute times, None if there are none."""
         if self._usual_s is None and self.compute_s:
             self._usual_s = _median(self.compute_s)
         return self._usual_s
 
     def expected_s(self) -> float | None:
-        """Time at which the rank should arrive, None where nothing is known."""
+        """Time at which the rank should arrive, None if unknown."""
         usual_s = self.usual_s()
         return None if self.started_s is None or usual_s is None else self.started_s + usual_s
 
@@ -78,10 +77,10 @@ class ClosingRule:
     """Decides for one optimizer when its current step closes.
 
     Args:
-        plan: The plan in force.
-        grace_fraction: Least grace, as a part of the usual compute time.
+        plan: The active plan.
+        grace_fraction: Least grace, as a fraction of the usual compute time.
         grace_mads: Median absolute deviations of the arrival offsets covered by the grace.
-        quorum_deadline_s: A relaxed step closes after this even without its quorum, if one gradient is there.
+        quorum_deadline_s: Time after the first arrival at which a relaxed step closes even without its quorum.
     """
 
     def __init__(
@@ -92,63 +91,63 @@ class ClosingRule:
         grace_mads: float = 4.0,
         quorum_deadline_s: float = 60.0,
     ) -> None:
-        self._plan, self._taking_part = plan, plan.members_or_all
+        self._plan, self._members = plan, plan.members_or_all
         self.step = 0
         self._grace_fraction = grace_fraction
         self._grace_mads = grace_mads
         self._quorum_deadline_s = quorum_deadline_s
         self._ranks = [_Rank() for _ in range(plan.world_size)]
         self._ready: dict[int, float] = {}
-        self._first_s = 0.0  # When the first of them came.
-        self._away: set[int] = set()
+        self._first_s = 0.0  # When the first of them arrived.
+        self._inactive: set[int] = set()
         self._offsets: deque[float] = deque(maxlen=_OFFSETS)
         self._typical_s: float | None = None
-        self._late_s: float | None = None  # What the offsets ask for.
+        self._late_s: float | None = None  # Grace by the offsets.
         self._closed = False
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Ranks whose fresh gradient for the current step is there."""
+        """Ranks whose fresh gradient for the current step has arrived."""
         return tuple(sorted(self._ready))
 
     @property
     def begun(self) -> bool:
-        """Whether any is: `ready` without a list of them."""
+        """Whether any fresh gradient for the current step has arrived."""
         return bool(self._ready)
 
     @property
-    def away(self) -> tuple[int, ...]:
-        """Ranks that are excused for now."""
-        return tuple(sorted(self._away))
+    def inactive(self) -> tuple[int, ...]:
+        """Ranks that deliver no gradients for now."""
+        return tuple(sorted(self._inactive))
 
     @property
     def plan(self) -> Plan:
-        """The plan in force."""
+        """The active plan."""
         return self._plan
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
         self._plan = plan
-        self._taking_part = plan.members_or_all  # Ranks whose gradients a step is made of. Asked for at every message.
+        self._members = plan.members_or_all  # Cached: used for every message.
 
     def skip_to(self, step: int) -> None:
-        """Steps up to `step` have ended without arrivals reported here."""
+        """Continue at `step`; the steps before ended without arrivals reported here."""
         if step > self.step:
             self.step, self._ready, self._closed = step, {}, False
 
     def restart(self, step: int, now_s: float) -> None:
-        """Every rank begins at `step`, with a state handed over."""
-        self.skip_to(step)  # If some have arrived there already, before this report, they stay.
+        """Let every rank begin at `step`, after a transfer of state."""
+        self.skip_to(step)  # Arrivals for that step that preceded this report stay.
         for state in self._ranks:
-            state.version, state.started_s = max(state.version, step), now_s
+            state.step, state.started_s = max(state.step, step), now_s
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Ranks without a fresh gradient for the current step."""
-        return tuple(rank for rank in self._taking_part if rank not in self._ready)
+        return tuple(rank for rank in self._members if rank not in self._ready)
 
     def arrive(self, rank: int, step: int, compute_s: float, now_s: float) -> None:
-        """A rank has submitted everything for `step`; reports for closed steps only update its speed."""
+        """Record that a rank has submitted all buckets of `step`; for a closed step only its compute time counts."""
         state = self._ranks[rank]
         state.note(compute_s)
         self._typical_s = None
@@ -158,49 +157,49 @@ class ClosingRule:
             self._advance(step, now_s - compute_s)
         self._first_s = min(now_s, self._first_s) if self._ready else now_s
         self._ready.setdefault(rank, now_s)
-        state.version = max(state.version, step)
-        self._away.discard(rank)
+        state.step = max(state.step, step)
+        self._inactive.discard(rank)
 
     def late(self, rank: int, compute_s: float) -> None:
-        """A rank's gradient missed its step."""
+        """Record the compute time of a gradient that missed its step."""
         self._ranks[rank].note(compute_s)
         self._typical_s = None
 
-    def join(self, rank: int, version: int, now_s: float) -> None:
-        """A rank that was behind has the parameters of step `version` and computes on them from now on."""
+    def join(self, rank: int, step: int, now_s: float) -> None:
+        """Record that a rank has caught up to the parameters of `step` and computes with them from now on."""
         state = self._ranks[rank]
-        state.version = max(state.version, version)
+        state.step = max(state.step, step)
         state.started_s = now_s
 
-    def leave(self, rank: int, *, out_of_data: bool = True) -> None:
-        """A rank stops delivering gradients until it comes back.
+    def deactivate(self, rank: int, *, out_of_data: bool = True) -> None:
+        """Mark a rank inactive: it delivers no gradients until `activate`.
 
         Args:
             rank: The rank.
-            out_of_data: It has no batch any more. Else it is inside a collective of the user's, which ranks leave a
-                little after one another: in lockstep a step waits another usual compute time for it to come back.
+            out_of_data: It has no more batches. Else it is in a collective of the user's, which ranks leave one shortly
+                after the other: in lockstep a step waits one more usual compute time for it.
         """
-        self._away.add(rank)
+        self._inactive.add(rank)
         self._ranks[rank].out_of_data = out_of_data
 
-    def back(self, rank: int, now_s: float) -> None:
-        """An inactive rank is active now; it counts as slow until it arrives or joins."""
-        self._away.discard(rank)
+    def activate(self, rank: int, now_s: float) -> None:
+        """Mark a rank active; it is not waited for until it arrives or joins."""
+        self._inactive.discard(rank)
         self._ranks[rank].started_s = now_s
 
     def align(self, now_s: float) -> None:
-        """All ranks have met and have every step that ended (the end of an epoch): they start on the next together."""
+        """Let all ranks start the next step together, after an end of an epoch at which all have every ended step."""
         following = self.step + (1 if self._ready else 0)
-        self._away.clear()
+        self._inactive.clear()
         for state in self._ranks:
-            state.version, state.started_s = max(state.version, following), now_s
+            state.step, state.started_s = max(state.step, following), now_s
 
     def up_to_date(self) -> tuple[int, ...]:
-        """Ranks that have, or are about to have, the newest parameters, as far as their reports tell."""
-        return tuple(rank for rank in self._taking_part if self._ranks[rank].version >= self.step)
+        """Ranks that have, or are about to have, the newest parameters, by their reports."""
+        return tuple(rank for rank in self._members if self._ranks[rank].step >= self.step)
 
     def grace_s(self) -> float:
-        """How long after the quorum a step waits for ranks that should be on time."""
+        """Seconds after the quorum that a step waits for ranks that should arrive in time."""
         typical = self.typical_compute_s()
         grace = self._grace_fraction * typical
         if self._offsets:
@@ -212,7 +211,7 @@ class ClosingRule:
         return min(grace, max(typical, 1e-3))
 
     def typical_compute_s(self) -> float:
-        """Lower median over the ranks of their usual compute time, 0 where nothing is known."""
+        """Lower median over the ranks of their usual compute time, 0 if none is known."""
         if self._typical_s is None:
             usual = sorted(own for state in self._ranks if (own := state.usual_s()) is not None)
             self._typical_s = usual[(len(usual) - 1) // 2] if usual else 0.0
@@ -223,26 +222,26 @@ class ClosingRule:
         return usual_s is not None and usual_s > THRESHOLD * self.typical_compute_s()
 
     def evaluate(self, now_s: float) -> tuple[Close | None, float | None]:
-        """The order to close now, if any, and else the time at which to ask again without a new event.
+        """Return the order to close now, or the time at which to call again if no event comes before.
 
-        After an order the step counts as closed; the next arrival for a later step opens the next one.
+        After an order the step is closed; the next arrival for a later step opens that step.
         """
         if self._closed or not self._ready:
             return None, None
-        taking_part = self._taking_part
-        if len(self._ready) == len(taking_part):
-            self._closed = True  # Everybody is there: the reduction completes by itself.
+        members = self._members
+        if len(self._ready) == len(members):
+            self._closed = True  # All ranks have arrived: the reduction completes by itself.
             self._note_offsets()
             return None, None
-        active = taking_part
-        if self._away:
-            active = tuple(rank for rank in taking_part if rank not in self._away or rank in self._ready)
+        active = members
+        if self._inactive:
+            active = tuple(rank for rank in members if rank not in self._inactive or rank in self._ready)
         needed = min(self.plan.quorum, len(active))
         if len(self._ready) < needed:
             return self._without_quorum(now_s)
         arrivals = sorted(self._ready.values())
         if not self.plan.may_close:
-            return self._without_the_away(arrivals[-1], now_s)
+            return self._without_inactive(arrivals[-1], now_s)
         limit_s = arrivals[needed - 1] + self.grace_s()
         if now_s < limit_s and any(self._worth_waiting(rank, limit_s) for rank in active):
             return None, limit_s
@@ -250,16 +249,16 @@ class ClosingRule:
 
     def _worth_waiting(self, rank: int, limit_s: float) -> bool:
         state = self._ranks[rank]
-        if rank in self._ready or rank in self._away or state.version < self.step or self._is_slow(rank):
+        if rank in self._ready or rank in self._inactive or state.step < self.step or self._is_slow(rank):
             return False
         expected = state.expected_s()
         return expected is None or expected <= limit_s
 
-    def _without_the_away(self, last_s: float, now_s: float) -> tuple[Close | None, float | None]:
-        """In lockstep, when all others are there."""
-        coming_back = any(r in self._away and not self._ranks[r].out_of_data for r in self._taking_part)
-        limit_s = last_s + max(self.typical_compute_s(), _COMING_BACK_S)
-        if coming_back and now_s < limit_s:
+    def _without_inactive(self, last_s: float, now_s: float) -> tuple[Close | None, float | None]:
+        """In lockstep, when all active ranks have arrived."""
+        returning = any(r in self._inactive and not self._ranks[r].out_of_data for r in self._members)
+        limit_s = last_s + max(self.typical_compute_s(), _RETURN_S)
+        if returning and now_s < limit_s:
             return None, limit_s
         return self._close("away"), None
 
@@ -276,25 +275,25 @@ class ClosingRule:
         self._note_offsets()
         return Close(
             step=self.step,
-            excused=tuple(rank for rank in self.missing if rank in self._away),
+            excused=tuple(rank for rank in self.missing if rank in self._inactive),
             missing=self.missing,
             typical_compute_s=self.typical_compute_s(),
             reason=reason,
         )
 
     def _note_offsets(self) -> None:
-        if not self.plan.may_close:  # In lockstep arrivals are reported in batches: their times say nothing.
+        if not self.plan.may_close:  # In lockstep arrivals are reported in batches, so their times are meaningless.
             return
         first, self._late_s = self._first_s, None
         fast = (when for rank, when in self._ready.items() if not self._is_slow(rank))
         self._offsets.extend(when - first for when in fast if when > first)
 
     def _advance(self, step: int, started_s: float) -> None:
-        """Open `step`. A rank that was ready for the step just before started on this one when it completed."""
+        """Open `step`. Ranks that were ready for the previous step started this one when that completed."""
         follows = step == self.step + 1
         for rank in self._ready if follows else ():
             state = self._ranks[rank]
-            state.version = max(state.version, step)
+            state.step = max(state.step, step)
             state.started_s = started_s
         self.step = step
         self._ready = {}
@@ -302,6 +301,6 @@ class ClosingRule:
 
 
 def _median(values: Collection[float]) -> float:
-    """`statistics.median` of a few numbers, in a third of its time: a coordinator asks for it at every report."""
+    """As `statistics.median`, three times as fast for few numbers; computed for every report."""
     ordered, half = sorted(values), len(values) // 2
     return ordered[half] if len(ordered) % 2 else 0.5 * (ordered[half - 1] + ordered[half])

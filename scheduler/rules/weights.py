@@ -1,4 +1,4 @@
-"""Weights of late gradients, and of updates of few gradients: the one place of both formulas."""
+"""Weights of late gradients and of updates of few gradients: the only implementation of both formulas."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Number = TypeVar("_Number", float, _Array)
 def damping_scale(plan: Plan, gradients: _Number) -> _Number | float:
     """The c of a late gradient's weight, min(1, c / (1 + s)) at staleness s.
 
-    `inverse`: 1 (DynSGD, Jiang et al. 2017). `relative`: n / x; with equally fast ranks n / x updates pass while a
-    gradient is made, so only what is staler than usual is damped. `none`: infinite.
+    `inverse`: 1 (DynSGD, Jiang et al. 2017). `relative`: n / x, the updates made during a gradient by equally fast
+    ranks, so that only gradients staler than that are damped. `none`: infinite.
 
     Args:
         plan: The plan.
-        gradients: x, the gradients of an update; n in a step of `partial` or `subgroup`, which late gradients join.
+        gradients: x, the gradients of an update; n in a step of `partial` or `subgroup`.
     """
     if plan.damping == "relative":
         return plan.world_size / gradients
@@ -37,7 +37,7 @@ def damping(plan: Plan, staleness: int, gradients: int) -> float:
 
 
 def damped(scale: _Array | float, staleness: _Array) -> _Array:
-    """The same of many gradients, from `damping_scale`."""
+    """Weights of many gradients; `scale` is that of `damping_scale`."""
     return np.minimum(1.0, scale / (1.0 + staleness))
 
 

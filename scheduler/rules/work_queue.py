@@ -1,7 +1,7 @@
-"""Ranges of an epoch's positions, in order, for whichever rank asks next.
+"""Ranges of an epoch's positions, in order, for the next rank that requests one.
 
-The loader's samples are leased (`scheduler.rules.leasing`). This is what answers `RequestBatch`: ranks meet at an empty
-epoch, whose end the coordinator announces once all have asked.
+It answers `RequestBatch`: ranks meet at an empty epoch, whose end the coordinator announces once all have requested.
+The loader's samples are leased instead (`scheduler.rules.leasing`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ __all__ = ["WorkQueue"]
 
 
 class WorkQueue:
-    """Hands every position of an epoch out exactly once.
+    """Hands out every position of an epoch exactly once.
 
     Args:
         n_samples: Positions in the epoch.
         batch_size: Positions in a range; the last range of the epoch may be shorter.
-        drop_last: Leave the positions of a short last range out.
+        drop_last: Omit a short last range.
 
     Raises:
-        ValueError: A count out of range.
+        ValueError: A count is out of range.
     """
 
     def __init__(self, n_samples: int, batch_size: int, *, drop_last: bool = False) -> None:
@@ -30,7 +30,7 @@ class WorkQueue:
         self._next = 0
 
     def take(self) -> tuple[int, int] | None:
-        """The next range as (start, stop), None when nothing is left."""
+        """The next range as (start, stop), None at the end of the epoch."""
         if self._next >= self._stop:
             return None
         start = self._next

@@ -128,11 +128,6 @@ class Scenario:
     def world_size(self) -> int:
         return self.cluster.world_size
 
-    @property
-    def undisturbed(self) -> Scenario:
-        """The same job without contention."""
-        return replace(self, episodes=(), rows=())
-
 
 @dataclass(frozen=True, slots=True)
 class _Family:

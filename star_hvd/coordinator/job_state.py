@@ -252,9 +252,9 @@ class JobState:
             self._immediate_until_s = now_s + _REPORT_IMMEDIATELY_S
         for engine in self.engines.values():
             if away:
-                engine.rule.leave(rank, out_of_data=out_of_data)
+                engine.rule.deactivate(rank, out_of_data=out_of_data)
             elif rank not in engine.dropped:
-                engine.rule.back(rank, now_s)
+                engine.rule.activate(rank, now_s)
 
     def _check_parents(self, now_s: float) -> float:
         """Announce inactive parents of a fan-in tree as absent; returns when to check again.
@@ -352,7 +352,7 @@ class JobState:
             for engine in self.engines.values():
                 engine.rule.align(now_s)
                 for rank in self.finished.union(engine.dropped):
-                    engine.rule.leave(rank)
+                    engine.rule.deactivate(rank)
 
     def _find_state_source(self, rank: int, message: FindStateSource) -> None:
         engine = self._engine(message.optimizer_id)

@@ -283,7 +283,7 @@ class OptimizerState:
         submitted would stay in Horovod's tables until the end of the job.
         """
         self.dropped[rank] = message
-        self.rule.leave(rank)
+        self.rule.deactivate(rank)
         if len(self.dropped) < self.world_size:
             return False
         steps = [message.step for message in self.dropped.values()]

@@ -240,7 +240,7 @@ class World:
             elif kind == "join":
                 self.rule.join(rank, values[0], self.now_s)
             else:
-                self.rule.leave(rank)
+                self.rule.deactivate(rank)
         order, _ = self.rule.evaluate(self.now_s)
         if order is not None:
             for mail in self.mail:

@@ -235,7 +235,7 @@ class Primary:
             return
         memory.plan_id = max(memory.plan_id, plan_id)
         waiting = {rank: step for rank, step in self._unfed} | {rank: step for rank, (step, _) in memory.fed.items()}
-        self._take(memory.rule.cut(), tell=False)
+        self._take(memory.rule.drain(), tell=False)
         memory.cut = {"plan_id": plan_id, "version": memory.rule.version}
         memory.metas.clear()
         self._unfed.clear()

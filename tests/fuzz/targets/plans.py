@@ -153,7 +153,7 @@ def _play_rule(data: bytes) -> int:
             elif kind == "plan":
                 events = rule.set_plan(Plan.from_dict(value))
             elif kind == "cut":
-                events = rule.cut()
+                events = rule.drain()
             elif kind == "forget":
                 rule.forget(value)
                 waiting.discard(value)
@@ -236,9 +236,9 @@ def _play_closing(data: bytes) -> int:
         elif kind == "join":
             rule.join(rank, max(0, step), now_s)
         elif kind == "leave":
-            rule.leave(rank, out_of_data=step % 2 == 0)
+            rule.deactivate(rank, out_of_data=step % 2 == 0)
         elif kind == "back":
-            rule.back(rank, now_s)
+            rule.activate(rank, now_s)
         elif kind == "align":
             rule.align(now_s)
         elif kind == "skip":

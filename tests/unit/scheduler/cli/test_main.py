@@ -44,7 +44,7 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
         (["collect", "--seed", "999999", "--jobs", "5"], "later ones are held out"),
         (["collect", "--jobs", "0"], "no rows"),
         (["collect", "--jobs", "0", "--runs", "nowhere"], "expected a folder of logged runs"),
-        (["evaluate", "--model", "no/such/folder"], "there is no such folder"),
+        (["evaluate", "--model", "no/such/folder"], "does not exist; expected a folder"),
         (["evaluate", "--scenarios", "0"], "--scenarios is 0"),
         (["promote", "--scenarios", "0"], "--scenarios is 0"),
     ],
@@ -181,7 +181,7 @@ def promoted(
         seen.update(policies)
         return regrets(**mean) * count
 
-    monkeypatch.setattr(promote, "judge", judged)
+    monkeypatch.setattr(promote, "run_scenarios", judged)
     monkeypatch.setattr("scheduler.learning.registry.Registry", registry)
     monkeypatch.setenv("COLUMNS", "120")
     return main.main(["promote", "--scenarios", str(scenarios)]), seen
@@ -199,7 +199,7 @@ def test_a_first_challenger_has_to_beat_the_shipped_model(
     assert "star-tta v1 (challenger)" in text and "learned" not in text
     assert "that of shipped model (no champion) 3.00 %" in text
     assert "the champion stays: shipped model (no champion)" in text
-    assert "90 % intervals cover" in text and "so few scenarios (3) decide little" in text
+    assert "90 % intervals cover" in text and "3 scenarios are too few for a comparison" in text
     assert registry.logged["promote/regret/champion"] == 0.03 and registry.logged["promote/scenarios"] == 3.0
 
 
@@ -214,7 +214,7 @@ def test_a_challenger_is_judged_against_the_champion_by_name(
     text = capsys.readouterr().out
     assert status == 0 and registry.promoted == ["2"]
     assert "star-tta v1 (champion)" in text and "star-tta v2 (challenger)" in text
-    assert "decide little" not in text and "stays" not in text
+    assert "too few" not in text and "stays" not in text
 
 
 def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +232,8 @@ def test_evaluate_names_the_version_and_keeps_its_figures(
     registry = FakeRegistry(tmp_path, challenger="4")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("scheduler.learning.registry.Registry", registry)
-    monkeypatch.setattr(evaluate, "judge", lambda *_: regrets(learned=0.06, champion=0.03, cost_model=0.05) * 40)
+    rows = regrets(learned=0.06, champion=0.03, cost_model=0.05) * 40
+    monkeypatch.setattr(evaluate, "run_scenarios", lambda *_: rows)
     monkeypatch.setenv("COLUMNS", "120")
     assert main.main(["evaluate"]) == 1
     text = capsys.readouterr().out
@@ -278,7 +279,7 @@ def test_runs_of_the_same_job_become_rows(tmp_path: Path) -> None:
     logged(tmp_path, "d", Plan.local(4, steps=4), reached_s=None)
     logged(tmp_path, "e", Plan.partial(4, 3), reached_s=1.0, batch=16)  # Another job, without a sync run.
     told: list[str] = []
-    frame = dataset.frame_of(real_rows(tmp_path, "1", told=told.append))
+    frame = dataset.frame_of(real_rows(tmp_path, "1", report=told.append))
     assert told[0].startswith("4 of 5 runs used")
     assert set(frame["source"]) == {"real"} and set(frame["run"]) == {"a"} and set(frame["seed"]) == {-1}
     by_plan = frame.groupby("plan")
@@ -339,7 +340,7 @@ def test_every_run_left_out_is_told_with_its_reason(
     assert lines[:-1] == [
         "0 of 8 runs used",
         "a: it ran in auto; expected one fixed mode",
-        "b: target '[abc]' is none; expected NAME>=NUMBER",
+        "b: its target is '[abc]'; expected NAME>=NUMBER",
         "c: no run of the same job in sync",
         "d: it has no target; set STAR_TARGET",
         "e: no run of the same job in another mode than sync",
@@ -384,7 +385,7 @@ def test_a_mode_that_was_asked_for_is_the_runs_though_all_begin_in_sync(tmp_path
     assert asked.target_s == pytest.approx(5.0), "counted from its first step"
     assert changed is not None and [plan.mode for plan in changed.plans] == ["sync", "partial"]
     told: list[str] = []
-    frame = dataset.frame_of(real_rows(tmp_path, "1", told=told.append))
+    frame = dataset.frame_of(real_rows(tmp_path, "1", report=told.append))
     assert told[1:] == ["c: it changed its mode (sync, partial(3)); expected one fixed mode"]
     assert frame.groupby("plan")["log_relative"].first()["partial(3)"] == pytest.approx(math.log(0.5))
     assert set(frame["network"]) == {"real-9"}

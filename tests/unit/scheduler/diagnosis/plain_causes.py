@@ -101,7 +101,7 @@ def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
         slowdown=silent_s / readings.reference_s,
         since_step=window.step,
         cause="starved",
-        evidence=f"has not been heard of for {silent_s:.1f} s",
+        evidence=f"has sent nothing for {silent_s:.1f} s",
         silent=True,
     )
 

@@ -16,8 +16,8 @@ def _said(**own: float) -> str:
 @pytest.mark.parametrize(
     ("own", "phrase"),
     [
-        ({"throttled_share": 0.62}, "a CPU quota holds it back 62 % of the time"),
-        ({"pressure_share": 0.8}, "processors of its host are short 80 % of the time"),
+        ({"throttled_share": 0.62}, "a CPU quota throttles it 62 % of the time"),
+        ({"pressure_share": 0.8}, "tasks of its host wait for a CPU 80 % of the time"),
         (
             {"gpu_clock_share": 0.45, "gpu_throttled": 1.0, "gpu_temperature_c": 93.0},
             "its GPU is clocked down to 45 % for power or heat at 93 C",

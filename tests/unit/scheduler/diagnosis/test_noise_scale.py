@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.diagnosis.noise_scale import NoiseScale, batches_from_sums
+from scheduler.diagnosis.noise_scale import NoiseScale
 
 DIMENSIONS = 400
 
@@ -89,10 +89,9 @@ def test_unequal_batches_weighted_by_their_samples(samples: list[float]) -> None
     assert _measured(samples, samples, batches, noise=300.0).value == pytest.approx(300.0, rel=0.1)
 
 
-def test_unequal_weights_of_equal_batches_from_two_sums() -> None:
+def test_unequal_weights_of_equal_batches() -> None:
     samples, weights = [32.0] * 4, [1.0, 1.0, 1.0 / 3.0, 0.2]
-    batches = batches_from_sums(sum(weights), sum(w * w for w in weights), 32.0)
-    assert batches == pytest.approx(equivalent_batches(samples, weights))
+    batches = equivalent_batches(samples, weights)
     assert _measured(samples, weights, batches, noise=300.0).value == pytest.approx(300.0, rel=0.1)
     # Pretending that they count alike is wrong by more than the tolerance, so this test can fail.
     naive = _measured(samples, weights, (32.0, 128.0), noise=300.0).value
@@ -172,7 +171,6 @@ def test_batches_lie_between_the_smallest_and_the_total(pairs: list[tuple[float,
 def test_ranks_that_gave_nothing_do_not_count() -> None:
     assert equivalent_batches([8.0, 0.0, 8.0], [8.0, 0.0, 8.0]) == pytest.approx((8.0, 16.0))
     assert equivalent_batches([0.0, 0.0]) == (0.0, 0.0)
-    assert batches_from_sums(0.0, 0.0, 8.0) == (0.0, 0.0)
 
 
 def test_bad_input_is_refused() -> None:
@@ -182,5 +180,3 @@ def test_bad_input_is_refused() -> None:
         equivalent_batches([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="negative or NaN"):
         equivalent_batches([1.0, -2.0])
-    with pytest.raises(ValueError, match="square of the sum"):
-        batches_from_sums(1.0, 2.0, 8.0)

@@ -264,7 +264,7 @@ def silence(silent_s: list[float], own: float = 1.0) -> Window:
 def test_a_rank_that_is_not_heard_of() -> None:
     (found,) = find_stragglers(silence([0.1, 3.0, 0.2, 0.0]))
     assert (found.rank, found.cause, found.silent) == (1, "starved", True)
-    assert found.sentence == "rank 1 has not been heard of for 3.0 s (starved)"
+    assert found.sentence == "rank 1 has sent nothing for 3.0 s (starved)"
     assert find_stragglers(silence([0.1, 0.9, 0.2, 0.0])) == ()
     assert find_stragglers(silence([2.9, 3.0, 2.8, 2.9])) == ()  # nobody is heard: it is not this rank
     # A rank of 20 usual steps per batch is slow, not silent, for two of its own.

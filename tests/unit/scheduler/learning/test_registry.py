@@ -122,7 +122,7 @@ def test_runs_in_mlflow_become_rows_to_train_on(
     with mlflow.start_run(tags={"star.kind": "job"}):
         pass  # A job whose files never came.
     told: list[str] = []
-    rows = mlflow_rows(environ, "1", told=told.append)
+    rows = mlflow_rows(environ, "1", report=told.append)
     assert told[0].startswith("2 of 2 runs used") and {row[0] for row in rows} == {"real"}
 
     for name, value in environ.items():

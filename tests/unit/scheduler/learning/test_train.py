@@ -75,9 +75,9 @@ def test_an_outcome_that_is_not_known_is_left_out() -> None:
 
 def test_tuning_stays_in_its_budget_and_finds_no_worse_settings() -> None:
     told: list[str] = []
-    found = train.tune(small_table(), budget_s=0.0, told=told.append)
+    found = train.tune(small_table(), budget_s=0.0, report=told.append)
     assert found == train.Settings() and len(told) == 1
-    more = train.tune(small_table(), budget_s=4.0, told=told.append)
+    more = train.tune(small_table(), budget_s=4.0, report=told.append)
     assert isinstance(more, train.Settings) and len(told) >= 2
 
 

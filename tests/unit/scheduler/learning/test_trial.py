@@ -151,7 +151,7 @@ def test_each_wrong_index_is_named(old: str, new: str, message: str) -> None:
         ("objective=quantile", "objective=multiclass num_class:5", "expected one with one output"),
         ("noise_log", "noise_dog", "other features"),
         ("tree_sizes=3", "tree_sizes=9", "tree 0 of 200"),
-        ("end of trees", "end of treez", "behind its trees"),
+        ("end of trees", "end of treez", "after its trees"),
     ],
 )
 def test_a_wrong_head_is_named(old: str, new: str, message: str) -> None:

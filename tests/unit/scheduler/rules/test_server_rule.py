@@ -287,14 +287,14 @@ def test_from_ssp_to_a_barrier_frees_the_ranks_that_were_held() -> None:
 
 def test_cut_makes_one_last_update() -> None:
     rule = ServerRule(Plan.ps(4, 4), version=7)
-    assert rule.cut() == []
+    assert rule.drain() == []
     rule.push(push(2, version=7))
     rule.push(push(0, version=6))
-    (update,) = rule.cut()
+    (update,) = rule.drain()
     assert isinstance(update, Update) and update.release == (2, 0) and rule.version == 8
     held = ServerRule(Plan.ps(2, 1, rule="ssp", slack=0), version=0)
     held.push(push(1))
-    assert held.cut() == [Release(ranks=(1,))]
+    assert held.drain() == [Release(ranks=(1,))]
 
 
 def test_a_rule_that_was_stored_goes_on_where_it_was() -> None:

@@ -113,7 +113,7 @@ def test_every_push_ends_once_and_nobody_is_blocked(data: st.DataObject, n: int)
             check.take(check.rule.present(rank))
         else:
             check.take(check.rule.set_plan(data.draw(plans(n))))
-    events = check.rule.cut()
+    events = check.rule.drain()
     check.away = set(range(n))
     check.take(events)
     assert check.sent == check.done and check.rule.waiting == ()

@@ -124,12 +124,12 @@ def test_sync_closes_only_for_ranks_that_are_away() -> None:
     subject.arrive(0, 0, COMPUTE_S, 1.0)
     subject.arrive(1, 0, COMPUTE_S, 1.0)
     assert subject.evaluate(1e6) == (None, None)
-    subject.leave(2)
+    subject.deactivate(2)
     order, _ = subject.evaluate(2.0)
     assert order is not None
     assert (order.reason, order.excused, order.missing) == ("away", (2,), (2,))
     subject.arrive(0, 1, COMPUTE_S, 3.0)
-    subject.back(2, 3.5)
+    subject.activate(2, 3.5)
     subject.arrive(1, 1, COMPUTE_S, 4.0)
     assert subject.evaluate(1e6) == (None, None), "a rank that is back is waited for in lockstep"
 
@@ -138,8 +138,8 @@ def test_a_rank_that_leaves_after_it_delivered_is_not_excused_from_that_step() -
     subject = rule(3, 2)
     for rank in (0, 1):
         subject.arrive(rank, 0, COMPUTE_S, 1.0)
-    subject.leave(0)
-    subject.leave(2)
+    subject.deactivate(0)
+    subject.deactivate(2)
     order, _ = subject.evaluate(10.0)
     assert order is not None
     assert order.missing == (2,) and order.excused == (2,), "excused are ranks that are missing"
@@ -148,7 +148,7 @@ def test_a_rank_that_leaves_after_it_delivered_is_not_excused_from_that_step() -
 def test_away_ranks_lower_the_quorum_and_everybody_away_closes_nothing() -> None:
     subject = rule(4, 3)
     for rank in (1, 2, 3):
-        subject.leave(rank)
+        subject.deactivate(rank)
     assert subject.evaluate(1.0) == (None, None)
     subject.arrive(0, 0, COMPUTE_S, 2.0)
     order, _ = subject.evaluate(2.0)
@@ -212,10 +212,10 @@ def test_any_sequence_of_reports(world_size: int, quorum: int, events: list[Even
         elif kind == "join":
             subject.join(rank, max(0, subject.step + ahead), now_s)
         elif kind == "leave":
-            subject.leave(rank)
+            subject.deactivate(rank)
         elif kind == "back":
-            subject.back(rank, now_s)
-        ready, away = set(subject.ready), set(subject.away)
+            subject.activate(rank, now_s)
+        ready, away = set(subject.ready), set(subject.inactive)
         order, again_s = subject.evaluate(now_s)
         assert again_s is None or (order is None and again_s > now_s)
         if order is None:
@@ -324,7 +324,7 @@ def test_equal_ranks_stay_together_through_many_steps(n: int, quorum: int, jitte
 
 def test_lockstep_waits_a_little_for_a_rank_that_comes_back_from_a_collective() -> None:
     subject = rule(3)
-    subject.leave(2, out_of_data=False)
+    subject.deactivate(2, out_of_data=False)
     for rank in (0, 1):
         subject.arrive(rank, 0, COMPUTE_S, 1.0)
     order, again_s = subject.evaluate(1.0)
@@ -336,7 +336,7 @@ def test_lockstep_waits_a_little_for_a_rank_that_comes_back_from_a_collective() 
 
 def test_lockstep_does_not_wait_for_a_rank_without_data() -> None:
     subject = rule(3)
-    subject.leave(2, out_of_data=True)
+    subject.deactivate(2, out_of_data=True)
     subject.arrive(0, 0, COMPUTE_S, 1.0)
     assert subject.evaluate(1.0) == (None, None), "rank 1 is neither there nor away"
     subject.arrive(1, 0, COMPUTE_S, 1.0)
@@ -345,11 +345,11 @@ def test_lockstep_does_not_wait_for_a_rank_without_data() -> None:
 
 def test_a_rank_whose_return_is_awaited_and_that_delivers_completes_the_step() -> None:
     subject = rule(2)
-    subject.leave(1, out_of_data=False)
+    subject.deactivate(1, out_of_data=False)
     subject.arrive(0, 0, COMPUTE_S, 1.0)
     assert subject.evaluate(1.0)[0] is None
     subject.arrive(1, 0, COMPUTE_S, 1.01)
-    assert subject.away == () and subject.evaluate(1.01) == (None, None)
+    assert subject.inactive == () and subject.evaluate(1.01) == (None, None)
     assert subject.evaluate(1e6) == (None, None)
 
 
@@ -359,12 +359,12 @@ def test_after_an_epoch_all_ranks_start_on_the_next_step_together(quorum: int | 
     subject = rule(3, quorum)
     drive(subject, steps_of_equal_ranks(3, 4, 0.0, 0))
     now_s = 5 * COMPUTE_S
-    subject.leave(2)
+    subject.deactivate(2)
     for rank in (0, 1):
         subject.arrive(rank, 4, COMPUTE_S, now_s)
     assert subject.evaluate(now_s)[0] is not None
     subject.align(now_s + 1.0)
-    assert subject.away == () and subject.up_to_date() == (0, 1, 2)
+    assert subject.inactive == () and subject.up_to_date() == (0, 1, 2)
     now_s += 1.0 + COMPUTE_S
     for rank in (0, 1):
         subject.arrive(rank, 5, COMPUTE_S, now_s)

@@ -106,7 +106,7 @@ def test_a_machine_s_readings_become_part_of_the_evidence() -> None:
         job.tick()
     found = job.board.engines[0].stragglers
     assert [(s.rank, s.cause) for s in found] == [(2, "starved")]
-    assert "a CPU quota holds it back 70 % of the time" in found[0].evidence
+    assert "a CPU quota throttles it 70 % of the time" in found[0].evidence
     with pytest.raises(ChannelError, match="throttled_share"):
         job.say(2, MachineNote(throttled_share=-1.0, **note))
 

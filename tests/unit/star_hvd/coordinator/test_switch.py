@@ -194,7 +194,7 @@ def test_a_subgroup_closes_without_its_members_that_are_away_and_never_waits_for
     rule.arrive(0, 0, 0.1, 1.0)
     rule.arrive(1, 0, 0.1, 1.0)
     assert rule.evaluate(100.0) == (None, None), "a member that is only slow is waited for"
-    rule.leave(2)
+    rule.deactivate(2)
     order, _ = rule.evaluate(100.0)
     assert order is not None and order.missing == (2,) and order.reason == "away"
 
