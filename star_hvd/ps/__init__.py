@@ -1,8 +1,8 @@
-"""Parameter servers: processes of their own, sharded by bytes, that run the user's optimizer class on their shard.
+"""Parameter servers: separate processes, each with a shard of the parameters and the user's optimizer class.
 
 How the parts are used, in order:
 
-    key = JobKey.new()                                               # on rank 0; the control plane hands it to all
+    key = JobKey.new()                                               # on rank 0, which sends it to all ranks
     server = ServerProcess(rank, key, host, on_event=note)           # on every owner
     endpoint = server.start(deadline_s)                              # exchanged among all ranks
     layout = Layout.build(buckets, optimizer.param_groups, base, n_servers, chunk_bytes)    # equal on every rank
@@ -14,15 +14,16 @@ How the parts are used, in order:
     primary.cut(engine, epoch)                                       # event `cut` with the final version
     client.state(deadline_s)                                         # parameters and optimizer state, also after it
 
-Pushes may come before the seed; they are kept. After a death (event `died`): `endpoint = server.recover(deadline_s)`,
-then `client.replace(index, endpoint)` on every worker and `replace(index, endpoint)` on the other `ServerProcess`es;
-nothing is lost and nothing applied twice. `server.member(engine, rank, "lost")` tells shard 0 that a worker died.
+Pushes may come before the seed; they are queued. After a server's death (event `died`): `endpoint =
+server.recover(deadline_s)`, then `client.replace(index, endpoint)` on every worker and `replace(index, endpoint)` on
+the other `ServerProcess`es; nothing is lost and nothing applied twice. `server.member(engine, rank, "lost")` reports to
+shard 0 that a worker died.
 
 Fan-in tree (`plan.parents`, x = n): before `start`, `endpoint = parent_client.adopt(children, host)` on the parent and
 `child_client.follow(endpoint)` on its children.
 
-Limits: clipping to a norm over all parameters (`max_grad_norm`) is no part of an update here. After a server's death
-in an asynchronous mode a reply can hold chunks of neighbouring versions; its version is the least of them.
+Limits: servers do not clip to a norm over all parameters (`max_grad_norm`). After a server's death in an asynchronous
+mode a reply can hold chunks of neighbouring versions; its version is the least of them.
 
 The data channel authenticates and, by default, does not encrypt; see `auth`.
 """

@@ -1,9 +1,9 @@
-"""Who may talk to the parameter servers, and the sockets they do it on.
+"""Authenticated sockets of the parameter servers.
 
-The keys are the job's own (`star_hvd.channel.keys`): a server admits the public keys of all ranks and of their servers,
-and each side knows the other's before it connects, so nothing secret travels. Everything is encrypted (CURVE), except
-on Unix sockets, which serve a job that is on one host and asked not to encrypt there (`Config.encryption`): only
-processes of the same user can open those.
+The keys are the job's (`star_hvd.channel.keys`): a server admits the public keys of all ranks and their servers, and
+each side knows the other's before it connects, so no secret is transmitted. Everything is encrypted (CURVE) except on
+Unix sockets, used by a job on one host that switched encryption off (`Config.encryption`): only processes of the same
+user can open those.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """As ZeroMQ writes it."""
+        """The address in ZeroMQ's form."""
         return f"ipc://{self.host}" if self.local else f"tcp://{self.host}:{self.port}"
 
     def to_list(self) -> list[Any]:
-        """Plain values, for the wire."""
+        """Plain values for msgpack."""
         return [self.host, self.port, self.public_key]
 
     @classmethod
@@ -54,26 +54,27 @@ class Endpoint:
         """The inverse of `to_list`.
 
         Raises:
-            ChannelError: It is none.
+            ChannelError: The values are no endpoint.
         """
         try:
             host, port, public_key = values
             found = cls(str(host), int(port), bytes(public_key))
         except (TypeError, ValueError) as error:
-            raise ChannelError(f"an endpoint cannot be read: {error}") from error
+            raise ChannelError(f"got {str(values)[:80]!r}; expected host, port and public key: {error}") from error
         if not 0 <= found.port < 65536 or len(found.public_key) != (0 if found.local else _KEY_BYTES):
-            raise ChannelError(f"an endpoint has port {found.port} and a key of {len(found.public_key)} characters")
+            got = f"port {found.port} and a key of {len(found.public_key)} characters"
+            raise ChannelError(f"an endpoint has {got}; expected 0..65535 and {_KEY_BYTES}, or none on a Unix socket")
         return found
 
 
 class Door:
-    """A listening ROUTER of this job that counts who is turned away.
+    """A listening ROUTER of this job that counts rejected connections.
 
     Args:
         context: The process's ZeroMQ context.
-        key: The job's keys, of which the own pair is used.
-        host: Address to listen on, or a folder of this user's alone for a Unix socket.
-        port: Port to listen on if it is free, 0 for any.
+        key: The job's keys; this process's own pair identifies it.
+        host: Address to listen on, or a folder that only this user can open for a Unix socket.
+        port: Preferred port, 0 for any; another one is taken if it is in use.
     """
 
     def __init__(self, context: zmq.Context[Any], key: JobKey, host: str, port: int = 0) -> None:
@@ -85,7 +86,7 @@ class Door:
         self.router: zmq.Socket[Any] = context.socket(zmq.ROUTER)
         set_limits(self.router, MAX_MESSAGE_BYTES)
         self.router.linger = 1000
-        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # A client that comes back takes its place again.
+        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)  # A client that reconnects replaces its old connection.
         if host.startswith("/"):
             self.endpoint = Endpoint(f"{host}/{secrets.token_hex(4)}" if os.path.isdir(host) else host, 0)
             self.router.bind(self.endpoint.address)
@@ -96,14 +97,14 @@ class Door:
 
     def _bind(self, host: str, port: int) -> int:
         if port:
-            with contextlib.suppress(zmq.ZMQError):  # Somebody else has it by now: any other will do.
+            with contextlib.suppress(zmq.ZMQError):  # In use by another process: take any.
                 self.router.bind(f"tcp://{host}:{port}")
                 return port
         return int(self.router.bind_to_random_port(f"tcp://{host}"))
 
     @property
     def denied(self) -> int:
-        """Connections turned away because they are not of this job."""
+        """Connections rejected because they are not of this job."""
         return self._watch.denied
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class Door:
 
 
 def connect(context: zmq.Context[Any], key: JobKey, endpoint: Endpoint, identity: bytes) -> zmq.Socket[Any]:
-    """A DEALER to a server, known there as `identity`; it reconnects by itself."""
+    """A DEALER connected to a server under `identity`; ZeroMQ reconnects it."""
     dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
     set_limits(dealer, MAX_MESSAGE_BYTES)
     dealer.linger = 500

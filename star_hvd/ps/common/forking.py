@@ -1,4 +1,4 @@
-"""What the process that forks servers and the processes it forks agree on."""
+"""Shared by the process that forks servers (`forker`), its owner and the servers: reports, process name, lifetime."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import sys
 
 __all__ = ["ENDED", "REPORT", "SERVER_NAME", "STARTED", "end_with_parent", "name_server"]
 
-REPORT = struct.Struct("<Bqq")  # What, process id, exit status.
+REPORT = struct.Struct("<Bqq")  # `STARTED` or `ENDED`, process id, exit status.
 STARTED, ENDED = 1, 2
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 SERVER_NAME = "star-ps-server"  # As `ps -o comm` shows it.
 
 
 def end_with_parent(parent: int) -> bool:
-    """Have the system kill this process when the thread that started it ends; False if it has ended already.
+    """Have the kernel kill this process when the thread that started it ends; False if `parent` is gone already.
 
-    A closed socket tells that too, but only a process that reads it: not one that is stopped, or busy.
+    A closed socket shows that too, but only to a process that reads it, not to one that is stopped or busy.
     """
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -31,6 +31,6 @@ def _prctl(what: int, value: int | bytes) -> None:
 
 
 def name_server() -> None:
-    """Give this process the name by which a server is known."""
+    """Name this process `SERVER_NAME`."""
     if sys.platform == "linux":
         _prctl(_PR_SET_NAME, SERVER_NAME.encode())

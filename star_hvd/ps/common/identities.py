@@ -1,4 +1,4 @@
-"""How the sockets of workers and shards are known to each other."""
+"""ZeroMQ identities of the sockets of workers and shards."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _UNIQUE_BYTES = 8
 
 
 def worker_identity(optimizer_id: int, session: int, rank: int) -> bytes:
-    """How a worker's socket is known to the servers."""
+    """The identity of a worker's socket at the servers."""
     return _IDENTITY.pack(b"W", optimizer_id, session, rank)
 
 
 def shard_identity(optimizer_id: int, session: int, index: int) -> bytes:
-    """How a shard's socket is known to the primary; behind it come bytes of this connection alone."""
+    """The identity of a shard's socket at the primary, which random bytes of the connection are appended to."""
     return _IDENTITY.pack(b"S", optimizer_id, session, index)
 
 
 def session_prefix(kind: bytes, optimizer_id: int, session: int) -> bytes:
-    """How the identities of a session's workers (`W`) or shards (`S`) begin."""
+    """Common prefix of the identities of a session's workers (`W`) or shards (`S`)."""
     return _SESSION.pack(kind, optimizer_id, session)
 
 
 def is_identity(name: bytes) -> bool:
-    """Whether a peer of a server can have such an identity."""
+    """Whether `name` has the form of a worker's or a shard's identity."""
     return len(name) == _IDENTITY.size + (_UNIQUE_BYTES if name[:1] == b"S" else 0) and name[:1] in (b"W", b"S")

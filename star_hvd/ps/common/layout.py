@@ -1,8 +1,8 @@
-"""Which part of which parameter lives on which server.
+"""Division of the parameters among the servers.
 
-A chunk is a contiguous range of one bucket and the unit of a message; a piece is a slice of one parameter inside a
-chunk. Optimizers that treat every element by itself are cut anywhere; any other gets whole tensors, so a chunk then
-holds whole tensors only. Chunks go to the servers by size, largest first to the one with the least.
+A chunk is a contiguous range of one bucket and the unit of updates and messages; a piece is a slice of one parameter
+inside a chunk. Elementwise optimizers allow cuts anywhere; for all others a chunk holds whole tensors. Chunks are
+assigned by size, the largest first to the server with the fewest bytes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
 )
 _ALIGN = 64
-"""Cuts inside a parameter are at multiples of this many elements from its begin: the vector loops of a kernel and
-their scalar ends then fall on the same elements as without the cut, and results stay equal bit for bit."""
+"""Cuts inside a parameter are at multiples of this many elements: a kernel's vector loop and its scalar remainder then
+fall on the same elements as without the cut, and results stay equal bit for bit."""
 
 _MOST_ELEMENTS, _MOST_SERVERS = 1 << 42, 1 << 16
 
@@ -43,7 +43,7 @@ State = dict[str, Any]
 
 
 class LayoutError(ValueError):
-    """A model or an optimizer that servers cannot take; the message says why and what to do."""
+    """A model or an optimizer that servers do not support; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Chunk:
         bucket: Which bucket.
         start, stop: Elements of the bucket.
         server: Index of the shard.
-        pieces: What it consists of, in order, without gaps.
+        pieces: Its slices of parameters, in order, without gaps.
     """
 
     index: int
@@ -96,9 +96,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A bucket: its type, the shapes of its parameters, and the order in which their dimensions lie in memory.
+    """A bucket: its dtype, and per parameter its shape, group and order of dimensions in memory.
 
-    Servers are not told the orders: elementwise, an element is an element.
+    The orders are not sent to servers: other orders than row-major are allowed for elementwise optimizers only.
     """
 
     dtype: torch.dtype
@@ -108,7 +108,7 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """Number of elements, the weight not counted."""
+        """Number of elements, without the weight."""
         return sum(math.prod(shape) for shape in self.shapes)
 
 
@@ -146,14 +146,14 @@ class Layout:
             param_groups: Its parameter groups; every parameter of a bucket is in one.
             base_class: The user's optimizer class.
             n_servers: Number of shards.
-            chunk_bytes: Largest chunk; a tensor that may not be cut can be larger.
+            chunk_bytes: Largest size of a chunk; a tensor that cannot be cut may exceed it.
 
         Raises:
             LayoutError: Servers cannot run this optimizer or hold these parameters.
             ValueError: The number of servers or the size is not positive.
         """
         if n_servers < 1 or chunk_bytes < 1:
-            raise ValueError(f"servers {n_servers} and chunk bytes {chunk_bytes}: expected 1 or more of both")
+            raise ValueError(f"n_servers is {n_servers} and chunk_bytes {chunk_bytes}; expected 1 or more of both")
         class_path(base_class)
         group_of = {id(p): number for number, group in enumerate(param_groups) for p in group["params"]}
         described = tuple(_describe(bucket, group_of) for bucket in buckets)
@@ -185,15 +185,15 @@ class Layout:
 
     @property
     def orders(self) -> list[tuple[int, ...]]:
-        """Dimensions of all parameters in the order in which they lie in memory, in the order of the buckets."""
+        """Per parameter, in the order of the buckets, its dimensions from the outermost in memory to the innermost."""
         return [order for bucket in self.buckets for order in bucket.orders]
 
     def dtype(self, chunk: Chunk) -> torch.dtype:
-        """Type of a chunk's elements."""
+        """dtype of a chunk's elements."""
         return self.buckets[chunk.bucket].dtype
 
     def nbytes(self, chunk: Chunk) -> int:
-        """Size of a chunk."""
+        """Size of a chunk in bytes."""
         return chunk.numel * self.dtype(chunk).itemsize
 
     def of_server(self, index: int) -> tuple[Chunk, ...]:
@@ -202,13 +202,13 @@ class Layout:
 
     @property
     def holders(self) -> frozenset[int]:
-        """Shards that have any chunk."""
+        """Shards that hold at least one chunk."""
         return frozenset(chunk.server for chunk in self.chunks)
 
     # ---- parameters and optimizer state -------------------------------------------------------------------
 
     def cut_params(self, params: Sequence[torch.Tensor], chunk: Chunk) -> torch.Tensor:
-        """A chunk's parameters as one flat CPU tensor of its own.
+        """Copy a chunk's parameters into one flat CPU tensor.
 
         Args:
             params: All parameters, in the order of the buckets.
@@ -223,10 +223,10 @@ class Layout:
         return flat
 
     def cut_state(self, states: Sequence[Mapping[str, Any]], chunk: Chunk) -> list[State]:
-        """Optimizer state of a chunk's pieces, copied; tensors of the parameter's shape are cut, others copied whole.
+        """Copy the optimizer state of a chunk's pieces; tensors of the parameter's shape are cut, others kept whole.
 
         Args:
-            states: State per parameter, in the order of the buckets; empty where there is none yet.
+            states: State per parameter, in the order of the buckets; empty before the first step.
             chunk: Which chunk.
         """
         shapes, orders = self.shapes, self.orders
@@ -315,7 +315,8 @@ class Layout:
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, LayoutError):
                 raise
-            raise LayoutError(f"a layout cannot be read: {type(error).__name__}: {str(error)[:200]}") from None
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise LayoutError(f"a layout is invalid; expected the values of `Layout.to_dict`: {reason}") from None
         return layout
 
     @classmethod
@@ -340,37 +341,37 @@ class Layout:
 def _dtype(name: Any) -> torch.dtype:
     found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise LayoutError(f"a bucket's type is {str(name)[:40]!r}; expected a float of torch's")
+        raise LayoutError(f"a bucket's dtype is {str(name)[:40]!r}; expected a floating-point dtype of torch")
     return found
 
 
 def _check_layout(layout: Layout) -> None:
-    """Whether all that is read fits together: sizes are allocated, and places written to, by what it says."""
+    """Check a received layout for consistency, because memory is allocated and written by its numbers."""
     numbers = [layout.n_servers, *(n for b in layout.buckets for n in (*b.groups, *(k for s in b.shapes for k in s)))]
     for chunk in layout.chunks:
         numbers += [chunk.bucket, chunk.start, chunk.stop, chunk.server]
         numbers += [n for piece in chunk.pieces for n in (piece.param, piece.start, piece.stop, piece.group)]
     if not all(type(number) is int and 0 <= number <= _MOST_ELEMENTS for number in numbers):
-        raise LayoutError(f"a layout has a number that is none of 0 to {_MOST_ELEMENTS}")
+        raise LayoutError(f"a layout has a number outside 0..{_MOST_ELEMENTS}, or one that is no integer")
     shapes = layout.shapes
     if sum(map(math.prod, shapes)) > _MOST_ELEMENTS or not 1 <= layout.n_servers <= _MOST_SERVERS:
         raise LayoutError(f"a layout is for {layout.n_servers} servers; expected 1 to {_MOST_SERVERS}")
     groups = [group for bucket in layout.buckets for group in bucket.groups]
     if any(len(bucket.groups) != len(bucket.shapes) for bucket in layout.buckets):
-        raise LayoutError("a bucket of a layout has not one group for every parameter")
+        raise LayoutError("a bucket of a layout has another number of groups than of parameters; expected the same")
     for chunk in layout.chunks:
         held = sum(piece.numel for piece in chunk.pieces)
         fits = chunk.server < layout.n_servers and chunk.stop <= layout.buckets[chunk.bucket].numel
         if not fits or not 0 < held == chunk.numel:
-            raise LayoutError(f"chunk {chunk.index} of a layout holds {held} elements in the place of {chunk.numel}")
+            raise LayoutError(f"chunk {chunk.index} of a layout has pieces of {held} elements; expected {chunk.numel}")
         for piece in chunk.pieces:
             whole = math.prod(shapes[piece.param])
             if not piece.start < piece.stop <= whole or piece.group != groups[piece.param]:
-                raise LayoutError(f"chunk {chunk.index} of a layout has a piece that its parameter has not")
+                raise LayoutError(f"a piece of chunk {chunk.index} of a layout exceeds its parameter or is in no group")
 
 
 def elementwise(base: type[torch.optim.Optimizer]) -> bool:
-    """Whether a step treats every element by itself; a subclass may not."""
+    """Whether a step treats every element independently; not assumed of subclasses."""
     return base in _ELEMENTWISE
 
 
@@ -378,10 +379,10 @@ def class_path(base: type[torch.optim.Optimizer]) -> str:
     """`module:name` by which a server imports the class.
 
     Raises:
-        LayoutError: No other process can import it, or servers cannot run it.
+        LayoutError: Another process cannot import it, or servers cannot run it.
     """
     if issubclass(base, torch.optim.LBFGS):
-        raise LayoutError("LBFGS evaluates the loss several times per step, which a server cannot; use another")
+        raise LayoutError("LBFGS evaluates the loss several times per step, which servers cannot; use another class")
     path = f"{base.__module__}:{base.__qualname__}"
     if base.__module__ == "__main__" or "<locals>" in base.__qualname__:
         raise LayoutError(
@@ -389,7 +390,7 @@ def class_path(base: type[torch.optim.Optimizer]) -> str:
             "import it; move it to the top level of a module"
         )
     if load_class(path) is not base:
-        raise LayoutError(f"importing {path} gives another class than the optimizer's; give it a name of its own")
+        raise LayoutError(f"importing {path} gives another class than the optimizer's; give it a unique name")
     return path
 
 
@@ -407,7 +408,7 @@ def load_class(path: str) -> type[torch.optim.Optimizer]:
     except Exception as error:  # Importing runs the user's code, which may raise anything.
         raise LayoutError(f"optimizer class {path} cannot be imported: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise LayoutError(f"{path} is no torch optimizer")
+        raise LayoutError(f"{path} is not a subclass of torch.optim.Optimizer")
     return found
 
 
@@ -433,7 +434,7 @@ def _order_in_memory(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def _from_memory(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
-    """Elements in the order of memory as a tensor of its shape, without a copy."""
+    """A flat tensor in memory order viewed as `shape`, without a copy."""
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return flat.view([shape[dim] for dim in order]).permute(inverse)
 
@@ -454,7 +455,7 @@ def _piece(param: int, start: int, stop: int, group: int, shape: tuple[int, ...]
 
 
 def _cut(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Piece, ...]]:
-    """Pieces of chunks of at most `capacity` elements (or `_ALIGN`, if that is more)."""
+    """Yield the pieces of chunks of at most `capacity` elements (or `_ALIGN`, if that is more)."""
     capacity, filled, pieces = max(capacity, _ALIGN), 0, list[Piece]()
     for number, (shape, group) in enumerate(zip(bucket.shapes, bucket.groups, strict=True)):
         numel, start = math.prod(shape), 0
@@ -474,7 +475,7 @@ def _cut(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Piec
 
 
 def _whole(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Piece, ...]]:
-    """Whole tensors, as many per chunk as fit into `capacity` elements."""
+    """Yield whole tensors, as many per chunk as fit into `capacity` elements."""
     filled, pieces = 0, list[Piece]()
     for number, (shape, group) in enumerate(zip(bucket.shapes, bucket.groups, strict=True)):
         numel = math.prod(shape)
@@ -489,7 +490,7 @@ def _whole(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Pi
 
 
 def _spread(sizes: Sequence[int], n_servers: int) -> list[int]:
-    """A server for every size: largest first to the least loaded, ties to the lower index."""
+    """Assign a server to every size: largest first to the least loaded, ties to the lower index."""
     loads = [(0, server) for server in range(n_servers)]
     chosen = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

@@ -1,8 +1,8 @@
-"""A server's memory that outlives it: the last whole state of every chunk, in anonymous memory its owner holds.
+"""Memory that outlives a server: the last consistent state of every chunk, in anonymous memory its owner holds open.
 
-Every record has two slots. The older one is marked empty, filled, and marked with the next number, so whenever the
-server is killed one of the two is whole. The memory has no name, so nothing is left behind and the size of /dev/shm,
-64 MB in a container, does not matter.
+Every record has two slots. The older one is marked empty, filled, and marked with the next number, so one of the two
+is complete whenever the server is killed. The memory has no name, so nothing is left behind, and the size of /dev/shm
+(64 MB in a container) does not limit it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TAG_AT = 24
 
 
 def new_memory() -> int:
-    """A file descriptor of an empty piece of memory, or of an unlinked file where the system has none."""
+    """A file descriptor of empty anonymous memory (memfd), or of an unlinked file where the system has no memfd."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("star-ps")
     descriptor, path = tempfile.mkstemp(prefix="star-ps-")
@@ -35,7 +35,7 @@ def new_memory() -> int:
 
 
 class Mirror:
-    """Records in such a memory.
+    """Records in memory from `new_memory`.
 
     Args:
         descriptor: From `new_memory`; closed by `close`.
@@ -56,8 +56,7 @@ class Mirror:
         """Replace a record; a reader sees the old one or the new one, never a mixture.
 
         Returns:
-            The bytes of the record's first tensor there. They stay as they are until the next write but one, and for
-            as long as they are being sent.
+            The bytes of the record's first tensor there, unchanged until the next write but one and while being sent.
         """
         slots = [self._slot(entry, 0), self._slot(entry, 1)]
         which = 0 if slots[0][3] <= slots[1][3] else 1
@@ -72,7 +71,7 @@ class Mirror:
         return self._lent[offset]
 
     def _free(self, entry: int, slots: list[Any], current: int, need: int) -> tuple[int, int]:
-        """A place that is neither the current record's nor being sent; a new one if a slow receiver has them all."""
+        """A region that neither holds the current record nor is being sent; a new one if there is none."""
         known = self._places.setdefault(entry, {slot[0]: slot[1] for slot in slots if slot[1]})
         for offset, capacity in known.items():
             idle = offset not in self._lent or self._lent[offset].free()
@@ -83,18 +82,18 @@ class Mirror:
         return offset, capacity
 
     def read(self, entry: int) -> torch.Tensor | None:
-        """The bytes of the last whole record, not copied; None if there is none."""
+        """The bytes of the last complete record, not copied; None if there is none."""
         which = 0 if self._slot(entry, 0)[3] > self._slot(entry, 1)[3] else 1
         offset, capacity, length, tag = self._slot(entry, which)
         if not tag:
             return None
         pages = not offset % mmap.ALLOCATIONGRANULARITY and offset > 0
         if not pages or not 0 < length <= capacity <= os.fstat(self._fd).st_size - offset:
-            return None  # Nothing that was written whole; the shard is seeded again.
+            return None  # Not written completely; the shard is seeded again.
         return self._region(offset, capacity)[:length]
 
     def close(self) -> None:
-        """Give the memory up on this side."""
+        """Unmap the memory and close its descriptor."""
         self._regions.clear()
         self._lent.clear()
         self._table.close()

@@ -1,4 +1,4 @@
-"""The user's optimizer without its parameters, as servers are told of it."""
+"""Description of the user's optimizer without its parameters, as it is sent to servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from star_hvd.ps.common.layout import LayoutError, class_path, load_class
 __all__ = ["OptimizerSpec", "RowReader"]
 
 _EXECUTION = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Options that say how a device carries a step out, not what it computes: those of a GPU do not fit a server."""
+"""Options for how a step is executed, not for what it computes: those of a GPU do not apply on a server."""
 
 
 def _plain(value: Any, where: str) -> list[Any]:
@@ -25,7 +25,7 @@ def _plain(value: Any, where: str) -> list[Any]:
         return ["t", str(value.dtype).removeprefix("torch."), list(value.shape), value.item()]
     if isinstance(value, (tuple, list)):
         return ["s", [_plain(part, where) for part in value], isinstance(value, tuple)]
-    raise LayoutError(f"{where} is a {type(value).__name__}; a server can be given numbers, strings and None only")
+    raise LayoutError(f"{where} is a {type(value).__name__}; servers accept numbers, strings, None and tuples of these")
 
 
 def _restore(item: Sequence[Any]) -> Any:
@@ -33,10 +33,10 @@ def _restore(item: Sequence[Any]) -> Any:
         return item[1]
     if item[0] == "t":
         if any(size != 1 for size in item[2]):
-            raise ValueError("a tensor of more than one number")
+            raise ValueError(f"a tensor has shape {item[2]}; expected one element")
         return torch.full(tuple(item[2]), item[3], dtype=getattr(torch, item[1]), device="cpu")
     if item[0] != "s":
-        raise ValueError("a value of an unknown kind")
+        raise ValueError(f"a value has kind {item[0]!r}; expected v, t or s")
     parts = [_restore(part) for part in item[1]]
     return tuple(parts) if item[2] else parts
 
@@ -46,7 +46,7 @@ class OptimizerSpec:
     """The user's optimizer without its parameters.
 
     Attributes:
-        path: Where its class is, `module:name`.
+        path: Its class as `module:name`.
         groups: Hyperparameters of every parameter group.
     """
 
@@ -62,11 +62,11 @@ class OptimizerSpec:
         Args:
             base: The user's class.
             param_groups: The groups as they are now.
-            hyper: The layout of the rows the workers will send. Entries that groups got since (`initial_lr` of a
-                scheduler) are left out, because they are not in the rows.
+            hyper: The layout of the rows the workers will send. Entries that a scheduler added to the groups later
+                (`initial_lr`) are left out, because they are not in the rows.
 
         Raises:
-            LayoutError: The class or a hyperparameter cannot be given to another process.
+            LayoutError: The class or a hyperparameter cannot be sent to another process.
         """
         groups = [{k: v for k, v in group.items() if k != "params"} for group in param_groups]
         later = ("initial_lr", "base_momentum", "max_momentum", "min_lr", "max_lr")
@@ -94,28 +94,28 @@ class OptimizerSpec:
         """The inverse of `to_dict`.
 
         Raises:
-            LayoutError: The values are no description of an optimizer.
+            LayoutError: The values do not describe an optimizer.
         """
         try:
             path, groups = values["path"], values["groups"]
             if not isinstance(path, str) or not isinstance(groups, list) or not groups:
-                raise ValueError("expected a class and its groups")
+                raise ValueError("expected a class path and a list of groups")
             return cls(path, tuple({str(k): _restore(v) for k, v in group.items()} for group in groups))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
             raise LayoutError(f"an optimizer cannot be read: {type(error).__name__}: {str(error)[:200]}") from None
 
     def on_host(self) -> OptimizerSpec:
-        """The same without the options of a GPU."""
+        """A copy without the execution options of a GPU."""
         host = {"fused": None, "foreach": None, "capturable": False}
         return OptimizerSpec(
             self.path, tuple({k: host.get(k, v) if k in host else v for k, v in group.items()} for group in self.groups)
         )
 
     def build(self, params: Mapping[int, list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        """An optimizer of the class.
+        """Construct the optimizer.
 
         Args:
-            params: Parameters per group; groups without any are left out.
+            params: Parameters by group number; groups without parameters are left out.
 
         Raises:
             LayoutError: The class's constructor fails.
@@ -127,7 +127,7 @@ class OptimizerSpec:
         try:
             return base(groups, **keywords)
         except Exception as error:  # The user's code may raise anything.
-            raise LayoutError(f"a server cannot make a {self.path}: {type(error).__name__}: {error}") from error
+            raise LayoutError(f"a server cannot construct {self.path}: {type(error).__name__}: {error}") from error
 
 
 def _own(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _own(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RowReader:
-    """Turns the rows of hyperparameters that workers send into values per group."""
+    """Converts the rows of hyperparameters that workers send to values per group."""
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self._groups = [dict(group) for group in spec.groups]

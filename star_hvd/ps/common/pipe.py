@@ -1,8 +1,7 @@
-"""The socket between a rank and the server it owns: messages of msgpack, and descriptors of memory beside them.
+"""The socket between a rank and the server it owns: msgpack messages, with file descriptors as ancillary data.
 
-Nobody waits in `send`. What the socket takes at once goes at once; the rest is queued and a thread, which exists only
-while something is queued, writes it as the other side reads. So a side that stands still, frozen or busy, never stops
-the other one.
+`send` never blocks. What the socket buffer does not take is queued, and written by a thread that exists only while
+something is queued. So a side that is frozen or busy never blocks the other one.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ Message = dict[str, Any]
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
-_LOOK_S = 0.5  # Between two looks of the writer whether the pipe was closed.
-_MOST_BYTES = 64 << 20  # A side that left so much unread will not come back to it.
+_CHECK_S = 0.5  # Between two checks of the writer whether the pipe was closed.
+_MOST_BYTES = 64 << 20  # Unread bytes after which the other side counts as hung.
 _MOST_ADVISORY = 256
 
 
 class PipeFull(OSError):
-    """The other side has not read for so long that no more is kept for it."""
+    """More than 64 MiB are queued that the other side has not read."""
 
 
 class _Item:
-    """A queued message; one that is made by a function takes no memory before its turn comes.
+    """A queued message; one given as a function takes no memory until it is written.
 
     Args:
-        message: The message, or a function that makes it.
-        descriptor: Sent with it; belongs to this object.
+        message: The message, or a function that returns it.
+        descriptor: Sent with it; owned by this object.
     """
 
     __slots__ = ("_make", "data", "descriptor", "sent")
@@ -56,12 +55,12 @@ class _Item:
         self.sent = 0
 
     def make(self) -> None:
-        """Make the bytes, if that is still to be done."""
+        """Serialize the message if that is not done yet."""
         if self._make is not None:
             self.data, self._make = _framed(self._make()), None
 
     def close(self) -> None:
-        """Give the descriptor up."""
+        """Close the descriptor."""
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
@@ -76,7 +75,7 @@ class Pipe:
     """One end of a pair of Unix sockets. `send` may be called from any thread, the rest from one.
 
     Args:
-        end: The socket; belongs to this object.
+        end: The socket; owned by this object.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -84,7 +83,7 @@ class Pipe:
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
         self._received: deque[Message | None] = deque()
-        self._lock = threading.Lock()  # Of the queue and of writing; never held across a wait.
+        self._lock = threading.Lock()  # Guards the queue and writes; never held across a wait.
         self._queue: deque[_Item] = deque()
         self._writer: threading.Thread | None = None
         self._broken: OSError | None = None
@@ -96,23 +95,18 @@ class Pipe:
 
     # ---- out ----------------------------------------------------------------------------------------------
 
-    @property
-    def queued(self) -> int:
-        """Messages that the other side has not made room for."""
-        return len(self._queue)
-
     def send(
         self, message: Message | Callable[[], Message], descriptor: int | None = None, *, advisory: bool = False
     ) -> None:
-        """Send a message, now or when the other side has read what came before; never waits.
+        """Send a message, now or once the other side has read the ones before; never blocks.
 
         Args:
-            message: The message, or what makes it when its turn comes, for large ones; called in any thread.
-            descriptor: Goes with it; it is copied.
-            advisory: Leave it out where the other side has fallen behind in reading.
+            message: The message, or for large ones a function that returns it, called in any thread when it is written.
+            descriptor: Sent with it; duplicated, so the caller keeps its own.
+            advisory: Drop the message where the other side has fallen behind in reading.
 
         Raises:
-            PipeFull: The other side does not read at all.
+            PipeFull: The other side does not read.
             OSError: The other side is gone.
         """
         with self._lock:
@@ -120,9 +114,9 @@ class Pipe:
                 raise self._broken
             if advisory and len(self._queue) >= _MOST_ADVISORY:
                 return
-            # The first one is being written, however large it is.
+            # The first item is being written and may be of any size.
             if sum(len(item.data) for item in itertools.islice(self._queue, 1, None)) >= _MOST_BYTES:
-                raise PipeFull(f"{len(self._queue)} messages are unread on the other side of a server's pipe")
+                raise PipeFull(f"{len(self._queue)} messages in a server's pipe are unread; the other side hangs")
             self._queue.append(_Item(message, None if descriptor is None else os.dup(descriptor)))
             if self._writer is None and not self._write():
                 self._writer = supervised(self._write_later, "star-ps-pipe")
@@ -131,7 +125,7 @@ class Pipe:
                 raise self._broken
 
     def _write(self) -> bool:
-        """Write what the socket takes; whether that was all. Under the lock."""
+        """Under the lock: write what the socket takes; whether the queue is empty."""
         try:
             while self._queue:
                 item = self._queue[0]
@@ -161,7 +155,7 @@ class Pipe:
         poller = select.poll()
         poller.register(self._socket.fileno(), select.POLLOUT)
         while True:
-            poller.poll(1e3 * _LOOK_S)
+            poller.poll(1e3 * _CHECK_S)
             with self._lock:
                 if self._closed or self._write():
                     self._writer = None
@@ -170,7 +164,7 @@ class Pipe:
     # ---- in -----------------------------------------------------------------------------------------------
 
     def receive(self) -> list[Message | None]:
-        """What has come, after waiting for something; None behind it when the other side is gone."""
+        """Block until data comes; the messages received, with None at the end when the other side is gone."""
         if not self._received:
             self._read()
         found, self._received = list(self._received), deque()
@@ -198,7 +192,7 @@ class Pipe:
             self._received.append(None)
 
     def poll(self, seconds: float) -> bool:
-        """Wait for something to `receive`; whether it has come. Part of a message may be all there is."""
+        """Wait for data to `receive`; whether some has come, which may be part of a message only."""
         if self._received:
             return True
         poller = select.poll()
@@ -213,30 +207,30 @@ class Pipe:
 
         Args:
             deadline_s: Longest wait.
-            stopped: Looked at while waiting: whether the wait has become pointless.
+            stopped: Checked twice a second; returning True ends the wait.
 
         Raises:
-            DeadlineError: None came in time, or the other side is gone.
+            DeadlineError: No message came in time, the wait was stopped, or the other side is gone.
         """
         limit_s = time.monotonic() + deadline_s
         while not self._received and not stopped() and (left_s := limit_s - time.monotonic()) > 0.0:
-            if self.poll(min(_LOOK_S, left_s)):
+            if self.poll(min(_CHECK_S, left_s)):
                 self._read()
         if not self._received or self._received[0] is None:
-            raise DeadlineError(f"nothing came through the pipe to a parameter server within {deadline_s:g} s")
+            raise DeadlineError(f"no message came through the pipe of a parameter server within {deadline_s:g} s")
         found = self._received.popleft()
         assert found is not None
         return found
 
     def descriptor(self) -> int:
-        """The next descriptor that came."""
+        """The next descriptor received."""
         return self._descriptors.popleft()
 
     def close(self, flush_s: float = 0.0) -> None:
-        """Close this end and whatever descriptors nobody took.
+        """Close this end and the received descriptors that were not taken.
 
         Args:
-            flush_s: First wait so long for the other side to read what is queued.
+            flush_s: Longest wait before that for the other side to read what is queued.
         """
         limit_s = time.monotonic() + flush_s
         while self._queue and time.monotonic() < limit_s:
@@ -246,9 +240,9 @@ class Pipe:
             self._break(OSError("the pipe is closed"))
             writer = self._writer
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the writer, and whoever polls.
+                self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the writer and other pollers.
         if writer is not None and writer is not threading.current_thread():
-            writer.join(2 * _LOOK_S)
+            writer.join(2 * _CHECK_S)
         self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.popleft())

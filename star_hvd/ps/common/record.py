@@ -1,4 +1,4 @@
-"""The whole state of a chunk as bytes: what a mirror keeps and what a server is started again from."""
+"""The complete state of a chunk as bytes: in a mirror, in a seed and in a reply to a request for state."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ALIGN_BYTES = 16
 
 @dataclass(frozen=True)
 class Record:
-    """A chunk at one version: a manifest and tensors. As bytes it is what the mirror and a state reply hold.
+    """A chunk at one version: a manifest and tensors, each aligned to 16 bytes.
 
     Attributes:
-        manifest: Everything that is no tensor.
+        manifest: Everything but the tensors, as msgpack.
         tensors: The parameters, then the tensors of the optimizer state.
     """
 
@@ -43,7 +43,7 @@ class Record:
 
     @property
     def first(self) -> slice:
-        """Where the bytes of the first tensor are."""
+        """Range of the first tensor's bytes."""
         if not self.tensors:
             return slice(0, 0)
         begin = self._offsets()[0][0]
@@ -51,11 +51,11 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        """Size as bytes."""
+        """Size in bytes."""
         return self._offsets()[1]
 
     def write(self, target: torch.Tensor) -> None:
-        """Put the bytes at the begin of a tensor of bytes."""
+        """Write the record to the beginning of a uint8 tensor."""
         head = _SPAN.pack(len(self.manifest)) + self.manifest
         target[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for offset, tensor in zip(self._offsets()[0], self.tensors, strict=True):
@@ -78,7 +78,7 @@ def make_record(
     """A chunk's record; nothing is copied.
 
     Raises:
-        ChannelError: The optimizer keeps something that is neither a tensor nor a number.
+        ChannelError: The optimizer's state holds something other than tensors, numbers, strings and None.
     """
     tensors = [params]
     described = []
@@ -91,9 +91,8 @@ def make_record(
             elif value is None or isinstance(value, (bool, int, float, str)):
                 entry.append([key, "v", value, None])
             else:
-                raise ChannelError(
-                    f"optimizer state {key!r} is a {type(value).__name__}; a server can keep tensors and numbers"
-                )
+                got = type(value).__name__
+                raise ChannelError(f"optimizer state {key!r} is a {got}; servers keep tensors, numbers, strings, None")
         described.append(entry)
     manifest = [version, seq, list((applied or {}).items()), None if row is None else list(row), described]
     return Record(bytes(msgpack.packb(manifest)), tensors)
@@ -106,7 +105,7 @@ def read_record(
 
     Args:
         data: The bytes.
-        like: A tensor of the parameters' type and length.
+        like: A tensor of the parameters' dtype and shape.
 
     Raises:
         ChannelError: The record is damaged or of another chunk.
@@ -121,10 +120,10 @@ def read_record(
         def tensor(dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
             nonlocal position
             if not isinstance(dtype, torch.dtype) or not all(map(is_whole, shape)):
-                raise ValueError("a tensor without a type, or with a shape that is none")
+                raise ValueError(f"a tensor has dtype {dtype!r} and shape {shape!r}")
             size = math.prod(shape) * dtype.itemsize
             if position + size > data.numel():
-                raise ValueError(f"{data.numel()} bytes are too few")
+                raise ValueError(f"the record has {data.numel()} bytes; expected {position + size} or more")
             found = data[position : position + size].clone().view(dtype).reshape(tuple(shape))
             position = _aligned(position + size)
             return found
@@ -142,12 +141,12 @@ def read_record(
 def _check_manifest(version: Any, seq: Any, applied: Any, row: Any) -> None:
     pushes = isinstance(applied, list) and all(map(is_whole, (number for pair in applied for number in pair)))
     if not (is_whole(version) and is_whole(seq) and pushes):
-        raise ValueError(f"version {version!r}, order {seq!r} or the pushes in it are none")
+        raise ValueError(f"version {version!r}, seq {seq!r} or the applied pushes are not whole numbers from 0")
     if not (row is None or (isinstance(row, list) and all(type(number) in (int, float) for number in row))):
-        raise ValueError("a row of hyperparameters that is none")
+        raise ValueError("a row of hyperparameters is not a list of numbers")
 
 
 def _value(value: Any) -> Any:
     if not (value is None or isinstance(value, (bool, int, float, str))):
-        raise ValueError("a value that is neither a number nor a text")
+        raise ValueError(f"a state's value is a {type(value).__name__}; expected a number, a string or None")
     return value

@@ -1,7 +1,7 @@
-"""What messages between workers, servers and their owner may hold, looked at before anything changes.
+"""Checks of messages between workers, servers and their owner, before they change any state.
 
-A mapping of msgpack may hold anything, and a field of another type fails later, with half of its message carried out.
-Every function here raises `ChannelError` with what was got and what was expected.
+A msgpack mapping may hold any types, and a wrong one would fail later, with half of the message applied. Every function
+here raises `ChannelError` with what was got and what was expected.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 from star_hvd.errors import ChannelError
 
-__all__ = ["check_order", "check_products", "check_push", "check_verdict", "is_whole"]
+__all__ = ["check_order", "check_products", "check_push", "check_push_result", "is_whole"]
 
 _MOST = 1 << 62
-_MOST_REAL = 1e15  # Of a hyperparameter; one that is a whole number has to fit 64 bits.
-_MOST_COUNT = 1 << 20  # Of gradients in one push: ranks.
+_MOST_REAL = 1e15  # Of a hyperparameter; integral ones have to fit 64 bits.
+_MOST_COUNT = 1 << 20  # Gradients in one push, and ranks.
 _MOST_NOTES = 4096
 
 
 def is_whole(value: Any, least: int = 0, most: int = _MOST) -> bool:
-    """Whether a value is a whole number, and none of bool, from `least` to `most`."""
+    """Whether a value is an int, not a bool, from `least` to `most`."""
     return type(value) is int and least <= value <= most
 
 
@@ -35,17 +35,17 @@ def _refuse(what: str, name: str, value: Any, expected: str) -> ChannelError:
 
 
 def check_push(meta: Mapping[str, Any], row_size: int | None = None) -> None:
-    """The announcement of a push.
+    """Check the announcement of a push.
 
     Args:
-        meta: What came.
-        row_size: Numbers in a row of hyperparameters, None where that is not known.
+        meta: The received mapping.
+        row_size: Numbers in a row of hyperparameters, None where unknown.
     """
     for name, least, most in (("version", 0, _MOST), ("count", 1, _MOST_COUNT), ("own_steps", 0, _MOST)):
         if not is_whole(meta.get(name), least, most):
             raise _refuse("a push", name, meta.get(name), f"a whole number from {least}")
     weight, loss, row = meta.get("weight"), meta.get("loss"), meta.get("row")
-    # A weight that is none is for the rule to refuse, in an answer to its rank; a loss that is none is a curve's.
+    # NaN passes: the rule refuses such a weight in an answer to its rank, and a loss may be NaN.
     if type(weight) not in (int, float):
         raise _refuse("a push", "weight", weight, "a number")
     if loss is not None and type(loss) is not float:
@@ -57,7 +57,7 @@ def check_push(meta: Mapping[str, Any], row_size: int | None = None) -> None:
 
 
 def _is_row(row: Any, size: int | None) -> bool:
-    """Hyperparameters, or nothing; an infinite one is the user's own."""
+    """Whether a value is a row of hyperparameters or None; infinite ones are allowed."""
     if row is None:
         return True
     return isinstance(row, list) and (size is None or len(row) == size) and all(map(_is_real, row))
@@ -68,7 +68,7 @@ def _is_real(value: Any) -> bool:
 
 
 def check_products(products: Any) -> None:
-    """What a shard compared of a push: three sums, or nothing."""
+    """Check the dot products of a push with the recent updates: three numbers, or None without the guard."""
     if products is None:
         return
     if not isinstance(products, list) or len(products) != 3 or not all(type(value) is float for value in products):
@@ -84,10 +84,10 @@ def _is_part(value: Any) -> bool:
 
 
 def check_order(order: Mapping[str, Any], row_size: int) -> None:
-    """An order of the primary.
+    """Check an order of the primary.
 
     Args:
-        order: What came.
+        order: The received mapping.
         row_size: Numbers in a row of hyperparameters.
     """
     kind = order.get("op")
@@ -124,22 +124,24 @@ def _check_update(order: Mapping[str, Any], row_size: int) -> None:
         raise _refuse("an order to update", "send", send, "pushes")
 
 
-def check_verdict(verdict: Mapping[str, Any]) -> None:
-    """What the primary says became of a push."""
-    kind, notes = verdict.get("kind"), verdict.get("notes")
-    if not isinstance(kind, str) or not isinstance(verdict.get("reason"), str):
-        raise _refuse("a decision on a push", "kind", kind, "a text, and a reason")
+def check_push_result(result: Mapping[str, Any]) -> None:
+    """Check the primary's result of a push."""
+    if missing := {"kind", "version", "plan_id", "applied", "reason", "notes"} - result.keys():
+        raise ChannelError(f"the result of a push lacks the fields {sorted(missing)}")
+    kind, notes = result["kind"], result["notes"]
+    if not isinstance(kind, str) or not isinstance(result["reason"], str):
+        raise _refuse("the result of a push", "kind", kind, "a string, as of its reason")
     for name in ("version", "plan_id"):
-        if not is_whole(verdict.get(name)):
-            raise _refuse("a decision on a push", name, verdict.get(name), "a whole number from 0")
-    if not isinstance(verdict.get("applied"), bool):
-        raise _refuse("a decision on a push", "applied", verdict.get("applied"), "true or false")
+        if not is_whole(result[name]):
+            raise _refuse("the result of a push", name, result[name], "a whole number from 0")
+    if not isinstance(result["applied"], bool):
+        raise _refuse("the result of a push", "applied", result["applied"], "true or false")
     if not isinstance(notes, list) or len(notes) > _MOST_NOTES or not all(map(_is_note, notes)):
-        raise _refuse("a decision on a push", "notes", notes, "notes on updates")
+        raise _refuse("the result of a push", "notes", notes, f"at most {_MOST_NOTES} notes of updates and drops")
 
 
 def _is_note(note: Any) -> bool:
-    """An update, or a push that was dropped."""
+    """Whether a value is the note of an update or of a dropped push."""
     if not isinstance(note, dict) or not isinstance(ranks := note.get("ranks"), list) or not all(map(is_whole, ranks)):
         return False
     if note.get("kind") == "drop":

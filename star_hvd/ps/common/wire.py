@@ -1,7 +1,7 @@
 """Messages between workers and parameter servers: a fixed binary header, then raw bytes or msgpack. Nothing is pickled.
 
-A tensor travels as the bytes of its chunk, in parts of at most `PART_BYTES`; `offset` and `size` of the header say
-where a part lies in its chunk and how long the whole is.
+A chunk is sent as bytes in parts of at most `PART_BYTES`; `offset` and `size` in the header are the part's position in
+its chunk and the chunk's size.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
 _LAYOUT = struct.Struct("<4sBBIIIqIqQQ")
 _MAGIC, _PROTOCOL = b"STPS", 1
 HEADER_BYTES = _LAYOUT.size
-# 40 MB messages were 4 times slower than 4 MB ones. Of 1 MiB: a stranger's connection can make a server hold one.
+# 40 MB messages were 4 times slower than 4 MB ones; 1 MiB bounds what an unauthenticated connection can make us hold.
 PART_BYTES = 1024 * 1024
 MAX_MESSAGE_BYTES = PART_BYTES + SLACK_BYTES
 _MAX_CHUNK_BYTES = 1 << 42
 
 
 class Kind(enum.IntEnum):
-    """What a message is. `rank` in the header is the worker's, or the shard's index between servers."""
+    """Kinds of messages. `rank` in the header is the worker's rank, between servers the shard's index."""
 
     HELLO = 1
     PUSH = 2
@@ -65,7 +65,7 @@ class Kind(enum.IntEnum):
 class Header(NamedTuple):
     """Fixed part of every message.
 
-    `step` is the pusher's own counter, or the number of a request; `version` that of the parameters.
+    `step` is the worker's own push counter, or the number of a request; `version` is that of the parameters.
     """
 
     kind: int
@@ -108,12 +108,12 @@ def read_meta(frame: Any) -> dict[str, Any]:
     """The msgpack mapping in a frame.
 
     Raises:
-        ChannelError: It is none.
+        ChannelError: The frame is no msgpack mapping.
     """
     try:
         found = msgpack.unpackb(getattr(frame, "buffer", frame))
-    except Exception as error:  # Whatever damage makes msgpack raise.
-        raise ChannelError(f"a message cannot be read: {type(error).__name__}: {error}") from error
+    except Exception as error:  # Damaged data makes msgpack raise various types.
+        raise ChannelError(f"a message is no valid msgpack: {type(error).__name__}: {error}") from error
     if not isinstance(found, dict):
         raise ChannelError(f"a message holds a {type(found).__name__}; expected a mapping")
     return found
@@ -126,13 +126,13 @@ def raw(tensor: torch.Tensor) -> memoryview:
 
 
 def parts(size: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of the messages that a chunk of `size` bytes is sent in."""
+    """Begin and end of the parts in which a chunk of `size` bytes is sent."""
     for begin in range(0, max(size, 1), PART_BYTES):
         yield begin, min(size, begin + PART_BYTES)
 
 
 class Lent:
-    """Memory that is being sent, perhaps to several; it must not change while it is."""
+    """Memory lent to ZeroMQ for sending, maybe to several receivers; it must not change until `free`."""
 
     __slots__ = ("_frames", "_trackers", "data")
 
@@ -142,7 +142,7 @@ class Lent:
         self._trackers: list[zmq.MessageTracker] = []
 
     def frame(self, begin: int, end: int) -> zmq.Frame:
-        """A part as ZeroMQ's message, not copied; the same one for all receivers."""
+        """A part as a ZeroMQ frame, not copied; the same frame for all receivers."""
         if begin not in self._frames:
             frame = zmq.Frame(raw(self.data)[begin:end], copy=False, track=True)
             self._frames[begin] = frame
@@ -150,18 +150,18 @@ class Lent:
         return self._frames[begin]
 
     def drop(self) -> None:
-        """It is not sent to anybody any more; what is under way goes on."""
+        """Send it to no further receiver; frames in flight stay valid."""
         self._frames.clear()
 
     def free(self) -> bool:
-        """Whether nothing of it is under way any more."""
+        """Whether no frame of it is in flight any more."""
         self.drop()
         self._trackers = [tracker for tracker in self._trackers if not tracker.done]
         return not self._trackers
 
 
 class Gathering:
-    """A chunk of a size that only its sender knows: memory is used for what has come, not for what was announced."""
+    """A chunk whose size only its sender knows: memory is allocated for received bytes, not for the announced size."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -169,10 +169,10 @@ class Gathering:
         self._came = 0
 
     def add(self, offset: int, data: Any) -> torch.Tensor | None:
-        """Take a part; the whole chunk once nothing is missing.
+        """Add a part; the complete chunk once nothing is missing, else None.
 
         Raises:
-            ChannelError: It is none of the parts expected.
+            ChannelError: The part does not fit the chunk.
         """
         _check_part(offset, len(data), self.size)
         if offset not in self._parts:
@@ -191,17 +191,17 @@ def _check_part(offset: int, length: int, size: int) -> None:
 
 
 class Assembly:
-    """A chunk that comes in several messages, in any order, perhaps some of them twice."""
+    """A chunk received in several parts, in any order, maybe some of them twice."""
 
     def __init__(self, size: int) -> None:
         self.buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._missing = {begin: end for begin, end in parts(size)}
 
     def add(self, offset: int, data: Any) -> bool:
-        """Put a part into its place; whether the chunk is whole now.
+        """Copy a part to its place; whether the chunk is complete.
 
         Raises:
-            ChannelError: It is none of the parts expected.
+            ChannelError: The part does not fit the chunk.
         """
         _check_part(offset, len(data), self.buffer.numel())
         end = offset + len(data)

@@ -1,7 +1,7 @@
-"""Where servers come from: a process (`forker`) that has imported what a server needs, and forks one when asked.
+"""Starts servers by forking a process (`forker`) that has imported torch already.
 
-Importing torch takes a server seconds of a processor, and a job stands still as long as one of its servers is being
-started again. A fork takes milliseconds, and shares the memory of what was imported.
+Importing torch takes seconds of CPU time, and a job blocks while one of its servers restarts. A fork takes milliseconds
+and shares the memory of the imported modules.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from star_hvd.ps.owner.vigil import thread_state
 
 __all__ = ["Forked", "Nursery"]
 
-_LOOK_S = 0.2
+_CHECK_S = 0.2
 _POLL_S = 0.02
-_WARM_S = 5.0  # Once it has imported everything, it forks within this, or is of no use any more.
-_STATUS_S = 1.0  # For the exit status behind a server's end.
+_WARM_S = 5.0  # After its imports the forker answers within this, or counts as hung.
+_STATUS_S = 1.0  # Longest wait for a server's exit status after its end.
+
 
 class Forked:
-    """A server process, with what is used of a `subprocess.Popen`; it is a child of the nursery.
+    """A server process, with the part of `subprocess.Popen`'s interface that is used; a child of the forker.
 
     Args:
-        pid: Its id.
-        nursery: Where it comes from.
+        pid: Its process id.
+        nursery: Its nursery.
     """
 
     def __init__(self, pid: int, nursery: Nursery) -> None:
@@ -42,7 +43,7 @@ class Forked:
         self.returncode: int | None = None
         self._nursery = nursery
         self._handle: int | None = None
-        # Some builds of Python lack the calls, old kernels and some sandboxes refuse them.
+        # Some builds of Python lack these calls; old kernels and some sandboxes refuse them.
         self._has_handles = hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
         try:
             self._handle = os.pidfd_open(pid) if self._has_handles else None
@@ -52,16 +53,16 @@ class Forked:
             self._has_handles = False
 
     def poll(self) -> int | None:
-        """Its exit status, None while it runs; does not wait, and may not know the status yet."""
+        """Its exit status, None while it runs; never waits. Just after its end the status may be assumed as killed."""
         if self.returncode is None and self._ended(0.0):
             return self._nursery.status_of(self.pid, 0.0)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end.
+        """Wait for its end; returns the exit status.
 
         Raises:
-            subprocess.TimeoutExpired: It still runs.
+            subprocess.TimeoutExpired: It still runs after `timeout` seconds.
         """
         if self.returncode is None:
             if not self._ended(timeout):
@@ -84,7 +85,7 @@ class Forked:
         return bool(poller.poll(1e3 * seconds))
 
     def kill(self) -> None:
-        """Kill it; the handle makes sure that it is no other process by now."""
+        """Kill it; the pidfd makes sure that its id does not belong to another process by now."""
         if self._handle is not None and self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -102,10 +103,10 @@ class Forked:
 
 
 class Nursery:
-    """The owner's side. Its methods are called by one thread, `status_of` by any.
+    """The owner's side of the forker. Its methods are called by one thread, `status_of` by any.
 
     Args:
-        environment: Of the servers.
+        environment: Returns the servers' environment.
     """
 
     def __init__(self, environment: Callable[[], Mapping[str, str]]) -> None:
@@ -113,21 +114,21 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._warm = False
-        self._lock = threading.Lock()  # Of reading, which does not wait.
+        self._lock = threading.Lock()  # Guards reads, which do not block.
         self._started: deque[int] = deque()
         self._statuses: dict[int, int] = {}
 
     def fork(self, end: socket.socket, deadline_s: float, stopped: Callable[[], bool]) -> Forked:
-        """Have a server forked.
+        """Fork a server.
 
         Args:
-            end: Its end of the pipe.
+            end: The server's end of the pipe.
             deadline_s: Longest wait.
-            stopped: Looked at while waiting: whether the wait has become pointless.
+            stopped: Checked while waiting; returning True ends the wait.
 
         Raises:
-            DeadlineError: There was none in time.
-            OSError: No process can be made.
+            DeadlineError: No server was forked in time.
+            OSError: The system cannot start a process.
         """
         limit_s = time.monotonic() + deadline_s
         while not stopped() and time.monotonic() < limit_s:
@@ -139,7 +140,7 @@ class Nursery:
             if pid is not None:
                 self._warm = True
                 return Forked(pid, self)
-            self.stop()  # Frozen itself, or killed: a new one has to import everything once more.
+            self.stop()  # The forker hangs or was killed: start a new one.
             if not was_warm:
                 break
         raise DeadlineError(f"no parameter server was started within {deadline_s:g} s")
@@ -148,7 +149,7 @@ class Nursery:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "star_hvd.ps.server.forker", str(os.getpid())]
         with theirs:
-            # At the usual priority: at the lowest one a job of four ranks on two cores stalled more, not less.
+            # At normal priority: at the lowest one a job of four ranks on two cores stalled more, not less.
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=dict(self._environment()))
         self._socket, self._warm = mine, False
 
@@ -158,23 +159,23 @@ class Nursery:
         try:
             socket.send_fds(self._socket, [b"f"], [end.fileno()])
             while not self._started and not stopped() and time.monotonic() < limit_s:
-                self._read(_LOOK_S)
+                self._read(_CHECK_S)
         except OSError:
-            pass  # It is gone.
+            pass  # The forker is gone.
         return self._started.popleft() if self._started else None
 
     def _read(self, seconds: float) -> None:
-        """Wait for a report and note what it says."""
+        """Wait at most `seconds` for a report of the forker, and note it."""
         end = self._socket
         if end is None:
-            raise BrokenPipeError("there is no process that forks parameter servers")
+            raise BrokenPipeError("the process that forks parameter servers was stopped")
         poller = select.poll()
         poller.register(end.fileno(), select.POLLIN)
         poller.poll(1e3 * seconds)
         with self._lock, contextlib.suppress(BlockingIOError):
             data = end.recv(REPORT.size, socket.MSG_DONTWAIT)
             if not data:
-                raise BrokenPipeError("the process that forks parameter servers is gone")
+                raise BrokenPipeError("the process that forks parameter servers has died")
             what, pid, status = REPORT.unpack(data)
             if what == STARTED:
                 self._started.append(pid)
@@ -182,18 +183,18 @@ class Nursery:
                 self._statuses[pid] = status
 
     def status_of(self, pid: int, seconds: float) -> int:
-        """Exit status of a server that has ended; that of a killed one where it cannot be had in time."""
+        """Exit status of a server that has ended, after at most `seconds`; -SIGKILL where it is not known by then."""
         limit_s = time.monotonic() + seconds
-        with contextlib.suppress(OSError, ValueError):  # It is gone.
+        with contextlib.suppress(OSError, ValueError):  # The forker is gone.
             while pid not in self._statuses:
                 left_s = limit_s - time.monotonic()
-                self._read(max(0.0, min(_LOOK_S, left_s)))
+                self._read(max(0.0, min(_CHECK_S, left_s)))
                 if left_s <= 0.0:
                     break
         return self._statuses.get(pid, -signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it, and with it its servers."""
+        """Kill the forker, and with it its servers."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -1,4 +1,4 @@
-"""A server from its owner's side: a rank starts the process, watches it, and can start it again where it died."""
+"""The owner's side of a server: starts the process, supervises it, and restarts it after a death."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.common.pipe import Pipe, PipeFull
 from star_hvd.ps.common.record import Record, make_record
 from star_hvd.ps.owner.nursery import Forked, Nursery
-from star_hvd.ps.owner.vigil import Verdict, Vigil
+from star_hvd.ps.owner.vigil import Health, Vigil
 from star_hvd.threads import supervised
 
 __all__ = ["ServerProcess"]
@@ -36,14 +36,14 @@ logger = logging.getLogger("star_hvd")
 
 Event = dict[str, Any]
 
-_LOOK_S = 0.25  # Between two looks at the process.
+_CHECK_S = 0.25  # Between two checks of the process.
 _IDLE_S = 60.0
 _KILL_S = 5.0  # A killed process is gone within this, unless the system itself hangs.
 
 
 @dataclass
 class _Opened:
-    """What a server has to be told again after a death."""
+    """The orders of one session that a restarted server has to get again."""
 
     message: dict[str, Any]
     layout: Layout
@@ -54,12 +54,11 @@ class _Opened:
 
 
 class ServerProcess:
-    """A parameter server that this rank owns. All methods may be called from any thread; none of them waits but
-    `start`, `ensure`, `recover` and `stop`, and no lock is held while they do.
+    """A parameter server that this rank owns. All methods may be called from any thread; only `start`, `ensure`,
+    `recover` and `stop` block, with no lock held.
 
-    A thread of this object starts the process, passes its events on and watches over it: a server that is frozen or
-    hung is killed, which its owner hears as any other death. The process asks the system to be killed with the thread
-    that started it, so it has no life of its own.
+    A thread of this object starts the process, delivers its events and supervises it: a server that is frozen or hung
+    is killed, which is reported as any other death. The kernel kills the process when the thread that started it ends.
 
     Args:
         rank: The owner, for messages.
@@ -69,9 +68,9 @@ class ServerProcess:
             `ranks`, `staleness`, `gradients`, `damped`, `loss`) or `drop` (`ranks`, `reason`), both left out while the
             owner does not keep up, `refused` (`plan_id`, `reason`), `cut` (`plan_id`, final `version`), `failed`
             (`reason`) or `died` (`returncode`); all but `died` name `engine`, `session` and the shard's `index` where
-            they concern one. It must only note and return.
+            they concern one. It must not block.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
-        threads: Threads a server computes with.
+        threads: Compute threads of the server.
         faults: For tests, see `Shard`.
     """
 
@@ -89,15 +88,15 @@ class ServerProcess:
         self._rank, self._key, self._host = rank, key, host
         self._on_event = on_event or (lambda event: None)
         self._mirror, self._threads, self._faults = mirror, threads, faults
-        self._changed = threading.Condition()  # Guards what follows; nothing that may block is done under it.
+        self._changed = threading.Condition()  # Guards the following; never held across a blocking call.
         self._opened: dict[tuple[int, int], _Opened] = {}
         self._process: Forked | None = None
         self._pipe: Pipe | None = None
         self._thread: threading.Thread | None = None
-        self._wanted_s: float | None = None  # A start is asked for, or under way: its deadline in seconds.
+        self._wanted_s: float | None = None  # Deadline of a requested or running start.
         self._failure: DeadlineError | None = None
         self._stopping = False
-        self._nursery = Nursery(self._environment)  # The thread's own, as is what follows.
+        self._nursery = Nursery(self._environment)  # Used by the thread alone, as the following.
         self._patience = 1.0
         self._owner = os.getpid()
         self.endpoint: Endpoint | None = None
@@ -124,14 +123,14 @@ class ServerProcess:
             ChannelError: It runs already.
         """
         if self.alive:
-            raise ChannelError(f"the parameter server of rank {self._rank} runs already")
+            raise ChannelError(f"the parameter server of rank {self._rank} runs already; call ensure")
         return self.ensure(deadline_s)
 
     def recover(self, deadline_s: float) -> Endpoint:
-        """Start a new process where the old one died, at its last whole version; on the same port if that is free.
+        """Restart a process that died, at its last consistent version, and on the same port if that is free.
 
-        The caller then tells all clients (`Client.replace`) and, if this is shard 0, the owners of the other shards
-        (`ServerProcess.replace`).
+        The caller then calls `Client.replace` on all workers and, if this is shard 0, `replace` on the owners of the
+        other shards.
 
         Raises:
             DeadlineError: It does not listen within `deadline_s`.
@@ -139,14 +138,12 @@ class ServerProcess:
         return self.ensure(deadline_s)
 
     def ensure(self, deadline_s: float) -> Endpoint:
-        """Start the process unless it runs, and wait until it listens.
-
-        A new process is told everything that the one before it knew.
+        """Start the process unless it runs, and wait until it listens. It gets all orders of its predecessor.
 
         Raises:
             DeadlineError: It does not listen within `deadline_s`.
         """
-        limit_s = time.monotonic() + deadline_s + _KILL_S  # The thread keeps the deadline; this only must not hang.
+        limit_s = time.monotonic() + deadline_s + _KILL_S  # The thread keeps the deadline; this is a backstop.
         with self._changed:
             if self._wanted_s is None and not self.alive:
                 self._stopping, self._failure, self._wanted_s = False, None, deadline_s
@@ -162,7 +159,7 @@ class ServerProcess:
             return self.endpoint
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """End the process: ask, then kill. Without effect in a child made by fork: the server is its parent's."""
+        """Stop the process, and kill it after `deadline_s`. Without effect in a forked child, which does not own it."""
         if os.getpid() != self._owner:
             return
         with self._changed:
@@ -182,14 +179,14 @@ class ServerProcess:
             thread.join(deadline_s)
 
     def kill(self) -> None:
-        """Kill the process as if by accident; for tests."""
+        """Kill the process; for tests."""
         assert self._process is not None
         self._process.kill()
 
     # ---- the owner's thread -------------------------------------------------------------------------------
 
     def _own(self) -> None:
-        """Thread: start the process when it is wanted, watch it until it ends, again and again until `stop`."""
+        """Thread: start the process when requested and supervise it until it ends, repeatedly until `stop`."""
         while (deadline_s := self._await_order()) is not None:
             launched = self._launch(deadline_s)
             if launched is not None:
@@ -206,23 +203,23 @@ class ServerProcess:
             return self._wanted_s
 
     def _failed(self, why: str, cause: BaseException | None) -> None:
-        """Under the lock: whoever waits for the start hears that it failed."""
+        """Under the lock: make the start that callers wait for fail."""
         if self._wanted_s is not None:
             self._failure = DeadlineError(
                 f"the parameter server of rank {self._rank} did not listen within {self._wanted_s:g} s ({why}); "
-                "its messages are in the output of this rank"
+                "see its messages in the output of this rank"
             )
             self._failure.__cause__ = cause
             self._wanted_s = None
             self._changed.notify_all()
 
     def _launch(self, deadline_s: float) -> tuple[Forked, Pipe] | None:
-        """Start a process and tell it what the one before it knew; None where it does not listen in time."""
+        """Start a process and send it its predecessor's orders; None where it does not listen in time."""
         mine, theirs = socket.socketpair()
         try:
             with theirs:
                 process, pipe = self._spawn(theirs, deadline_s), Pipe(mine)
-        except (DeadlineError, OSError) as error:  # No process can be made.
+        except (DeadlineError, OSError) as error:  # No process could be started.
             mine.close()
             with self._changed:
                 self._failed(str(error), error)
@@ -230,7 +227,7 @@ class ServerProcess:
         config = {
             "rank": self._rank,
             "key": self._key.for_server(),
-            # The same place: whoever was told of it before finds the new process there.
+            # The same address, so that peers which know the old one find the new process.
             "host": self._host if self.endpoint is None else self.endpoint.host,
             "port": self.endpoint.port if self.endpoint is not None else 0,
             "threads": self._threads,
@@ -238,7 +235,7 @@ class ServerProcess:
             "path": [path for path in sys.path if path],
             "faults": self._faults,
         }
-        self._faults = None  # They strike once.
+        self._faults = None  # Injected once.
         try:
             pipe.send(config)
             answer = pipe.wait(deadline_s, lambda: self._stopping)
@@ -255,8 +252,8 @@ class ServerProcess:
             return None
         with self._changed:
             self._process, self._pipe, self.endpoint = process, pipe, endpoint
-            self._tell_all(endpoint)
-            if self._stopping:  # `stop` has not seen this one.
+            self._resend(endpoint)
+            if self._stopping:  # `stop` has not seen this process.
                 with contextlib.suppress(OSError):
                     pipe.send({"do": "stop"})
             self._wanted_s = None
@@ -269,14 +266,14 @@ class ServerProcess:
     def _environment(self) -> dict[str, str]:
         found = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMI_"))}
         found["OMP_NUM_THREADS"] = str(self._threads)
-        # Messages come and go all the time: do not give their memory back to the system and take page faults anew.
+        # Keep the memory of messages, which are allocated all the time: returning it costs page faults.
         found |= {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
         found["CUDA_VISIBLE_DEVICES"] = ""  # Servers compute in host memory.
         found["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         return found
 
-    def _tell_all(self, endpoint: Endpoint) -> None:
-        """Under the lock: tell a new process all that its predecessor was told."""
+    def _resend(self, endpoint: Endpoint) -> None:
+        """Under the lock: send a new process all orders of its predecessor."""
         for opened in self._opened.values():
             message = opened.message
             message["endpoints"][message["index"]] = endpoint.to_list()
@@ -289,32 +286,32 @@ class ServerProcess:
                 self._send({**_named(message), "do": "cut", "plan_id": opened.cut})
 
     def _watch(self, process: Forked, pipe: Pipe) -> None:
-        """Pass events on until the process is gone, and see to it that it goes if it has stopped working."""
+        """Deliver events until the process is gone, and kill it if it is frozen or hung."""
         vigil = Vigil(process.pid, time.monotonic(), patience=self._patience)
         while True:
-            if pipe.poll(_LOOK_S):
+            if pipe.poll(_CHECK_S):
                 vigil.heard()
                 for event in pipe.receive():
                     if event is None:
                         self._ended(process, pipe)
                         return
                     self._handle(event)
-            elif process.poll() is not None:  # A process that the program forked may hold the pipe's other end.
+            elif process.poll() is not None:  # A process forked by the program may hold the pipe's other end.
                 self._ended(process, pipe)
                 return
             if process.pid > 0 and not self._stopping:
-                self._look(vigil, process, pipe)
+                self._check(vigil, process, pipe)
 
-    def _look(self, vigil: Vigil, process: Forked, pipe: Pipe) -> None:
+    def _check(self, vigil: Vigil, process: Forked, pipe: Pipe) -> None:
         now_s = time.monotonic()
         if vigil.ping_due(now_s):
             with contextlib.suppress(OSError):
                 pipe.send({"do": "ping"}, advisory=True)
-        if vigil.look(now_s) is Verdict.LOST and process.poll() is None:
-            if not vigil.stopped:  # It may have been only slow: the next one is given more time.
+        if vigil.look(now_s) is Health.LOST and process.poll() is None:
+            if not vigil.stopped:  # It may only have been slow: give the next one more time.
                 self._patience *= 2.0
             logger.error("the parameter server of rank %d is killed: %s", self._rank, vigil.reason)
-            process.kill()  # The pipe's end follows.
+            process.kill()  # The pipe then reports its end.
 
     def _handle(self, event: Event) -> None:
         if event["event"] == "pong":
@@ -323,7 +320,7 @@ class ServerProcess:
             with self._changed:
                 opened = self._opened.get((event["engine"], event["session"]))
                 if opened is not None:
-                    opened.seed = None  # From here on the mirror has it.
+                    opened.seed = None  # The mirror has it now.
         self._report(event)
 
     def _ended(self, process: Forked, pipe: Pipe) -> None:
@@ -338,7 +335,7 @@ class ServerProcess:
         try:
             self._on_event(event)
         except Exception:
-            logger.exception("an event of a parameter server could not be handled: %s", event)
+            logger.exception("the handler of a parameter server's event failed: %s", event)
 
     # ---- orders -------------------------------------------------------------------------------------------
 
@@ -353,15 +350,15 @@ class ServerProcess:
         optimizer: OptimizerSpec,
         version: int,
     ) -> None:
-        """Make this process shard `index` of an optimizer. `ready` follows, or `failed`.
+        """Make this process shard `index` of an optimizer. Event `ready` follows, or `failed`.
 
         Args:
             optimizer_id: Number of the optimizer.
-            session: Counts up each time the optimizer enters a mode of servers; all but the last two are closed.
+            session: Counted up each time the optimizer enters a mode with servers; all but the last two are closed.
             index: Which shard; 0 orders the updates.
             endpoints: Of all shards, in order.
             layout: The layout.
-            plan: The plan in force.
+            plan: The active plan.
             optimizer: The user's optimizer.
             version: Version of the parameters that `seed` will bring.
         """
@@ -386,7 +383,7 @@ class ServerProcess:
             self._send(message, opened.memory)
 
     def seed(self, optimizer_id: int, session: int, snapshot: Snapshot) -> None:
-        """Give the shard its part of the parameters and the optimizer state. `seeded` follows.
+        """Send the shard its part of the parameters and the optimizer state. Event `seeded` follows.
 
         The snapshot is kept until then, in case the server dies, and must not change.
         """
@@ -405,28 +402,28 @@ class ServerProcess:
             self._send(functools.partial(_with_record, head, record))
 
     def set_plan(self, optimizer_id: int, plan: Plan) -> None:
-        """Go on under another plan of servers; matters on shard 0. `refused` follows if the rule does not take it."""
+        """Continue under another plan with servers; used by shard 0. Event `refused` follows if its rule rejects it."""
         with self._changed:
             for opened in self._of(optimizer_id):
                 opened.message["plan"] = plan.to_dict()
             self._send({"do": "plan", "engine": optimizer_id, "plan": plan.to_dict()})
 
     def cut(self, optimizer_id: int, plan_id: int) -> None:
-        """End the mode: shard 0 makes the last update and answers everybody; `cut` follows when all shards have it."""
+        """Drain: shard 0 makes the last update and answers all pushes; event `cut` follows when all shards have it."""
         with self._changed:
             for opened in self._of(optimizer_id)[-1:]:
                 opened.cut = plan_id
             self._send({"do": "cut", "engine": optimizer_id, "plan_id": plan_id})
 
     def member(self, optimizer_id: int, rank: int, what: str) -> None:
-        """Tell shard 0 that a rank is `absent`, `present`, `lost` (its process died) or to `forget` (a new process
+        """Report to shard 0 that a rank is `absent`, `present`, `lost` (its process died) or to `forget` (a new process
         has the rank and counts its steps anew).
 
         Raises:
-            ValueError: Something else.
+            ValueError: `what` is something else.
         """
         if what not in ("absent", "present", "lost", "forget"):
-            raise ValueError(f"rank {rank} is said to be {what!r}; expected absent, present, lost or forget")
+            raise ValueError(f"the state of rank {rank} is {what!r}; expected absent, present, lost or forget")
         with self._changed:
             for opened in self._of(optimizer_id)[-1:]:
                 if what != "forget":
@@ -434,7 +431,7 @@ class ServerProcess:
             self._send({"do": "member", "engine": optimizer_id, "rank": rank, "what": what})
 
     def replace(self, optimizer_id: int, session: int, index: int, endpoint: Endpoint) -> None:
-        """Another shard of a session has a new process. In other sessions its number may be that of another rank's."""
+        """Report another shard's new process. Per session, as in others the index may be that of another rank's."""
         with self._changed:
             opened = self._opened.get((optimizer_id, session))
             if opened is not None:
@@ -443,7 +440,7 @@ class ServerProcess:
                 self._send(values)
 
     def close(self, optimizer_id: int, session: int) -> None:
-        """Give an optimizer's shard up."""
+        """Close an optimizer's shard."""
         with self._changed:
             if (optimizer_id, session) in self._opened:
                 self._release((optimizer_id, session))
@@ -458,9 +455,9 @@ class ServerProcess:
         return [opened for (each, _), opened in sorted(self._opened.items()) if each == optimizer_id]
 
     def _send(self, message: Event | Callable[[], Event], descriptor: int | None = None) -> None:
-        """Send an order; a server that is dead, or is being started, is told again."""
+        """Send an order; a server that is dead or starting gets it from `_resend`."""
         if self._pipe is None:
-            raise ChannelError(f"the parameter server of rank {self._rank} has not been started")
+            raise ChannelError(f"the parameter server of rank {self._rank} has not been started; call start")
         try:
             self._pipe.send(message, descriptor)
         except PipeFull as error:
@@ -470,9 +467,9 @@ class ServerProcess:
         except OSError:
             pass  # It is gone.
 
+
 def _named(message: Event) -> Event:
     return {"engine": message["engine"], "session": message["session"]}
-
 
 
 def _with_record(head: Event, record: Record) -> Event:
@@ -482,7 +479,7 @@ def _with_record(head: Event, record: Record) -> Event:
 
 
 def _kill(process: Forked) -> None:
-    """End a process, if it is still there, and wait for its end."""
+    """Kill a process, if it still runs, and wait for its end."""
     if process.poll() is None:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -14,7 +14,7 @@ from star_hvd.ps.common.wire import Lent
 __all__ = ["ChunkStore"]
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_MEMORY = 0.9  # of the reference direction, per update: about the last ten count.
+_MEMORY = 0.9  # Decay of the reference direction per update: about the last ten count.
 
 
 class ChunkStore:
@@ -28,10 +28,10 @@ class ChunkStore:
 
     Attributes:
         version: Updates applied so far.
-        applied: Per rank the last of its pushes that is in the parameters.
+        applied: Per rank the step of its last push that is in the parameters.
         params: The parameters, one flat tensor.
-        mirrored: The mirror's copy of them, None until it is made.
-        seq: Number of the last order that changed them.
+        mirrored: The mirror's copy of `params`, None until it is written.
+        seq: Number of the last order that changed `params`.
     """
 
     def __init__(self, layout: Layout, chunk: Chunk, spec: OptimizerSpec, reader: RowReader) -> None:
@@ -60,8 +60,8 @@ class ChunkStore:
         return views
 
     def load(self, params: torch.Tensor, states: Sequence[State], version: int) -> None:
-        """Take parameters and optimizer state over; nothing of them is copied but the parameters."""
-        self._outdate()
+        """Set parameters (copied) and optimizer state (not copied)."""
+        self._invalidate_mirrored()
         self.params.copy_(params)
         self.optimizer.state.clear()
         for param, state in zip(self._pieces, states, strict=True):
@@ -69,7 +69,7 @@ class ChunkStore:
                 self.optimizer.state[param] = dict(state)
         self.version = version
 
-    def _outdate(self) -> None:
+    def _invalidate_mirrored(self) -> None:
         if self.mirrored is not None:
             self.mirrored.drop()
         self.mirrored = None
@@ -79,7 +79,7 @@ class ChunkStore:
         return [dict(self.optimizer.state[p]) if p in self.optimizer.state else {} for p in self._pieces]
 
     def use_row(self, row: Sequence[float] | None) -> None:
-        """Step with these hyperparameters from now on; None leaves them as they are."""
+        """Set the hyperparameters of the next steps; None leaves them unchanged."""
         if row is None or row == self.row:
             return
         self.row = list(row)
@@ -90,15 +90,15 @@ class ChunkStore:
     def apply(
         self, parts: Sequence[float], buffers: Sequence[torch.Tensor], row: Sequence[float] | None = None
     ) -> None:
-        """One optimizer step with the sum of factor * buffer, in the order given. Buffers may be overwritten.
+        """Make one optimizer step with the sum of factor * buffer, in the order given. Buffers may be overwritten.
 
         Args:
             parts: The factors.
-            buffers: One flat tensor per factor, in the parameters' type. None at all: only the version goes on.
+            buffers: One flat tensor per factor, in the parameters' dtype. Without any only the version is counted up.
             row: Hyperparameters from this step on.
         """
         self.use_row(row)
-        self._outdate()
+        self._invalidate_mirrored()
         if buffers:
             total = self._sum(parts, buffers)
             if self.reference is not None:
@@ -119,7 +119,7 @@ class ChunkStore:
         return total
 
     def _gather(self) -> None:
-        """Undo what an optimizer did that gave its parameters other memory."""
+        """Copy back parameters that the optimizer moved to other memory."""
         for param, view in zip(self._pieces, self._views(self.params), strict=True):
             param.grad = None
             if param.data_ptr() != view.data_ptr():
@@ -127,14 +127,14 @@ class ChunkStore:
                 param.data = view
 
     def watch(self, on: bool) -> None:
-        """Keep the direction of the recent updates, for the guard."""
+        """Switch tracking of the recent updates' direction, which the guard needs, on or off."""
         if on and self.reference is None:
             self.reference = torch.zeros(self.chunk.numel, dtype=self._wide)
         elif not on:
             self.reference = None
 
     def compare(self, buffer: torch.Tensor) -> tuple[float, float, float]:
-        """Dot product of a gradient with the direction of the recent updates, and both squared norms."""
+        """Dot product of a gradient with the recent updates' direction, and both squared norms."""
         if self.reference is None:
             return 0.0, 0.0, 0.0
         wide = buffer.to(self._wide)
@@ -145,18 +145,18 @@ class ChunkStore:
     # ---- as bytes -----------------------------------------------------------------------------------------
 
     def record(self) -> Record:
-        """Parameters and state as they are now, not copied.
+        """The chunk's current state as a record, not copied.
 
         Raises:
-            ChannelError: The optimizer keeps something that is neither a tensor nor a number.
+            ChannelError: The optimizer's state holds something that a record cannot (`make_record`).
         """
         return make_record(self.params, self.states(), self.version, self.seq, self.applied, self.row)
 
     def restore(self, data: torch.Tensor) -> None:
-        """Take over what `Record.write` wrote.
+        """Load the bytes of a record.
 
         Raises:
-            ChannelError: It does not fit this chunk.
+            ChannelError: The record is damaged or of another chunk.
         """
         version, seq, applied, row, params, states = read_record(data, self.params)
         self.use_row(row)

@@ -1,8 +1,8 @@
 """`python -m star_hvd.ps.server.forker OWNER`: forks servers for the owner behind its standard input; see `nursery`.
 
-It does nothing else: it has no threads, so that a fork is whole. It ends with the thread of the owner that started it,
-and its servers end with it. Over its standard input come single bytes with one end of a server's pipe each; back go the
-server's process id, and its exit status when it has ended.
+It has no threads, so that forking is safe. It ends with the owner's thread that started it, and its servers end with
+it. A request on standard input is one byte with one end of a server's pipe as a descriptor; replies are the server's
+process id, and its exit status when it has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Fork servers until the owner is gone; the exit status, of a server in its process."""
+    """Fork servers until the owner is gone; returns the exit status, in a forked process that of the server."""
     if not end_with_parent(int(sys.argv[1])):
         return 0
     owner, own_pid = socket.socket(fileno=0), os.getpid()
@@ -31,9 +31,9 @@ def main() -> int:
     woken.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The rank ends its servers itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the rank stops its servers.
     gc.collect()
-    gc.freeze()  # Else every collection in a server would copy the memory that it shares.
+    gc.freeze()  # Otherwise garbage collection in a server would copy the shared pages.
     while True:
         ready, _, _ = select.select([owner, woken], [], [])
         if woken in ready:
@@ -54,7 +54,7 @@ def main() -> int:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for end in (woken, wake):
                 end.close()
-            os.dup2(descriptors[0], 0)  # In the place of the socket to the owner.
+            os.dup2(descriptors[0], 0)  # Replaces the socket to the owner.
             os.close(descriptors[0])
             owner.detach()
             name_server()
@@ -79,4 +79,4 @@ def _report_ended(owner: socket.socket) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # Taking the interpreter and torch down in order takes seconds and serves nobody.
+    os._exit(code)  # An orderly shutdown of the interpreter and torch takes seconds.

@@ -1,7 +1,7 @@
-"""A server's optimizers without torch's compiler.
+"""Keeps torch from importing its compiler in servers.
 
-The first optimizer of a process makes torch import its compiler, only to ask that it leaves the optimizer alone: 1.4 of
-the 3.7 s of a processor that a server's start took, beside ranks that train. Nothing is compiled on a server.
+The first optimizer of a process makes torch import `torch._dynamo`, only to exclude the optimizer from compilation: 1.4
+of the 3.7 s of CPU time that a server's start took, beside ranks that train. Servers compile nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _NAME = "torch._dynamo"
 
 
 def _disable(function: Any = None, *unused: Any, **options: Any) -> Any:
-    """Leave a function as it is; without one, as a decorator."""
+    """Return a function unchanged; without one, act as a decorator."""
     return function if function is not None else lambda decorated: decorated
 
 
 class _Absent(types.ModuleType):
-    """Answers what optimizers ask of the compiler; makes way for it as soon as anybody asks for more."""
+    """Provides what optimizers use of the compiler; any other access imports the real module."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -32,7 +32,7 @@ class _Absent(types.ModuleType):
         self.graph_break = lambda *unused, **options: None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # Whoever walks over all modules wants no compiler.
+        if name.startswith("__") and name != "__path__":  # Code that inspects all modules needs no compiler.
             raise AttributeError(f"module {_NAME!r} has no attribute {name!r}")
         if sys.modules.get(_NAME) is self:
             sys.modules.pop(_NAME, None)  # Another thread may have been faster.
@@ -40,7 +40,7 @@ class _Absent(types.ModuleType):
 
 
 def leave_out() -> None:
-    """Keep torch from importing its compiler for an optimizer; without effect where it is there already."""
+    """Install the substitute module; without effect where the compiler is imported already."""
     if _NAME not in sys.modules:
         absent = _Absent()
         sys.modules[_NAME] = absent

@@ -1,7 +1,7 @@
-"""What a server sends: chunks in buffers that are used again once they have arrived, and short messages.
+"""What a server sends: chunks, in buffers that are reused once they are acknowledged, and short messages.
 
-A stream keeps what it sends, not copied, until the receiver has acknowledged it. Here that is safe because the memory
-is taken again only when nobody refers to it: `Lent` tracks the last reference to every part, the stream's among them.
+A stream keeps references to what it sends until the receiver has acknowledged it. A buffer is reused only when no
+reference is left: `Lent` tracks those of every part, the stream's included.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ _POOLED = 256
 class Outbox:
     """Sends on the server's ROUTER.
 
-    A chunk goes out of the mirror's memory, which the next update leaves alone; without a mirror it is copied once,
-    however many it goes to.
-    What is meant for somebody who has not said hello here yet waits for that.
+    A chunk is sent from the mirror's memory, which the next update does not overwrite; without a mirror it is copied
+    once for all receivers. Messages for a peer that has not sent `HELLO` yet are parked until then.
 
     Args:
-        router: Used by the thread that calls.
+        router: Used by the calling thread.
     """
 
     def __init__(self, router: Router) -> None:
@@ -39,7 +38,7 @@ class Outbox:
         self._last: tuple[tuple[int, ...], Lent] | None = None
 
     def welcome(self, identity: bytes) -> None:
-        """Somebody said hello: send what waited for him."""
+        """A peer has sent `HELLO` or `JOIN`: send its parked messages."""
         self._known.add(identity)
         for header, item in self._parked.pop(identity, {}).values():
             if isinstance(item, ChunkStore):
@@ -48,7 +47,7 @@ class Outbox:
                 self.meta(identity, header, item)
 
     def forget(self, prefix: bytes) -> None:
-        """A session has ended: keep nothing of the peers whose identity begins so but what is on its way to them."""
+        """Forget the peers of an ended session, by the prefix of their identities; messages in flight go on."""
         self._router.forget(prefix)
         self._known = {identity for identity in self._known if not identity.startswith(prefix)}
         self._parked = {identity: kept for identity, kept in self._parked.items() if not identity.startswith(prefix)}
@@ -61,7 +60,7 @@ class Outbox:
             self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, values)
 
     def chunk(self, identity: bytes, header: Header, store: ChunkStore) -> None:
-        """Send a chunk as it is now: all of it with the optimizer's state if the message is `STATED`."""
+        """Send a chunk's current parameters, or its complete record if the message is `STATED`."""
         if identity not in self._known:
             self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, store)
             return
@@ -80,7 +79,7 @@ class Outbox:
             return self._last[1]
         if whole:
             record = store.record()
-            buffer = Lent(torch.empty(record.nbytes, dtype=torch.uint8))  # Rare: not worth keeping.
+            buffer = Lent(torch.empty(record.nbytes, dtype=torch.uint8))  # Rare: not pooled.
             record.write(buffer.data)
         else:
             source = store.params.view(torch.uint8)

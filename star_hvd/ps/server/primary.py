@@ -1,7 +1,7 @@
-"""Shard 0 orders the updates: it alone runs the rule, and every decision is written down before anybody hears of it.
+"""Shard 0 orders the updates: it alone runs the rule, and every decision is in the journal before it is sent.
 
-An order has a number; every shard carries the orders out in that sequence, chunk by chunk. Orders stay in the log until
-all shards are done with them, so a shard, or the primary itself, that comes back after a death gets what it missed.
+Orders are numbered, and every shard executes them in that sequence, chunk by chunk. They stay in the log until all
+shards are done with them, so a restarted shard, or a restarted primary, gets the ones it missed.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from star_hvd.errors import ChannelError
 __all__ = ["Links", "Primary"]
 
 _NOTES_KEPT = 512
-_MOST_MENTIONS = 16_384  # Of ranks in the notes of one message: some 20 bytes each, 1 MiB is the limit.
+_MOST_MENTIONS = 16_384  # Of ranks in the notes of one message: some 20 bytes each of the 1 MiB a message may have.
 Order = dict[str, Any]
 PushId = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Links:
-    """How decisions leave the primary.
+    """Outputs of the primary.
 
     Attributes:
-        order: Give an order to the shard of an index.
-        verdict: Tell a rank what became of its push.
-        event: Tell the owner.
-        journal: Write the bytes down where they survive this process.
+        order: Sends an order to the shard of an index.
+        push_result: Sends a rank the result of its push of a step.
+        event: Sends an event to the owner.
+        journal: Writes the journal to memory that survives this process.
     """
 
     order: Callable[[int, Order], None]
-    verdict: Callable[[int, int, dict[str, Any]], None]
+    push_result: Callable[[int, int, dict[str, Any]], None]
     event: Callable[[dict[str, Any]], None]
     journal: Callable[[bytes], None]
 
 
 @dataclass
 class _Memory:
-    """What survives a death of the process."""
+    """The state that survives a death of the process, through the journal."""
 
     rule: ServerRule
     plan_id: int
     seq: int = 0
     log: list[Order] = field(default_factory=list)
     fed: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
-    # Of pushes that the rule has: a rank can have two, where a new process took its place.
+    # Of pushes that the rule has: a rank can have two after its process was replaced.
     metas: dict[PushId, dict[str, Any]] = field(default_factory=dict)
-    verdicts: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    push_results: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
     absent: set[int] = field(default_factory=set)
     best_steps: int = -1
@@ -66,12 +66,12 @@ class Primary:
     """Decides for all shards of one optimizer.
 
     Args:
-        plan: The plan in force.
-        version: Version of the parameters at the begin.
+        plan: The active plan.
+        version: Version of the parameters at the start.
         n_servers: Number of shards.
         holders: Shards that hold chunks; a push has arrived when all of these have it.
-        links: Where decisions go.
-        journal: What an earlier process left, None at the first start.
+        links: Outputs.
+        journal: The journal of the process before, None at the first start.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class Primary:
         self._done = dict.fromkeys(range(n_servers), 0)
         self._reported_cut = False
         self._notes: deque[dict[str, Any]] = deque(maxlen=_NOTES_KEPT)
-        self._told: dict[int, int] = {}
-        self._to_tell: list[tuple[int, int, dict[str, Any]]] = []
+        self._noted: dict[int, int] = {}
+        self._to_answer: list[tuple[int, int, dict[str, Any]]] = []
         self._to_order: list[Order] = []
         self._to_note: list[dict[str, Any]] = []
         if journal and plan.plan_id > self._memory.plan_id:
@@ -102,7 +102,7 @@ class Primary:
 
     @property
     def version(self) -> int:
-        """Version of the parameters once all orders are carried out."""
+        """Version of the parameters once all orders are executed."""
         return self._memory.rule.version
 
     @property
@@ -113,7 +113,7 @@ class Primary:
     # ---- what comes in ------------------------------------------------------------------------------------
 
     def push(self, rank: int, step: int, meta: dict[str, Any]) -> None:
-        """A rank announces a push; `again` in it means that it has lost its connection to that shard's predecessor.
+        """A rank announces a push; `again` names the shard whose restart made the rank send it once more.
 
         Raises:
             ChannelError: There is no such rank or shard.
@@ -122,15 +122,15 @@ class Primary:
         self._check_rank(rank)
         if meta.get("again") is not None:
             self._check_shard(meta["again"])
-        verdict = memory.verdicts.get(rank)
-        if verdict is not None and step <= verdict[0]:
-            if step == verdict[0]:
-                self._repeat(rank, step, verdict[1], meta.get("again"))
+        push_result = memory.push_results.get(rank)
+        if push_result is not None and step <= push_result[0]:
+            if step == push_result[0]:
+                self._repeat(rank, step, push_result[1], meta.get("again"))
             return
         if memory.fed.get(rank, (-1, {}))[0] == step:
             return
         if memory.cut is not None:
-            self._settle_cut(rank, step)
+            self._answer_cut(rank, step)
         else:
             self._unfed.setdefault((rank, step), meta)
             self._feed()
@@ -144,7 +144,7 @@ class Primary:
         """
         self._check_rank(rank)
         self._check_shard(shard)
-        if step <= self._memory.verdicts.get(rank, (-1, {}))[0]:
+        if step <= self._memory.push_results.get(rank, (-1, {}))[0]:
             return
         values = (products[0], products[1], products[2]) if products else None
         self._arrived.setdefault((rank, step), {})[shard] = values
@@ -152,7 +152,7 @@ class Primary:
         self._flush()
 
     def join(self, shard: int, seq: int) -> None:
-        """A shard has come, or come back; it has carried out the orders up to `seq`.
+        """A shard has connected, for the first time or after a restart, and has executed the orders up to `seq`.
 
         Raises:
             ChannelError: There is no such shard.
@@ -163,24 +163,24 @@ class Primary:
                 self._links.order(shard, order)
 
     def done(self, shard: int, seq: int) -> None:
-        """A shard has carried out, and written down, all orders up to `seq`.
+        """A shard has executed and mirrored all orders up to `seq`.
 
         Raises:
-            ChannelError: There is no such shard, or no such order: others have yet to get what is in the log.
+            ChannelError: There is no such shard, or no such order; trimming the log by it would lose orders.
         """
         self._check_shard(shard)
         if seq > self._memory.seq:
-            raise ChannelError(f"shard {shard} is done with order {seq}; the last one is {self._memory.seq}")
+            raise ChannelError(f"shard {shard} reports order {seq} as done; expected at most {self._memory.seq}")
         self._done[shard] = max(self._done.get(shard, 0), seq)
         everywhere = min(self._done.values())
-        # No parameters tell of the cut, so a shard that is started again after it has to be told of it.
+        # A cut leaves no trace in the parameters, so a shard that restarts after it must get the order again.
         self._memory.log = [each for each in self._memory.log if each["seq"] > everywhere or each["op"] == "cut"]
         if self._memory.cut is not None and everywhere >= self._memory.cut_seq and not self._reported_cut:
             self._reported_cut = True
             self._links.event({"event": "cut", **self._memory.cut})
 
     def read(self, kind: str, rank: int, request: int) -> None:
-        """A rank asks for the parameters (`pull`) or for everything (`state`) of one version.
+        """A rank requests the parameters (`pull`) or the complete state (`state`) of one version.
 
         Raises:
             ChannelError: There is no such rank.
@@ -190,10 +190,15 @@ class Primary:
         self._flush()
 
     def member(self, rank: int, what: str) -> None:
-        """A rank is `absent`, `present`, `lost` (absent, and nothing more will come of it), or new (`forget`)."""
-        memory = self._memory
-        if not 0 <= rank < memory.rule.plan.world_size or what not in ("absent", "present", "lost", "forget"):
-            raise ChannelError(f"a server was told that rank {rank} is {what!r}; there is no such thing")
+        """A rank is `absent`, `present`, `lost` (absent, with a dead process), or has a new process (`forget`).
+
+        Raises:
+            ChannelError: There is no such rank or state.
+        """
+        memory, states = self._memory, ("absent", "present", "lost", "forget")
+        self._check_rank(rank)
+        if what not in states:
+            raise ChannelError(f"the state of rank {rank} is {what!r}; expected one of {', '.join(states)}")
         if what == "lost":
             self._lose(rank)
         if what == "forget":
@@ -209,7 +214,7 @@ class Primary:
         self._flush()
 
     def set_plan(self, plan: Plan) -> None:
-        """Go on under another plan of servers. One that the rule refuses is reported and changes nothing."""
+        """Continue under another plan with servers. One that the rule refuses is reported and changes nothing."""
         memory = self._memory
         if plan.plan_id < memory.plan_id or memory.cut is not None:
             return
@@ -227,7 +232,7 @@ class Primary:
         self._flush()
 
     def cut(self, plan_id: int) -> None:
-        """The last update: what is in is applied, everybody else hears that the optimizer has moved."""
+        """Make the last update, with the pushes that are complete; all other pushes get the result `moved`."""
         memory = self._memory
         if memory.cut is not None:
             if self._reported_cut:
@@ -235,12 +240,12 @@ class Primary:
             return
         memory.plan_id = max(memory.plan_id, plan_id)
         waiting = {rank: step for rank, step in self._unfed} | {rank: step for rank, (step, _) in memory.fed.items()}
-        self._take(memory.rule.drain(), tell=False)
+        self._take(memory.rule.drain(), answer=False)
         memory.cut = {"plan_id": plan_id, "version": memory.rule.version}
         memory.metas.clear()
         self._unfed.clear()
         for rank, step in waiting.items():
-            self._settle_cut(rank, step)
+            self._answer_cut(rank, step)
         self._order({"op": "cut", "version": memory.rule.version})
         memory.cut_seq = memory.seq
         self._flush()
@@ -248,16 +253,16 @@ class Primary:
     def _check_rank(self, rank: int) -> None:
         size = self._memory.rule.plan.world_size
         if not 0 <= rank < size:
-            raise ChannelError(f"a message is of rank {rank}; this job has ranks 0..{size - 1}")
+            raise ChannelError(f"a message is of rank {rank}; expected 0..{size - 1}")
 
     def _check_shard(self, shard: int) -> None:
         if not 0 <= shard < self._n_servers:
-            raise ChannelError(f"a message is of shard {shard}; there are {self._n_servers}")
+            raise ChannelError(f"a message is of shard {shard}; expected 0..{self._n_servers - 1}")
 
     # ---- decisions ----------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        """Give the rule what has arrived; where its next update waits for everybody, what has been announced."""
+        """Give the rule the pushes that have arrived, and announced ones where its next update needs all ranks."""
         progress = True
         while progress and self._memory.cut is None:
             progress = False
@@ -288,13 +293,13 @@ class Primary:
                 self._take(events)
 
     def _early(self, rank: int) -> bool:
-        """Whether announcing is enough: the next update needs everybody, so nobody can be held up by a slow link."""
+        """Whether an announced push of `rank` may be ordered: the next update needs all ranks anyway."""
         plan, rule = self._memory.rule.plan, self._memory.rule
         if plan.guard != "none":
             return False
         expected = rule.expected(rank)
-        everybody = set(pushers(plan)) - self._memory.absent
-        return expected is not None and everybody <= set(expected)
+        present = set(pushers(plan)) - self._memory.absent
+        return expected is not None and present <= set(expected)
 
     def _cosine(self, push: PushId) -> float | None:
         found = [values for values in self._arrived[push].values() if values is not None]
@@ -303,22 +308,22 @@ class Primary:
         dot, mine, recent = (math.fsum(values[i] for values in found) for i in range(3))
         return dot / math.sqrt(mine * recent) if mine > 0.0 and recent > 0.0 else None
 
-    def _take(self, events: Sequence[Event], *, tell: bool = True) -> None:
+    def _take(self, events: Sequence[Event], *, answer: bool = True) -> None:
         for event in events:
             if isinstance(event, Update):
-                self._update(event, tell)
+                self._update(event, answer)
             elif isinstance(event, Drop):
                 self._memory.metas.pop((event.rank, event.step), None)
                 self._order({"op": "drop", "rank": event.rank, "step": event.step})
                 note = {"kind": "drop", "ranks": [event.rank], "reason": event.reason}
                 self._to_note.append(note)
-                self._release(event.release, tell, dropped={event.rank: event.reason})
+                self._release(event.release, answer, dropped={event.rank: event.reason})
             else:
-                self._release(event.ranks, tell)
+                self._release(event.ranks, answer)
 
-    def _update(self, update: Update, tell: bool) -> None:
+    def _update(self, update: Update, answer: bool) -> None:
         memory = self._memory
-        # By rank: the sum is then the same whoever came first.
+        # By rank, so that the sum does not depend on the order of arrival.
         chosen = sorted(update.parts, key=lambda part: (part.rank, part.step))
         metas = [memory.metas.pop((part.rank, part.step)) for part in chosen]
         for part, meta in zip(chosen, metas, strict=True):
@@ -340,7 +345,7 @@ class Primary:
         }
         self._notes.append(note)
         self._to_note.append(note)
-        send = [[rank, memory.fed[rank][0]] for rank in update.release if rank in memory.fed] if tell else []
+        send = [[rank, memory.fed[rank][0]] for rank in update.release if rank in memory.fed] if answer else []
         self._order(
             {
                 "op": "update",
@@ -350,25 +355,25 @@ class Primary:
                 "send": send,
             }
         )
-        self._release(update.release, tell, sent=True)
+        self._release(update.release, answer, sent=True)
 
     def _release(
-        self, ranks: Sequence[int], tell: bool, dropped: dict[int, str] | None = None, sent: bool = False
+        self, ranks: Sequence[int], answer: bool, dropped: dict[int, str] | None = None, sent: bool = False
     ) -> None:
         memory = self._memory
-        if not tell:
+        if not answer:
             return
         released = [(rank, memory.fed.pop(rank)[0]) for rank in ranks if rank in memory.fed]
         if released and not sent:
             self._order({"op": "send", "to": [list(each) for each in released]})
         for rank, step in released:
             reason = (dropped or {}).get(rank)
-            self._tell(rank, step, "params" if reason is None else "dropped", reason or "")
+            self._answer(rank, step, "params" if reason is None else "dropped", reason or "")
 
-    def _tell(self, rank: int, step: int, kind: str, reason: str = "", **more: Any) -> None:
+    def _answer(self, rank: int, step: int, kind: str, reason: str = "", **more: Any) -> None:
         memory = self._memory
-        since = self._told.get(rank, 0)
-        verdict = {
+        since = self._noted.get(rank, 0)
+        push_result = {
             "kind": kind,
             "version": memory.rule.version,
             "plan_id": memory.plan_id,
@@ -377,31 +382,31 @@ class Primary:
             "notes": _newest([note for note in self._notes if note["version"] > since]),
             **more,
         }
-        self._told[rank] = memory.rule.version
-        memory.verdicts[rank] = (step, verdict)
+        self._noted[rank] = memory.rule.version
+        memory.push_results[rank] = (step, push_result)
         self._arrived.pop((rank, step), None)
-        self._to_tell.append((rank, step, verdict))
+        self._to_answer.append((rank, step, push_result))
 
-    def _settle_cut(self, rank: int, step: int) -> None:
+    def _answer_cut(self, rank: int, step: int) -> None:
         assert self._memory.cut is not None
         self._memory.fed.pop(rank, None)
-        self._tell(rank, step, "moved", version=self._memory.cut["version"], plan_id=self._memory.cut["plan_id"])
+        self._answer(rank, step, "moved", version=self._memory.cut["version"], plan_id=self._memory.cut["plan_id"])
 
     def _refuse(self, rank: int, step: int, reason: str) -> None:
         self._memory.fed.pop(rank, None)
         self._memory.metas.pop((rank, step), None)
         self._order({"op": "drop", "rank": rank, "step": step})
-        self._tell(rank, step, "error", reason)
+        self._answer(rank, step, "error", reason)
 
-    def _repeat(self, rank: int, step: int, verdict: dict[str, Any], shard: int | None) -> None:
-        """Tell again, and have the shard that lost it send its chunks again."""
-        if verdict["kind"] in ("params", "dropped") and shard is not None:
+    def _repeat(self, rank: int, step: int, push_result: dict[str, Any], shard: int | None) -> None:
+        """Repeat a result, and have the restarted shard send its chunks again."""
+        if push_result["kind"] in ("params", "dropped") and shard is not None:
             self._order({"op": "send", "to": [[rank, step]], "only": shard})
-        self._to_tell.append((rank, step, verdict))
+        self._to_answer.append((rank, step, push_result))
         self._flush()
 
     def _lose(self, rank: int) -> None:
-        """What a dead rank has announced but not sent is left out, wherever it is missing."""
+        """Skip the chunks that a dead rank has announced but not sent."""
         for each, step in list(self._unfed):
             if each == rank:
                 del self._unfed[each, step]
@@ -411,9 +416,9 @@ class Primary:
 
     def _forget(self, rank: int) -> None:
         memory = self._memory
-        memory.verdicts.pop(rank, None)
+        memory.push_results.pop(rank, None)
         memory.applied.pop(rank, None)
-        self._told.pop(rank, None)
+        self._noted.pop(rank, None)
         for push in [push for push in self._unfed if push[0] == rank]:
             del self._unfed[push]
         for push in [push for push in self._arrived if push[0] == rank]:
@@ -429,23 +434,23 @@ class Primary:
         self._to_order.append(order)
 
     def _flush(self) -> None:
-        """Write down what was decided, then say it."""
-        orders, verdicts, notes = self._to_order, self._to_tell, self._to_note
-        if not (orders or verdicts or notes):
+        """Write the decisions to the journal, then send them."""
+        orders, push_results, notes = self._to_order, self._to_answer, self._to_note
+        if not (orders or push_results or notes):
             return
-        self._to_order, self._to_tell, self._to_note = [], [], []
+        self._to_order, self._to_answer, self._to_note = [], [], []
         self._links.journal(pickle.dumps(self._memory))
         for order in orders:
             for shard in range(self._n_servers):
                 self._links.order(shard, order)
-        for rank, step, verdict in verdicts:
-            self._links.verdict(rank, step, verdict)
+        for rank, step, push_result in push_results:
+            self._links.push_result(rank, step, push_result)
         for note in notes:
             self._links.event({"event": note["kind"], **{k: v for k, v in note.items() if k != "kind"}})
 
 
 def _newest(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As many of the newest notes as a message holds, with a mention of every rank in the largest jobs."""
+    """The newest notes, as many as a message of 1 MiB holds."""
     mentions, first = 0, len(notes)
     while first > 0 and mentions + len(notes[first - 1]["ranks"]) <= _MOST_MENTIONS:
         first -= 1

@@ -1,7 +1,7 @@
-"""A parameter server: started by `ServerProcess` through `nursery`, and of no use without it.
+"""The process of a parameter server, started by `ServerProcess` through `nursery`.
 
-Its standard input is a socket to its owner: configuration, secrets and orders come in there and events go back, so
-nothing shows in the process list or the environment. When the owner dies the socket closes and the server ends.
+Its standard input is a socket to its owner, which carries configuration, secrets, orders and events, so nothing secret
+is in the process list or the environment. When the owner dies the socket closes and the server ends.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ __all__ = ["Server", "main", "serve"]
 
 logger = logging.getLogger("star_hvd")
 
-_BATCH = 64  # messages taken from one socket before the others get a turn
-_LOGGED = 10  # Dropped messages; the others are counted.
-_EARLY_MESSAGES, _EARLY_KEYS = 4096, 64  # Of sessions that are not open yet, all together.
+_BATCH = 64  # Messages taken from one socket before the others are served.
+_LOGGED = 10  # Dropped messages that are logged; further ones are only counted.
+_EARLY_MESSAGES, _EARLY_KEYS = 4096, 64  # Limits over all sessions that are not open yet.
 _BETWEEN = frozenset((Kind.JOIN, Kind.ARRIVED, Kind.DONE, Kind.ORDER))  # From shard to shard.
-_CONFIG_S = 600.0  # Within this the owner says what to serve, or is gone.
-_FLUSH_S = 2.0  # For the last events to be read.
+_CONFIG_S = 600.0  # Longest wait for the owner's configuration.
+_FLUSH_S = 2.0  # Longest wait for the owner to read the last events.
 Key = tuple[int, int]
 
 
@@ -62,7 +62,7 @@ class _Job(Outlet):
 
     def __init__(self, server: Server, values: dict[str, Any], mirror: Mirror | None, recover: bool) -> None:
         self.server = server
-        self.engine, self.session, self.index = values["engine"], values["session"], values["index"]
+        self.optimizer_id, self.session, self.index = values["engine"], values["session"], values["index"]
         self.endpoints = [Endpoint.from_list(each) for each in values["endpoints"]]
         self.mirror = mirror
         self.peers: dict[int, bytes] = {}
@@ -78,7 +78,7 @@ class _Job(Outlet):
         self.link: Dealer | None = None
         self.primary: Primary | None = None
         if self.index == 0:
-            links = Links(self._order, self._verdict, self._event, self._journal)
+            links = Links(self._order, self._push_result, self._event, self._journal)
             n, journal = layout.n_servers, self._old_journal() if recovered else None
             self.primary = Primary(plan, values["version"], n, layout.holders, links, journal)
             self.primary.join(0, self.shard.seq)
@@ -91,11 +91,11 @@ class _Job(Outlet):
     # ---- between servers ----------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Connect to the primary, or to the one that took its place, and tell what is known here."""
+        """Connect to the primary, or to its restarted process, and report the orders and pushes that are here."""
         if self.link is not None:
             self.server.drop_link(self.link)
-        # A name of its own: a new process must not get orders meant for the old one before those it has missed.
-        identity = shard_identity(self.engine, self.session, self.index) + os.urandom(8)
+        # Random suffix: a restarted process must not get orders queued for the old one before those it has missed.
+        identity = shard_identity(self.optimizer_id, self.session, self.index) + os.urandom(8)
         self.link = Dealer(connect(self.server.context, self.server.key, self.endpoints[0], identity), TENSORS)
         self.server.add_link(self.link, self)
         self._report(Kind.JOIN, version=self.shard.seq)
@@ -105,8 +105,8 @@ class _Job(Outlet):
 
     def _report(self, kind: Kind, *, step: int = 0, version: int = 0, meta: Any = None) -> None:
         assert self.link is not None
-        header = Header(kind, self.engine, self.session, self.index, step, version=version)
-        if self.link.stream.broken is None:  # Else the primary's successor is told everything when it is known.
+        header = Header(kind, self.optimizer_id, self.session, self.index, step, version=version)
+        if self.link.stream.broken is None:  # Else `join` reports it all to the restarted primary.
             self.link.send([pack(header), msgpack.packb(meta or {})])
 
     def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
@@ -124,22 +124,22 @@ class _Job(Outlet):
     def _order(self, shard: int, order: dict[str, Any]) -> None:
         if shard == 0:
             self.shard.order(order)
-        elif shard in self.peers:  # Else it gets the log when it joins.
-            header = Header(Kind.ORDER, self.engine, self.session, shard)
+        elif shard in self.peers:  # Others get the log when they join.
+            header = Header(Kind.ORDER, self.optimizer_id, self.session, shard)
             self.server.outbox.meta(self.peers[shard], header, order)
 
     # ---- to workers and the owner -------------------------------------------------------------------------
 
     def send(self, rank: int, kind: Kind, step: int, store: ChunkStore) -> None:
-        header = Header(kind, self.engine, self.session, rank, step, store.chunk.index, store.version)
-        self.server.outbox.chunk(worker_identity(self.engine, self.session, rank), header, store)
+        header = Header(kind, self.optimizer_id, self.session, rank, step, store.chunk.index, store.version)
+        self.server.outbox.chunk(worker_identity(self.optimizer_id, self.session, rank), header, store)
 
-    def _verdict(self, rank: int, step: int, verdict: dict[str, Any]) -> None:
-        identity = worker_identity(self.engine, self.session, rank)
-        self.server.outbox.meta(identity, Header(Kind.VERDICT, self.engine, self.session, rank, step), verdict)
+    def _push_result(self, rank: int, step: int, result: dict[str, Any]) -> None:
+        identity = worker_identity(self.optimizer_id, self.session, rank)
+        self.server.outbox.meta(identity, Header(Kind.VERDICT, self.optimizer_id, self.session, rank, step), result)
 
     def _event(self, event: dict[str, Any]) -> None:
-        self.server.event({**event, "engine": self.engine, "session": self.session, "index": self.index})
+        self.server.event({**event, "engine": self.optimizer_id, "session": self.session, "index": self.index})
 
     def _journal(self, data: bytes) -> None:
         if self.mirror is not None:
@@ -157,7 +157,11 @@ class _Job(Outlet):
     # ---- messages -----------------------------------------------------------------------------------------
 
     def take(self, header: Header, payload: Any) -> None:
-        """A message of a worker or of another shard."""
+        """Handle a message of a worker or of another shard.
+
+        Raises:
+            ChannelError: The message is invalid, or not one for this shard.
+        """
         kind, rank, step = header.kind, header.rank, header.step
         if rank >= (self.n_servers if kind in _BETWEEN else self.world_size):
             raise ChannelError(f"a message is of {rank}; there are {self.world_size} ranks, {self.n_servers} servers")
@@ -165,7 +169,7 @@ class _Job(Outlet):
             self.shard.part(rank, step, header.chunk, header.offset, header.size, payload.buffer)
         elif kind == Kind.ORDER:
             if self.primary is not None:
-                raise ChannelError("an order came to the primary, which gives them")
+                raise ChannelError("the primary got an order; it only sends those")
             self.shard.order(read_meta(payload))
         elif kind == Kind.HELLO:
             pass
@@ -187,15 +191,16 @@ class _Job(Outlet):
             products = meta.get("products")
             check_products(products)
             if not is_whole(meta.get("rank"), most=self.world_size - 1):
-                raise ChannelError(f"shard {rank} told of a push of rank {str(meta.get('rank'))[:40]}")
+                got = str(meta.get("rank"))[:40]
+                raise ChannelError(f"shard {rank} reports a push of rank {got}; expected 0..{self.world_size - 1}")
             self.primary.arrived(rank, meta["rank"], step, products)
         elif kind == Kind.DONE:
             self.primary.done(rank, header.version)
         else:
-            raise ChannelError(f"a server got a message of kind {Kind(kind).name}")
+            raise ChannelError(f"a server got a message of kind {Kind(kind).name}, which only workers get")
 
     def close(self) -> None:
-        """Give everything up."""
+        """Close the connection to the primary and the mirror."""
         if self.link is not None:
             self.server.drop_link(self.link)
         if self.mirror is not None:
@@ -203,11 +208,11 @@ class _Job(Outlet):
 
 
 class Server:
-    """The process.
+    """One server process with all its optimizers.
 
     Args:
         pipe: The socket to the owner.
-        config: Its first message.
+        config: The owner's first message.
     """
 
     def __init__(self, pipe: Pipe, config: dict[str, Any]) -> None:
@@ -228,22 +233,22 @@ class Server:
         self.event({"event": "listening", "endpoint": self.door.endpoint.to_list()})
 
     def event(self, event: dict[str, Any]) -> None:
-        """Tell the owner."""
+        """Send an event to the owner; frequent ones are dropped where it does not keep up."""
         self._pipe.send(event, advisory=event["event"] in ("update", "drop", "pong"))
 
     def add_link(self, link: Dealer, job: _Job) -> None:
-        """Listen to the primary of a job."""
+        """Poll the connection to a job's primary."""
         self._links[link] = job
         link.register(self._poller)
 
     def drop_link(self, link: Dealer) -> None:
-        """Listen there no longer."""
+        """Stop polling a connection and close it."""
         link.unregister(self._poller)
         del self._links[link]
         link.close()
 
     def run(self) -> None:
-        """Serve until the owner says stop or is gone."""
+        """Serve until the owner sends `stop` or is gone."""
         while True:
             ready = dict(self._poller.poll(self._tick()))
             if self._pipe.fileno() in ready and not self._control():
@@ -255,12 +260,12 @@ class Server:
                     self._drain(link, job)
 
     def _tick(self) -> int | None:
-        """Let acknowledgements and the like go out; milliseconds to the next time, None for never."""
+        """Run the timers of all connections; milliseconds to the next one, None for none."""
         ends: list[Dealer | Router] = [self.peers, *self._links]
         for end in ends:
             if end.next_s <= time.monotonic():
                 end.tick()
-        for link in self._links:  # The owner starts another process, which is told what this one would have missed.
+        for link in self._links:  # The process ends; its owner starts another, which gets the missed orders.
             if link.stream.broken is not None and not link.stream.replaced and not link.stream.ended:
                 raise ChannelError(link.stream.broken)
         next_s = min(end.next_s for end in ends)
@@ -289,12 +294,12 @@ class Server:
             self._message(frames)
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Act on a message; one that cannot be acted on is counted, and the server goes on."""
+        """Handle a message; one that raises is counted and dropped."""
         try:
             act()
         except (ShardError, OSError, MemoryError):
-            raise  # No peer's fault: an update was not made, or was not written down.
-        except Exception as error:  # Whatever a peer's message leads to, it is that message which is dropped.
+            raise  # Not due to the message: an update was not made, or not mirrored.
+        except Exception as error:  # A peer's message must not end the server, whatever it causes.
             self.malformed += 1
             if self.malformed <= _LOGGED:
                 declared = isinstance(error, ChannelError)
@@ -308,9 +313,9 @@ class Server:
         if between:
             identity = identity[: len(expected)]
         if header.kind == Kind.ORDER:
-            raise ChannelError(f"an order came from {identity!r}; expected orders of the primary only")
+            raise ChannelError(f"an order came from {identity!r}; expected orders from the primary only")
         if identity != expected:
-            raise ChannelError(f"a message of {header.rank} came from {identity!r}; expected {expected!r}")
+            raise ChannelError(f"a message of sender {header.rank} came from {identity!r}; expected {expected!r}")
         job = self._jobs.get(key)
         if job is None:
             self._keep(key, frames)
@@ -325,17 +330,17 @@ class Server:
         job.take(header, frames[2])
 
     def _keep(self, key: Key, frames: list[Any]) -> None:
-        """Messages may come before their optimizer is opened here; those of one that is closed are dropped."""
+        """Queue a message that came before its session is opened here; one of a closed session is dropped."""
         newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)
         held = sum(map(len, self._early.values()))
         if key[1] <= newest or held >= _EARLY_MESSAGES:
             raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is not open here")
         if key not in self._early and len(self._early) >= _EARLY_KEYS:
-            self._drop_early(next(iter(self._early)))  # The oldest: its plan was given up.
+            self._drop_early(next(iter(self._early)))  # The oldest: its plan was abandoned.
         self._early.setdefault(key, []).append(frames)
 
     def _drop_early(self, key: Key) -> None:
-        """A session will not be opened: forget its messages and the streams of those who sent them."""
+        """A session will not be opened: forget its messages and their senders' streams."""
         del self._early[key]
         for kind in (b"W", b"S"):
             self.outbox.forget(session_prefix(kind, *key))
@@ -343,7 +348,7 @@ class Server:
     # ---- orders of the owner ------------------------------------------------------------------------------
 
     def _control(self) -> bool:
-        """Carry out what the owner sent; False when it is time to end."""
+        """Execute the owner's orders; False when the server should end."""
         for message in self._pipe.receive():
             if message is None or message["do"] == "stop":
                 return False
@@ -367,7 +372,7 @@ class Server:
         key = (engine, max(sessions, default=-1) if session is None else int(session))
         job = self._jobs.get(key)
         if job is None:
-            if what not in ("close", "member"):  # Who is absent is told again once it is open.
+            if what not in ("close", "member"):  # Absent ranks are reported again once it is open.
                 raise ChannelError(f"optimizer {engine} is not open here (session {key[1]})")
         elif what == "seed":
             data = torch.frombuffer(bytearray(message["data"]), dtype=torch.uint8)
@@ -379,7 +384,7 @@ class Server:
             if message["index"] == 0 and job.primary is None:
                 job.join()
         elif what == "close":
-            del job  # Or it would outlive its end by this frame.
+            del job  # This frame must not keep it alive past `_end`.
             self._end(key)
         elif job.primary is not None:
             if what == "plan":
@@ -393,7 +398,7 @@ class Server:
         self._jobs.pop(key).close()
         self.outbox.forget(session_prefix(b"W", *key))
         self.outbox.forget(session_prefix(b"S", *key))
-        gc.collect()  # Its parts refer to each other, and hold descriptors and memory that Python does not count.
+        gc.collect()  # Its reference cycles hold descriptors and large buffers.
 
     def _open(self, message: dict[str, Any]) -> None:
         key = (int(message["engine"]), int(message["session"]))
@@ -420,23 +425,23 @@ def _two(frames: list[Any]) -> tuple[Header, Any]:
 
 
 def main(parent: int) -> int:
-    """Serve the owner behind standard input.
+    """Run a server for the owner behind standard input; returns the exit status.
 
     Args:
-        parent: The process with which this one is to end.
+        parent: Process id of the parent, with which this process ends.
     """
     if not end_with_parent(parent):
         return 0
     if not stat.S_ISSOCK(os.fstat(0).st_mode):
-        sys.stderr.write("this is a parameter server; star_hvd starts it, and it cannot be started by hand\n")
+        sys.stderr.write("this is a parameter server, which star_hvd starts; it cannot be started by hand\n")
         return 2
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # Every mapping of the mirror holds a descriptor.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # Each of the mirror's mappings holds a descriptor.
     pipe = Pipe(socket.socket(fileno=0))
     try:
         config = pipe.wait(_CONFIG_S)
     except DeadlineError:
-        return 0  # The owner is gone, or has not needed this process after all.
+        return 0  # The owner is gone, or did not need this process.
     logging.basicConfig(format=f"parameter server of rank {config['rank']}: %(message)s", level=logging.WARNING)
     sys.path.extend(path for path in config["path"] if path not in sys.path)
     torch.set_num_threads(int(config["threads"]))
@@ -444,7 +449,7 @@ def main(parent: int) -> int:
     try:
         server = Server(pipe, config)
     except OSError as error:
-        with contextlib.suppress(OSError):  # The owner may be gone: then nobody is to be told.
+        with contextlib.suppress(OSError):  # The owner may be gone.
             pipe.send({"event": "failed", "reason": f"{type(error).__name__}: {error}", "while": "starting"})
             pipe.close(_FLUSH_S)
         return 1
@@ -452,7 +457,7 @@ def main(parent: int) -> int:
 
 
 def serve(server: Server, pipe: Pipe) -> int:
-    """Serve until the owner says stop or is gone, then close server and pipe; the process's exit status."""
+    """Serve until the owner sends `stop` or is gone, then close server and pipe; returns the exit status."""
     try:
         server.run()
     except (BrokenPipeError, ConnectionResetError):
@@ -471,4 +476,4 @@ def serve(server: Server, pipe: Pipe) -> int:
 if __name__ == "__main__":
     code = main(os.getppid())
     sys.stderr.flush()
-    os._exit(code)  # Taking the interpreter and torch down in order takes seconds and serves nobody.
+    os._exit(code)  # An orderly shutdown of the interpreter and torch takes seconds.

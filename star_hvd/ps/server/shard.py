@@ -1,8 +1,7 @@
-"""One shard of one optimizer: takes pushes in, carries the primary's orders out, sends parameters back.
+"""One shard of one optimizer: receives pushes, executes the primary's orders, sends parameters back.
 
-Every chunk has its own queue of orders and goes through it by itself: a chunk whose pushes are in is updated and on
-its way back while others still arrive. Orders have the same sequence everywhere, so what a reply holds is exactly the
-version it names, whatever chunk it is of.
+Every chunk has its own queue of orders: a chunk whose pushes are complete is updated and sent back while others still
+arrive. Orders have the same sequence on all shards, so every chunk of a reply is exactly of the version it names.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ PushId = tuple[int, int]
 
 
 class ShardError(Exception):
-    """An update failed half-way, by the user's optimizer for example: the shard's state is not to be used any more."""
+    """An update failed half-way, in the user's optimizer for example: the shard's state must not be used any more."""
 
 
 class Outlet(Protocol):
-    """How a shard talks to the others; the server implements it."""
+    """Outputs of a shard; the server implements them."""
 
     def send(self, rank: int, kind: Kind, step: int, store: ChunkStore) -> None:
-        """Send a chunk as it is now to a rank: its parameters, or all of it if `kind` is `STATED`."""
+        """Send a chunk's current parameters to a rank, or its complete record if `kind` is `STATED`."""
 
     def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
-        """Tell the primary that all chunks of a push are in."""
+        """Report to the primary that all chunks of a push are here."""
 
     def done(self, seq: int) -> None:
-        """Tell the primary that all orders up to `seq` are carried out."""
+        """Report to the primary that all orders up to `seq` are executed."""
 
 
 class _Running:
-    """An order and the number of chunks that have not carried it out."""
+    """An order and the number of chunks on which it is still to be executed."""
 
     __slots__ = ("left", "order")
 
@@ -57,17 +56,17 @@ class _Running:
 
 
 class Shard:
-    """See the module's text.
+    """The chunks of one server and their queues of orders.
 
     Args:
         index: Which shard.
         layout: The whole layout.
         spec: The user's optimizer.
         mirror: Where every chunk is written after each update, None for nowhere.
-        outlet: Where messages go.
+        outlet: Outputs.
         guard: Whether pushes are compared with the recent updates.
         faults: For tests: `{"at": "after_journal" | "before_mirror" | "after_mirror" | "after_reply", "update": k}`
-            kills this process while it makes version k + 1, at the chunk in the middle.
+            kills this process while it makes version k + 1, at the middle chunk.
     """
 
     def __init__(
@@ -107,13 +106,13 @@ class Shard:
     # ---- parameters ---------------------------------------------------------------------------------------
 
     def seed(self, chunk: int, data: torch.Tensor) -> bool:
-        """Take a chunk's first parameters and state, a record's bytes; whether the shard is complete now.
+        """Load a chunk's initial state from a record's bytes; whether the shard is complete.
 
         Raises:
-            ChannelError: It does not fit.
+            ChannelError: The chunk is not of this shard, or the record is invalid.
         """
         if chunk not in self.stores:
-            raise ChannelError(f"shard {self.index} was given chunk {chunk}, which it does not hold")
+            raise ChannelError(f"shard {self.index} got chunk {chunk}; expected one of {sorted(self.stores)[:20]}")
         if chunk in self._unseeded:
             self.stores[chunk].restore(data)
             self._write(chunk)
@@ -125,7 +124,7 @@ class Shard:
         return self.seeded
 
     def recover(self) -> bool:
-        """Take the mirror's records over; whether all were there, else the shard has to be seeded again."""
+        """Load the mirror's records; False if any is missing, and the shard has to be seeded again."""
         if self._mirror is None:
             return not self.stores
         found = {chunk: self._mirror.read(chunk + 1) for chunk in self.stores}
@@ -140,10 +139,10 @@ class Shard:
         return True
 
     def check_row(self, row: Sequence[float] | None) -> None:
-        """Whether hyperparameters can be stepped with: one that is a whole number cannot become infinite.
+        """Check that hyperparameters can be used: an integral one cannot be infinite, for example.
 
         Raises:
-            ChannelError: They cannot.
+            ChannelError: They cannot be used.
         """
         if row is not None:
             try:
@@ -153,7 +152,7 @@ class Shard:
 
     @property
     def seq(self) -> int:
-        """Number of the last order that has come."""
+        """Number of the last order received."""
         return self._seq
 
     @property
@@ -168,7 +167,7 @@ class Shard:
     # ---- pushes -------------------------------------------------------------------------------------------
 
     def part(self, rank: int, step: int, chunk: int, offset: int, size: int, data: Any) -> None:
-        """A message of a push.
+        """Receive a part of a chunk of a push.
 
         Raises:
             ChannelError: It fits no chunk of this shard.
@@ -177,7 +176,7 @@ class Shard:
         expected = self.layout.nbytes(store.chunk) if store is not None else -1
         if store is None or size != expected:
             raise ChannelError(f"rank {rank} pushed {size} bytes of chunk {chunk}; expected {expected} (-1: none)")
-        # A worker has one push in flight: what is of an earlier one has been sent again, or goes back on purpose.
+        # A worker has one push in flight: a part of an earlier one is a duplicate.
         if chunk in self._seen.get((rank, step), ()) or step <= self._over.get(rank, -1) or step < self._newest(rank):
             self.duplicates += 1
             return
@@ -189,13 +188,13 @@ class Shard:
         key = (rank, step, chunk)
         assembly = self._parts[key] if key in self._parts else Assembly(size)
         complete = assembly.add(offset, data)
-        self._parts[key] = assembly  # Not before: nothing is kept for a part that does not fit.
+        self._parts[key] = assembly  # Only now: a part that does not fit must leave nothing behind.
         if complete:
             del self._parts[key]
             self._chunk(rank, step, store, assembly.buffer.view(dtype))
 
     def _newest(self, rank: int) -> int:
-        """The step of a rank's last push of which something has come, -1 where nothing has."""
+        """The step of the newest push of a rank of which any chunk is here, -1 for none."""
         return max((step for each, step in self._seen if each == rank), default=-1)
 
     def _chunk(self, rank: int, step: int, store: ChunkStore, gradient: torch.Tensor) -> None:
@@ -211,7 +210,7 @@ class Shard:
             self._outlet.arrived(rank, step, self._products(push))
 
     def _cut_off(self, push: PushId) -> bool:
-        """Whether nothing can come of a push any more: the optimizer has moved and no order waits for it."""
+        """Whether a push cannot be applied any more: the servers were drained and no order waits for it."""
         if not self._cut:
             return False
         waiting = (run.order for queue in self._queues.values() for run in queue if run.order["op"] == "update")
@@ -225,7 +224,7 @@ class Shard:
         return [sum(column) for column in zip(*values, strict=True)]
 
     def _purge(self, rank: int, step: int) -> None:
-        """Forget what a rank pushed before `step`: it would not push again without an answer."""
+        """Forget a rank's pushes before `step`: it pushes again only after an answer."""
         for push in [push for push in self._seen if push[0] == rank and push[1] < step]:
             del self._seen[push]
         for push in [push for push in self._staged if push[0] == rank and push[1] < step]:
@@ -234,17 +233,17 @@ class Shard:
             del self._parts[key]
 
     def whole(self) -> list[tuple[int, int, list[float] | None]]:
-        """Pushes that are in and undecided, to be reported to a new primary."""
+        """Pushes that are complete here and not applied, to be reported to a restarted primary."""
         complete = [push for push, seen in self._seen.items() if len(seen) == len(self.stores)]
         return [(rank, step, self._products((rank, step))) for rank, step in complete]
 
     # ---- orders -------------------------------------------------------------------------------------------
 
     def order(self, order: dict[str, Any]) -> None:
-        """Carry out an order of the primary; one that came before is ignored.
+        """Execute an order of the primary; one received before is ignored.
 
         Raises:
-            ChannelError: It is none; nothing of it is carried out.
+            ChannelError: The order is invalid; nothing of it is executed.
         """
         check_order(order, self.row_size)
         self.check_row(order.get("row"))
@@ -285,24 +284,24 @@ class Shard:
             store.watch(on)
 
     def _run(self, chunk: int) -> None:
-        """Carry out what a chunk can of its queue."""
+        """Execute a chunk's queued orders up to the first one that waits for a push."""
         if not self.seeded:
             return
         queue = self._queues[chunk]
-        while queue and self._carried_out(queue[0].order, self.stores[chunk]):
+        while queue and self._execute_checked(queue[0].order, self.stores[chunk]):
             running = queue.popleft()
             running.left -= 1
             if running.left == 0:
                 self._finish(running.order)
 
-    def _carried_out(self, order: dict[str, Any], store: ChunkStore) -> bool:
+    def _execute_checked(self, order: dict[str, Any], store: ChunkStore) -> bool:
         try:
-            return self._carry_out(order, store)
-        except Exception as error:  # The user's optimizer may raise anything, and then half of the order is done.
+            return self._execute(order, store)
+        except Exception as error:  # The user's optimizer may raise anything, half-way.
             raise ShardError(f"{type(error).__name__}: {error}") from error
 
-    def _carry_out(self, order: dict[str, Any], store: ChunkStore) -> bool:
-        """Whether the order is carried out on a chunk; not if it waits for a push."""
+    def _execute(self, order: dict[str, Any], store: ChunkStore) -> bool:
+        """Execute an order on a chunk; False if it waits for a push."""
         kind = order["op"]
         if kind == "update":
             if store.version > order["version"]:
@@ -328,7 +327,7 @@ class Shard:
             else:
                 return False
         if left_out and sum(factors):
-            # The rank died before it had sent this chunk: the others stand for it.
+            # The rank died before it had sent this chunk: the others' factors are scaled up to the same sum.
             scale = 1.0 + left_out / sum(factors)
             factors = [factor * scale for factor in factors]
         store.apply(factors, buffers, order["row"])
@@ -362,7 +361,7 @@ class Shard:
         self._outlet.done(seq)
 
     def fault(self, where: str, update: int, chunk: int | None = None) -> None:
-        """Die here if a test wants it."""
+        """For tests: kill this process here if `faults` says so."""
         if self._faults.get("at") == where and self._faults.get("update") == update:
             held = list(self.stores)
             if chunk in (None, held[len(held) // 2]):
@@ -370,7 +369,7 @@ class Shard:
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of a message as numbers; copied where the message lies at an address that does not suit the type."""
+    """View a message's bytes as `dtype`; copied where its address is not aligned."""
     if data.data_ptr() % dtype.itemsize:
         data = data.clone()
     return data.view(dtype)

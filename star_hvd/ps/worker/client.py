@@ -1,4 +1,4 @@
-"""A worker's side of the parameter servers: one per optimizer, with a thread of its own for the sockets."""
+"""A worker's client of the parameter servers: one per optimizer, with its own thread for the sockets."""
 
 from __future__ import annotations
 
@@ -43,39 +43,39 @@ class Client:
         self._flats: list[torch.Tensor] = []
         self._lent: list[torch.Tensor] = []
         self._orphaned = False
-        self._taken_back = False  # The push under way goes nowhere: its parent is, or was, absent.
+        self._withdrawn = False  # The push in flight is not sent, or void: its parent is, or was, absent.
 
     # ---- life ---------------------------------------------------------------------------------------------
 
     def adopt(self, children: Iterable[int], host: str) -> Endpoint:
-        """Before `start`: take these ranks' pushes in, add them to every own push, and pass answers on.
+        """Before `start`: be the parent of these ranks, adding their pushes to every own one and forwarding answers.
 
-        A push then goes out when all children that are not absent have pushed too.
+        A push is then sent when all children that are not absent have pushed too.
 
         Returns:
-            Where the children find this client (`follow`).
+            The endpoint that the children give to `follow`.
         """
         return self._line.adopt(children, host)
 
     def follow(self, parent: Endpoint) -> None:
-        """Before `start`: push through a parent, and get its answers, instead of through the servers."""
+        """Before `start`: push to a parent and get its answers, instead of the servers'."""
         self._line.parent = parent
 
     def reach(self, endpoints: Sequence[Endpoint]) -> None:
-        """Before `start`: the servers, where they were not known when this client was made."""
+        """Before `start`: set the servers, where they were not known when this client was made."""
         self._line.endpoints = list(endpoints)
 
     def start(self) -> None:
-        """Connect to the servers; they need not listen yet."""
+        """Connect to the servers, which need not listen yet."""
         self._line.start()
 
     def close(self, deadline_s: float = 5.0) -> None:
-        """Disconnect; whoever waits gets a `ChannelError`."""
+        """Disconnect; callers that wait get a `ChannelError`."""
         self._line.close(deadline_s)
 
     @property
     def malformed(self) -> int:
-        """Messages of the servers that made no sense."""
+        """Invalid messages of the servers, which were dropped."""
         return self._line.malformed
 
     # ---- what the worker does -----------------------------------------------------------------------------
@@ -93,27 +93,28 @@ class Client:
         loss: float | None = None,
         keep: bool = False,
     ) -> None:
-        """Send a gradient; returns at once, `wait` gives the answer.
+        """Send a gradient without blocking; `wait` gives the answer.
 
         Args:
-            step: This worker's own counter, higher than in any push before it.
+            step: This worker's own push counter, higher than in any push before.
             version: Version of the parameters the gradient was computed on.
-            flats: Per bucket the sum of weight * gradient, the weight behind it, as in `Bucket.flat`.
+            flats: Per bucket the sum of weight * gradient, followed by the weight, as in `Bucket.flat`.
             weight: The sum of the weights.
             count: Gradients in the sum.
-            own_steps: Steps this worker has made; the hyperparameters of the one with most count.
+            own_steps: Steps this worker has made; the hyperparameters of the worker with the most are used.
             row: Its hyperparameters (`HyperRow.read`).
             loss: Its loss, for the log.
-            keep: The buffers are lent: nobody changes them until the answer has come, and no copy is made.
+            keep: Whether the buffers stay unchanged until the answer has come, so that no copy is needed.
 
         Raises:
             ChannelError: The push before has no answer yet, or the client is closed.
+            ValueError: The number of buffers is wrong.
         """
         with self._line.changed:
             self._line.check()
             before = self._line.push
             if before is not None:
-                raise ChannelError(f"rank {self.rank} pushed step {step}; the answer to {before.step} has not come")
+                raise ChannelError(f"rank {self.rank} pushed step {step} before the answer to {before.step}; call wait")
             if len(flats) != len(self._layout.buckets):
                 raise ValueError(f"a push has {len(flats)} buffers; expected {len(self._layout.buckets)}")
             lent = self._borrow(flats, keep)
@@ -128,12 +129,12 @@ class Client:
             if not self._flats:
                 self._flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
             self._line.push = Push(step, meta, lent, Exchange(self._layout, self._flats))
-            self._taken_back = self._orphaned
-        if not self._taken_back:
+            self._withdrawn = self._orphaned
+        if not self._withdrawn:
             self._line.do("push", self._line.push)
 
     def _borrow(self, flats: Sequence[torch.Tensor], keep: bool) -> list[torch.Tensor]:
-        """The buffers themselves where they may be kept, else copies in memory that is used again."""
+        """The buffers themselves where they may be kept, else copies in reused memory."""
         usable = all(flat.device.type == "cpu" and flat.is_contiguous() for flat in flats)
         if keep and usable and self._line.relay is None:
             return list(flats)
@@ -144,20 +145,20 @@ class Client:
         return self._lent
 
     def wait(self, deadline_s: float) -> Reply:
-        """The answer to the push.
+        """Wait for the answer to the push.
 
         Returns:
-            `params`: parameters to go on with. `dropped`: the same, but the push was thrown away. `moved`: the mode
-            ended; `state` gives what there is. `interrupted`: somebody called `wake`; the push is still under way.
+            `params`: parameters to go on with. `dropped`: the same, but the push was dropped. `moved`: the servers were
+            drained; `state` gives the final state. `interrupted`: `wake` was called; the push is still in flight.
 
         Raises:
-            DeadlineError: No answer within `deadline_s`; the push is still under way.
+            DeadlineError: No answer within `deadline_s`; the push is still in flight.
             ChannelError: There was no push, the servers refused it, or the client was closed.
         """
         line, limit_s = self._line, time.monotonic() + deadline_s
         with line.changed:
             if line.push is None:
-                raise ChannelError(f"rank {self.rank} waits for an answer without having pushed")
+                raise ChannelError(f"rank {self.rank} waits for an answer without a push; call push first")
             while True:
                 line.check()
                 if line.push.answered:
@@ -165,7 +166,7 @@ class Client:
                     if reply.kind == "error":
                         raise ChannelError(f"the servers refused the push of rank {self.rank}: {reply.reason}")
                     return reply
-                if self._taken_back:
+                if self._withdrawn:
                     break
                 if self._woken:
                     self._woken = False
@@ -176,14 +177,14 @@ class Client:
                         f"{line.push.exchange.describe()} (is a server dead or a rank very late?)"
                     )
 
-        # Only parents push: until it is back this worker follows the parameters, and its gradients count as dropped.
+        # Only parents push: until its parent is back this worker pulls parameters, and its gradients count as dropped.
         reply = self.pull(max(0.0, limit_s - time.monotonic()))
         with self._line.changed:
-            self._line.push, self._taken_back = None, False
+            self._line.push, self._withdrawn = None, False
         return dataclasses.replace(reply, kind="dropped", reason="the parent in the fan-in tree is absent")
 
     def wake(self) -> None:
-        """Interrupt `wait`, now or the next time."""
+        """Interrupt the current or the next `wait`."""
         with self._line.changed:
             self._woken = True
             self._line.changed.notify_all()
@@ -192,17 +193,17 @@ class Client:
         """The parameters of one version, as `params`.
 
         Raises:
-            DeadlineError: Not within `deadline_s`.
+            DeadlineError: No complete parameters within `deadline_s`.
             ChannelError: The client was closed.
         """
         flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
         return self._read(Exchange(self._layout, flats, kind=Kind.PULLED), deadline_s).reply()
 
     def state(self, deadline_s: float) -> Snapshot:
-        """Parameters and optimizer state of one version; after the end of the mode those it ended with.
+        """Parameters and optimizer state of one version, after a drain the final one.
 
         Raises:
-            DeadlineError: Not within `deadline_s`.
+            DeadlineError: No complete state within `deadline_s`.
             ChannelError: The client was closed, or the state cannot be read.
         """
         exchange = StateExchange(self._layout)
@@ -227,23 +228,23 @@ class Client:
         return exchange
 
     def child(self, rank: int, *, present: bool) -> None:
-        """A child is absent, or back: own pushes go on without it."""
+        """Note that a child is absent, so that pushes are sent without it, or present again."""
         self._line.do("child", (rank, present))
 
     def orphan(self, alone: bool) -> None:
-        """The parent is absent, or back. A push it has not answered is taken back and counts as dropped."""
+        """Note that the parent is absent, or back. A push without an answer is then withdrawn and counts as dropped."""
         with self._line.changed:
             if alone == self._orphaned or self._line.parent is None:
                 return
             self._orphaned = alone
-            self._taken_back = self._taken_back or (alone and self._line.push is not None)
+            self._withdrawn = self._withdrawn or (alone and self._line.push is not None)
             self._line.changed.notify_all()
         self._line.do("presence", "withdrawn" if alone else "present")
 
     def absent(self, away: bool) -> None:
-        """Tell the servers that this worker will not push for a while, or that it will again."""
+        """Announce to the servers that this worker will not push for a while, or that it will again."""
         self._line.do("presence", "absent" if away else "present")
 
     def replace(self, index: int, endpoint: Endpoint) -> None:
-        """A shard has a new process: connect to it and send it again what it may have lost."""
+        """Connect to the new process of a shard and send it again what the old one may have lost."""
         self._line.do("replace", (index, endpoint))

@@ -1,4 +1,4 @@
-"""A worker's connection to the parameter servers: the thread and the sockets behind `Client`."""
+"""The thread and the sockets behind `Client`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ __all__ = ["Line", "Push"]
 logger = logging.getLogger("star_hvd")
 
 _POLL_MS = 500
-_BATCH = 1024  # Messages taken from one socket before the others get a turn.
+_BATCH = 1024  # Messages taken from one socket before the others are served.
 
 
 class Push:
-    """A push without a complete reply: what has to be sent again to a server that died.
+    """A push in flight, kept to be sent again to a server that restarts.
 
     Attributes:
-        carriers: Where its parts were sent, and the number of the last of them there.
+        carriers: Connections that carry its parts, with the number of the last message on each.
     """
 
     __slots__ = ("carriers", "exchange", "flats", "meta", "step")
@@ -49,22 +49,22 @@ class Push:
 
     @property
     def answered(self) -> bool:
-        """Whether the answer is complete and nobody will read the buffers any more.
+        """Whether the answer is complete and the buffers may be changed.
 
-        The connections keep the buffers, not copies, and send them again if they must. As a rule that does not matter
-        any more once there is an answer: the parameters in it were made with this gradient, or it was dropped. Only
-        the end of a mode may be told of a gradient that counts and is still on its way.
+        Connections hold the buffers themselves, to send them again if needed. After most answers that cannot matter:
+        the gradient is in the parameters, or was dropped. Only a drain (`moved`) may apply a gradient of which parts
+        are still in flight, so it is waited for until all parts are acknowledged.
         """
         if not self.exchange.complete:
             return False
         if not self.exchange.counts_at_the_end:
             return True
-        carriers = list(self.carriers.items())  # The line's thread may replace one at this moment.
+        carriers = list(self.carriers.items())  # The thread may replace one concurrently.
         return all(dealer.stream.acknowledged >= number or dealer.stream.ended for dealer, number in carriers)
 
 
 class Line:
-    """Carries out what its client asks for, one thing after another, on a thread that alone touches the sockets.
+    """Executes its client's requests in order, on the only thread that uses the sockets.
 
     Args:
         rank: This worker.
@@ -75,18 +75,18 @@ class Line:
         key: The job's key.
 
     Attributes:
-        changed: Guards the following, and is notified when an answer is complete or the line broke.
+        changed: Guards the following, and is notified when an answer is complete or the connection failed.
         push: The push that has no answer yet.
         reads: Reads without an answer, by their number.
-        error: Why the line broke, if it did.
+        error: Why the connection failed, None while it works.
         closed: Whether it was closed.
-        malformed: Messages that made no sense.
+        malformed: Invalid messages, which were dropped.
     """
 
     def __init__(
         self, rank: int, optimizer_id: int, session: int, endpoints: Sequence[Endpoint], layout: Layout, key: JobKey
     ) -> None:
-        self.rank, self.engine, self.session = rank, optimizer_id, session
+        self.rank, self.optimizer_id, self.session = rank, optimizer_id, session
         self.endpoints = list(endpoints)
         self.parent: Endpoint | None = None
         self.relay: Relay | None = None
@@ -99,75 +99,75 @@ class Line:
         self._layout, self._key = layout, key
         self._context = zmq.Context()
         self._sockets: list[Dealer] = []
-        self._gate: Dealer = None  # type: ignore[assignment]  # Made by the thread: where pushes go.
+        self._upstream: Dealer = None  # type: ignore[assignment]  # Made by the thread: shard 0 or the parent.
         self._poller = zmq.Poller()
         self._todo: deque[tuple[str, Any]] = deque()
-        self._bell = os.pipe()
-        os.set_blocking(self._bell[0], False)
-        os.set_blocking(self._bell[1], False)
+        self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup[0], False)
+        os.set_blocking(self._wakeup[1], False)
         self._requests = 0
         self._held: Push | None = None
-        self._presence: str | None = None  # The last that the servers were told of this worker's.
+        self._presence: str | None = None  # Last announced presence of this worker.
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
     # ---- for the client -----------------------------------------------------------------------------------
 
     def adopt(self, children: Iterable[int], host: str) -> Endpoint:
         """Before `start`: see `Client.adopt`."""
-        self.relay = Relay(self._context, self._key, host, self.engine, self.session, self._layout, children)
+        self.relay = Relay(self._context, self._key, host, self.optimizer_id, self.session, self._layout, children)
         return self.relay.endpoint
 
     def start(self) -> None:
-        """Connect to the servers; they need not listen yet."""
+        """Connect to the servers, which need not listen yet."""
         self._thread.start()
 
     def close(self, deadline_s: float) -> None:
-        """Disconnect; whoever waits gets a `ChannelError`."""
+        """Disconnect; callers that wait get a `ChannelError`."""
         with self.changed:
             if self.closed:
                 return
             self.closed = True
             self.changed.notify_all()
         if self._thread.ident is not None:
-            self._ring()
+            self._wake()
             self._thread.join(deadline_s)
         elif self.relay is not None:  # Else the thread closes it.
             self.relay.close()
         self._context.destroy(linger=500)
-        for end in self._bell:
+        for end in self._wakeup:
             os.close(end)
 
     def check(self) -> None:
-        """Raise a `ChannelError` if the line is closed or broken."""
+        """Raise a `ChannelError` if the connection is closed or has failed."""
         if self.closed:
             raise ChannelError(f"the connection of rank {self.rank} to the parameter servers is closed")
         if self.error is not None:
             raise ChannelError(self.error)
 
     def do(self, what: str, argument: Any) -> None:
-        """Have the thread carry something out (`_carry_out`), after what it was asked for before."""
+        """Queue a request for the thread (`_execute`)."""
         self._todo.append((what, argument))
-        self._ring()
+        self._wake()
 
-    def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # Full: it rings already.
-            os.write(self._bell[1], b"!")
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # The pipe is full: the thread will wake anyway.
+            os.write(self._wakeup[1], b"!")
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._poller.register(self._bell[0], zmq.POLLIN)
+            self._poller.register(self._wakeup[0], zmq.POLLIN)
             for index in range(len(self.endpoints)):
                 self._sockets.append(self._connect(self.endpoints[index]))
-            self._gate = self._sockets[0] if self.parent is None else self._connect(self.parent)
+            self._upstream = self._sockets[0] if self.parent is None else self._connect(self.parent)
             if self.relay is not None:
                 self._poller.register(self.relay.router.socket, zmq.POLLIN)
             while not self.closed:
                 ready = dict(self._poller.poll(self._tick()))
-                if self._bell[0] in ready:
+                if self._wakeup[0] in ready:
                     with contextlib.suppress(BlockingIOError):
-                        os.read(self._bell[0], 4096)
+                        os.read(self._wakeup[0], 4096)
                 if self.relay is not None and self.relay.router.socket in ready:
                     self._drain(self.relay.router, self.relay)
                     self._send_held()
@@ -175,7 +175,7 @@ class Line:
                     if not ready.keys().isdisjoint(dealer.sockets):
                         self._drain(dealer)
                 while self._todo:
-                    self._carry_out(*self._todo.popleft())
+                    self._execute(*self._todo.popleft())
         except Exception as error:
             logger.exception("the connection of rank %d to the parameter servers failed", self.rank)
             with self.changed:
@@ -188,11 +188,11 @@ class Line:
                 self.relay.close()
 
     def _dealers(self) -> list[Dealer]:
-        parent = [] if self.parent is None or self._gate is None else [self._gate]
+        parent = [] if self.parent is None or self._upstream is None else [self._upstream]
         return [*self._sockets, *parent]
 
     def _tick(self) -> int:
-        """Let acknowledgements and the like go out; milliseconds to the next time."""
+        """Run the connections' timers; milliseconds to the next one."""
         ends: list[Dealer | Router] = [*self._dealers(), *([self.relay.router] if self.relay is not None else [])]
         now_s = time.monotonic()
         for end in ends:
@@ -205,27 +205,26 @@ class Line:
         return _POLL_MS if left_s > 1e-3 * _POLL_MS else max(0, math.ceil(1e3 * left_s))
 
     def _connect(self, endpoint: Endpoint) -> Dealer:
-        identity = worker_identity(self.engine, self.session, self.rank)
+        identity = worker_identity(self.optimizer_id, self.session, self.rank)
         dealer = Dealer(connect(self._context, self._key, endpoint, identity), TENSORS)
         dealer.register(self._poller)
         self._send(dealer, [pack(self._header(Kind.HELLO)), b""])
         return dealer
 
     def _send(self, dealer: Dealer, frames: list[Any]) -> None:
-        """Send a message, or leave it: a server that was started again gets what counts when it is known (`replace`),
-        and one that has closed its end wants nothing more.
+        """Send a message, unless the server has closed its end, or was restarted: `replace` then sends what it needs.
 
         Raises:
-            ChannelError: The connection was given up.
+            ChannelError: The connection was abandoned.
         """
         stream = dealer.stream
         if not stream.replaced and not stream.ended:
             dealer.send(frames)
 
     def _header(self, kind: Kind, step: int = 0) -> Header:
-        return Header(kind, self.engine, self.session, self.rank, step)
+        return Header(kind, self.optimizer_id, self.session, self.rank, step)
 
-    def _carry_out(self, what: str, argument: Any) -> None:
+    def _execute(self, what: str, argument: Any) -> None:
         if what == "push":
             self._held = argument
             self._send_held()
@@ -242,7 +241,7 @@ class Line:
             self._reconnect(*argument)
 
     def _send_held(self) -> None:
-        """Send the push, once the children's are in."""
+        """Send the push, once those of all present children are complete."""
         push = self._held
         if push is None or (self.relay is not None and not self.relay.ready()):
             return
@@ -251,13 +250,13 @@ class Line:
             push.meta = self.relay.add(push.meta, push.flats)
         self._announce(push)
         for index, socket in enumerate(self._sockets):
-            self._send_chunks(push, index, socket if self.parent is None else self._gate)
+            self._send_chunks(push, index, socket if self.parent is None else self._upstream)
 
     def _announce(self, push: Push, again: int | None = None) -> None:
         self._meta(Kind.PUSH, push.step, push.meta if again is None else {**push.meta, "again": again})
 
     def _meta(self, kind: Kind, step: int, meta: dict[str, Any]) -> None:
-        through = self._gate if kind in (Kind.PUSH, Kind.PRESENCE) else self._sockets[0]
+        through = self._upstream if kind in (Kind.PUSH, Kind.PRESENCE) else self._sockets[0]
         self._send(through, [pack(self._header(kind, step)), msgpack.packb(meta)])
 
     def _send_chunks(self, push: Push, index: int, dealer: Dealer) -> None:
@@ -284,11 +283,11 @@ class Line:
         self.endpoints[index] = endpoint
         self._sockets[index] = self._connect(endpoint)
         if self.parent is None:
-            self._gate = self._sockets[0]
-        if index == 0 and self._presence is not None:  # The new process may not know it.
+            self._upstream = self._sockets[0]
+        if index == 0 and self._presence is not None:  # The new process may lack it.
             self._meta(Kind.PRESENCE, 0, {"what": self._presence})
         push = self.push
-        # What goes through a parent is sent again by the parent.
+        # A parent sends its children's gradients again itself.
         if push is not None and not push.answered and push is not self._held and self.parent is None:
             self._announce(push, again=index)
             self._send_chunks(push, index, self._sockets[index])
@@ -315,7 +314,7 @@ class Line:
                     logger.warning("rank %d dropped a message of a parameter server: %s", self.rank, error)
         push = self.push
         if push is not None and push.exchange.complete and push.answered:
-            with self.changed:  # What it still waited for may have been an acknowledgement.
+            with self.changed:  # The last event may have been an acknowledgement, see `Push.answered`.
                 self.changed.notify_all()
 
     def _take(self, header: Header, payload: Any) -> None:
@@ -326,13 +325,13 @@ class Line:
         elif header.kind in (Kind.PULLED, Kind.STATED):
             exchange = self.reads.get(header.step)
         else:
-            raise ChannelError(f"a worker got a message of kind {Kind(header.kind).name}")
+            raise ChannelError(f"a worker got a message of kind {Kind(header.kind).name}, which only servers get")
         if exchange is None or exchange.complete:
-            return  # Sent twice after a server's death.
+            return  # A duplicate, after a server's restart.
         if self.relay is not None and header.kind in (Kind.PARAMS, Kind.VERDICT):
             self.relay.forward(header, payload.buffer)
         if header.kind == Kind.VERDICT:
-            exchange.judge(read_meta(payload))
+            exchange.set_result(read_meta(payload))
         else:
             exchange.add(header, payload.buffer)
         self._announce_complete(exchange)

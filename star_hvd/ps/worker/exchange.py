@@ -1,4 +1,4 @@
-"""A request of a worker and what has come of the answer so far: chunks from all shards, a verdict from the primary."""
+"""A worker's request and its partial answer: chunks from all shards, a push's result from the primary."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.layout import Layout, LayoutError, State
 from star_hvd.ps.common.record import read_record
-from star_hvd.ps.common.validation import check_verdict
+from star_hvd.ps.common.validation import check_push_result
 from star_hvd.ps.common.wire import PART_BYTES, Gathering, Header, Kind, parts
 
 _STATE_TIMES, _STATE_BYTES = 64, 16 << 20
-"""A chunk's state beside its parameters, at most: Adam's is twice as large, in half precision four times."""
+"""Limit on a chunk's record: this multiple of its parameters plus a constant. Adam's state is twice as large as the
+parameters, with half precision four times."""
 
 __all__ = ["Exchange", "Reply", "StateExchange"]
 
@@ -27,10 +28,10 @@ class Reply:
     Attributes:
         kind: `params`, `dropped`, `moved` or `interrupted`.
         version: Of the parameters; with `moved` the final one.
-        plan_id: Of the plan in force at the server; with `moved` the one it ended for.
+        plan_id: Of the servers' active plan; with `moved` the one they were drained for.
         applied: Whether the push is in the parameters.
         reason: Why a push was dropped.
-        params: Flat parameters per bucket, without the weight; used again by the next push.
+        params: Flat parameters per bucket, without the weight; overwritten by the next push.
         notes: Updates since the last answer: `version`, `ranks`, `staleness` (per rank), `gradients`, `damped`, `loss`.
     """
 
@@ -44,25 +45,25 @@ class Reply:
 
 
 class Exchange:
-    """An answer in the making.
+    """A partially received answer.
 
     Args:
         layout: The layout.
-        flats: Where the parameters go, per bucket.
-        kind: The messages that bring them.
+        flats: Flat tensors that receive the parameters, per bucket.
+        kind: Kind of the messages with the parameters.
     """
 
     def __init__(self, layout: Layout, flats: list[torch.Tensor], kind: Kind = Kind.PARAMS) -> None:
         self._layout, self._kind = layout, kind
         self._bytes = [flat.view(torch.uint8) for flat in flats]
         self._flats = flats
-        self._verdict: dict[str, Any] | None = None
+        self._push_result: dict[str, Any] | None = None
         self._missing: set[tuple[int, int]] = set()
         self._versions: set[int] = set()
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew: nothing has come."""
+        """Start over: everything is missing."""
         self._versions.clear()
         self._missing = {
             (chunk.index, begin) for chunk in self._layout.chunks for begin, _ in parts(self._layout.nbytes(chunk))
@@ -73,35 +74,33 @@ class Exchange:
         """Whether nothing is missing."""
         if self._kind != Kind.PARAMS:
             return not self._missing
-        if self._verdict is None:
+        if self._push_result is None:
             return False
-        return not self._missing or self._verdict["kind"] in ("moved", "error")
+        return not self._missing or self._push_result["kind"] in ("moved", "error")
 
     @property
     def counts_at_the_end(self) -> bool:
-        """Whether the mode ended with this push in its last update."""
-        verdict = self._verdict
-        return verdict is not None and verdict["kind"] == "moved" and bool(verdict["applied"])
+        """Whether the servers were drained with this push in the last update."""
+        result = self._push_result
+        return result is not None and result["kind"] == "moved" and bool(result["applied"])
 
     def describe(self) -> str:
         """What is missing, for an error."""
-        judged = "" if self._kind != Kind.PARAMS or self._verdict is not None else " and no decision"
+        result = "" if self._kind != Kind.PARAMS or self._push_result is not None else ", and the push's result"
         servers = sorted({self._layout.chunks[chunk].server for chunk, _ in self._missing})
-        return f"{len(self._missing)} messages of the servers {servers} are missing{judged}"
+        return f"{len(self._missing)} messages of servers {servers} are missing{result}"
 
-    def judge(self, verdict: dict[str, Any]) -> None:
-        """The primary's word on a push.
+    def set_result(self, result: dict[str, Any]) -> None:
+        """Receive the primary's result of the push.
 
         Raises:
-            ChannelError: It lacks something.
+            ChannelError: The result is invalid.
         """
-        if not {"kind", "version", "plan_id", "applied", "reason", "notes"} <= verdict.keys():
-            raise ChannelError(f"a decision on a push has the fields {sorted(verdict)}")
-        check_verdict(verdict)
-        self._verdict = verdict
+        check_push_result(result)
+        self._push_result = result
 
     def add(self, header: Header, data: Any) -> None:
-        """A part of a chunk.
+        """Receive a part of a chunk.
 
         Raises:
             ChannelError: It does not fit.
@@ -120,20 +119,20 @@ class Exchange:
             self._missing.discard(key)
 
     def reply(self) -> Reply:
-        """The answer, once complete. After a server's death chunks can differ in version: the least counts."""
+        """The complete answer. After a server's restart chunks can differ in version; the least is given."""
         version = min(self._versions, default=0)
-        if self._verdict is None:
+        if self._push_result is None:
             return Reply("params", version, params=self._flats)
-        kind = str(self._verdict["kind"])
+        kind = str(self._push_result["kind"])
         moved = kind in ("moved", "error")
         return Reply(
             kind,
-            int(self._verdict["version"]) if moved else version,
-            int(self._verdict["plan_id"]),
-            bool(self._verdict["applied"]),
-            str(self._verdict["reason"]),
+            int(self._push_result["version"]) if moved else version,
+            int(self._push_result["plan_id"]),
+            bool(self._push_result["applied"]),
+            str(self._push_result["reason"]),
             [] if moved else self._flats,
-            list(self._verdict["notes"]),
+            list(self._push_result["notes"]),
         )
 
 
@@ -171,7 +170,7 @@ class StateExchange(Exchange):
             self._whole[header.chunk] = whole
 
     def snapshot(self) -> Snapshot:
-        """What came, in the parameters' shapes.
+        """The complete state, in the parameters' shapes.
 
         Raises:
             ChannelError: A record is damaged, or the chunks are of different versions.
@@ -185,9 +184,9 @@ class StateExchange(Exchange):
             versions.add(record[0])
             params[chunk.index], states[chunk.index] = record[4], record[5]
         if len(versions) > 1:
-            raise ChannelError(f"the servers sent chunks of the versions {sorted(versions)}; expected one")
+            raise ChannelError(f"the servers sent chunks of versions {sorted(versions)}; expected a single one")
         version = versions.pop() if versions else 0
         try:
             return Snapshot(version, self._layout.join_params(params), self._layout.join_state(states))
         except LayoutError as error:
-            raise ChannelError(f"the servers sent a state that does not fit together: {error}") from error
+            raise ChannelError(f"the servers sent an inconsistent state: {error}") from error

@@ -1,7 +1,7 @@
-"""The fan-in tree: a parent adds its children's gradients to its own push and passes the parameters on.
+"""The fan-in tree: a parent adds its children's gradients to its own push and forwards the parameters.
 
-The servers then take in one push per parent instead of one per worker. It is made for updates that wait for everybody
-(x = n): the parent waits for all of its children, so one late child holds its siblings up, as it would anyway.
+The servers then receive one push per parent instead of one per worker. The tree is meant for updates that wait for all
+ranks (x = n): a parent waits for all of its children, so a late child delays its siblings, as it would without it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from star_hvd.errors import ChannelError
 from star_hvd.ps.common.auth import Door, Endpoint, JobKey
 from star_hvd.ps.common.identities import worker_identity
 from star_hvd.ps.common.layout import Layout
-from star_hvd.ps.common.validation import check_push, check_verdict
+from star_hvd.ps.common.validation import check_push, check_push_result
 from star_hvd.ps.common.wire import Assembly, Header, Kind, pack, read_meta, unpack
 
 __all__ = ["Relay"]
 
 
 class _Child:
-    """A child's push in the making, and the answer it waits for."""
+    """A child's partially received push."""
 
     def __init__(self) -> None:
         self.step = -1
@@ -41,25 +41,25 @@ class _Child:
             self.partial.clear()
 
     def drop(self) -> None:
-        """Forget what came of a push."""
+        """Forget the push."""
         self.meta = None
         self.chunks.clear()
         self.partial.clear()
 
 
 class Relay:
-    """What a parent's client does for its children; used on the client's thread.
+    """The parent's side of the tree; used on its client's thread.
 
     Args:
         context: The client's ZeroMQ context.
         key: The job's key.
         host: Address to listen on.
-        engine, session: Of the client.
+        optimizer_id, session: Of the client.
         layout: The layout.
         children: Ranks that push through this one.
 
     Attributes:
-        router: Where the children's messages come from.
+        router: Receives the children's messages.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Relay:
     ) -> None:
         children = tuple(children)
         self._door = Door(context, key, host)
-        self._engine, self._session, self._layout = optimizer_id, session, layout
+        self._optimizer_id, self._session, self._layout = optimizer_id, session, layout
         names = {worker_identity(optimizer_id, session, rank) for rank in children}
         self.router = Router(self._door.router, TENSORS, names.__contains__)
         self._children = {rank: _Child() for rank in children}
@@ -84,7 +84,7 @@ class Relay:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where the children connect."""
+        """The endpoint that the children connect to."""
         return self._door.endpoint
 
     def close(self) -> None:
@@ -93,18 +93,18 @@ class Relay:
         self._door.close()
 
     def take(self, frames: list[Any]) -> None:
-        """A message of a child.
+        """Handle a child's message.
 
         Raises:
-            ChannelError: It makes no sense.
+            ChannelError: The message is invalid.
         """
         if len(frames) != 3:
             raise ChannelError(f"a child sent {len(frames) - 1} frames; expected a header and a payload")
         header = unpack(frames[1])
         child = self._children.get(header.rank)
-        expected = worker_identity(self._engine, self._session, header.rank)
+        expected = worker_identity(self._optimizer_id, self._session, header.rank)
         if child is None or frames[0].bytes != expected or (header.optimizer_id, header.session) != self._key:
-            raise ChannelError(f"rank {header.rank} pushed to a parent of the ranks {sorted(self._children)}")
+            raise ChannelError(f"rank {header.rank} pushed to a parent; expected one of ranks {sorted(self._children)}")
         if header.kind == Kind.PUSH:
             meta = read_meta(frames[2])
             check_push(meta)
@@ -119,13 +119,13 @@ class Relay:
             if what == "withdrawn":
                 child.drop()
         elif header.kind != Kind.HELLO:
-            raise ChannelError(f"a parent got a message of kind {Kind(header.kind).name}")
+            raise ChannelError(f"a parent got a message of kind {Kind(header.kind).name}; expected a worker's")
         if self._moved is not None and self._whole(child):
             self._send(header.rank, child.step, Header(Kind.VERDICT, *self._key), msgpack.packb(self._moved))
 
     @property
     def _key(self) -> tuple[int, int]:
-        return self._engine, self._session
+        return self._optimizer_id, self._session
 
     def _chunk(self, child: _Child, header: Header, data: Any) -> None:
         if header.chunk >= len(self._layout.chunks):
@@ -142,15 +142,15 @@ class Relay:
         return child.meta is not None and len(child.chunks) == len(self._layout.chunks)
 
     def note(self, rank: int, present: bool) -> None:
-        """A child is absent, or back."""
+        """Note that a child is absent, or present again."""
         (self._absent.discard if present else self._absent.add)(rank)
 
     def ready(self) -> bool:
-        """Whether all children that are there have pushed."""
+        """Whether the pushes of all present children are complete."""
         return all(self._whole(child) or rank in self._absent for rank, child in self._children.items())
 
     def add(self, meta: dict[str, Any], flats: list[torch.Tensor]) -> dict[str, Any]:
-        """Add the children's gradients to `flats`; what to announce for all of them together."""
+        """Add the children's gradients to `flats`; returns the announcement of the combined push."""
         metas = [meta]
         for rank, child in self._children.items():
             if not self._whole(child):
@@ -175,17 +175,17 @@ class Relay:
         }
 
     def forward(self, header: Header, payload: Any) -> None:
-        """Pass on what the servers answered to the push the children are in, without copying it."""
+        """Forward the servers' answer to the children whose gradients are in the push, without copying it."""
         if header.kind == Kind.VERDICT:
-            verdict = read_meta(payload)
-            check_verdict(verdict)
-            if verdict["kind"] == "moved":
-                self._moved = {**verdict, "applied": False}
+            result = read_meta(payload)
+            check_push_result(result)
+            if result["kind"] == "moved":
+                self._moved = {**result, "applied": False}
         for rank, step in self._answering.items():
             self._send(rank, step, header, payload)
 
     def done(self) -> None:
-        """The push is answered."""
+        """The push is answered completely."""
         self._answering.clear()
 
     def _send(self, rank: int, step: int, header: Header, payload: Any) -> None:

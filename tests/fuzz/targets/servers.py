@@ -309,7 +309,7 @@ def _play_answers(data: bytes) -> int:
     for kind, header, body in answers:
         try:
             if kind == "judge":
-                exchange.judge(read_meta(body))
+                exchange.set_result(read_meta(body))
             else:
                 (exchange if kind == "params" else state).add(unpack(header), zmq.Frame(body).buffer)
         except ChannelError:

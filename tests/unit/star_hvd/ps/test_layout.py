@@ -150,7 +150,7 @@ def test_what_servers_cannot_do_is_refused_with_a_reason() -> None:
     stray = torch.nn.Parameter(torch.zeros(3))
     with pytest.raises(LayoutError, match="in no parameter group"):
         Layout.build(pack([stray], 99), [{"params": []}], torch.optim.SGD, 1, 99)
-    with pytest.raises(ValueError, match="servers 0"):
+    with pytest.raises(ValueError, match="n_servers is 0"):
         Layout.build([], [], torch.optim.SGD, 0, 99)
 
 

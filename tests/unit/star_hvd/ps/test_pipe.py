@@ -34,7 +34,7 @@ def test_a_side_that_does_not_read_stops_nobody_and_gets_everything_in_order_lat
     for message in messages:
         mine.send(message)
     mine.send(lambda: {"n": 3000, "data": bytes(3_000_000)})
-    assert mine.queued > 1000, "far more than a socket holds"
+    assert len(mine._queue) > 1000, "far more than a socket holds"
     found = receive(theirs, 3001)
     assert found[:3000] == messages and len(found[3000]["data"]) == 3_000_000
     limit_s = time.monotonic() + LIMIT_S
@@ -76,7 +76,7 @@ def test_advice_is_left_out_and_memory_is_bounded_where_the_other_side_does_not_
     mine, theirs = ends()
     for n in range(20_000):
         mine.send({"n": n}, advisory=True)
-    assert mine.queued < 1000
+    assert len(mine._queue) < 1000
     with pytest.raises(PipeFull):
         for _ in range(200):
             mine.send({"data": bytes(1 << 20)})

@@ -16,11 +16,11 @@ class Process:
     def __init__(self, journal: bytes | None = None) -> None:
         self.orders: list[tuple[int, dict[str, Any]]] = []
         self.events: list[dict[str, Any]] = []
-        self.verdicts: list[tuple[int, int, dict[str, Any]]] = []
+        self.push_results: list[tuple[int, int, dict[str, Any]]] = []
         self.journal = journal
         links = Links(
             order=lambda shard, order: self.orders.append((shard, order)),
-            verdict=lambda rank, step, verdict: self.verdicts.append((rank, step, verdict)),
+            push_result=lambda rank, step, result: self.push_results.append((rank, step, result)),
             event=self.events.append,
             journal=self.write,
         )
@@ -45,8 +45,8 @@ def test_a_cut_is_told_again_to_a_shard_that_was_started_anew_after_it() -> None
     first.primary.cut(4)
     first.carry_out()
     assert [event["plan_id"] for event in first.cuts()] == [4]
-    first.primary.push(0, 2, META)  # One that comes after it has its verdict written down.
-    assert first.verdicts and first.journal is not None
+    first.primary.push(0, 2, META)  # One that comes after it has its result in the journal.
+    assert first.push_results and first.journal is not None
     again = Process(first.journal)
     again.primary.join(0, 0)
     again.primary.done(1, again.primary._memory.seq)  # The other shard has carried out everything.

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from star_hvd.ps.owner.vigil import Verdict, Vigil, thread_state
+from star_hvd.ps.owner.vigil import Health, Vigil, thread_state
 
 LOOK_S = 0.25
 
@@ -28,7 +28,7 @@ class Server:
         while self.now_s - began_s < limit_s:
             self.now_s += look_s
             self.ticks += ticks
-            if self.vigil.look(self.now_s) is Verdict.LOST:
+            if self.vigil.look(self.now_s) is Health.LOST:
                 return self.now_s - began_s
         return None
 
@@ -72,7 +72,7 @@ def test_a_pause_of_the_owner_is_not_held_against_the_server() -> None:
 
 def test_a_process_that_is_gone_is_the_pipe_s_business() -> None:
     vigil = Vigil(1, 0.0, read=lambda pid: None)
-    assert all(vigil.look(0.25 * look) is Verdict.FINE for look in range(1000))
+    assert all(vigil.look(0.25 * look) is Health.FINE for look in range(1000))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
