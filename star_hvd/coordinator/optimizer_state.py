@@ -193,7 +193,9 @@ class OptimizerState:
         self._refused_by = rank
         # A rank that detects it later has dropped the pending plan and names the active one.
         switch = self._switch
-        if switch is not None and (switch.plan.relaxed or switch.plan.plan_id == message.plan_id):
+        # Servers that are ending already hear of no other plan: it comes into force, and `sync` follows.
+        revocable = switch is not None and not switch.irrevocable
+        if switch is not None and revocable and (switch.plan.relaxed or switch.plan.plan_id == message.plan_id):
             self._abandon(message.reason)
         self._maybe_return_to_sync(now_s)
 

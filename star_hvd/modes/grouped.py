@@ -5,9 +5,10 @@ Its first rank, the leader, deals with the servers for all and hands the paramet
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +57,25 @@ class GroupSteps(ServerSteps):
         self._stand_in: threading.Thread | None = None
 
     def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
-        with self._one_at_a_time:
+        with self._turn():
             return self._group_step(flats, fresh=True)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """This thread's step of the group, behind that of the rank's other thread.
+
+        Raises:
+            DeadlineError: The other thread's step did not end in time.
+        """
+        if not self._one_at_a_time.acquire(timeout=self._deadline_s):
+            raise DeadlineError(
+                f"a step of the group of ranks {self._ranks} did not end within {self._deadline_s:g} s; see the log of "
+                "rank 0 for a member or a server that is missing, or raise Config.step_deadline_s"
+            )
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
 
     def _group_step(self, flats: list[torch.Tensor], *, fresh: bool) -> Outcome:
         """One step of the group: sum, the leader's exchange with the servers, hand-out."""
@@ -138,7 +156,7 @@ class GroupSteps(ServerSteps):
     def finish(self) -> None:
         """Take part, with nothing, until the leader has learned of the end."""
         while not self.over and self._engine.failure is None:
-            with self._one_at_a_time:
+            with self._turn():
                 outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
             self._moved = outcome.kind == "moved"
 
@@ -164,7 +182,7 @@ class GroupSteps(ServerSteps):
         zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]
         try:
             while (self._away.is_set() or self._concluding) and not self.over and self._engine.failure is None:
-                with self._one_at_a_time:
+                with self._turn():
                     outcome = self._group_step(zeros, fresh=False)
                 self._moved = outcome.kind == "moved"
         except Exception as error:
@@ -175,7 +193,7 @@ class GroupSteps(ServerSteps):
         if self._collective is None:
             super().bring_up()
         elif not self.over:
-            with self._one_at_a_time:
+            with self._turn():
                 outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
             self._moved = outcome.kind == "moved"
             if outcome.kind == "params":

@@ -127,7 +127,8 @@ class LocalSteps:
         self._wait()
         extras = engine.own_extras()
         result = engine.finish_own()
-        engine.apply_own(result, lambda row: self._write(result, extras))
+        weights = self._weights(result)
+        engine.apply_own(result, lambda row: self._write(result, extras, weights))
         engine.averaged()
         engine.weight = weight
         self._weight, self._steps, self._began_s = 0.0, 0, time.monotonic()
@@ -148,15 +149,15 @@ class LocalSteps:
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.catch_up()  # The helper may have put it onto a shadow, with later steps behind it.
 
-    def _write_live(self, result: Result, extras: list[torch.Tensor]) -> None:
+    def _write_live(self, result: Result, extras: list[torch.Tensor], weights: list[float]) -> None:
         with self._engine.replica.writing():
-            self._write(result, extras)
+            self._write(result, extras, weights)
 
     def absorb(self) -> bool:
         """Put such an averaging onto a shadow, in the helper's thread, so that later steps can be replayed on it."""
 
-        def shadow(result: Result, extras: list[torch.Tensor]) -> None:
-            self._engine.replica.shadow_with(lambda *copied: self._write(result, extras, *copied))
+        def shadow(result: Result, extras: list[torch.Tensor], weights: list[float]) -> None:
+            self._engine.replica.shadow_with(lambda *copied: self._write(result, extras, weights, *copied))
 
         return self._settle(shadow)
 
@@ -165,19 +166,26 @@ class LocalSteps:
         """Whether an averaging has ended that nobody has used yet."""
         return self._stood_in is not None
 
-    def _settle(self, use: Callable[[Result, list[torch.Tensor]], None]) -> bool:
+    def _settle(self, use: Callable[[Result, list[torch.Tensor], list[float]], None]) -> bool:
         engine = self._engine
-        if self._stood_in is None:
-            return False
-        with engine.replica.apply_lock:
-            with engine.lock:
-                found, self._stood_in = self._stood_in, None
-            if found is not None:  # Not used by the other thread meanwhile.
-                found[0].fence.order(*found[0].means, *found[1])
-                use(*found)
+        while (found := self._stood_in) is not None:
+            found[0].fence.order(*found[0].means, *found[1])
+            weights = self._weights(found[0])
+            with engine.replica.apply_lock:
+                with engine.lock:
+                    if self._stood_in is not found:
+                        continue  # Used by the other thread meanwhile, or replaced by a later averaging.
+                    self._stood_in = None
+                use(*found, weights)
                 with engine.lock:
                     engine.replica.average_used(found[0].step + 1)
-            return found is not None
+                return True
+        return False
+
+    def _weights(self, result: Result) -> list[float]:
+        """The weights behind an averaging, one per bucket: the host waits for the device, so hold no lock."""
+        self._engine.streams.await_host()
+        return [float(mean[-1]) for mean in result.means]
 
     def refresh_state(self) -> None:
         """The optimizer's state is this rank's own between two averagings."""
@@ -244,12 +252,11 @@ class LocalSteps:
         self,
         result: Result,
         extras: list[torch.Tensor],
+        weights: list[float],
         buckets: Sequence[Bucket] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Write averages into the live parameters and state, or into those of a copy."""
-        self._engine.streams.await_host()
-        weights = [float(mean[-1]) for mean in result.means]
         position, state = 0, (optimizer or self._engine.applier.optimizer).state
         chosen = buckets or self._engine.applier.buckets
         for bucket, mean, weight in zip(chosen, result.means, weights, strict=True):

@@ -96,7 +96,8 @@ class ServerSessions:
         """
         driver = self._drivers[optimizer_id]
         if driver.engine.plan.family == plan.family == "ps":  # The same servers go on under another rule.
-            self._serves[optimizer_id, plan.plan_id] = self._session_of(optimizer_id, driver.engine.plan).number
+            with self._changed:
+                self._serves[optimizer_id, plan.plan_id] = self._session_of(optimizer_id, driver.engine.plan).number
             return None
         applier = driver.engine.applier
         groups = applier.optimizer.param_groups
@@ -111,7 +112,8 @@ class ServerSessions:
         except (LayoutError, DeadlineError) as error:
             return str(error)
         session = _Session(plan.plan_id, plan, client, endpoints, layout, spec)
-        self._serves[optimizer_id, plan.plan_id] = plan.plan_id
+        with self._changed:
+            self._serves[optimizer_id, plan.plan_id] = plan.plan_id
         self._tidy(optimizer_id, driver.engine.plan)
         with self._changed:
             self._sessions.setdefault(optimizer_id, []).append(session)
@@ -119,8 +121,8 @@ class ServerSessions:
 
     def _tidy(self, optimizer_id: int, active: Plan) -> None:
         """Close an optimizer's sessions that are over, or were never begun because their plan was abandoned."""
-        live = self._serves.get((optimizer_id, active.plan_id))
         with self._changed:
+            live = self._serves.get((optimizer_id, active.plan_id))
             kept = self._sessions.get(optimizer_id, [])
             past = [each for each in kept if each.number <= active.plan_id and each.number != live]
             begun = [each for each in past if each.begun]
@@ -240,8 +242,8 @@ class ServerSessions:
 
     def _session_of(self, optimizer_id: int, plan: Plan) -> _Session:
         """The session that serves a plan."""
-        number = self._serves.get((optimizer_id, plan.plan_id))
         with self._changed:
+            number = self._serves.get((optimizer_id, plan.plan_id))
             for session in self._sessions.get(optimizer_id, []):
                 if session.number == number:
                     return session
@@ -259,7 +261,8 @@ class ServerSessions:
 
     def same_session(self, optimizer_id: int, one: Plan, other: Plan) -> bool:
         """Whether two plans are served by the same servers without an end between them."""
-        numbers = [self._serves.get((optimizer_id, plan.plan_id), -1 - i) for i, plan in enumerate((one, other))]
+        with self._changed:
+            numbers = [self._serves.get((optimizer_id, plan.plan_id), -1 - i) for i, plan in enumerate((one, other))]
         return numbers[0] == numbers[1]
 
     def begun(self, optimizer_id: int, plan: Plan) -> None:

@@ -30,7 +30,6 @@ __all__ = [
     "Servers",
     "StepNote",
     "Switched",
-    "UpdateNote",
     "WarmServers",
 ]
 
@@ -207,19 +206,6 @@ class StepNote(Message):
     comm_s: float
     loss: float
     staleness: int
-
-
-@message_kind
-@dataclass(frozen=True, slots=True)
-class UpdateNote(Message):
-    """Rank 0 tells of the servers' updates up to `version`: ranks in the last one, and how many there were."""
-
-    kind: ClassVar[str] = "update"
-    optimizer_id: int
-    version: int
-    plan_id: int
-    ranks: list[int]
-    updates: int
 
 
 @message_kind

@@ -265,6 +265,23 @@ def test_a_state_is_loaded_once_servers_that_are_ending_have_ended() -> None:
     assert engine.active.mode == "sync" and engine._plan_after_load.mode == "grouped", "and back after the load"
 
 
+def test_a_plan_whose_servers_are_ending_is_not_abandoned_because_a_rank_refuses_it() -> None:
+    """They hear of no other plan: it comes into force, and the job goes on to `sync` from there."""
+    job = Job(3)
+    job.register(Plan.ps(3, 2))
+    for rank in range(3):
+        job.say(rank, Prepared(0, 1))
+        job.arrive(rank, 9, plan_id=1)
+    job.engine.publish(Plan.grouped(3, [(0, 1), (2,)]).replace(servers=(1,)), job.now_s)
+    for rank in range(3):
+        job.say(rank, Prepared(0, 2))
+    heard = job.say(2, m.ModeUnsupported(0, 2, "no room")) + job.pass_time(1.0)
+    assert only(heard, m.Abandon) == [] and only(heard, m.PlanMessage) == []
+    heard = job.say(0, Drained(0, 2, 30)) + job.pass_time(1.0)
+    (home,) = only(heard, m.PlanMessage)
+    assert home.plan["mode"] == "sync" and job.engine.active.mode == "grouped"
+
+
 def test_arrivals_are_hurried_while_somebody_is_away() -> None:
     job = relaxed_job()
     assert m.ReportImmediately(True) in job.say(1, m.Away(True, True, "x"))

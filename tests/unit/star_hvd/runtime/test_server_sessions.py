@@ -114,6 +114,36 @@ def test_a_mode_that_passed_by_while_the_training_thread_computed_keeps_its_last
     assert not house.house.client(0, ps(1)).closed and house.shards == []
 
 
+class Guarded(dict[Any, Any]):
+    """A dictionary that may only be used under a lock."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__()
+        self.lock, self.uses = lock, 0
+
+    def _check(self) -> None:
+        self.uses += 1
+        assert self.lock._is_owned(), "used without its lock"
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check()
+        super().__setitem__(key, value)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._check()
+        return super().get(key, default)
+
+
+def test_which_session_serves_a_plan_is_read_and_written_under_the_lock(house: House) -> None:
+    """Plans are prepared in one thread, come into force in another, and are used in a third."""
+    serves = house.house._serves = Guarded(house.house._changed)
+    house.enter(ps(1))
+    house.enter(ps(2, x=2))
+    assert house.house.same_session(0, ps(1), ps(2, x=2)) and not house.house.same_session(0, ps(1), grouped(3))
+    house.house.forget(0)
+    assert serves.uses >= 6
+
+
 def test_servers_are_told_who_was_absent_before_they_were_there(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, Any]] = []
     process = house.house._process
