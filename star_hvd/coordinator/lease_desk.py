@@ -28,6 +28,11 @@ class LeaseDesk:
         self._queues: dict[Key, LeaseQueue] = {}
         self._pace_s: dict[tuple[int, int], float] = {}  # Of a loader's batches on a rank.
 
+    @property
+    def epochs(self) -> list[Key]:
+        """Loaders and epochs of which it has a queue."""
+        return sorted(self._queues)
+
     def ask(self, rank: int, message: LeaseAsk, pace_s: float | None, now_s: float) -> None:
         """A rank asks for more samples.
 

@@ -123,6 +123,11 @@ class Choice:
         """One sentence on the present choice; empty where the rule decides, whose plans give their reason."""
         return self._predicting.explain() if self._predicting is not None else ""
 
+    @property
+    def policy(self) -> CostPolicy | None:
+        """What predicts, None where the rule decides or while predictions fail."""
+        return self._predicting
+
     def take_outcomes(self) -> list[SwitchOutcome]:
         """What became of switches since this was asked last."""
         if self._predicting is None:
