@@ -93,7 +93,7 @@ def evaluate(times_s: Array, fit_share: float = FIT_SHARE) -> dict[str, Any]:
         `error_ms` per method; `coverage_90` of the forecaster's 5 % to 95 % interval; per definition `positives`,
         `share`, and per method `rule`, `fitted` and `auc`, null where all or none are positive.
     """
-    medians, slow, spread, low, high = _run(times_s)
+    medians, slow, spread, low, high = replayed(times_s)
     split = int(len(times_s) * fit_share)
     judged = slice(split, len(times_s))
     errors = {name: 1e3 * float(np.mean(np.abs(m[judged] - times_s[judged]))) for name, m in medians.items()}
@@ -117,7 +117,7 @@ def evaluate(times_s: Array, fit_share: float = FIT_SHARE) -> dict[str, Any]:
     return result
 
 
-def _run(times_s: Array) -> tuple[dict[str, Array], Array, Array, Array, Array]:
+def replayed(times_s: Array) -> tuple[dict[str, Array], Array, Array, Array, Array]:
     """One step ahead through a trace: forecasts of all methods, probabilities, and the 90 % interval."""
     ranks = times_s.shape[1]
     forecaster = Forecaster(ranks)
@@ -157,21 +157,21 @@ def _judge(labels: Flags, scores: dict[str, Array], ours: Array, split: int) -> 
         fitted = ours if name == "forecast" else score
         limit = _best_limit(fitted[WARM_UP:split], past)
         result[name] = {
-            "rule": _balanced(score[split:] > math.log(SLOW), truth),
-            "fitted": _balanced(fitted[split:] > limit, truth),
-            "auc": _auc(fitted[split:], truth),
+            "rule": balanced_accuracy(score[split:] > math.log(SLOW), truth),
+            "fitted": balanced_accuracy(fitted[split:] > limit, truth),
+            "auc": area_under_curve(fitted[split:], truth),
         }
     return result
 
 
-def _balanced(said: Flags, truth: Flags) -> float | None:
+def balanced_accuracy(said: Flags, truth: Flags) -> float | None:
     """Mean of the parts of the positives and of the negatives that were found."""
     if truth.all() or not truth.any():
         return None
     return 0.5 * (float(said[truth].mean()) + float((~said)[~truth].mean()))
 
 
-def _auc(score: Array, truth: Flags) -> float | None:
+def area_under_curve(score: Array, truth: Flags) -> float | None:
     """Probability that a positive has a higher score than a negative."""
     if truth.all() or not truth.any():
         return None
@@ -181,7 +181,7 @@ def _auc(score: Array, truth: Flags) -> float | None:
 
 def _best_limit(score: Array, truth: Flags) -> float:
     limits = np.unique(np.quantile(score, np.linspace(0.0, 1.0, 101)))
-    found = [_balanced(score > limit, truth) for limit in limits]
+    found = [balanced_accuracy(score > limit, truth) for limit in limits]
     if any(value is None for value in found):
         return math.inf
     return float(limits[int(np.argmax(np.array(found, dtype=np.float64)))])

@@ -57,7 +57,7 @@ def examine() -> dict[str, Any]:
         "torch": torch_facts(),
         "modes": limits,
         "machine": _machine(),
-        "problems": _problems(horovod, limits),
+        "problems": problems(horovod, limits),
     }
 
 
@@ -136,7 +136,7 @@ def _major(version: str) -> str:
     return version.partition(".")[0]
 
 
-def _problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]]) -> list[str]:
+def problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]]) -> list[str]:
     """What keeps a mode from working, in sentences; empty where all is well."""
     if horovod["error"]:
         return [f"Horovod cannot be used ({horovod['error']}); {_BUILD}"]

@@ -70,6 +70,11 @@ class LeaseDesk:
         self._done: dict[Key, list[Span]] = {}  # What was consumed before an epoch was interrupted.
         self._census: dict[tuple[int, int, int], _Census] = {}  # By loader, epoch and step.
 
+    @property
+    def epochs(self) -> list[Key]:
+        """Loaders and epochs of which it has a queue."""
+        return sorted(self._queues)
+
     def ask(self, rank: int, message: LeaseAsk, pace_s: float | None, now_s: float) -> None:
         """A rank asks for more samples.
 

@@ -124,6 +124,11 @@ class Choice:
         """One sentence on the present choice; empty under the rule-based policy, whose plans carry their reason."""
         return self._predicting.explain() if self._predicting is not None else ""
 
+    @property
+    def policy(self) -> CostPolicy | None:
+        """What predicts, None where the rule decides or while predictions fail."""
+        return self._predicting
+
     def take_outcomes(self) -> list[SwitchOutcome]:
         """Outcomes of switches since the last call."""
         if self._predicting is None:

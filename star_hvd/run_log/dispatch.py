@@ -72,6 +72,11 @@ class Dispatch:
         self._started_s = self._begun_s = 0.0
         self._again_s = 0.0
 
+    @property
+    def incomplete(self) -> int:
+        """Runs that are not known to be sent in whole."""
+        return len(self._runs)
+
     def send(self, directory: Path) -> None:
         """A run has begun; returns at once. What is sent of it, and until when, is the other process's affair."""
         about = {"directory": str(directory), "uri": layout.tracking_uri(directory.parent.parent)}
@@ -215,6 +220,11 @@ _dispatch = Dispatch()
 def send(directory: Path) -> None:
     """A run of this process has begun; see `Dispatch.send`."""
     _dispatch.send(directory)
+
+
+def starts() -> int:
+    """How often this process started its sender."""
+    return _dispatch.starts
 
 
 def close() -> None:

@@ -53,7 +53,7 @@ def modes_svg(story: RunStory) -> str:
         bottom.set_ylabel("steps per s")
         _time_axis(bottom, story)
 
-    return _svg(draw, 2.6)
+    return svg_of(draw, 2.6)
 
 
 def ranks_svg(story: RunStory) -> str:
@@ -77,7 +77,7 @@ def ranks_svg(story: RunStory) -> str:
         axes.set_ylabel("rank")
         _time_axis(axes, story, "" if seen else " (no rank was named slow)")
 
-    return _svg(draw, min(6.0, 1.4 + 0.22 * max(5, story.world_size)))
+    return svg_of(draw, min(6.0, 1.4 + 0.22 * max(5, story.world_size)))
 
 
 def curves_svg(story: RunStory) -> str:
@@ -95,7 +95,7 @@ def curves_svg(story: RunStory) -> str:
                 _target(axes, story, target)
             _time_axis(axes, story, labelled=axes is rows[-1])
 
-    return _svg(draw, 0.6 + 1.4 * len(names))
+    return svg_of(draw, 0.6 + 1.4 * len(names))
 
 
 def _target(axes: Any, story: RunStory, target: Target) -> None:
@@ -156,7 +156,7 @@ def _rates(story: RunStory) -> tuple[list[float], list[float]]:
     return times, [rate if math.isfinite(rate) and rate >= 0 else math.nan for rate in rates]
 
 
-def _svg(draw: Callable[[Any], None], height_in: float) -> str:
+def svg_of(draw: Callable[[Any], None], height_in: float) -> str:
     """Draw without pyplot: no window system, no global state."""
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -55,6 +55,8 @@ class RunLog:
             `facts.environment`.
         enabled: False makes every method do nothing.
         ship: Whether rank 0 has the run sent to MLflow (`dispatch`); else `star-hvd sync-logs` does that later.
+        background: Whether a thread writes; else only `flush` and `close` do.
+        clock: Seconds, by which events are dated and windows thinned.
     """
 
     def __init__(
@@ -66,13 +68,16 @@ class RunLog:
         job: Mapping[str, Any] | None = None,
         enabled: bool = True,
         ship: bool = True,
+        background: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory = directory
         self.dropped = 0
         self.thinned = 0
         self.enabled = enabled
         self._rank = rank
-        self._began_s = time.monotonic()
+        self._clock = clock
+        self._began_s = clock()
         self._began_unix_s = time.time()
         self._queue: deque[tuple[int, bool, str, _Event]] = deque(maxlen=_QUEUE)
         self._numbers = itertools.count()
@@ -85,7 +90,7 @@ class RunLog:
         self._lock = layout.RunLock(directory)
         self._failing = False
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = supervised(self._run, "star-run-log", critical=False) if background else None
         if enabled:
             self._begin(world_size, dict(job or {}))
 
@@ -159,21 +164,23 @@ class RunLog:
             status: `FINISHED`, `FAILED` or `KILLED`, as in MLflow.
             deadline_s: Longest wait for the disk.
         """
-        thread, self._thread = self._thread, None
-        if thread is None:
+        if not self._files or self._stop.is_set():
             return
         dropped = self.dropped + sum(file.dropped for file in self._files.values())
         lost = {"dropped": dropped, "thinned": self.thinned}
         self._put(False, "end", lambda: {"kind": "end", "time_s": round(self._now_s(), 6), **lost})
         self._job_event("end", {"status": status, **lost})
         self._stop.set()
-        thread.join(max(0.05, deadline_s))
+        if self._thread is None:
+            self._run()
+        else:
+            self._thread.join(max(0.05, deadline_s))
         self._lock.free()
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
     def _now_s(self) -> float:
-        return time.monotonic() - self._began_s
+        return self._clock() - self._began_s
 
     def _job_event(self, kind: str, values: dict[str, Any], time_s: float | None = None) -> None:
         if self._rank == 0:
@@ -204,22 +211,25 @@ class RunLog:
         if self._rank == 0:
             self._files[True] = SpoolWriter(self.directory / layout.EVENTS, _MAX_BYTES)
         self._job_event("facts", {"values": {"world_size": world_size, **job}})
-        self._thread = supervised(self._run, "star-run-log", critical=False)
-        self._thread.start()
+        if self._thread is not None:
+            self._thread.start()
         if self._ship:
             dispatch.send(self.directory)
 
     def _run(self) -> None:
         while not self._stop.wait(_WRITE_INTERVAL_S):
-            self._write()
+            self.flush()
         for file in self._files.values():
             file.max_bytes += _END_BYTES
-        self._write()
+        self.flush()
         for file in self._files.values():
             file.close()
 
-    def _write(self) -> None:
-        """Write what is queued; what the disk refuses is held for the next time, as far as there is room."""
+    def flush(self) -> None:
+        """Write what is queued; what the disk refuses is held for the next time, as far as there is room.
+
+        Called by the log's own thread, or where there is none by the caller's, one at a time.
+        """
         taken: list[tuple[int, bool, str, _Event]] = []
         with contextlib.suppress(IndexError):
             while len(taken) < _QUEUE:

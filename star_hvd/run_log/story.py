@@ -77,7 +77,7 @@ def read_story(directory: Path) -> RunStory:
         if reports:
             story.steps[rank] = _summary_of(reports)
         paces = [(float(r.get("time_s") or 0.0), float(r.get("compute_s") or 0.0)) for r in reports]
-        story.pace[rank] = _binned(paces or _told(story.windows, rank), story.end_s)
+        story.pace[rank] = binned(paces or slow_points(story.windows, rank), story.end_s)
     return story
 
 
@@ -86,7 +86,7 @@ def _steps_of(path: Path) -> list[dict[str, Any]]:
     return [event for _, event in read_events(path) if event.get("kind") == "step"] if path.exists() else []
 
 
-def _told(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, float]]:
+def slow_points(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, float]]:
     """Times and compute times of a rank as windows tell them: medians of the last reports, which lag behind."""
     found = []
     for window in windows:
@@ -96,7 +96,7 @@ def _told(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, 
     return found
 
 
-def _binned(points: Iterable[tuple[float, float]], end_s: float) -> list[float]:
+def binned(points: Iterable[tuple[float, float]], end_s: float) -> list[float]:
     """Median compute time in each part of the run; where a rank made no step, that of the one it was at."""
     bins: list[list[float]] = [[] for _ in range(BINS)]
     for time_s, compute_s in points:

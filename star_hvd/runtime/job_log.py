@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scheduler.records import StepReport
@@ -80,6 +81,16 @@ class JobLog:
             run_directory(name), rank=reporter.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
         )
         self._thread = supervised(self._run, "star-job-log", critical=False)
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder."""
+        return self._log.directory
+
+    @property
+    def dropped(self) -> int:
+        """Entries that are lost."""
+        return self._log.dropped
 
     def start(self) -> None:
         """Start the threads; without effect where the log is switched off or cannot be written."""

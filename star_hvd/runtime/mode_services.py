@@ -77,7 +77,7 @@ class ModeServices:
         self._keyring = keyring
         self._send = send
         self._drivers = drivers
-        self._sets = SetKeeper(len(keyring.peers), self._set_done)
+        self.sets = SetKeeper(len(keyring.peers), self._set_done)
         self._changed = threading.Condition()
         self._set_reasons: dict[Ranks, str | None] = {}
         self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
@@ -87,14 +87,14 @@ class ModeServices:
 
     def start(self) -> None:
         """Start the threads."""
-        self._sets.start()
+        self.sets.start()
         self._thread.start()
 
     def stop(self, deadline_s: float = 5.0) -> None:
         """End threads and servers."""
         self._tasks.put(None)
         self.house.stop()
-        self._sets.stop(deadline_s)
+        self.sets.stop(deadline_s)
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
 
@@ -114,7 +114,7 @@ class ModeServices:
         if isinstance(message, (MakeSet, DropSet)):
             with self._changed:  # What was told of it before does not hold any more.
                 self._set_reasons.pop(tuple(message.ranks), None)
-            (self._sets.add if isinstance(message, MakeSet) else self._sets.remove)(message.ranks)
+            (self.sets.add if isinstance(message, MakeSet) else self.sets.remove)(message.ranks)
         elif isinstance(message, WarmServers):
             if self._rank in message.ranks:
                 self.later(self.house.warm)
@@ -164,7 +164,7 @@ class ModeServices:
         Raises:
             StarError: It is not there.
         """
-        found = self._sets.get(ranks)
+        found = self.sets.get(ranks)
         if found is None:
             raise StarError(f"process set {list(ranks)} does not exist; the plan that needs it was never prepared here")
         return found

@@ -179,6 +179,11 @@ class SetKeeper:
         return unavailable_reason()
 
     @property
+    def made(self) -> frozenset[Ranks]:
+        """The ranks of all sets there are, the world's left out."""
+        return frozenset(self._sets)
+
+    @property
     def waiting_s(self) -> float:
         """How long the present add or removal has taken so far, 0 without one."""
         began_s = self._began_s

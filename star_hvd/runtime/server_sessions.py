@@ -86,6 +86,21 @@ class ServerSessions:
         if self._process.pid is not None:
             self._process.stop()
 
+    @property
+    def server(self) -> ServerProcess:
+        """This rank's server process, which may not have been started."""
+        return self._process
+
+    def open_sessions(self, optimizer_id: int) -> list[int]:
+        """Numbers of an optimizer's sessions with connections, oldest first."""
+        with self._changed:
+            return [each.number for each in self._sessions.get(optimizer_id, [])]
+
+    def known_plans(self, optimizer_id: int) -> set[int]:
+        """Ids of an optimizer's plans of which anything is kept: a session, or where its servers are."""
+        with self._changed:
+            return {plan for known in (self._found, self._serves) for key, plan in known if key == optimizer_id}
+
     # ---- getting ready, in the preparer's thread ------------------------------------------------------------------
 
     def prepare(self, optimizer_id: int, plan: Plan) -> str | None:

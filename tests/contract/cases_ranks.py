@@ -25,6 +25,7 @@ from tests.contract.harness import (
     train,
     values_of,
 )
+from tests.support.inside import driver_of
 
 
 @case()
@@ -121,7 +122,7 @@ def a_delay_in_backward_is_named(ctx: Context) -> None:
         differentiate(model, step)
         optimizer.step()
     time.sleep(0.3)  # The coordinator looks every 0.1 s.
-    number = optimizer._star.core.driver.number
+    number = driver_of(optimizer).number
     report = star_hvd.report(number)
     if ctx.rank != 0:
         assert report is None
@@ -148,7 +149,7 @@ def nobody_slow_nobody_named(ctx: Context) -> None:
         differentiate(model, step)
         time.sleep(0.02)
         optimizer.step()
-    report = star_hvd.report(optimizer._star.core.driver.number)
+    report = star_hvd.report(driver_of(optimizer).number)
     assert report is None or report.stragglers == (), report.stragglers
 
 

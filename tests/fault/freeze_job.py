@@ -44,7 +44,7 @@ def strike(what: str, seconds: float) -> None:
         return
     run = runtime.current()
     assert run is not None
-    pid = run.services.house._process.pid
+    pid = run.services.house.server.pid
     assert pid is not None, "this rank owns no server"
     if what != "owner":
         stop(pid, None)

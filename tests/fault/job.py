@@ -169,7 +169,7 @@ def main(mode: str, fault: str, rank: int) -> None:
     if report is not None:
         facts |= {"denied": report.denied_connections, "dropped": report.dropped_messages, "mode": report.mode}
     run = runtime.current()
-    if run is not None and run.coordinator is not None and not run.coordinator._thread.is_alive():
+    if run is not None and run.coordinator is not None and not run.coordinator.running:
         write_result(facts | {"coordinator": "gone"})
         return
     optimizer.close()

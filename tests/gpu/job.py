@@ -27,6 +27,7 @@ import torch  # noqa: E402
 
 import star_hvd as hvd  # noqa: E402
 from tests.multiproc import modes  # noqa: E402
+from tests.support.inside import inside  # noqa: E402
 from tests.support.launch import write_result  # noqa: E402
 
 Facts = dict[str, Any]
@@ -105,7 +106,7 @@ class Poisoned:
 
     def step(self, ms: float) -> None:
         """One step, with a backward pass that takes `ms` on the device."""
-        core = self.optimizer._star.core
+        core = inside(self.optimizer).core
         self.optimizer.zero_grad()
         for bucket in core._buckets:
             bucket.flat.fill_(math.nan)
@@ -245,7 +246,7 @@ def fetched(kind: str) -> Facts:
             break
     mode = optimizer.mode
     optimizer.close()
-    states = [state for state in optimizer._star.base.state_dict(optimizer)["state"].values()]
+    states = [state for state in inside(optimizer).base.state_dict(optimizer)["state"].values()]
     places = sorted({f"{key}:{value.device.type}" for state in states for key, value in state.items()})
     params = list(net.parameters())
     nan = any(bool(torch.isnan(p).any()) for p in params)

@@ -15,6 +15,7 @@ import torch
 import star_hvd as hvd
 from tests.multiproc.modes import CONFIG, OwnSGD, deadline, finish, publish, within
 from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, model
+from tests.support.inside import driver_of
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S
 
@@ -44,7 +45,7 @@ class Job:
     @property
     def in_force(self) -> str:
         """As the engine knows it; the training thread may not have come to it yet."""
-        return str(self.optimizer._star.core.driver.engine.plan.label)
+        return str(driver_of(self.optimizer).engine.plan.label)
 
     def step_until(self, mode: str) -> None:
         began_s = time.monotonic()
@@ -63,7 +64,7 @@ def long_step(rank: int) -> Facts:
     """Modes of servers come and go while one rank, maybe one that runs a server, is inside a single step."""
     job = Job(torch.optim.SGD)
     job.step_until(SERVED[0])
-    engine, passed = job.optimizer._star.core.driver.engine, [job.in_force]
+    engine, passed = driver_of(job.optimizer).engine, [job.in_force]
     first = engine.plan.plan_id
     hvd.barrier()
 
@@ -133,7 +134,7 @@ def excluded(mode: str) -> Facts:
     """A late rank is fetching the state, since nobody can replay its optimizer, when a plan without it comes."""
     job = Job(OwnSGD)
     job.step_until("partial(3)")
-    handover, late = job.optimizer._star.core.driver.handover, job.rank == 3
+    handover, late = driver_of(job.optimizer).handover, job.rank == 3
     fetch = handover._fetch
 
     def slowly(*arguments: Any) -> Any:

@@ -24,6 +24,7 @@ from star_hvd.coordinator.set_ledger import MOST_SETS
 from star_hvd.runtime import process_sets, runtime
 from star_hvd.runtime.process_sets import MAX_SETS
 from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, digest, model
+from tests.support.inside import driver_of, inside
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S
 
@@ -49,7 +50,7 @@ def publish(optimizer: Any, mode: str | Plan) -> None:
     plan = parse_mode(mode, int(hvd.size()))
     assert plan is not None
     with run.coordinator.board() as board:
-        engine = board.engines.get(optimizer._star.core.driver.number)
+        engine = board.engines.get(driver_of(optimizer).number)
         if engine is not None and not engine.switching and engine.active.label != plan.label:
             engine.publish(plan, time.monotonic())
 
@@ -104,7 +105,7 @@ def checkpoint(mode: str) -> Facts:
     optimizer.load_state_dict(state[0])
     net.load_state_dict(state[1])
     loaded, mode_then = digest(net), optimizer.mode
-    momentum = [entry["momentum_buffer"] for entry in optimizer._star.base.state_dict(optimizer)["state"].values()]
+    momentum = [entry["momentum_buffer"] for entry in inside(optimizer).base.state_dict(optimizer)["state"].values()]
     same = all(torch.equal(a, b["momentum_buffer"]) for a, b in zip(momentum, state[0]["state"].values(), strict=True))
     began_s = time.monotonic()
     while optimizer.mode == "sync" and within(began_s):
@@ -152,16 +153,16 @@ def beforehand() -> Facts:
     step()
     if run.coordinator is not None:
         with run.coordinator.board() as board:
-            readiness = board.engines[optimizer._star.core.driver.number]._readiness
+            readiness = board.engines[driver_of(optimizer).number]._readiness
             readiness.for_plan(served)
             readiness.for_links([2.5e7, 2.5e7, 2.5e7, 2.5e6], 1_000_000)
     there, began_s = torch.zeros(1), time.monotonic()
     while float(there) < 1.0 and within(began_s):
         step()
-        pid = services.house._process.pid
-        ready = services._sets.get(members.members) is not None and (pid is not None or int(hvd.rank()) != 1)
+        pid = services.house.server.pid
+        ready = services.sets.get(members.members) is not None and (pid is not None or int(hvd.rank()) != 1)
         there = hvd.allreduce(torch.tensor([float(ready)]), op=hvd.Min, name=f"ready{number}")
-    facts = {"ready": float(there), "pid": services.house._process.pid, "mode_then": optimizer.mode}
+    facts = {"ready": float(there), "pid": services.house.server.pid, "mode_then": optimizer.mode}
     seen = []
     for plan in (members, served):
         began_s = time.monotonic()
@@ -172,7 +173,7 @@ def beforehand() -> Facts:
                 break
         seen.append(optimizer.mode)
         hvd.barrier()
-    return finish(net, optimizer) | facts | {"seen": seen, "pid_again": services.house._process.pid}
+    return finish(net, optimizer) | facts | {"seen": seen, "pid_again": services.house.server.pid}
 
 
 def many_sets() -> Facts:
@@ -197,7 +198,7 @@ def many_sets() -> Facts:
             if optimizer.mode == plan.label:
                 break
         seen.append(optimizer.mode)
-        most = max(most, len(run.services._sets._sets))
+        most = max(most, len(run.services.sets.made))
         hvd.barrier()
     process_sets.MAX_SETS = MAX_SETS
     return finish(net, optimizer) | {"seen": seen, "wanted": [plan.label for plan in plans * 2], "most": most}
@@ -206,7 +207,7 @@ def many_sets() -> Facts:
 def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
     """Close the optimizer; all ranks then have every step."""
     optimizer.close()
-    state = optimizer._star.base.state_dict(optimizer)
+    state = inside(optimizer).base.state_dict(optimizer)
     return {"digest": digest(net), "stats": optimizer.stats(), "state": len(state["state"])}
 
 

@@ -18,6 +18,7 @@ import torch
 import star_hvd as hvd
 from tests.multiproc.modes import CONFIG, MODES, deadline, publish, within
 from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, digest, model
+from tests.support.inside import driver_of
 from tests.support.launch import write_result
 
 SCHEDULES = 6  # Of each mode.
@@ -34,7 +35,7 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
 
 def differences(net: torch.nn.Module, optimizer: Any) -> list[str]:
     """What differs between ranks now, and whether a rank is behind a step that has ended."""
-    engine = optimizer._star.core.driver.engine
+    engine = driver_of(optimizer).engine
     seen = horovod.allgather_object((digest(net), engine.version, engine.next_step), name="compare")
     furthest = max(step for _, _, step in seen)
     wrong = [f"ranks at {[step for _, step, _ in seen]}"] if len({one for one, _, _ in seen}) > 1 else []

@@ -43,7 +43,7 @@ def senders() -> list[psutil.Process]:
         try:
             words = process.cmdline()
             # A child of this process is the sender's first one, which ends at once, having left its work to its own.
-            ours = bool(words) and words[-1].endswith(run._job) and process.ppid() != os.getpid()
+            ours = bool(words) and words[-1].endswith(run.job) and process.ppid() != os.getpid()
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
@@ -56,10 +56,10 @@ def await_sender(starts: int) -> list[int]:
     limit_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < limit_s:
         found = [process.pid for process in senders()]
-        if dispatch._dispatch.starts == starts and found:
+        if dispatch.starts() == starts and found:
             return found
         time.sleep(0.1)
-    raise TimeoutError(f"the sender was started {dispatch._dispatch.starts} times; expected {starts}")
+    raise TimeoutError(f"the sender was started {dispatch.starts()} times; expected {starts}")
 
 
 def main(count: int) -> None:
@@ -91,9 +91,9 @@ def main(count: int) -> None:
         optimizer.close()
     run = runtime.current()
     assert run is not None
-    name = run._job
+    name = run.job
     if rank == 0:
-        found |= {"last": [process.pid for process in senders()], "starts": dispatch._dispatch.starts}
+        found |= {"last": [process.pid for process in senders()], "starts": dispatch.starts()}
     hvd.shutdown()
     write_result({"name": name, **found})
 

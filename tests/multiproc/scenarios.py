@@ -21,6 +21,7 @@ import torch
 import star_hvd as hvd
 from scheduler.records import Plan
 from star_hvd.runtime import runtime
+from tests.support.inside import driver_of
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, mark, marked
 
@@ -98,8 +99,8 @@ def go_on(name: str, optimizer: Any, count: int, *counters: str) -> Iterator[int
 def await_mode(net: torch.nn.Module, optimizer: Any, relaxed: bool) -> None:
     """Train in step with the others until the mode is in force here."""
     limit_s, number = time.monotonic() + PATIENCE_S, 0
-    while optimizer._star.core.driver.engine.plan.relaxed is not relaxed:
-        assert time.monotonic() < limit_s, f"the plan is {optimizer._star.core.driver.engine.plan.label}"
+    while driver_of(optimizer).engine.plan.relaxed is not relaxed:
+        assert time.monotonic() < limit_s, f"the plan is {driver_of(optimizer).engine.plan.label}"
         steps(net, optimizer, 1, first=number)
         number += 1
 
@@ -121,7 +122,7 @@ def publish(optimizer: Any, plan: Plan) -> None:
     run = runtime.current()
     if run is not None and run.coordinator is not None:
         with run.coordinator.board() as board:
-            engine = board.engines.get(optimizer._star.core.driver.number)
+            engine = board.engines.get(driver_of(optimizer).number)
             if engine is not None:  # All ranks have told of it.
                 engine.publish(plan, time.monotonic())
 
@@ -172,7 +173,7 @@ def switching() -> Facts:
         optimizer.zero_grad()
         compute(net, batch(number), 0.002 + 0.006 * ((number // 20 + int(hvd.rank())) % size))
         optimizer.step()
-        modes.add(optimizer._star.core.driver.engine.plan.label)
+        modes.add(driver_of(optimizer).engine.plan.label)
         number += 1
         if number >= 180 and number % 20 == 0:
             done = agreed(len(modes) >= 2 or time.monotonic() > limit_s, "switched")
@@ -333,7 +334,7 @@ def a_long_evaluation() -> Facts:
     steps(net, optimizer, 5)
     missed = 0
     if slow_rank():
-        engine, before = optimizer._star.core.driver.engine, optimizer.stats()["steps"]
+        engine, before = driver_of(optimizer).engine, optimizer.stats()["steps"]
         limit_s = time.monotonic() + PATIENCE_S
         while missed < 40 and time.monotonic() < limit_s:
             time.sleep(0.01)
@@ -392,7 +393,7 @@ def auto_with_a_rank_that_recovers() -> Facts:
             compute(net, rows[:, 1:], 0.2 if slow_rank() and not acted else 0.05)
             optimizer.step()
         relaxed = set(_modes()) > {"sync"}  # Which mode it takes is for the machine of the moment to say.
-        in_sync = optimizer._star.core.driver.engine.plan.mode == "sync"
+        in_sync = driver_of(optimizer).engine.plan.mode == "sync"
         over = time.monotonic() > limit_s
         # Rank 0 knows the plans; all go by what it says at the end of an epoch.
         acted, back = hvd.broadcast_object((relaxed, over or (relaxed and in_sync)), 0, name="auto")

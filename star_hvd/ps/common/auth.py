@@ -79,7 +79,7 @@ class Door:
 
     def __init__(self, context: zmq.Context[Any], key: JobKey, host: str, port: int = 0) -> None:
         self._watch = DoorWatch()
-        self._watch.expect(len(key.admitted))
+        self.expect(len(key.admitted))
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", credentials_provider=key)
@@ -106,6 +106,10 @@ class Door:
     def denied(self) -> int:
         """Connections rejected because they are not of this job."""
         return self._watch.denied
+
+    def expect(self, peers: int) -> None:
+        """So many of the job's own may come at once; see `DoorWatch.expect`."""
+        self._watch.expect(peers)
 
     def close(self) -> None:
         """Stop listening; called by the thread that uses the socket."""

@@ -329,6 +329,11 @@ class Server:
                 self.outbox.forget(before)
         job.take(header, frames[2])
 
+    @property
+    def early_sessions(self) -> int:
+        """Sessions of which messages are kept before they are opened."""
+        return len(self._early)
+
     def _keep(self, key: Key, frames: list[Any]) -> None:
         """Queue a message that came before its session is opened here; one of a closed session is dropped."""
         newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)

@@ -99,7 +99,7 @@ def test_the_table_names_patches_modes_and_problems(
 
 def test_a_broken_horovod_is_a_problem_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {"patches": [], "gloo": False, "nccl": False, "mpi": False, "error": "ImportError: undefined symbol"}
-    (problem,) = doctor._problems(facts, patches.mode_limits(frozenset()))
+    (problem,) = doctor.problems(facts, patches.mode_limits(frozenset()))
     assert "undefined symbol" in problem and "build_horovod.py" in problem
 
 
@@ -146,11 +146,11 @@ def test_patches_for_gpus_are_missed_where_there_are_gpus(
     monkeypatch.setattr(doctor, "torch_facts", lambda: NOW)
     entries = [{"number": number, "name": "", "sha256": ""} for number in sorted(ALL - {missing})]
     facts = {"patches": entries, "build": BUILD, "gloo": True, "mpi": False, "error": None, **GPU}
-    (problem,) = doctor._problems(facts, patches.mode_limits(ALL - {missing}))
+    (problem,) = doctor.problems(facts, patches.mode_limits(ALL - {missing}))
     assert f"lacks the patch {missing}" in problem
     monkeypatch.setattr(doctor, "torch_facts", lambda: {"torch": "2.13.0+cu130", "cuda": None, "nccl": None})
     facts |= {"build": {}, "cuda": False, "nccl": False}
-    assert doctor._problems(facts, patches.mode_limits(ALL - {missing})) == []
+    assert doctor.problems(facts, patches.mode_limits(ALL - {missing})) == []
 
 
 def test_the_table_says_what_horovod_was_built_for(

@@ -24,7 +24,7 @@ Array = npt.NDArray[np.float64]
 
 def _errors(rows: Array) -> dict[str, float]:
     """Mean absolute error on the last half."""
-    medians, *_ = benchmark._run(rows)
+    medians, *_ = benchmark.replayed(rows)
     half = len(rows) // 2
     return {name: float(np.mean(np.abs(values[half:] - rows[half:]))) for name, values in medians.items()}
 
@@ -193,11 +193,11 @@ def test_baselines_are_what_they_are_called() -> None:
 
 def test_balanced_accuracy_and_area_of_the_benchmark() -> None:
     truth = np.array([True, True, False, False, False, False])
-    assert benchmark._balanced(np.ones(6, dtype=bool), truth) == 0.5, "always yes"
-    assert benchmark._balanced(truth, truth) == 1.0
-    assert benchmark._balanced(np.array([True, False, True, False, False, False]), truth) == 0.625
-    assert benchmark._auc(np.array([3.0, 1.0, 2.0, 0.0, 0.0, 1.0]), truth) == pytest.approx((4 + 2.5) / 8)
-    assert benchmark._balanced(truth, np.ones(6, dtype=bool)) is None
+    assert benchmark.balanced_accuracy(np.ones(6, dtype=bool), truth) == 0.5, "always yes"
+    assert benchmark.balanced_accuracy(truth, truth) == 1.0
+    assert benchmark.balanced_accuracy(np.array([True, False, True, False, False, False]), truth) == 0.625
+    assert benchmark.area_under_curve(np.array([3.0, 1.0, 2.0, 0.0, 0.0, 1.0]), truth) == pytest.approx((4 + 2.5) / 8)
+    assert benchmark.balanced_accuracy(truth, np.ones(6, dtype=bool)) is None
 
 
 def test_the_benchmark_refuses_other_files(tmp_path: Any) -> None:

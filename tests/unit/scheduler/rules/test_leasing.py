@@ -235,7 +235,7 @@ def test_the_desk_forgets_old_epochs_and_turns_nonsense_away() -> None:
         desk.ask(0, LeaseAsk(0, epoch, 8, 4, False, 0), 0.5, float(epoch))
         if epoch < 3:
             desk.give_back(0, LeaseReturn(0, epoch, 4, True, early=True), float(epoch))
-    assert sorted(desk._queues) == [(0, 3), (0, 4)]
+    assert desk.epochs == [(0, 3), (0, 4)]
     desk.give_back(0, LeaseReturn(0, 0, 4, False), 9.0)
     with pytest.raises(ChannelError):
         desk.ask(0, LeaseAsk(0, 4, 8, 4, False, 7000), None, 9.0)

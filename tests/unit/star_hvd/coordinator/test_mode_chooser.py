@@ -155,7 +155,7 @@ def test_predictions_and_a_sentence_stand_behind_a_decision() -> None:
 def test_a_stretch_under_one_plan_teaches_the_price_once_losses_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.ps(4, 3, plan_id=1)
     told: list[Any] = []
-    policy = choice._predicting
+    policy = choice.policy
     assert policy is not None
     monkeypatch.setattr(policy, "observe", lambda *values: told.append(values))
     falling = [2.0 - 0.01 * i for i in range(100)]

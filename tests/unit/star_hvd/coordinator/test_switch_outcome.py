@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scheduler.diagnosis.stragglers import find_stragglers
 from scheduler.plan.plan import Plan
 from scheduler.policy.switch_outcome import SwitchOutcome
 from star_hvd import env
@@ -19,6 +20,7 @@ from star_hvd.run_log.convert import RunState
 from star_hvd.run_log.page import write_page
 from star_hvd.run_log.spool import read_events
 from tests.support.boards import Job
+from tests.support.windows import steady, window
 
 BAD = SwitchOutcome(
     plan_id=1, label="partial(2)", step=64, against="sync", predicted=1.1, measured=0.83, steps=31.4, harmful=True
@@ -29,9 +31,10 @@ SAID = "partial(2) was predicted 1.1x faster than sync, was 0.83x over 31 steps"
 def test_the_board_keeps_it_and_the_report_tells_it(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(3)
     job.register(None)
-    predicting = job.engine.choice._predicting
+    predicting = job.engine.choice.policy
     predicting.outcomes.append(BAD)
-    job.engine._note_outcomes(job.engine.choice.take_outcomes())
+    job.now_s += 1.0
+    job.tick()
     assert job.engine.outcomes == [BAD] and predicting.outcomes == []
     assert f"step 64: {SAID}" in caplog.text
     coordinator: Any = SimpleNamespace(malformed=1, lost=2, repeated=4)
@@ -69,10 +72,18 @@ def test_the_run_log_and_its_page_tell_it(tmp_path: Path) -> None:
     assert f"because {SAID}: sync" in page
 
 
+def _least_quorum(config: Config) -> int:
+    """Of the plans that are considered while two of four ranks are slow."""
+    choice = Choice(4, config, ["localhost"] * 4)
+    found = window(steady(4, slow={2: 4.0, 3: 4.0}))
+    choice.decide(found, Plan.sync(4), find_stragglers(found), 0.0)
+    assert choice.policy is not None
+    return min(p.plan.quorum for p in choice.policy.last if p.plan.mode == "partial")
+
+
 def test_the_least_quorum_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Choice(4, Config(), ["localhost"] * 4)._predicting._least_share == 0.5  # type: ignore[union-attr]
-    told = Choice(4, Config(least_quorum=0.75), ["localhost"] * 4)
-    assert told._predicting._least_share == 0.75  # type: ignore[union-attr]
+    assert _least_quorum(Config()) == 2
+    assert _least_quorum(Config(least_quorum=0.75)) == 3
     for value in (0.0, 1.5):
         with pytest.raises(ValueError, match="least_quorum"):
             Config(least_quorum=value)

@@ -106,7 +106,7 @@ def test_a_chunk_of_any_announced_size_takes_the_memory_of_what_came() -> None:
         exchange = StateExchange(made.layout)
         with pytest.raises(ChannelError, match="bytes for a chunk of"):
             exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=1 << 41), bytes(PART_BYTES))
-        assert not exchange._parts, "nothing is kept of what is refused"
+        assert exchange.bytes_held == 0, "nothing is kept of what is refused"
         exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=PART_BYTES + 1), bytes(PART_BYTES))
         with pytest.raises(ChannelError, match="comes as"):
             exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=5), b"12345")
@@ -217,7 +217,7 @@ def test_numbers_that_make_no_sense_are_counted_and_end_nothing() -> None:
     with cluster(Plan.ps(2, 1), servers=2) as made:
         answer(made, 0)
         context, server = zmq.Context(), made.server_of(0)
-        server.door._watch.expect(200)  # All of these are of the job, and come at once.
+        server.door.expect(200)  # All of these are of the job, and come at once.
         held: dict[bytes, Dealer] = {}
         for kind, rank, meta in ABSURD:
             between = kind in (Kind.ARRIVED, Kind.DONE, Kind.JOIN)
@@ -239,19 +239,19 @@ def test_numbers_that_make_no_sense_are_counted_and_end_nothing() -> None:
 def test_messages_for_sessions_that_never_open_are_few() -> None:
     with cluster(Plan.ps(1, 1)) as made:
         context, server = zmq.Context(), made.server_of(0)
-        server.door._watch.expect(200)  # All of these are of the job, and come at once.
+        server.door.expect(200)  # All of these are of the job, and come at once.
         held = []
         for session in range(1, 101):
             early = member(made, context, worker_identity(0, session, 0))
             early.send([pack(Header(Kind.HELLO, 0, session, 0)), b""])
             held.append(early)
         for _ in range(1000):
-            if len(server._early) == 64 and all(each.stream.acknowledged >= 1 for each in held[-36:]):
+            if server.early_sessions == 64 and all(each.stream.acknowledged >= 1 for each in held[-36:]):
                 break
             made.clients[0].pull(DEADLINE_S)
             for each in held:
                 list(each.receive())
                 each.tick()
         # The oldest give way: their plans were given up, while a new session's HELLO has been acknowledged.
-        assert len(server._early) == 64 and server.malformed == 0
+        assert server.early_sessions == 64 and server.malformed == 0
         context.destroy(linger=0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,12 +45,29 @@ def root(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def write_run(root: Path, *, end: bool = True, name: str = RUN) -> Path:
     directory = root / "runs" / name
-    log = RunLog(directory, rank=0, world_size=2, job={"batch": 32, "target": "accuracy>=0.9"}, ship=False)
-    other = RunLog(directory, rank=1, world_size=2, ship=False)
+    if end:
+        _write_run(directory, end=True)
+        return directory
+    child = os.fork()  # One that is killed: written so far, and nothing more.
+    if child == 0:
+        try:
+            _write_run(directory, end=False)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return directory
+
+
+def _write_run(directory: Path, *, end: bool) -> None:
+    began_s, seconds = time.monotonic(), itertools.count()
+    job = {"batch": 32, "target": "accuracy>=0.9"}
+    log = RunLog(
+        directory, rank=0, world_size=2, job=job, ship=False, background=False, clock=lambda: began_s + next(seconds)
+    )
+    other = RunLog(directory, rank=1, world_size=2, ship=False, background=False)
     log.facts({"optimizer": {"class": "SGD"}})
     log.plan(0, Plan.sync(2, reason="the start"), None)
     for step in range(1, 6):
-        log._window_due_s = -1.0
         ranks = {"compute_s": [0.1, 0.1 * step], "wait_s": [0.1, None]}
         log.window({"step": step, "mode": "sync", "loss": 1.0 / step, "noise_scale": float("nan"), "ranks": ranks})
         log.step(StepReport(rank=0, step=step, times=StepTimes(0.1)))
@@ -56,13 +75,9 @@ def write_run(root: Path, *, end: bool = True, name: str = RUN) -> Path:
     log.plan(5, Plan.partial(2, 1, reason="rank 1 is slow"), {"step_s": 0.1})
     log.metric("accuracy", 0.95, 7, 60.0)
     other.close("FINISHED", 60.0)
+    log.flush()
     if end:
         log.close("FINISHED", 60.0)
-    else:  # As if killed: written so far, and nothing more.
-        log._write()
-        log._stop.set()
-        log._lock.free()
-    return directory
 
 
 def contents(client: Any, experiment: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,11 @@ from star_hvd.run_log.story import read_story
 
 def _log(tmp_path: Path, rank: int = 0, **more: Any) -> RunLog:
     return RunLog(tmp_path / "runs" / "one", rank=rank, world_size=2, job={"batch": 32}, ship=False, **more)
+
+
+def _seconds() -> Callable[[], float]:
+    """A clock that is a second later each time: windows are kept, at most one per second."""
+    return itertools.count(1000.0).__next__
 
 
 def _report(step: int, rank: int = 0) -> StepReport:
@@ -98,13 +104,10 @@ def test_a_folder_that_cannot_be_made_switches_it_off(tmp_path: Path) -> None:
 
 def test_a_queue_that_overflows_loses_the_oldest_and_counts_them(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("star_hvd.run_log.log._QUEUE", 100)
-    log = _log(tmp_path, rank=1)
-    assert log._thread is not None
-    log._stop.set()
-    log._thread.join()  # The writer comes to it only at the end.
+    log = _log(tmp_path, rank=1, background=False)  # Nothing is written before the end.
     for step in range(250):
         log.step(_report(step))
-    log._write()
+    log.flush()
     log.close("FINISHED", 60.0)
     steps = [e["step"] for e in _events(log.directory / "rank1.jsonl") if e["kind"] == "step"]
     assert steps[-1] == 249 and steps == sorted(steps)
@@ -185,18 +188,14 @@ def test_a_file_does_not_grow_past_its_limit(tmp_path: Path) -> None:
 
 
 def _fill(log: RunLog, steps: int) -> None:
-    """A long job in little time: the writer is called by hand."""
-    log._stop.set()
-    assert log._thread is not None
-    log._thread.join()
+    """A long job in little time: the log has no writer of its own."""
     for step in range(1, steps + 1):
         log.step(_report(step))
-        log._window_due_s = -1e9
         log.window(_window(step))
         if step % 50 == 0:
             log.metric("accuracy", 0.1, step)
             log.plan(step, Plan.sync(2), None)
-            log._write()
+            log.flush()
 
 
 def test_a_file_that_gets_full_thins_out_and_keeps_what_matters(
@@ -204,15 +203,14 @@ def test_a_file_that_gets_full_thins_out_and_keeps_what_matters(
 ) -> None:
     monkeypatch.setattr("star_hvd.run_log.log._MAX_BYTES", 200_000)
     monkeypatch.setattr("star_hvd.run_log.log._END_BYTES", 0)
-    log = _log(tmp_path)
+    log = _log(tmp_path, background=False, clock=_seconds())
     _fill(log, 3000)
-    log._put(True, "end", lambda: {"kind": "end", "dropped": log.dropped + log._files[True].dropped})
-    log._write()
+    log.close()
     events = _events(log.directory / "events.jsonl")
     kinds = [event["kind"] for event in events]
     assert (log.directory / "events.jsonl").stat().st_size <= 200_000
     assert kinds.count("metric") == kinds.count("plan") == 60, "these all find room"
-    assert events[-1] == {"kind": "end", "dropped": 0}
+    assert events[-1]["kind"] == "end" and events[-1]["dropped"] == 0 and events[-1]["thinned"] == log.thinned
     for found in (events, _events(log.directory / "rank0.jsonl")):
         steps = [event["step"] for event in found if event["kind"] in ("window", "step")]
         assert steps[:100] == list(range(1, 101)), "nothing is left out while there is room"
@@ -361,11 +359,9 @@ def test_facts_of_a_job() -> None:
 
 def test_the_page_tells_the_story(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    log, other = _log(tmp_path), _log(tmp_path, rank=1)
+    log, other = _log(tmp_path, clock=_seconds()), _log(tmp_path, rank=1)
     log.plan(0, Plan.sync(2), None)
-    log._window_due_s = -1e9
     for step in range(1, 20):
-        log._window_due_s = -1e9  # Not one second each.
         log.window(_window(step, slow=step > 5))
         other.step(_report(step, 1))
     predicted = {"partial(1)": {"relative": 0.254, "low": 0.2, "high": 0.31, "reach": 0.99, "interval_s": 0.1}}
@@ -397,7 +393,7 @@ def _page(tmp_path: Path, target: str, **metrics: float) -> tuple[str, dict[str,
     log.step(_report(3, 0))
     log.close("FINISHED", 5.0)
     found: dict[str, Any] = {}
-    original = figures._svg
+    original = figures.svg_of
 
     def seen(draw: Callable[[Any], None], height_in: float) -> str:
         def drawn(figure: Any) -> None:
@@ -407,7 +403,7 @@ def _page(tmp_path: Path, target: str, **metrics: float) -> tuple[str, dict[str,
         return original(drawn, height_in)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "_svg", seen)
+        patch.setattr(figures, "svg_of", seen)
         return html.unescape(write_page(log.directory, tmp_path / "page.html").read_text()), found
 
 
@@ -441,12 +437,12 @@ def test_all_figures_have_one_time_axis_with_the_changes_of_mode(tmp_path: Path)
 
 def test_the_pace_of_ranks_is_that_of_the_step_they_were_at() -> None:
     per_s = story.BINS // 10
-    found = story._binned([(1.01, 0.5), (1.02, 0.7), (9.01, 4.0)], 10.0)
+    found = story.binned([(1.01, 0.5), (1.02, 0.7), (9.01, 4.0)], 10.0)
     assert found[0] == found[per_s] == pytest.approx(0.6)
     assert found[5 * per_s] == 4.0, "a long step ends with its report"
     assert math.isnan(found[-1])
     windows = [{"time_s": 2.0, "ranks": {"compute_s": [0.1, None]}}, {"time_s": 3.0}]
-    assert story._told(windows, 0) == [(2.0, 0.1)] and story._told(windows, 1) == []
+    assert story.slow_points(windows, 0) == [(2.0, 0.1)] and story.slow_points(windows, 1) == []
 
 
 def test_a_page_of_an_empty_run_and_of_no_run(tmp_path: Path) -> None:

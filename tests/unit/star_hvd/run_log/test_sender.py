@@ -144,11 +144,11 @@ def test_one_that_ends_after_its_work_is_started_for_the_next_run(
 ) -> None:
     recorder.how = "complete once"
     sending.send(a_run(tmp_path, "one"))
-    wait_for(lambda: sending.starts == 1 and not sending._runs)
+    wait_for(lambda: sending.starts == 1 and not sending.incomplete)
     time.sleep(0.3)
     assert sending.starts == 1 and sending.failures == 0, "there is nothing to start it for"
     sending.send(a_run(tmp_path, "two"))
-    wait_for(lambda: sending.starts == 2 and not sending._runs)
+    wait_for(lambda: sending.starts == 2 and not sending.incomplete)
     assert not caplog.records
 
 
@@ -185,7 +185,7 @@ def test_a_child_made_by_fork_neither_holds_the_line_nor_sends(tmp_path: Path, r
         "while not list(place.glob('*.told')): time.sleep(0.02)\n"
         "if os.fork() == 0:\n"
         "    dispatch.close()\n"
-        "    assert dispatch._dispatch.starts == 0\n"
+        "    assert dispatch.starts() == 0\n"
         "    (place / 'child').touch()\n"
         "    time.sleep(60)\n"
         "    os._exit(0)\n"

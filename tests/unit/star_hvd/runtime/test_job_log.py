@@ -70,7 +70,7 @@ def job_log(teller: StepReporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             log.close()
             limit_s = time.monotonic() + 120.0  # On a busy machine its thread ends after the deadline of `close`.
             while True:
-                events = [event for _, event in read_events(log._log.directory / "events.jsonl")]
+                events = [event for _, event in read_events(log.directory / "events.jsonl")]
                 if time.monotonic() > limit_s or any(event["kind"] == "end" for event in events):
                     return events
                 time.sleep(0.02)
@@ -139,11 +139,17 @@ def test_windows_have_all_ranks_folds_the_pace_and_the_batch(teller: StepReporte
     for step in range(3):
         made.job.say(0, m.HeaderNote(0, step, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 1.0))
     limit_s = time.monotonic() + 120.0  # The pace is taken from one window to the next.
-    path = made.log._log.directory / "events.jsonl"
-    while not any(event["kind"] == "window" for _, event in read_events(path)) and time.monotonic() < limit_s:
+    path = made.log.directory / "events.jsonl"
+
+
+    def folds() -> list[float]:
+        return [event["folds"] for _, event in read_events(path) if event["kind"] == "window"]
+
+    while not folds() and time.monotonic() < limit_s:
         time.sleep(0.02)
     made.job.say(0, m.HeaderNote(0, 99, 0, [0, 1], 1.0, 2.0, 2.0, 0.0, 0, 0.0, 0.5))
-    made.log._log._window_due_s = 0.0  # Not one second each.
+    while 3.5 not in folds() and time.monotonic() < limit_s:  # One per second is kept.
+        time.sleep(0.02)
     events = made.end()
     window = [event for event in events if event["kind"] == "window"][-1]
     assert window["folds"] == 3.5, "rank 0 itself folded nothing"
@@ -162,13 +168,13 @@ def test_the_pace_is_of_the_last_seconds() -> None:
 
 
 def test_hyperparameters_are_those_the_job_began_with(teller: StepReporter, job_log: Any, monkeypatch: Any) -> None:
-    began = JobLog._run
+    start = JobLog.start
 
     def late(self: JobLog) -> None:
         teller.engine.applier.optimizer.param_groups[0]["lr"] = 0.001
-        began(self)
+        start(self)
 
-    monkeypatch.setattr(JobLog, "_run", late)
+    monkeypatch.setattr(JobLog, "start", late)
     assert _facts(job_log().end())["optimizer"]["hyper"]["lr"] == 0.4
 
 

@@ -34,7 +34,7 @@ def test_a_set_that_was_not_made_once_is_made_when_asked_for_again(monkeypatch: 
     keyring: Any = SimpleNamespace(peers=[None] * 4)
     key: Any = None
     services = ModeServices(0, Config(plan_deadline_s=60.0), keyring, key, "h", lambda *unused, **also: None, {})
-    services._sets.start()
+    services.sets.start()
     try:
         services.on_message(MakeSet([0, 1, 2]))
         assert "a rank was frozen" in str(services.prepare(0, PLAN))
@@ -45,7 +45,7 @@ def test_a_set_that_was_not_made_once_is_made_when_asked_for_again(monkeypatch: 
         services.on_message(MakeSet([0, 1, 2]))
         assert services.prepare(0, PLAN) is None and services.process_set((0, 1, 2)) is not None
     finally:
-        services._sets.stop()
+        services.sets.stop()
 
 
 @pytest.mark.parametrize("plan", [PLAN, Plan.ps(4, 3, servers=(0,), plan_id=1)], ids=["sets", "servers"])

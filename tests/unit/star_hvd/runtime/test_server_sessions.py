@@ -9,7 +9,7 @@ import pytest
 
 import star_hvd.runtime.server_sessions as module
 from scheduler.plan.plan import Plan
-from star_hvd.channel.messages.switch import Presence
+from star_hvd.channel.messages.switch import Presence, Servers
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError
@@ -43,7 +43,7 @@ class House:
         self.house = ServerSessions(2, Config(), key, "h", lambda *unused, **also: None, drivers)
         monkeypatch.setattr(self.house, "_connect", lambda client, engine, plan: [])
         self.shards: list[int] = []
-        monkeypatch.setattr(self.house._process, "close", lambda engine, number: self.shards.append(number))
+        monkeypatch.setattr(self.house.server, "close", lambda engine, number: self.shards.append(number))
 
     def prepare(self, plan: Plan) -> None:
         assert self.house.prepare(0, plan) is None
@@ -59,7 +59,7 @@ class House:
         return None
 
     def numbers(self) -> list[int]:
-        return [each.number for each in self.house._sessions.get(0, [])]
+        return self.house.open_sessions(0)
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_which_session_serves_a_plan_is_read_and_written_under_the_lock(house: H
 
 def test_servers_are_told_who_was_absent_before_they_were_there(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, Any]] = []
-    process = house.house._process
+    process = house.house.server
     for name in ("open", "seed", "member"):
         monkeypatch.setattr(process, name, lambda *given, name=name: said.append((name, given)))
     monkeypatch.setattr(house.house, "_announce", lambda engine, plan: None)
@@ -169,10 +169,11 @@ def test_a_server_that_is_not_open_yet_is_told_of_presence_later() -> None:
 
 def test_nothing_is_left_of_an_optimizer_that_is_closed(house: House) -> None:
     client = house.enter(ps(1))
-    house.house._found[0, 1] = []
+    house.house.on_message(Servers(0, 2, ["h", "1", ""]))  # Of a plan that is given up before it is looked at.
+    assert house.house.known_plans(0) == {1, 2}
     house.house.forget(0)
     assert client.closed and house.shards == [1] and not house.numbers()
-    assert not house.house._found and not house.house._serves
+    assert house.house.known_plans(0) == set()
     house.house.forget(0)
 
 
