@@ -194,10 +194,10 @@ class TestTables:
 
     def test_pages_are_written_between_their_markers(self, tmp_path: Path) -> None:
         page = tmp_path / "README.md"
-        page.write_text("# A\n\n<!-- figures: begin costs -->\nold\n<!-- figures: end costs -->\n\nafter\n")
+        page.write_text("# A\n\n<!-- figures: begin costs -->\noutdated\n<!-- figures: end costs -->\n\nafter\n")
         assert replace_blocks(page, document()) and not replace_blocks(page, document())
         text = page.read_text()
-        assert text.startswith("# A\n") and text.endswith("\nafter\n") and "old" not in text
+        assert text.startswith("# A\n") and text.endswith("\nafter\n") and "outdated" not in text
         assert blocks_of(text) == {"costs": render("costs", document())}
         assert replace_blocks(page, document(version="other"))
         assert VERSION_LINE.findall(page.read_text()) == ["other"]
