@@ -60,7 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(f"error: {error}", markup=False)
         return EXIT_USAGE
     ledger = Ledger(args.out / (f"{version}-quick" if args.quick else version), version, args.quick)
-    failed = _measure(rows, ledger, args, console)
+    try:
+        failed = _measure(rows, ledger, args, console)
+    except VersionError as error:
+        errors.print(f"error: {error}", markup=False)
+        return EXIT_FAILED
     _write(ledger, args.record, console)
     if failed:
         errors.print(f"error: {len(failed)} rows failed: {', '.join(failed)}; their logs are in {ledger.folder}")
@@ -109,12 +113,21 @@ def _measure(rows: Sequence[Row], ledger: Ledger, args: argparse.Namespace, cons
                 console.print(f"{row.name}: measured before", markup=False)
             else:
                 entry = measure_row(row, ledger, quick=args.quick)
+                _check_version(ledger, row.name)
                 took = f" in {entry['took_s']:.0f} s" if "took_s" in entry else ""
                 reason = f": {entry['reason']}" if "reason" in entry else ""
                 console.print(f"{row.name}: {entry['state']}{took}{reason}", markup=False, soft_wrap=True)
                 failed += [row.name] if entry["state"] == "failed" else []
             bar.advance(task)
     return failed
+
+
+def _check_version(ledger: Ledger, name: str) -> None:
+    """Take a row back that was measured while the code changed."""
+    version = code_version()
+    if version != ledger.document["version"]:
+        ledger.forget(name)
+        raise VersionError(f"the code changed while {name} was measured: it is {version} now; start again")
 
 
 def _write(ledger: Ledger, record: bool, console: Console) -> None:

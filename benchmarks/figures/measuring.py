@@ -33,7 +33,7 @@ class Ledger:
     Args:
         folder: Of this version; results and logs of rows are in it, and `figures.json`.
         version: Of the code.
-        quick: Whether rows are measured in their short form; such figures are nobody's.
+        quick: Whether rows are measured in their short form; such figures mean nothing.
     """
 
     def __init__(self, folder: Path, version: str, quick: bool) -> None:
@@ -65,6 +65,11 @@ class Ledger:
         """Record what came of a row."""
         self.rows[name] = entry
         self.document["date"] = datetime.now(UTC).date().isoformat()
+        write_json(self.path, self.document)
+
+    def forget(self, name: str) -> None:
+        """Take a row back."""
+        self.rows.pop(name, None)
         write_json(self.path, self.document)
 
     def result_path(self, name: str) -> Path:

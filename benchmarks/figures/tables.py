@@ -84,6 +84,22 @@ def _what(name: str, found: Mapping[str, Any]) -> str:
     return f"{label}, {found['ranks']} ranks, {found['dataset']}{network}, {size}"
 
 
+def _faults(part: Sequence[str], rows: Rows) -> list[str]:
+    """Trainings in which a process dies: the worst of all seeds and modes."""
+    lines = []
+    for name in part:
+        found = rows[name]["figures"]
+        times = [_after(found[key]) for key in ("recovery_s", "rebuild_s")]
+        label = f"{_what(name, found)}, {', '.join(f'`{mode}`' for mode in found['trained'] if mode != 'plain')}"
+        lost = "-" if found["lost_steps"] is None else str(found["lost_steps"])
+        lines.append((label, str(found["cores"]), str(found["killed"]), *times, lost))
+    return _table(("row", "cores", "killed in", "longest pause", "of it a new world", "steps lost"), lines)
+
+
+def _after(time_s: float | None) -> str:
+    return "-" if time_s is None else f"{time_s:.2f} s"
+
+
 def _flat(part: Sequence[str], rows: Rows) -> list[str]:
     """Anything else: one line per figure."""
     lines = []
@@ -112,7 +128,7 @@ PARTS: dict[str, Callable[[Sequence[str], Rows], list[str]]] = {
     "exact": _training,
     "networks": _training,
     "accuracy": _training,
-    "faults": _training,
+    "faults": _faults,
     "costs": _flat,
     "decisions": _flat,
 }

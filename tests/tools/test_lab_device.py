@@ -14,6 +14,7 @@ from benchmarks.device import FORWARD_PART, Device, DeviceTime, LayerClock, Slee
 from benchmarks.measures import model_bytes, summarize
 from benchmarks.networks import NETWORKS, layer_costs, make_network
 from benchmarks.options import build_spec, make_parser
+from benchmarks.overhead import main as overhead
 from benchmarks.scenarios import ScenarioError, input_slowdown, make_scenario
 from benchmarks.spec import PLAIN_VARIANTS, RunSpec
 from benchmarks.tasks import SlowSamples, defaults_for, load_task
@@ -277,3 +278,16 @@ class TestDeviceOptions:
     def test_bad_options(self, words: tuple[str, ...], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             self.spec_of(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--workers", "2"], "belong to --feed loader"),
+        (["--feed", "loader", "--workers", "-1"], "--workers is -1"),
+        (["--device-ms", "1", "--device-fixed-ms", "2"], "more than --device-ms"),
+    ],
+)
+def test_bad_options_of_overhead(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert overhead(words) == 2
+    assert message in capsys.readouterr().err

@@ -151,6 +151,18 @@ class TestMeasuring:
         table = (tmp_path / "abc" / "figures.md").read_text()
         assert "| `overhead-2` |" in table and VERSION_LINE.findall(table) == ["abc"]
 
+    def test_a_row_during_which_the_code_changed_is_taken_back(
+        self, calls: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        versions = iter(["abc", "abc", "abd"])
+        monkeypatch.setattr(report_all, "ROWS", (self.row("overhead-2"), self.row("overhead-4")))
+        monkeypatch.setattr(report_all, "code_version", lambda: next(versions))
+        assert main(["--out", str(tmp_path)]) == 1
+        assert "the code changed while overhead-4 was measured" in capsys.readouterr().err
+        left = Ledger(tmp_path / "abc", "abc", quick=False)
+        assert left.has("overhead-2") and not left.has("overhead-4")
+
     def test_cores_are_those_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
         chosen: list[Any] = []
         monkeypatch.setattr(measuring.os, "sched_getaffinity", lambda _: {4, 2, 7})
@@ -181,6 +193,12 @@ class TestTables:
         head, _, line = render("scenarios", document()).splitlines()[:3]
         assert head.startswith("| row | cores |") and f"| {tta_result()['cores']} |" in line
         assert "2.71" not in line and "0.40" in line and "1.08" in line  # `star_hvd`: ratio and bound_ratio.
+
+    def test_deaths_show_what_they_cost(self) -> None:
+        killed = {**tta_result(), "killed": 2, "recovery_s": 1.234, "rebuild_s": None, "lost_steps": 3}
+        made = document()
+        made["rows"] = {"killed-server": {**made["rows"]["one-slow"], "figures": of_tta(killed)}}
+        assert "| 2 | 1.23 s | - | 3 |" in render("faults", made)
 
     def test_what_is_missing_is_named(self) -> None:
         assert "`rotating` (no time)" in render("scenarios", document())
