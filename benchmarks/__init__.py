@@ -2,6 +2,7 @@
 
 Commands (each has `--help`; `README.md` beside this file explains every figure they print):
 
+    python -m benchmarks.report_all every figure of the documents, of one version
     python -m benchmarks.tta        time to accuracy of plain Horovod, backup workers and star_hvd
     python -m benchmarks.overhead   step time of star_hvd against plain Horovod with nobody slow
     python -m benchmarks.demo       a small `tta` run with a plot

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
+import inspect
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +20,11 @@ from benchmarks.tasks import DATASETS, TaskDefaults, defaults_for
 from benchmarks.traces import read_trace
 from scheduler.plan.mode_names import parse_mode
 
-__all__ = ["add_device_options", "build_spec", "device_times_ms", "make_parser", "target_for"]
+__all__ = ["add_device_options", "build_spec", "device_times_ms", "make_parser", "star_hvd_takes", "target_for"]
 
 DEVICE_MS = 30.0
 FIXED_PART = 0.2  # Of the device time, where only the whole of it is given: kernels have a least length.
+ACCURACIES = ("bounded", "exact")
 SHORT_VARIANTS = ("straggler_free", "plain", "star")
 
 
@@ -91,6 +94,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", choices=DEVICES, default="cpu",
         help="where the network computes; on cuda the time per step of --device-ms is spent by kernels",
+    )
+    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch, of hvd.shard; for sync(steal)")
+    parser.add_argument(
+        "--accuracy", choices=ACCURACIES, default="bounded",
+        help="exact: star_hvd chooses only among modes that are synchronous SGD",
     )
     parser.add_argument("--train-samples", type=int, help="training samples used")
     parser.add_argument("--slowdown", type=float, help="factor instead of the scenario's own")
@@ -164,6 +172,7 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
     input_ms = special.input_ms if args.input_ms_per_sample is None else args.input_ms_per_sample
     if scenario.means == "input" and not input_ms:
         raise ScenarioError("scenario slow-input needs samples that cost something: raise --input-ms-per-sample")
+    _check_exact(args)
     variants = _variants(args)
     modes = _modes(args, scenario)
     if not {*variants, *modes} <= set(PLAIN_VARIANTS) and importlib.util.find_spec("star_hvd.optimizer") is None:
@@ -196,6 +205,8 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         input_s_per_sample=input_ms / 1000.0,
         workers=special.workers if args.workers is None else args.workers,
         feeding=args.feeding,
+        microbatches=args.microbatches,
+        accuracy=args.accuracy,
         device=args.device,
         eval_every_steps=defaults.eval_every_steps,
         mode=args.mode,
@@ -234,6 +245,24 @@ def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults) -> None:
     ):
         if not least <= value < 1e6:
             raise ValueError(f"{name} is {value}; expected at least {least}")
+
+
+def _check_exact(args: argparse.Namespace) -> None:
+    """Whether the installed star_hvd has what the options ask of it."""
+    if args.microbatches < 1:
+        raise ValueError(f"--microbatches is {args.microbatches}; expected at least 1")
+    if args.microbatches > 1 and args.feeding != "shard":
+        raise ValueError("--microbatches are cut by hvd.shard; leave --feeding out")
+    if args.microbatches > 1 and not star_hvd_takes("shard", "microbatches"):
+        raise ValueError("--microbatches: hvd.shard of this version has none")
+    if args.accuracy != "bounded" and not star_hvd_takes("DistributedOptimizer", "accuracy"):
+        raise ValueError("--accuracy: DistributedOptimizer of this version has no such argument")
+
+
+def star_hvd_takes(function: str, argument: str) -> bool:
+    """Whether a function of the installed star_hvd has an argument of this name."""
+    star_hvd = importlib.import_module("star_hvd")
+    return argument in inspect.signature(getattr(star_hvd, function)).parameters
 
 
 def _variants(args: argparse.Namespace) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ __all__ = ["main", "summarize_blocks"]
 ALLOWANCE_S = 180.0
 LOADER_LIMITS = (("input_ms_per_sample", 0), ("workers", 0))
 FIGURES = (
-    "blocks", "steps", "device-ms", "device-fixed-ms", "work-after-backward-ms", "dataset", "mode", "device", "network",
+    "blocks", "steps", "device-ms", "device-fixed-ms", "work-after-backward-ms", "dataset", "mode", "device",
     "feed", "input-ms-per-sample", "workers",
 )  # fmt: skip
 SLOWEST_STEP_S = 0.3  # on a loaded machine; only the deadline depends on it
@@ -69,6 +69,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the job and work out its figures."""
     run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
     options = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in FIGURES]
+    options.append(f"--trained-network={args.network}")  # horovodrun takes --network for an abbreviation of its own.
     command = horovodrun_command(args.ranks, "benchmarks.overhead_worker", str(run_dir), *options)
     deadline_s = ALLOWANCE_S + 2 * args.blocks * args.steps * (
         SLOWEST_STEP_S + (args.device_ms + args.work_after_backward_ms + BATCH_SAMPLES * args.input_ms_per_sample) / 1e3
@@ -82,6 +83,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "ranks": args.ranks,
         "cores": len(os.sched_getaffinity(0)),
         **{name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in FIGURES[2:]},
+        "network": args.network,
         **summary,
         "versions": versions(),
     }

@@ -142,7 +142,7 @@ def alternate_epochs(args: argparse.Namespace, sides: Mapping[str, Side], hvd: A
     )
     loaders: dict[str, Iterable[Any]] = {
         "plain": DataLoader(costly, sampler=sampler, **common),
-        "star": hvd.shard(DataLoader(costly, **common)),
+        "star": hvd.shard(DataLoader(costly, shuffle=True, **common)),
     }
     spend_device_time(args, sides, samples[0][0].unsqueeze(0))
 
@@ -179,7 +179,7 @@ def main(argv: list[str]) -> int:
     add_arguments(parser)
     parser.add_argument("--dataset", required=True)
     parser.add_argument("--mode", required=True)
-    parser.add_argument("--network", choices=NETWORKS, default="usual")
+    parser.add_argument("--trained-network", choices=NETWORKS, default="usual")
     parser.add_argument("--feed", choices=FEEDS, default="fixed")
     parser.add_argument("--input-ms-per-sample", type=float, default=0.0)
     parser.add_argument("--workers", type=int, default=0)
@@ -194,8 +194,8 @@ def main(argv: list[str]) -> int:
     hvd.init()
     place = place_of(args.device, hvd.local_rank())
     sides = {
-        "plain": make_side(plain_hvd, args.dataset, place, args.network),
-        "star": make_side(hvd, args.dataset, place, args.network, mode=args.mode),
+        "plain": make_side(plain_hvd, args.dataset, place, args.trained_network),
+        "star": make_side(hvd, args.dataset, place, args.trained_network, mode=args.mode),
     }
     if args.feed == "loader":
         found = alternate_epochs(args, sides, hvd)

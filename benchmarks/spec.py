@@ -60,6 +60,9 @@ class RunSpec:
         workers: Processes of each rank's `DataLoader` that load samples, 0 for the training thread.
         feeding: `shard` where star_hvd's optimizers are fed by `hvd.shard`, `sampler` where by the same
             `DistributedSampler` as plain Horovod's.
+        microbatches: Parts into which `hvd.shard` cuts a batch, so that ranks can take over each other's.
+        accuracy: `exact` where star_hvd may choose only modes whose mathematics is that of plain Horovod, `bounded`
+            for its default.
         link_bits_per_s: Rate of a usual host's link in scenario `slow-link`, 0 in all others.
     """
 
@@ -90,6 +93,8 @@ class RunSpec:
     input_s_per_sample: float = 0.0
     workers: int = 0
     feeding: str = "shard"
+    microbatches: int = 1
+    accuracy: str = "bounded"
 
     @property
     def device_time(self) -> DeviceTime:

@@ -116,7 +116,7 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
         The record, complete on rank 0, and the snapshots, empty on other ranks.
     """
     spec, hvd = setting.spec, setting.hvd
-    if variant in spec.modes:
+    if variant in spec.modes and not _plan(spec, variant).startswith("sync"):  # Those need no servers.
         bring_into_force(hvd, _plan(spec, variant), setting.place)
     torch.manual_seed(seed)
     model = make_network(spec.dataset, spec.hidden_units, spec.network).to(setting.place)
@@ -163,6 +163,7 @@ def _loader(spec: RunSpec, samples: Dataset[Any], sampler: DistributedSampler[An
         samples,
         batch_size=spec.batch_samples,
         sampler=sampler,
+        shuffle=sampler is None,
         num_workers=spec.workers,
         persistent_workers=spec.workers > 0,
     )
@@ -208,11 +209,15 @@ def _star_job(
     elif variant == "drop":
         mode = hvd.Plan.partial(spec.ranks, spec.quorum, max_staleness=0, reason="backup workers")
         config = hvd.Config(max_staleness=0)
-    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), mode=mode, config=config)
+    options: dict[str, Any] = {"mode": mode, "config": config}
+    if spec.accuracy != "bounded":
+        options["accuracy"] = spec.accuracy
+    wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
     if spec.feeding_of(variant) == "sampler":
         batches = _equal_shares(setting, samples, seed)
     else:
-        loader = hvd.shard(_loader(spec, samples, None), seed=seed)
+        parts = {"microbatches": spec.microbatches} if spec.microbatches > 1 else {}
+        loader = hvd.shard(_loader(spec, samples, None), seed=seed, **parts)
         batches = lambda _: loader  # noqa: E731
     return Job(optimizer=wrapped, batches=batches, global_step=lambda _: int(wrapped.stats()["steps"]))
 

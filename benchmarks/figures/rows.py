@@ -1,0 +1,265 @@
+"""The catalogue: one row per measurement, with what of its result goes into the documents."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.options import star_hvd_takes
+from scheduler.plan.mode_names import parse_mode
+
+__all__ = ["ROWS", "Row", "supported_modes"]
+
+Figures = dict[str, Any]
+RANKS = 4
+TTA = "benchmarks.tta"
+SHOWN = ("straggler_free", "plain", "star")
+QUICK_TTA = ("--seeds=1", "--epochs=1", "--device-ms=5", "--dataset=digits")
+FASHION = ("--dataset=fashion", "--seeds=3", f"--variants={','.join(SHOWN)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        name: Its key.
+        part: The table it is in.
+        module: The benchmark.
+        options: Its command line, without `--json`.
+        quick: Options put behind those for a smoke test; of an option given twice the last counts.
+        pick: From the benchmark's JSON to what is recorded.
+        modes: Fixed modes trained beside the variants; those that the code does not know are left out.
+        trace_seed: Of the synthetic trace the row replays.
+        results_of: Rows whose JSON files come first on the command line.
+        mode: The mode of `star` that the version must have.
+        exact: Whether the version must know `accuracy="exact"`.
+    """
+
+    name: str
+    part: str
+    module: str
+    options: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    pick: Callable[[Figures], Figures]
+    modes: tuple[str, ...] = ()
+    trace_seed: int | None = None
+    results_of: tuple[str, ...] = ()
+    mode: str = ""
+    exact: bool = False
+
+    def missing(self) -> str | None:
+        """What the row needs and this version lacks, or None."""
+        if importlib.util.find_spec(self.module) is None:
+            return f"this version has no {self.module}"
+        if self.mode and not supported_modes((self.mode,)):
+            return f"this version has no mode {self.mode}"
+        if self.exact and not star_hvd_takes("DistributedOptimizer", "accuracy"):
+            return "DistributedOptimizer of this version takes no accuracy"
+        return None
+
+
+def supported_modes(modes: tuple[str, ...], ranks: int = RANKS) -> tuple[str, ...]:
+    """Those of `modes` that this version has."""
+    found = []
+    for mode in modes:
+        try:
+            parse_mode(mode, ranks)
+        except ValueError:
+            continue
+        found.append(mode)
+    return tuple(found)
+
+
+def of_tta(result: Figures) -> Figures:
+    """What training rows record: per variant and fixed mode the time, its ratios, accuracy and feeding."""
+    modes = result["modes"].items()
+    fixed = {name: {**one, "median_s": one["seconds"], "seeds": one["per_seed"]} for name, one in modes}
+    rows = {**result["variants"], **fixed}
+    common = ("scenario", "dataset", "network", "ranks", "cores", "target_accuracy", "model_bytes")
+    return {
+        **{name: result[name] for name in common},
+        "seeds": len(result["spec"]["seeds"]),
+        "trained": {name: _trained(values, result["plain_s"]) for name, values in rows.items()},
+        **{name: result[name] for name in ("killed", "recovery_s", "rebuild_s", "lost_steps") if name in result},
+    }
+
+
+def _trained(values: Figures, plain_s: float | None) -> Figures:
+    reached = [seed["time_to_accuracy_s"] for seed in values["seeds"]]
+    known = [time_s for time_s in reached if time_s is not None]
+    median_s = values["median_s"]
+    return {
+        "seconds": median_s,
+        "least_s": min(known, default=None),
+        "most_s": max(known, default=None) if len(known) == len(reached) else None,
+        "ratio": median_s / plain_s if median_s is not None and plain_s else None,
+        "bound_ratio": values["bound_ratio"],
+        "final_accuracy": values["final_accuracy"],
+        "max_staleness": values["max_staleness"],
+        "feeding": values["feeding"],
+    }
+
+
+def keys(*names: str) -> Callable[[Figures], Figures]:
+    """Take these keys of a result as they are; a key that a version lacks is left out."""
+    return lambda result: {name: result[name] for name in names if name in result}
+
+
+def of_policy(result: Figures) -> Figures:
+    """Mean regret of the learned policy and of the others."""
+    return {"scenarios": result["scenarios"], "auto": result["mean_regret"], **result["baselines"]}
+
+
+def of_fidelity(result: Figures) -> Figures:
+    """How well the simulator and the predictions agree with real trainings."""
+    return {
+        "kendall_tau": result["kendall_tau"]["mean"],
+        "median_step_error": result["fidelity"]["median_error"],
+        "real_regret": result["real_regret"]["mean"],
+    }
+
+
+def of_harm(result: Figures) -> Figures:
+    """`auto` against `sync` on a busy machine."""
+    ratios = [job["ratio"] for job in result["jobs"]]
+    return {"cores": result["cores"], "jobs": len(ratios), "median": statistics.median(ratios), "worst": max(ratios)}
+
+
+def _scenario(name: str, *modes: str, options: tuple[str, ...] = (), exact: tuple[str, ...] = ()) -> Row:
+    """A training row of the README's table: Fashion-MNIST, three seeds, all variants in one run."""
+    return Row(
+        name=name,
+        part="scenarios",
+        module=TTA,
+        options=(f"--scenario={name}", *FASHION, *options),
+        quick=QUICK_TTA,
+        pick=of_tta,
+        modes=(*modes, *exact),
+    )
+
+
+def _trace(seed: int) -> Row:
+    return Row(
+        name=f"trace-{seed}",
+        part="scenarios",
+        module=TTA,
+        options=("--scenario=trace", *FASHION, "--seeds=1"),
+        quick=QUICK_TTA,
+        pick=of_tta,
+        modes=("partial(2)",),
+        trace_seed=seed,
+    )
+
+
+def _digits(name: str, part: str, *options: str, modes: tuple[str, ...] = ()) -> Row:
+    return Row(
+        name=name,
+        part=part,
+        module=TTA,
+        options=("--seeds=3", f"--variants={','.join(SHOWN)}", *options),
+        quick=QUICK_TTA,
+        pick=of_tta,
+        modes=modes,
+    )
+
+
+def _exact(scenario: str) -> Row:
+    """`auto` that may choose only among modes without a stale gradient."""
+    return Row(
+        name=f"exact-{scenario}",
+        part="exact",
+        module=TTA,
+        options=(f"--scenario={scenario}", "--accuracy=exact", *FASHION),
+        quick=QUICK_TTA,
+        pick=of_tta,
+        exact=True,
+    )
+
+
+BALANCED = ("sync(balanced)",)
+STEP_FIGURES = ("ranks", "cores", "network", "mode", "ratio", "block_ratio_quartiles", "folds")
+ROWS: tuple[Row, ...] = (
+    _scenario("none", "partial(3)", exact=BALANCED),
+    _scenario("one-slow", "ps(backup=1)", exact=BALANCED),
+    _scenario("two-slow", "subgroup(0,1)", exact=BALANCED),
+    _scenario("rotating", "partial(2)"),
+    _trace(1),
+    _trace(2),
+    _trace(3),
+    _scenario("slow-link", "subgroup(0,1,2)", options=("--hidden-units=750", "--seeds=2")),
+    _scenario("frozen", "ps(backup=1)", options=("--target=0.835", "--seeds=2")),
+    _digits("demo", "accuracy", "--scenario=one-slow", "--seeds=5"),
+    _digits("accuracy-fashion", "accuracy", "--scenario=one-slow", "--dataset=fashion", "--seeds=5"),
+    _digits("slow-link-digits", "scenarios", "--scenario=slow-link", modes=("subgroup(0,1,2)",)),
+    _digits("slow-input", "scenarios", "--scenario=slow-input", modes=BALANCED),
+    _digits("conv", "networks", "--scenario=one-slow", "--network=conv", modes=BALANCED),
+    _digits("transformer", "networks", "--scenario=one-slow", "--network=transformer", "--seeds=1", modes=BALANCED),
+    _digits("killed-server", "faults", "--scenario=killed-server", "--seeds=1", modes=("ps(3)",)),
+    _digits("killed-worker", "faults", "--scenario=killed-worker", "--seeds=1", modes=("ps(2)",)),
+    *(_exact(name) for name in ("none", "one-slow", "two-slow", "rotating")),
+    Row(
+        name="rotating-steal", part="exact", module=TTA,
+        options=("--scenario=rotating", "--mode=sync(steal)", "--microbatches=4", *FASHION), quick=QUICK_TTA,
+        pick=of_tta, mode="sync(steal)",
+    ),
+    Row(
+        name="overhead-2", part="costs", module="benchmarks.overhead", options=("--ranks=2",),
+        quick=("--blocks=2", "--steps=5", "--device-ms=5"), pick=keys(*STEP_FIGURES),
+    ),
+    Row(
+        name="overhead-4", part="costs", module="benchmarks.overhead", options=("--ranks=4",),
+        quick=("--blocks=2", "--steps=5", "--device-ms=5"), pick=keys(*STEP_FIGURES),
+    ),
+    Row(
+        name="overhead-loader", part="costs", module="benchmarks.overhead",
+        options=("--ranks=2", "--feed=loader", "--workers=2", "--input-ms-per-sample=2", "--mode=sync"),
+        quick=("--blocks=2", "--steps=5", "--device-ms=5"), pick=keys(*STEP_FIGURES),
+    ),
+    Row(
+        name="loader", part="costs", module="benchmarks.loader", pick=keys("cores", "ratio_5ms", "ratio_jpeg"),
+    ),
+    Row(
+        name="startup", part="costs", module="benchmarks.startup", options=("--optimizers=50",),
+        quick=("--runs=1", "--steps=3", "--optimizers=2"),
+        pick=keys("ranks", "first_step_extra_s", "end_extra_s", "wall_extra_s", "helper_processes", "helper_memory_mb"),
+    ),
+    Row(
+        name="run-log", part="costs", module="benchmarks.run_log", quick=("--blocks=4", "--steps=5"),
+        pick=keys("ranks", "ratio", "ratio_up", "ratio_killed", "complete"),
+    ),
+    Row(
+        name="switches", part="costs", module="benchmarks.switches", quick=("--modes=sync;partial(3)",),
+        pick=keys("ranks", "switches", "median_steps", "p90_steps"),
+    ),
+    Row(
+        name="harm", part="costs", module="benchmarks.harm", quick=("--jobs=1", "--steps=30"), pick=of_harm,
+    ),
+    Row(
+        name="ps", part="costs", module="benchmarks.ps", quick=("--blocks=2", "--exchanges=2", "--mbytes=4"),
+        pick=keys("model_bytes", "ps_bytes_per_s", "ratio", "ps_server_cpu_s"),
+    ),
+    Row(
+        name="ps-clear", part="costs", module="benchmarks.ps", options=("--no-encryption",),
+        quick=("--blocks=2", "--exchanges=2", "--mbytes=4"),
+        pick=keys("model_bytes", "ps_bytes_per_s", "ratio", "ps_server_cpu_s"),
+    ),
+    Row(
+        name="transmission", part="costs", module="benchmarks.transmission", pick=keys("cores", "ratio", "ratios"),
+    ),
+    Row(
+        name="decision", part="decisions", module="benchmarks.decision", quick=("--ranks", "8", "--repeats", "2"),
+        pick=keys("ranks", "decision_ms", "decision_cpu_ms", "coordinator_share"),
+    ),
+    Row(
+        name="policy", part="decisions", module="benchmarks.policy", options=("--scenarios=120",),
+        quick=("--scenarios=1",), pick=of_policy,
+    ),
+    Row(
+        name="fidelity", part="decisions", module="benchmarks.fidelity", pick=of_fidelity,
+        results_of=("none", "one-slow", "two-slow", "rotating"),
+    ),
+)  # fmt: skip

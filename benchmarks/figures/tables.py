@@ -1,0 +1,201 @@
+"""Recorded figures as tables of the documents, each between two markers that name it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures.rows import ROWS
+
+__all__ = ["PARTS", "MarkerError", "block_names", "blocks_of", "render", "replace_blocks"]
+
+Rows = Mapping[str, Mapping[str, Any]]
+BEGIN, END = "<!-- figures: begin {} -->", "<!-- figures: end {} -->"
+MARKER = re.compile(r"^<!-- figures: (begin|end) ([\w-]+) -->$", re.MULTILINE)
+OF_VARIANTS = {"straggler_free": "none slow", "plain": "plain Horovod", "star": "`auto`"}
+
+
+class MarkerError(ValueError):
+    """Markers that do not pair, or name no table; the message says which."""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _seconds(one: Mapping[str, Any] | None) -> str:
+    if one is None:
+        return ""
+    if one["seconds"] is None:
+        return "not reached"
+    if one["least_s"] is None or one["least_s"] == one["most_s"]:
+        return f"{one['seconds']:.1f} s"
+    most = "never" if one["most_s"] is None else f"{one['most_s']:.1f}"
+    return f"{one['seconds']:.1f} s ({one['least_s']:.1f}-{most})"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{100.0 * value:.{digits}f} %"
+
+
+def _training(part: Sequence[str], rows: Rows) -> list[str]:
+    """Time to accuracy: one line per row, fixed modes in the last column."""
+    head = (
+        "row", "cores", "to", "none slow", "plain Horovod", "`star_hvd`", "ratio", "bound_ratio", "accuracy, plain",
+        "stale", "others: time, bound_ratio",
+    )  # fmt: skip
+    lines = []
+    for name in part:
+        found = rows[name]["figures"]
+        trained = found["trained"]
+        plain, star = trained.get("plain"), trained.get("star")
+        fixed = [
+            f"`{mode}` {_seconds(one)}, {_ratio(one['bound_ratio'])}"
+            for mode, one in trained.items()
+            if mode not in OF_VARIANTS
+        ]
+        final = [_percent(one["final_accuracy"]) if one else "-" for one in (star, plain)]
+        lines.append((
+            f"{_what(name, found)}, {found['seeds']} {'seed' if found['seeds'] == 1 else 'seeds'}",
+            str(found["cores"]), _percent(found["target_accuracy"]),
+            _seconds(trained.get("straggler_free")), _seconds(plain), _seconds(star),
+            _ratio(star and star["ratio"]), _ratio(star and star["bound_ratio"]), ", ".join(final),
+            str(star["max_staleness"]) if star else "-", "; ".join(fixed),
+        ))  # fmt: skip
+    fed = {one["feeding"] for name in part for key, one in rows[name]["figures"]["trained"].items() if key != "plain"}
+    note = "Plain Horovod is fed equal shares by `DistributedSampler`"
+    if "shard" in fed:
+        note += ", `star_hvd` by `hvd.shard`"
+    note += ". `bound_ratio`: time over that of a job that uses every rank at its own speed."
+    return [*_table(head, lines), "", note]
+
+
+def _what(name: str, found: Mapping[str, Any]) -> str:
+    network = "" if found["network"] == "usual" else f" {found['network']}"
+    size = f"{found['model_bytes'] / 1e6:.2g} MB"
+    label = f"`{name}`" if name == found["scenario"] else f"`{name}` (`{found['scenario']}`)"
+    return f"{label}, {found['ranks']} ranks, {found['dataset']}{network}, {size}"
+
+
+def _faults(part: Sequence[str], rows: Rows) -> list[str]:
+    """Trainings in which a process dies: the worst of all seeds and modes."""
+    lines = []
+    for name in part:
+        found = rows[name]["figures"]
+        times = [_after(found[key]) for key in ("recovery_s", "rebuild_s")]
+        label = f"{_what(name, found)}, {', '.join(f'`{mode}`' for mode in found['trained'] if mode != 'plain')}"
+        lost = "-" if found["lost_steps"] is None else str(found["lost_steps"])
+        lines.append((label, str(found["cores"]), str(found["killed"]), *times, lost))
+    return _table(("row", "cores", "killed in", "longest pause", "of it a new world", "steps lost"), lines)
+
+
+def _after(time_s: float | None) -> str:
+    return "-" if time_s is None else f"{time_s:.2f} s"
+
+
+def _flat(part: Sequence[str], rows: Rows) -> list[str]:
+    """Anything else: one line per figure."""
+    lines = []
+    for name in part:
+        entry = rows[name]
+        for key, value in entry["figures"].items():
+            if key not in ("cores", "ranks"):
+                ranks = entry["figures"].get("ranks", "")
+                ranks = ranks if isinstance(ranks, int) else ""
+                lines.append((f"`{name}`", str(ranks), str(entry["cores"]), f"`{key}`", _value(value)))
+    return _table(("row", "ranks", "cores", "figure", "value"), lines)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1e4 else f"{value:.3e}"
+    if isinstance(value, list):
+        return " - ".join(map(_value, value))
+    return "-" if value is None else str(value)
+
+
+PARTS: dict[str, Callable[[Sequence[str], Rows], list[str]]] = {
+    "scenarios": _training,
+    "exact": _training,
+    "networks": _training,
+    "accuracy": _training,
+    "faults": _faults,
+    "costs": _flat,
+    "decisions": _flat,
+}
+
+
+def render(part: str, document: Mapping[str, Any]) -> str:
+    """A part's table, with version, date and what is not in it.
+
+    Args:
+        part: Of `PARTS`, or `all`.
+        document: What `report_all` recorded.
+    """
+    if part == "all":
+        return "\n\n".join(f"**{name}**\n\n{_part(name, document)}" for name in PARTS) + f"\n\n{_origin(document)}"
+    return f"{_part(part, document)}\n\n{_origin(document)}"
+
+
+def _part(part: str, document: Mapping[str, Any]) -> str:
+    rows = document["rows"]
+    names = [row.name for row in ROWS if row.part == part]
+    there = [name for name in names if rows.get(name, {}).get("state") == "measured"]
+    lines = PARTS[part](there, rows) if there else []
+    absent = [f"`{name}` ({rows.get(name, {}).get('reason', 'not run')})" for name in names if name not in there]
+    if absent:
+        lines += ["", f"Not measured: {'; '.join(absent)}."]
+    return "\n".join(lines).strip()
+
+
+def _origin(document: Mapping[str, Any]) -> str:
+    quick = ", quick: no figures" if document["quick"] else ""
+    return f"Version `{document['version']}`, {document['date']}{quick}, by `python -m benchmarks.report_all`."
+
+
+def block_names(text: str, page: str = "the page") -> list[str]:
+    """The tables that a page has places for.
+
+    Raises:
+        MarkerError: A marker without its other half, or of no table.
+    """
+    names: list[str] = []
+    opened = ""
+    for kind, name in MARKER.findall(text):
+        if name not in (*PARTS, "all") or (kind == "begin") == bool(opened) or (kind == "end" and name != opened):
+            raise MarkerError(f"{page}: the marker '{kind} {name}' is out of place; expected begin and end in pairs, "
+                              f"each of {', '.join((*PARTS, 'all'))}")  # fmt: skip
+        opened = name if kind == "begin" else ""
+        names += [name] if kind == "begin" else []
+    if opened:
+        raise MarkerError(f"{page}: the marker 'begin {opened}' has no end")
+    return names
+
+
+def blocks_of(text: str) -> dict[str, str]:
+    """What stands between the markers, by name."""
+    return {
+        name: text.split(BEGIN.format(name), 1)[1].split(END.format(name), 1)[0].strip() for name in block_names(text)
+    }
+
+
+def replace_blocks(page: Path, document: Mapping[str, Any]) -> bool:
+    """Write the recorded figures between the page's markers; whether that changed it."""
+    before = page.read_text(encoding="utf-8")
+    text = before
+    for name in block_names(before, page.name):
+        head, rest = text.split(BEGIN.format(name), 1)
+        _, tail = rest.split(END.format(name), 1)
+        text = f"{head}{BEGIN.format(name)}\n\n{render(name, document)}\n\n{END.format(name)}{tail}"
+    if text != before:
+        page.write_text(text, encoding="utf-8")
+    return text != before
