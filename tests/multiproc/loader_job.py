@@ -1,0 +1,117 @@
+"""A job of ranks that `shard` feeds by worker processes: epochs, a loop that one rank leaves, a state in the middle.
+
+    python -m tests.multiproc.loader_job first FOLDER       epochs, then a checkpoint in the middle of one
+    python -m tests.multiproc.loader_job second FOLDER      goes on from it, with any number of ranks
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import star_hvd as hvd
+from tests.multiproc.modes import deadline
+from tests.multiproc.scenarios import compute, digest, model
+from tests.support.launch import write_result
+
+SAMPLES, BATCH = 403, 4
+STOPS_AT = 9  # Steps into the epoch that is interrupted.
+FAST_S, SLOW_S = 0.004, 0.02
+
+
+class Numbered(torch.utils.data.Dataset[tuple[int, torch.Tensor]]):
+    """Samples that know their number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.randn(8, generator=torch.Generator().manual_seed(index))
+
+
+def own_loader() -> DataLoader[Any]:
+    return DataLoader(Numbered(), batch_size=BATCH, shuffle=True, num_workers=2, persistent_workers=True)
+
+
+class Training:
+    """A network that is trained on whatever a loader gives.
+
+    Args:
+        mode: Of the optimizer.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.net = model()
+        inner = torch.optim.SGD(self.net.parameters(), lr=0.01)
+        self.optimizer = hvd.DistributedOptimizer(inner, self.net.named_parameters(), mode=mode)
+        last = int(hvd.rank()) == int(hvd.size()) - 1
+        self._pause_s = SLOW_S if last and mode != "sync" else FAST_S
+
+    def step(self, rows: torch.Tensor) -> None:
+        """A step on these inputs."""
+        self.optimizer.zero_grad()
+        compute(self.net, rows, self._pause_s)
+        self.optimizer.step()
+
+    def epoch(self, loader: Any, leave_after: int = 0) -> list[int]:
+        """Numbers of the samples of an epoch, or of its first batches."""
+        seen: list[int] = []
+        for count, (numbers, rows) in enumerate(loader, 1):
+            self.step(rows)
+            seen += numbers.tolist()
+            if count == leave_after:
+                break
+        return seen
+
+
+def first(folder: Path) -> dict[str, Any]:
+    rank = int(hvd.rank())
+    relaxed = Training("partial")
+    loader = hvd.shard(own_loader(), seed=7)
+    epochs = [relaxed.epoch(loader, leave_after=3 if rank == epoch and epoch < 2 else 0) for epoch in range(4)]
+    facts = {"epochs": epochs, "waits": list(loader.lease_waits), "digest": digest(relaxed.net)}
+    relaxed.optimizer.close()
+    weighted = WeightedRandomSampler(torch.arange(1.0, 51.0), 120)
+    drawn = hvd.shard(Numbered(), 8, sampler=weighted, num_workers=1)
+    facts["weighted"] = [[int(i) for numbers, _ in drawn for i in numbers] for _ in range(2)]
+    facts["ranges"] = [list(hvd.work(SAMPLES, 10)) for _ in range(2)]
+    exact = Training("sync")
+    seen: list[int] = []
+    for count, (numbers, rows) in enumerate(loader, 1):
+        exact.step(rows)
+        seen += numbers.tolist()
+        if count == STOPS_AT:  # Every rank has had so many: the queue has enough for all.
+            if rank == 0:  # Alone, as many programs save.
+                torch.save({"loader": loader.state_dict(), "model": exact.net.state_dict()}, folder / "checkpoint")
+            break
+    hvd.barrier()
+    exact.optimizer.close()
+    return facts | {"seen": seen}
+
+
+def second(folder: Path) -> dict[str, Any]:
+    exact = Training("sync")
+    loader = hvd.shard(own_loader(), seed=7)
+    saved = torch.load(folder / "checkpoint")
+    exact.net.load_state_dict(saved["model"])
+    loader.load_state_dict(saved["loader"])
+    epochs = [exact.epoch(loader), exact.epoch(loader)]
+    facts = {"epochs": epochs, "digest": digest(exact.net), "epoch": loader.epoch}
+    exact.optimizer.close()
+    return facts
+
+
+def main(part: str, folder: Path) -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    with deadline():
+        write_result({"first": first, "second": second}[part](folder))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

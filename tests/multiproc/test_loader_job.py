@@ -1,0 +1,63 @@
+"""Real jobs that `shard` feeds by worker processes: every sample once, whoever leaves, and over a checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiproc.loader_job import BATCH, SAMPLES, STOPS_AT
+from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
+
+ALL = list(range(SAMPLES))
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[JobResult, JobResult]:
+    """Four ranks that are interrupted in the middle of an epoch, and three that go on."""
+    folder = tmp_path_factory.mktemp("loader")
+    runs = []
+    for part, ranks in (("first", 4), ("second", 3)):
+        runs.append(run_job("tests.multiproc.loader_job", part, str(folder), ranks=ranks, fresh=True).check())
+    return runs[0], runs[1]
+
+
+def together(parts: list[list[Any]]) -> list[Any]:
+    return sorted(item for part in parts for item in part)
+
+
+def test_every_sample_once_in_a_relaxed_mode_whoever_leaves_its_loop(jobs: tuple[JobResult, JobResult]) -> None:
+    first = jobs[0].results
+    for epoch in range(4):
+        parts = [each["epochs"][epoch] for each in first]
+        assert together(parts) == ALL
+    assert len(first[0]["epochs"][0]) == 3 * BATCH
+    assert len({each["digest"] for each in first}) == 1
+    assert len(first[3]["epochs"][3]) < len(first[0]["epochs"][3]), "the slow rank takes fewer"
+
+
+def test_a_sampler_of_the_user_s_gives_the_order(jobs: tuple[JobResult, JobResult]) -> None:
+    drawn = [together([each["weighted"][epoch] for each in jobs[0].results]) for epoch in range(2)]
+    assert [len(each) for each in drawn] == [120, 120] and drawn[0] != drawn[1]
+    assert max(Counter(drawn[0]).values()) > 1, "with replacement"
+
+
+def test_ranges_of_work_are_handed_out_once(jobs: tuple[JobResult, JobResult]) -> None:
+    for call in range(2):
+        ranges = together([each["ranges"][call] for each in jobs[0].results])
+        assert ranges[0][0] == 0 and ranges[-1][1] == SAMPLES
+        assert all(one[1] == other[0] for one, other in zip(ranges, ranges[1:], strict=False))
+
+
+def test_an_epoch_goes_on_behind_a_checkpoint_with_another_number_of_ranks(jobs: tuple[JobResult, JobResult]) -> None:
+    before = together([each["seen"] for each in jobs[0].results])
+    after = together([each["epochs"][0] for each in jobs[1].results])
+    assert len(before) == 4 * STOPS_AT * BATCH
+    assert sorted(before + after) == ALL
+    assert together([each["epochs"][1] for each in jobs[1].results]) == ALL
+    assert {each["epoch"] for each in jobs[1].results} == {6}
+    assert len({each["digest"] for each in jobs[1].results}) == 1
