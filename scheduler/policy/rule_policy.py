@@ -98,23 +98,22 @@ class _Timeline:
     slow: npt.NDArray[np.bool_]
 
     def tail(self, rows: int) -> _Timeline:
-        """The last `rows` steps of it."""
+        """The last `rows` steps."""
         return _Timeline(steps=self.steps[-rows:], times_s=self.times_s[-rows:], slow=self.slow[-rows:])
 
 
 class RulePolicy:
     """Chooses `sync`, `partial(m)`, `subgroup` or `ps(x)` from recent windows.
 
-    The window must reach back at least `_QUIET` steps (`window_steps` says how many to keep), or the rule never
-    returns to `sync`.
+    Windows must span at least `_QUIET` steps (see `window_steps`), or the rule never returns to `sync`.
 
     Args:
         world_size: Number of ranks.
-        damping: Damping of `sync` and `partial` after `ps`, which has its own; otherwise the active plan's stays.
-        hosts: Host of every rank, to place servers; None where unknown, then there is one server.
+        damping: Damping of `sync` and `partial` after `ps`, which has its own; else the active plan's is kept.
+        hosts: Host of every rank, to place servers; None if unknown, then there is one server.
 
     Raises:
-        ValueError: A value out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(

@@ -183,7 +183,7 @@ class ClosingRule:
         self._ranks[rank].out_of_data = out_of_data
 
     def activate(self, rank: int, now_s: float) -> None:
-        """Mark a rank active; it is not waited for until it arrives or joins."""
+        """Mark a rank active. While it is behind, no step waits for it until it arrives or joins."""
         self._inactive.discard(rank)
         self._ranks[rank].started_s = now_s
 
