@@ -290,7 +290,7 @@ class ServerProcess:
         vigil = Vigil(process.pid, time.monotonic(), patience=self._patience)
         while True:
             if pipe.poll(_CHECK_S):
-                vigil.heard()
+                vigil.note_event()
                 for event in pipe.receive():
                     if event is None:
                         self._ended(process, pipe)
