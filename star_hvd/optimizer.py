@@ -335,7 +335,7 @@ class _Methods:
     def synchronize(self) -> None:
         """Wait until every gradient is the mean over the step's members.
 
-        If this rank is late: in a relaxed mode it returns with this rank's own gradients, which a later step folds in.
+        If this rank is late: its gradient is kept for a later step, and `step()` brings its parameters up to date.
         """
         self._star.core.synchronize(manual=True)
         self._star.synchronized = True

@@ -82,7 +82,7 @@ class LinkSurvey:
         return rank, Probe(target, PROBE_BYTES)
 
     def note(self, rank: int, bytes_per_s: float) -> None:
-        """Take in a measured rate, in bytes/s; 0 where the measurement failed."""
+        """Take in a measured rate, in bytes per second."""
         self._asked.pop(rank, None)
         if bytes_per_s > 0.0:
             self._rates[rank] = max(bytes_per_s, self._rates.get(rank, 0.0))

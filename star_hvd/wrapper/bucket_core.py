@@ -56,7 +56,7 @@ def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -
     if kinds != {"cuda"}:
         return f"parameters are on {sorted(kinds)}; relaxed modes support CPU and CUDA only, so this trains in sync"
     if any(isinstance(value, torch.Tensor) and value.is_cuda for group in groups for value in group.values()):
-        return "a hyperparameter is a CUDA tensor, which helpers cannot read in time; training in sync"
+        return "a hyperparameter is a CUDA tensor, which other ranks cannot get in time; training in sync"
     if env.relaxed_cuda():
         return None
     return (
