@@ -1,7 +1,7 @@
 """STAR for Horovod: `import star_hvd as hvd` instead of `import horovod.torch as hvd`.
 
-Every name of `horovod.torch` is here. `DistributedOptimizer` takes Horovod's arguments and, behind them, how the
-ranks synchronize; `shard` feeds fast ranks more data; `report` says which rank is slow.
+Every name of `horovod.torch` is here. `DistributedOptimizer` takes Horovod's arguments and a synchronization mode;
+`shard` gives fast ranks more batches; `report` shows which rank is slow and why.
 """
 
 from __future__ import annotations

@@ -1,20 +1,18 @@
-"""Whether all ranks run the same build of Horovod: compared before Horovod starts, and again when the ranks first meet.
+"""Checks that all ranks run the same build of Horovod, before Horovod starts and in the first collective.
 
-Horovod's processes talk to each other in bit vectors and messages without a version. Patch 0004 adds a status bit to
-those of each cycle, so that between a host with it and one without it every bit after the third means another thing on
-either side: tensors are taken for other tensors, and with dynamic process sets one side starts a collective of which
-the other does not know. Nothing there raises; the job hangs, or reduces what does not belong together. A NCCL of
-another version, or a build without it, ends alike.
+Horovod's processes exchange bit vectors and messages without a version. Patch 0004 adds a status bit to each cycle's
+vector, so that between a host with it and one without it every bit after the third has different meanings: tensors are
+mistaken for each other, and with dynamic process sets one side starts a collective that the other does not know.
+Nothing raises; the job hangs or reduces unrelated tensors. The same happens with different versions of NCCL.
 
-Two places compare:
+The builds are compared in two places:
 
-1. `compare_before_init`, in `star_hvd.init`, before dynamic process sets are switched on and before Horovod's first
-   cycle. It uses the key-value store in which `horovodrun` has the ranks find each other, and nothing of Horovod's own
-   protocol, hence works between any two builds. It covers jobs of a fixed size under Gloo; under elastic training ranks
-   are only numbered by Horovod itself, and under MPI there is no store.
-2. `require_equal`, over the first gathering of all ranks, covers those. Tensors that Horovod sees for the first time go
-   the slow way, by name and not by bit, and no set has been made yet: so far, both sides still understand each other
-   unless dynamic sets are on, which is why the first place comes before that.
+1. `compare_before_init`, in `star_hvd.init`, before dynamic process sets are enabled and before Horovod's first cycle.
+   It uses only the key-value store of `horovodrun`'s rendezvous, hence works between any two builds. It covers jobs of
+   a fixed size under Gloo; in elastic training Horovod itself assigns the ranks, and under MPI there is no store.
+2. `require_equal`, in the first collective of all ranks, covers those. Horovod negotiates new tensors by name, not by
+   bit, and no set has been made yet, so different builds still understand each other unless dynamic sets are enabled,
+   which is why the first comparison precedes that.
 """
 
 from __future__ import annotations
@@ -37,18 +35,18 @@ __all__ = ["Build", "BuildMismatchError", "compare_before_init", "mismatch", "ow
 logger = logging.getLogger("star_hvd")
 
 _SCOPE = "star.build"
-_VERDICT = "verdict"
+_RESULT = "verdict"
 _REQUEST_S = 5.0
 _POLL_S = (0.01, 0.25)
 
 
 class BuildMismatchError(StarError):
-    """Ranks run builds of Horovod that do not understand each other."""
+    """Ranks run incompatible builds of Horovod."""
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What of a Horovod has to be equal on all ranks, and on which host it is.
+    """The properties of a Horovod that must be equal on all ranks, and its host.
 
     Attributes:
         horovod: Version without the local part.
@@ -64,7 +62,7 @@ class Build:
 
     @property
     def digest(self) -> str:
-        """Equal for builds that understand each other."""
+        """Equal for compatible builds."""
         return hashlib.sha256(f"{self.horovod}|{self.patches}|{self.nccl}".encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -84,7 +82,7 @@ def own_build() -> Build:
 
 
 def mismatch(builds: Iterable[Build]) -> str | None:
-    """What to tell every rank if these builds, by rank, must not mix; None where they are alike."""
+    """The error's text if these builds, by rank, are incompatible; None where they are equal."""
     groups: dict[str, list[int]] = {}
     found: dict[str, Build] = {}
     hosts: dict[str, set[str]] = {}
@@ -98,16 +96,15 @@ def mismatch(builds: Iterable[Build]) -> str | None:
     for digest, ranks in groups.items():
         who = f"rank{'s' if len(ranks) > 1 else ''} {_spans(ranks)} on {', '.join(sorted(hosts[digest])[:4])}"
         parts.append(f"{who}: {found[digest]}")
-    said = "; ".join(parts)
     return (
-        f"got {len(groups)} different builds of Horovod in one job, expected one, since they do not understand each "
-        f"other's messages: {said}. Install the same one on every host: python scripts/build_horovod.py, from the same "
-        f"state of the project and with the same HOROVOD_GPU_OPERATIONS; star-hvd doctor shows what a host has"
+        f"got {len(groups)} different builds of Horovod in one job, expected one: their messages are incompatible: "
+        f"{'; '.join(parts)}. Install the same one on all hosts: python scripts/build_horovod.py, from the same state "
+        f"of the project and with the same HOROVOD_GPU_OPERATIONS; star-hvd doctor shows what a host has"
     )
 
 
 def require_equal(builds: Iterable[Build]) -> None:
-    """Raise BuildMismatchError, on every rank alike, if these builds, by rank, must not mix."""
+    """Raise BuildMismatchError, on every rank, if these builds, by rank, are incompatible."""
     reason = mismatch(builds)
     if reason is not None:
         raise BuildMismatchError(reason)
@@ -143,7 +140,7 @@ class _Store:
         return body.decode() if status == http.client.OK else None
 
     def wait(self, key: str, deadline_s: float) -> str | None:
-        """The value as soon as there is one; None if there is none by then."""
+        """Wait for a value until `deadline_s` on the monotonic clock; None if there is none by then."""
         pause_s = _POLL_S[0]
         while (value := self.get(key)) is None and time.monotonic() < deadline_s:
             time.sleep(pause_s)
@@ -161,14 +158,13 @@ class _Store:
 
 
 def compare_before_init(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise BuildMismatchError on all ranks alike if builds differ; to be called before Horovod is initialized.
+    """Raise BuildMismatchError on all ranks if builds differ; to be called before Horovod is initialized.
 
-    Rank 0 compares what the others write and publishes what it found, so that every rank raises the same. Where there
-    is no store, a rank does not call this, or the store does not answer, nothing is decided here: Horovod waits for
-    such a rank as well, and `require_equal` comes later.
+    Rank 0 compares the records of all ranks and publishes the result, so that every rank raises the same error. Without
+    a store or an answer of it, or if a rank is late, nothing is raised: `require_equal` compares again later.
 
     Args:
-        environ: The launcher's variables; other ranks are waited for as long as Horovod's own rendezvous does.
+        environ: The launcher's variables; ranks are waited for as long as in Horovod's own rendezvous.
     """
     address, port = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
     rank, size = int(environ.get("HOROVOD_RANK", "0")), int(environ.get("HOROVOD_SIZE", "1"))
@@ -177,12 +173,12 @@ def compare_before_init(environ: Mapping[str, str] = os.environ) -> None:
     try:
         deadline_s = time.monotonic() + float(environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", "30"))
         store = _Store(address, int(port))
-        verdict = _publish(store, size, deadline_s) if rank == 0 else _follow(store, rank, deadline_s)
+        reason = _publish(store, size, deadline_s) if rank == 0 else _follow(store, rank, deadline_s)
     except (OSError, http.client.HTTPException, ValueError, TypeError) as error:
         logger.debug("the builds of the ranks are compared after the start only: %s", error)
         return
-    if verdict:
-        raise BuildMismatchError(verdict)
+    if reason:
+        raise BuildMismatchError(reason)
 
 
 def _publish(store: _Store, size: int, deadline_s: float) -> str:
@@ -190,15 +186,15 @@ def _publish(store: _Store, size: int, deadline_s: float) -> str:
     for rank in range(1, size):
         value = store.wait(str(rank), deadline_s)
         if value is None:
-            logger.debug("rank %d has not said its build: compared after the start only", rank)
-            store.put(_VERDICT, "")
+            logger.debug("rank %d has not published its build: compared after the start only", rank)
+            store.put(_RESULT, "")
             return ""
         builds.append(Build(**json.loads(value)))
-    verdict = mismatch(builds) or ""
-    store.put(_VERDICT, verdict)
-    return verdict
+    reason = mismatch(builds) or ""
+    store.put(_RESULT, reason)
+    return reason
 
 
 def _follow(store: _Store, rank: int, deadline_s: float) -> str:
     store.put(str(rank), json.dumps(asdict(own_build())))
-    return store.wait(_VERDICT, deadline_s) or ""
+    return store.wait(_RESULT, deadline_s) or ""

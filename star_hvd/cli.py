@@ -11,9 +11,9 @@ from scheduler.commands import run_command
 __all__ = ["SUBCOMMANDS", "main"]
 
 SUBCOMMANDS: Final[tuple[tuple[str, str, str], ...]] = (
-    ("doctor", "star_hvd.doctor", "what is installed here and which modes it allows"),
-    ("sync-logs", "star_hvd.run_log.sync_logs", "send what MLflow does not have yet of the runs logged here"),
-    ("report", "star_hvd.run_log.report_page", "make a page of a run: modes, stragglers and accuracy over time"),
+    ("doctor", "star_hvd.doctor", "show what is installed and which modes it allows"),
+    ("sync-logs", "star_hvd.run_log.sync_logs", "send run logs that MLflow does not have yet"),
+    ("report", "star_hvd.run_log.report_page", "write an HTML page of a run: modes, stragglers, accuracy over time"),
 )
 
 
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; that of the process by default.
 
     Returns:
-        Exit status: 0 all is well, 1 it is not, 2 wrong arguments (raised as `SystemExit` by argparse).
+        Exit status: 0 for success, 1 for failure, 2 for wrong arguments (raised as `SystemExit` by argparse).
     """
     return run_command("star-hvd", "Tools around star_hvd.", SUBCOMMANDS, arguments)
 

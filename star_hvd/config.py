@@ -1,4 +1,4 @@
-"""All tuning values in one frozen record, each with its unit, its default and where the default comes from."""
+"""All tuning values in one frozen record, each with its unit, its default and the origin of the default."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ class Config:
     Attributes:
         bucket_bytes: Size of a flat gradient buffer. 25 MiB as in PyTorch DDP: large enough to amortize a
             collective, small enough to overlap with backward.
-        reference_samples: Samples that count as weight 1 in a reduction. 0 takes the first batch `shard` gives.
-        policy: Who decides in mode `auto`: `learned` (a trained predictor of time to accuracy, or the cost model where
-            there is no fitting predictor), `cost` (the cost model alone) or `rule` (thresholds).
-        damping: `inverse` weighs a late gradient by 1 / (1 + staleness) (DynSGD); `none` keeps it whole.
+        reference_samples: Samples that count as weight 1 in a reduction. 0 takes the size of `shard`'s first batch.
+        policy: The policy of mode `auto`: `learned` (a trained predictor of time to accuracy, or the cost model where
+            no predictor fits), `cost` (the cost model alone) or `rule` (thresholds).
+        least_quorum: Smallest part of the ranks that `auto` lets a step wait for.
+        damping: `inverse` weighs a late gradient by 1 / (1 + staleness) (DynSGD); `none` by 1.
         max_staleness: Late gradients older than this many steps are dropped and counted.
         grace_fraction: A step waits at least this part of its usual compute time for ranks that should be on time.
             Measured: with 0.0 equal ranks lose 10 to 20 % of their steps to jitter of milliseconds.
         grace_mads: The wait also covers the median arrival offset plus this many median absolute deviations.
-        quorum_deadline_s: A relaxed step whose quorum does not come together closes after this with what is there.
+        quorum_deadline_s: A relaxed step whose quorum is not reached closes after this with the gradients present.
         step_deadline_s: A reduction that takes longer than this ends the job with an error naming the missing
             ranks. Long, because a user may evaluate on one rank while the others wait, as with plain Horovod.
-        shutdown_deadline_s: How long a rank that finished keeps helping the others before it leaves.
-        control_deadline_s: Wait for an answer of the coordinator.
-        heartbeat_s: Interval of the sign of life every rank gives.
-        lost_after_s: A rank silent for this long is reported as lost.
-        plan_deadline_s: A plan not taken up after this is abandoned.
-        decide_interval_s: How often `auto` looks at the measurements.
-        noise_interval_steps: Every how many steps the gradient norms for the noise scale are taken.
-        replay_queue: Closed steps kept for a rank that is inside `step()`, before the job waits for it.
-        encryption: `network` encrypts whatever leaves a host: if all ranks share one, tensors and parameter servers
-            use Unix sockets there that only this user can open, unencrypted. `all` encrypts those too. Control is
+        shutdown_deadline_s: How long a finished rank contributes to the others' steps before it exits.
+        control_deadline_s: Longest wait for an answer of the coordinator.
+        heartbeat_s: Interval of every rank's heartbeat.
+        lost_after_s: A rank silent for this long counts as lost.
+        plan_deadline_s: A plan that is not active after this is abandoned.
+        decide_interval_s: Interval of the windows on which `auto` decides.
+        noise_interval_steps: Steps between two measurements of the gradient norms for the noise scale.
+        replay_queue: Closed steps queued for a rank that is inside `step()`, before the job waits for it.
+        encryption: `network` encrypts connections between hosts; if all ranks share one host, tensors and parameter
+            servers use unencrypted Unix sockets that only this user can open. `all` encrypts those too. Control is
             always encrypted. Measured on one host: an exchange of 100 MB with a server takes 2.5 to 5 times as long
-            encrypted, 1.2 ms of a core per MB at each end, and keeps nobody out whom the files' owner does not.
+            encrypted, 1.2 ms of a core per MB at each end, with no protection beyond that of the sockets' owner.
         chunk_bytes: Size of a tensor message, at most 4 MiB. 1 MiB: 40 MB messages were 4 times slower than 4 MB ones.
-        server_chunk_bytes: Size of a message from and to a parameter server, and of what it updates at once.
-        absent_after_s: Parameter servers stop waiting for a rank silent for this long, until it is heard again.
-        late_bytes_per_s: Rate at which a rank outside a subgroup sends its gradients, 0 for as fast as its link goes.
-        report_interval_s: How often rank 0 logs a slow rank while it stays slow.
-        stall_warning_s: A step that waits longer than this for a rank is logged with the rank's number.
+        server_chunk_bytes: Size of a chunk: the unit of a parameter server's messages and updates.
+        absent_after_s: Parameter servers do not wait for a rank that has been silent for this long.
+        late_bytes_per_s: Rate limit of the late gradients of a rank outside a subgroup, 0 for none.
+        report_interval_s: Interval of rank 0's warnings of a rank that stays slow.
+        stall_warning_s: A step that waits longer than this for ranks is logged with their numbers.
     """
 
     bucket_bytes: int = 25 * 1024 * 1024
@@ -88,10 +89,8 @@ class Config:
             if not minimum <= value < float("inf"):
                 raise ValueError(f"config {item.name} is {value!r}; expected a finite number of at least {minimum}")
         if self.chunk_bytes > _MAX_CHUNK_BYTES:
-            raise ValueError(
-                f"config chunk_bytes is {self.chunk_bytes}; expected at most {_MAX_CHUNK_BYTES}, which is what a "
-                "socket takes in one message"
-            )
+            limit = f"{_MAX_CHUNK_BYTES}, the largest message of a socket"
+            raise ValueError(f"config chunk_bytes is {self.chunk_bytes}; expected at most {limit}")
         if self.least_quorum > 1.0:
             raise ValueError(f"config least_quorum is {self.least_quorum}; expected a part of the ranks, at most 1")
 

@@ -1,4 +1,4 @@
-"""What is installed here and which modes it allows: `star-hvd doctor`."""
+"""`star-hvd doctor`: what is installed, and which modes it allows."""
 
 from __future__ import annotations
 
@@ -28,27 +28,20 @@ from star_hvd.patches import (
     mode_limits,
 )
 
-__all__ = ["add_arguments",
-    "build_problems",
-    "examine",
-    "run",
-    "torch_facts"]
+__all__ = ["add_arguments", "build_problems", "examine", "run", "torch_facts"]
 
 logger = logging.getLogger("star_hvd")
 
 _PACKAGES = ("star-hvd", "torch", "horovod", "pyzmq", "msgpack", "psutil", "lightgbm", "mlflow", "nvidia-ml-py")
 _BUILD = "build it with: python scripts/build_horovod.py"
-_WAIT_S = 10.0  # For a program that is asked something.
-
-
-# ---- Horovod's patches --------------------------------------------------------------------------------------------
+_WAIT_S = 10.0  # Time limit of a subprocess.
 
 
 # ---- examination --------------------------------------------------------------------------------------------------
 
 
 def examine() -> dict[str, Any]:
-    """Everything `star-hvd doctor` tells, as JSON types. Takes a second: it asks other programs and NVML."""
+    """All facts of `star-hvd doctor`, as JSON types. Takes about a second, for subprocesses and NVML."""
     horovod = _horovod()
     limits = mode_limits(horovod_patches())
     return {
@@ -79,13 +72,13 @@ def _horovod() -> dict[str, Any]:
         from horovod.torch import mpi_ops
 
         facts |= {name: bool(getattr(mpi_ops, f"{name}_built")()) for name in ("gloo", "nccl", "mpi", "cuda")}
-    except Exception as error:  # Whatever a library built for another torch raises.
+    except Exception as error:  # A library built for another torch may raise anything.
         facts["error"] = f"{type(error).__name__}: {error}"
     return facts
 
 
 def torch_facts() -> dict[str, str | None]:
-    """What torch has now: its version, CUDA and NCCL; None for what it is without, or does not say."""
+    """Versions of torch, its CUDA and its NCCL; None where it has none or does not report it."""
     try:
         import torch
     except ImportError:
@@ -97,36 +90,36 @@ def torch_facts() -> dict[str, str | None]:
 
             nccl = ".".join(str(part) for part in torch_nccl.version()[:3])
         except (AttributeError, ImportError, RuntimeError) as error:  # Built without it.
-            logger.debug("torch says no version of NCCL: %s", error)
+            logger.debug("torch reports no version of NCCL: %s", error)
     return {"torch": torch.__version__, "cuda": cuda, "nccl": nccl}
 
 
 def build_problems(horovod: dict[str, Any], now: dict[str, str | None]) -> list[str]:
-    """Where Horovod was built for something else than torch has now, in sentences that say what to do.
+    """Mismatches between Horovod's build and the installed torch, as sentences that say what to do.
 
     Args:
-        horovod: `build` (what the wheel says it was built for, empty if it does not), `cuda` and `nccl` (whether its
-            library has them).
+        horovod: `build` (the versions it was built for, empty if not recorded), `cuda` and `nccl` (whether its library
+            has them).
         now: See `torch_facts`.
     """
     build, problems = horovod["build"], []
     if build.get("torch") and now["torch"] and build["torch"] != now["torch"]:
-        problems.append(f"Horovod was built for torch {build['torch']}, and torch {now['torch']} is here; {_BUILD}")
+        problems.append(f"Horovod was built for torch {build['torch']}, but torch {now['torch']} is here; {_BUILD}")
     if now["cuda"] and not horovod["cuda"]:
         problems.append(
-            f"torch is built for CUDA {now['cuda']}, and Horovod without it, so that no GPU tensor can be reduced; "
+            f"torch is built for CUDA {now['cuda']}, but Horovod without CUDA, so that GPU tensors cannot be reduced; "
             f"install a CUDA toolkit of that version, then {_BUILD}"
         )
     elif horovod["cuda"] and not now["cuda"]:
-        problems.append(f"Horovod was built for CUDA, and torch {now['torch']} is without it; {_BUILD}")
+        problems.append(f"Horovod was built for CUDA, but torch {now['torch']} without it; {_BUILD}")
     elif now["cuda"] and build.get("cuda") and _major(build["cuda"]) != _major(now["cuda"]):
         problems.append(
-            f"Horovod was built for CUDA {build['cuda']}, and torch has CUDA {now['cuda']}; install that toolkit and "
+            f"Horovod was built for CUDA {build['cuda']}, but torch for CUDA {now['cuda']}; install that toolkit and "
             f"set HOROVOD_CUDA_HOME, then {_BUILD}"
         )
     if build.get("nccl") and now["nccl"] and build["nccl"] != now["nccl"]:
         problems.append(
-            f"Horovod was built with NCCL {build['nccl']}, and torch loads NCCL {now['nccl']}; unset "
+            f"Horovod was built with NCCL {build['nccl']}, but torch loads NCCL {now['nccl']}; unset "
             f"HOROVOD_NCCL_HOME, so that torch's own is linked, then {_BUILD}"
         )
     return problems
@@ -137,12 +130,12 @@ def _major(version: str) -> str:
 
 
 def problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]]) -> list[str]:
-    """What keeps a mode from working, in sentences; empty where all is well."""
+    """Problems that prevent or limit a mode, as sentences that say what to do."""
     if horovod["error"]:
         return [f"Horovod cannot be used ({horovod['error']}); {_BUILD}"]
     problems = build_problems(horovod, torch_facts())
     if not horovod["gloo"]:
-        problems.append(f"Horovod was built without Gloo, which carries its control messages here; {_BUILD}")
+        problems.append(f"Horovod was built without Gloo, which its control messages need here; {_BUILD}")
     present = {entry["number"] for entry in horovod["patches"]}
     missing = [number for number in (SURVIVE_DEATH, CHEAP_DYNAMIC, NO_GIL, UNEVEN_HOSTS) if number not in present]
     if SHARED_SETS not in present:
@@ -152,16 +145,15 @@ def problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]]) -> list
         )
     if horovod["cuda"] and OWN_STREAM not in present:
         problems.append(
-            f"Horovod lacks the patch {OWN_STREAM}: copies back from the host wait for the kernels of a late rank; "
-            f"{_BUILD}"
+            f"Horovod lacks the patch {OWN_STREAM}: copies from the host wait for the kernels of a late rank; {_BUILD}"
         )
     if horovod["nccl"] and NCCL_REMOVAL not in present:
         problems.append(
-            f"Horovod lacks the patch {NCCL_REMOVAL}: under NCCL process sets can be made, and never removed; {_BUILD}"
+            f"Horovod lacks the patch {NCCL_REMOVAL}: under NCCL process sets cannot be removed; {_BUILD}"
         )
     if missing:
         limited = [mode for mode, reasons in limits.items() if reasons]
-        hit = f"limits {' and '.join(limited)}" if limited else "lets one late rank freeze others' threads"
+        hit = f"limits {' and '.join(limited)}" if limited else "lets one late rank block threads of others"
         problems.append(f"Horovod lacks the patches {', '.join(missing)}, which {hit}; {_BUILD}")
     return problems
 
@@ -179,7 +171,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _cgroup() -> str:
-    """Whether this process may limit the CPU time of others, as the benchmarks' slow hosts need."""
+    """Whether this process may limit the CPU time of others, by which the benchmarks emulate slow hosts."""
     root = Path("/sys/fs/cgroup")
     version = 2 if (root / "cgroup.controllers").is_file() else 1 if (root / "cpu").is_dir() else 0
     if version == 0:
@@ -200,22 +192,22 @@ def _network_namespaces() -> str:
 
 
 def _gpus() -> str:
-    """What NVML sees; without it a slow GPU cannot be told from a slow host."""
+    """GPUs that NVML finds; without NVML a slow GPU cannot be distinguished from a slow host."""
     try:
         import pynvml
     except ImportError:
-        return "pynvml is missing (package nvidia-ml-py): GPUs are not watched"
+        return "pynvml is missing (package nvidia-ml-py): GPUs are not monitored"
     try:
         pynvml.nvmlInit()
         count = int(pynvml.nvmlDeviceGetCount())
         pynvml.nvmlShutdown()
     except Exception as error:  # pynvml's own class, or a damaged driver's OSError.
-        return f"pynvml is there, NVML is not: {error}"
-    return f"{count} watched by NVML"
+        return f"pynvml is installed, NVML is not: {error}"
+    return f"{count} monitored by NVML"
 
 
 def _channel() -> str:
-    """Interface and address under which the others would reach this host."""
+    """Interface and address of this host for the other ranks."""
     from star_hvd import env
     from star_hvd.channel.keys import own_address
 
@@ -235,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what is here. Exit status 0 if every mode works, else 1."""
+    """Print the facts. Exit status 0 if there is no problem, else 1."""
     facts = examine()
     if options.json:
         print(json.dumps(facts, indent=1))
@@ -245,7 +237,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _built_for(build: dict[str, str | None], name: str) -> str:
-    return (build[name] or "none") if name in build else "not said: built elsewhere, or before this was noted"
+    return (build[name] or "none") if name in build else "not recorded: built elsewhere, or by an older version"
 
 
 def _show(facts: dict[str, Any]) -> None:
@@ -279,4 +271,4 @@ def _show(facts: dict[str, Any]) -> None:
     for problem in facts["problems"]:
         console.print(f"problem: {problem}", style="bold red", markup=False)
     if not facts["problems"]:
-        console.print("Horovod stands in the way of no mode", style="bold green")
+        console.print("this Horovod allows all modes", style="bold green")

@@ -1,4 +1,4 @@
-"""Elastic training: Horovod's `run`, with the channel and the optimizers started anew after every reset."""
+"""Elastic training: Horovod's `run`, with the channel and the optimizers restarted after every reset."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ logger = logging.getLogger("star_hvd")
 class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyped.
     """State of an elastic job; see `horovod.torch.elastic.TorchState`.
 
-    If a rank is late: a commit broadcasts, so ranks meet there; whoever waits in it delivers no gradients, and the
-    others do not wait for them.
+    If a rank is late: a commit is collective. Ranks that wait in it are inactive, so that others do not wait for their
+    gradients.
     """
 
     def check_host_updates(self) -> None:
-        """Ask whether hosts were added or removed; all ranks meet here."""
+        """Check whether hosts were added or removed. Collective."""
         running = runtime.current()
         if running is None or not running.drivers:
             super().check_host_updates()
@@ -36,9 +36,9 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
             super().check_host_updates()
 
     def restore(self) -> None:
-        """Go back to the last commit, after the world has broken: nothing of it is asked any more.
+        """Return to the last commit after a failure of the world, without communication with it.
 
-        Loading an optimizer's state is otherwise done by all ranks together, and one of them may be dead.
+        The runtime is reset first, because loading an optimizer's state in it is collective, and a rank may be dead.
         """
         runtime.on_reset()
         super().restore()
@@ -48,8 +48,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator for the training function of an elastic job; see `horovod.torch.elastic.run`.
 
     If a rank is lost: the survivors' steps fail with `HorovodInternalError`, Horovod forms a new world, the state is
-    restored to its last commit, and every optimizer found in the state goes on in `sync` in the new world. A failure of
-    the channel (`ChannelError`, `DeadlineError`) is treated the same.
+    restored to its last commit, and every optimizer found in the state continues in `sync` in the new world. A failure
+    of the channel (`ChannelError`, `DeadlineError`) is treated the same.
     """
 
     @functools.wraps(function)
@@ -58,7 +58,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
             _restart(state)
             return function(state, *args, **kwargs)
         except (ChannelError, DeadlineError) as error:
-            # The channel, a server or a rank is gone: for Horovod, which knows its own errors only, the same as a rank.
+            # Horovod recovers from its own errors only; a failed channel or server is reported as a lost rank.
             raise RankLostError(f"{type(error).__name__}: {error}") from error
 
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restart(state: Any) -> None:
-    """Attach the optimizers of `state` to the present world, unless they are already."""
+    """Attach the optimizers in `state` to the present world, unless they are attached already."""
     for value in vars(state).values():
         if isinstance(value, torch.optim.Optimizer):
             wrapped = value.__dict__.get("_star_wrapped", lambda: None)()

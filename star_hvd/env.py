@@ -16,7 +16,7 @@ def mode() -> str | None:
 
 
 def host() -> str | None:
-    """`STAR_HOST`: address under which this rank is reached by the others. Default: found from Horovod's settings."""
+    """`STAR_HOST`: this rank's address for the others. Default: derived from Horovod's settings."""
     return os.environ.get("STAR_HOST") or None
 
 
@@ -27,28 +27,25 @@ def interface() -> str | None:
 
 
 def policy() -> str | None:
-    """`STAR_POLICY`: who decides in mode `auto`, instead of `Config.policy`. Default: unset."""
+    """`STAR_POLICY`: the policy of mode `auto`, instead of `Config.policy`. Default: unset."""
     return os.environ.get("STAR_POLICY") or None
 
 
 def encryption() -> str | None:
-    """`STAR_ENCRYPTION`: which connections are encrypted, instead of `Config.encryption`: `all` or `network`. Default:
-    unset.
-    """
+    """`STAR_ENCRYPTION`: `all` or `network`, instead of `Config.encryption`. Default: unset."""
     return os.environ.get("STAR_ENCRYPTION") or None
 
 
 def relaxed_cuda() -> bool:
-    """`STAR_RELAXED_CUDA`: 1 allows modes other than `sync` with parameters on CUDA devices. Default: refused."""
+    """`STAR_RELAXED_CUDA`: 1 enables modes other than `sync` with parameters on CUDA devices. Default: disabled."""
     return os.environ.get("STAR_RELAXED_CUDA") == "1"
 
 
 def least_quorum() -> float | None:
-    """`STAR_LEAST_QUORUM`: part of the ranks that `auto` has to wait for, instead of `Config.least_quorum`. Default:
-    unset.
+    """`STAR_LEAST_QUORUM`: a number used instead of `Config.least_quorum`. Default: unset.
 
     Raises:
-        ValueError: It is no number; `Config` judges its size.
+        ValueError: It is no number; `Config` checks its size.
     """
     value = os.environ.get("STAR_LEAST_QUORUM", "").strip()
     if not value:
@@ -60,17 +57,17 @@ def least_quorum() -> float | None:
 
 
 def target() -> str | None:
-    """`STAR_TARGET`: what the job is to reach, `accuracy>=0.95` for example, for the run log. Default: unset.
+    """`STAR_TARGET`: the job's target, `accuracy>=0.95` for example, for the run log. Default: unset.
 
-    `scheduler.target.Target` reads it; `JobLog` warns where it is none.
+    `scheduler.target.Target` parses it; `JobLog` warns if it is invalid.
     """
     return os.environ.get("STAR_TARGET") or None
 
 
 def tags() -> dict[str, str] | None:
-    """`STAR_RUN_TAGS`: what tells jobs apart in the run log, `cluster=east,data=v3` for example. Default: unset.
+    """`STAR_RUN_TAGS`: tags of the job in the run log, `cluster=east,data=v3` for example. Default: unset.
 
-    What has no `=` is a tag of value `yes`.
+    An item without `=` is a tag with value `yes`.
     """
     pairs = (text.partition("=") for text in os.environ.get("STAR_RUN_TAGS", "").split(",") if text.strip())
     return {name.strip(): value.strip() if equals else "yes" for name, equals, value in pairs} or None

@@ -1,4 +1,4 @@
-"""One tree for run-time errors; bad arguments from the user are `ValueError`s instead."""
+"""The hierarchy of run-time errors; invalid arguments of the user raise `ValueError` instead."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["ChannelError", "DeadlineError", "RankLostError", "ReplicaMismatchErr
 
 
 class StarError(RuntimeError):
-    """Something went wrong while training ran. The message says what was got, expected and what to do."""
+    """Base of errors during training. The message says what was got, what was expected and what to do."""
 
 
 class ChannelError(StarError):
-    """A peer could not be reached, or sent something that cannot be read."""
+    """A peer could not be reached, or sent an invalid message."""
 
 
 class DeadlineError(StarError):

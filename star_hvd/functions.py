@@ -1,9 +1,9 @@
-"""Horovod's functions for user code, aware of steps that others take meanwhile.
+"""Horovod's functions for user code, usable while other ranks train.
 
-A rank inside one of its own blocking collectives delivers no gradients; once a relaxed mode has been in force, the
-coordinator learns of it, so that ranks still in their training loop are not left waiting for it. Before that all ranks
-are at the same place of their programs, as under Horovod, and a rank that leaves a broadcast a little after the others
-must not lose its first gradient for it.
+A rank inside a blocking collective of the user's program delivers no gradients. Once a relaxed mode has been active, it
+reports itself as inactive to the coordinator, so that other ranks do not wait for it. Before that all ranks are at the
+same place of their programs, as under Horovod, and nothing is reported: a rank that leaves a broadcast a little after
+the others would otherwise lose its first gradient.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ R = TypeVar("R")
 def _named(function: Callable[P, R]) -> Callable[P, R]:
     """Give every operation a name that is equal on all ranks.
 
-    Horovod numbers those without a name by all operations of a process, and in relaxed modes ranks make different
-    numbers of them: the user's own would never find each other again.
+    Horovod numbers unnamed operations by a counter per process. In relaxed modes ranks make different numbers of
+    operations, so that the names of the user's would not match any more.
     """
     signature = inspect.signature(function)
     if "name" not in signature.parameters:
@@ -85,16 +85,16 @@ def _named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _process_set(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-    """The process set that a call asks for."""
+    """The argument `process_set` of a call."""
     return signature.bind(*args, **kwargs).arguments.get("process_set", global_process_set)
 
 
 def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
-    """Mark the caller as away for as long as `function` takes, when ranks may be at different steps.
+    """Mark the caller as inactive during `function`, when ranks may be at different steps.
 
     Args:
         function: Blocks until all ranks have called it.
-        meets: Whether all ranks call it at the same place of their programs, so that replicas are made equal there.
+        meets: Whether all ranks call it at the same place of their programs; replicas are then made equal first.
     """
     named, signature = _named(function), inspect.signature(function)
 
@@ -104,7 +104,7 @@ def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
         if run is None or not run.trains:
             return function(*args, **kwargs)
         if run.mixed:
-            # A process set of the user's concerns its members only; they do not wait for the others.
+            # In a process set of the user's its members do not wait for other ranks.
             together = meets and _process_set(signature, *args, **kwargs) is global_process_set
             with (run.meeting if together else run.away)(function.__name__, out_of_data=False):
                 return named(*args, **kwargs)
@@ -141,7 +141,7 @@ alltoall_async = _named(mpi_ops.alltoall_async)
 reducescatter_async = _named(mpi_ops.reducescatter_async)
 grouped_reducescatter_async = _named(mpi_ops.grouped_reducescatter_async)
 barrier = _away(mpi_ops.barrier)
-# Handles may be waited for in another order on every rank, or asked with `poll`.
+# Ranks may wait for handles in different orders, or use `poll`.
 synchronize = _away(mpi_ops.synchronize, meets=False)
 broadcast_parameters = _away(hvd.broadcast_parameters)
 broadcast_object = _away(hvd.broadcast_object)
@@ -152,8 +152,8 @@ allgather_object = _away(hvd.allgather_object)
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Broadcast an optimizer's state from `root_rank`.
 
-    Horovod initializes a fresh state by a step on zero gradients, which still moves parameters where there is weight
-    decay (AdamW: by lr * wd); here they are put back afterwards. The zero gradients stay, as under Horovod.
+    Horovod initializes an empty state by a step on zero gradients, which changes parameters if there is weight decay
+    (AdamW: by lr * wd); here they are restored afterwards. The zero gradients stay, as under Horovod.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [(param, param.detach().clone()) for param in params]
@@ -168,21 +168,24 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Args:
         comm: See `horovod.torch.init`.
-        process_sets: See `horovod.torch.init`. Dynamic process sets are switched on where they cost nothing, unless
+        process_sets: See `horovod.torch.init`. Dynamic process sets are enabled where they cost nothing, unless
             `HOROVOD_DYNAMIC_PROCESS_SETS` is set.
 
     Raises:
-        BuildMismatchError: Ranks run different builds of Horovod; on all ranks alike.
+        BuildMismatchError: Ranks run different builds of Horovod; raised on all ranks.
     """
     if runtime.current() is not None and not mpi_ops.is_initialized():
         runtime.on_reset()
     if comm is None and not mpi_ops.is_initialized():
-        build_check.compare_before_init()  # Before anything of Horovod's own protocol is used.
+        build_check.compare_before_init()  # Before Horovod's own protocol is used.
     mpi_ops.init(comm, prepare_init(comm, process_sets))
 
 
 def shutdown() -> None:
-    """Wait until all ranks have finished, standing in for this one in their steps, then shut Horovod down."""
+    """Wait until all ranks have finished, while this rank's helper contributes to their steps; then shut Horovod down.
+
+    Ranks that are lost are not waited for.
+    """
     runtime.shutdown()
     mpi_ops.shutdown()
 
@@ -190,7 +193,7 @@ def shutdown() -> None:
 def join(*args: Any, **kwargs: Any) -> int:
     """This rank has no more data: wait until all ranks have joined. Returns the last rank to join.
 
-    While it waits, its helper stands in for it with what is left over from before, then with zeros.
+    While it waits, its helper contributes its late gradients to the other ranks' steps, then zeros.
     """
     run = runtime.current()
     if run is not None and run.trains:

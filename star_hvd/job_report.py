@@ -1,4 +1,4 @@
-"""`hvd.report()`: who is slow, since when and why, what the job does about it, and what that costs."""
+"""`hvd.report()` and `hvd.explain()`: stragglers and their causes, the active mode and its reason; and user metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from star_hvd.runtime import runtime
 __all__ = ["RankLine", "Report", "explain", "record_loss", "record_metric", "report"]
 
 
-_OUTCOMES_SHOWN = 4  # In the table; a program gets all.
+_OUTCOMES_SHOWN = 4  # In the printed table; `Report.outcomes` has all.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,18 @@ class RankLine:
 
     Attributes:
         rank: The rank.
-        compute_s: Own work per gradient, before the collective.
+        compute_s: Local work per gradient, before the collective.
         wait_s: Time inside the collective; the slowest rank has the least.
-        offset_s: Arrival behind the first rank of the same step.
+        offset_s: Arrival after the first rank of the same step.
         input_share: Part of `compute_s` spent waiting for data.
-        starved_share: Part of `compute_s` spent runnable without a processor.
+        starved_share: Part of `compute_s` spent runnable without a core.
         late_share: Part of the gradients that missed their step.
         slowdown: Compute time over the reference, for a slow rank; 1 for the others.
         cause: Of a slow rank, else empty.
         next_s: Forecast of `compute_s` of the next step.
         next_low_s: Its 10 % quantile.
         next_high_s: Its 90 % quantile.
-        slow_next: Probability that it is 1.2 times the usual rank's or more.
+        slow_next: Probability that it is 1.2 times the typical rank's or more.
     """
 
     rank: int
@@ -61,11 +61,11 @@ class RankLine:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the coordinator knows about one optimizer; `str()` gives a table.
+    """The coordinator's state of one optimizer; `str()` gives a table.
 
-    `outcomes` are `scheduler.policy.switch_outcome.SwitchOutcome`s as mappings, with their sentence: what was predicted
-    of each switch and what was measured after it. `dropped_messages` made no sense or were for ranks that had left;
-    `repeated_messages` travelled again because a connection broke.
+    `outcomes` are `scheduler.policy.switch_outcome.SwitchOutcome`s as mappings, with their sentence: each switch's
+    predicted and measured speed. `dropped_messages` were invalid or for ranks that had exited; `repeated_messages` were
+    sent again after a broken connection; `denied_connections` had no key of this job.
     """
 
     mode: str
@@ -87,7 +87,7 @@ class Report:
         return asdict(self)
 
     def __str__(self) -> str:
-        from rich import box  # 50 ms, which most jobs never need.
+        from rich import box  # Importing it takes 50 ms, which most jobs do not need.
         from rich.console import Console
         from rich.table import Table
 
@@ -111,8 +111,8 @@ class Report:
             )
         out = io.StringIO()
         Console(file=out, width=108, force_terminal=False).print(table)
-        said = [f"step {one['step']}: {one['sentence']}" for one in self.outcomes[-_OUTCOMES_SHOWN:]]
-        return "\n".join([out.getvalue().rstrip(), *(self.stragglers or ("no rank is slow",)), *said])
+        outcomes = [f"step {one['step']}: {one['sentence']}" for one in self.outcomes[-_OUTCOMES_SHOWN:]]
+        return "\n".join([out.getvalue().rstrip(), *(self.stragglers or ("no rank is slow",)), *outcomes])
 
 
 def _ms(value_s: float) -> str:
@@ -120,12 +120,12 @@ def _ms(value_s: float) -> str:
 
 
 def record_loss(loss: float | torch.Tensor) -> None:
-    """Tell the loss of this rank's current batch; its mean over the ranks travels with the next step."""
+    """Record the loss of this rank's current batch; its mean over the ranks is reduced with the next step."""
     run = runtime.current()
     if run is not None:
         value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
         if math.isnan(value):
-            value = math.inf  # On the wire NaN stands for a rank that told none; the guard of accuracy has to hear it.
+            value = math.inf  # NaN means "no loss" in the header, but the accuracy guard needs to see it.
         for driver in run.drivers.values():
             driver.engine.loss = value
 
@@ -133,16 +133,15 @@ def record_loss(loss: float | torch.Tensor) -> None:
 def record_metric(
     name: str, value: float | torch.Tensor, step: int | None = None, *, monotonic_s: float | None = None
 ) -> None:
-    """Put a point of a curve, the accuracy for example, into the run log; without effect on ranks other than 0.
+    """Log a point of a curve, the accuracy for example, to the run log; without effect on ranks other than 0.
 
-    With `STAR_TARGET="accuracy>=0.95"` the first `accuracy` that is high enough gives the run's time to accuracy.
+    With `STAR_TARGET="accuracy>=0.95"` the first `accuracy` that reaches 0.95 gives the run's time to accuracy.
 
     Args:
-        name: Of the curve.
+        name: Name of the curve.
         value: Its value.
-        step: Global step it belongs to; the present one where left out.
-        monotonic_s: When, by `time.monotonic()`, the parameters were what the value is of, where it took until now to
-            work it out.
+        step: Global step it belongs to; by default the present one.
+        monotonic_s: Time (`time.monotonic()`) at which the evaluated parameters were current; by default now.
     """
     run = runtime.current()
     if run is None or run.rank != 0:
@@ -154,36 +153,35 @@ def record_metric(
 
 
 def explain(optimizer: int | None = None) -> str:
-    """One sentence: which mode is in force and why, against which alternatives.
+    """One sentence on the active mode: the reason for it, and the alternatives.
 
-    It begins with the step it is of: that of the decision, as in the log, or the present one where nothing was decided.
-    Ranks other than 0 do not know; their sentence says so, and so does one before the first optimizer or after
-    `shutdown()`.
+    It begins with the step of the decision, as in the log, or the present one without a decision. Only rank 0 can
+    explain; elsewhere, before the first optimizer and after `shutdown()`, the sentence says so.
 
     Args:
-        optimizer: Its number in the order in which they were made; the latest one where left out.
+        optimizer: Its number in the order in which they were made; by default the latest one.
 
     Raises:
         ValueError: There is no such optimizer.
     """
     run = runtime.current()
     if run is None:
-        return "nothing is known: no optimizer was made yet, or shutdown() has ended the job"
+        return "no mode is active: no optimizer was made yet, or shutdown() has ended the job"
     if run.coordinator is None:
-        return f"only rank 0 knows; this is rank {run.rank}"
+        return f"only rank 0 can explain; this is rank {run.rank}"
     with run.coordinator.board() as board:
         engine = _engine(board, optimizer)
-        return _of_step(engine) if engine is not None else "nothing is known: no optimizer was made yet"
+        return _of_step(engine) if engine is not None else "no mode is active: no optimizer was made yet"
 
 
 def _of_step(engine: OptimizerState) -> str:
-    """An optimizer's sentence with the step it is of: one on a plan in force may be hundreds of steps old."""
-    said, (step, plan) = engine.explain(), engine.plans[-1]
-    if plan.reason and said.startswith(plan.reason):
-        return f"step {step}: {plan.label}: {said}"
-    if plan.reason and said == f"{plan.label}: {plan.reason}":  # As the rule tells it.
-        return f"step {step}: {said}"
-    return f"step {engine.steps}: {said}"
+    """An optimizer's sentence with its step, which may be hundreds of steps ago."""
+    text, (step, plan) = engine.explain(), engine.plans[-1]
+    if plan.reason and text.startswith(plan.reason):
+        return f"step {step}: {plan.label}: {text}"
+    if plan.reason and text == f"{plan.label}: {plan.reason}":  # The rule-based policy's form.
+        return f"step {step}: {text}"
+    return f"step {engine.steps}: {text}"
 
 
 def _engine(board: JobState, optimizer: int | None) -> OptimizerState | None:
@@ -191,15 +189,15 @@ def _engine(board: JobState, optimizer: int | None) -> OptimizerState | None:
         return None
     engine = board.engines.get(max(board.engines) if optimizer is None else optimizer)
     if engine is None:
-        raise ValueError(f"there is no optimizer {optimizer}; there are {sorted(board.engines)}")
+        raise ValueError(f"there is no optimizer {optimizer}; expected one of {sorted(board.engines)}")
     return engine
 
 
 def report(optimizer: int | None = None) -> Report | None:
-    """What rank 0 knows about an optimizer; None on other ranks, and where nothing is known yet.
+    """A report on an optimizer; None on ranks other than 0 and before the first optimizer.
 
     Args:
-        optimizer: Its number in the order in which they were made; the latest one where left out.
+        optimizer: Its number in the order in which they were made; by default the latest one.
 
     Raises:
         ValueError: There is no such optimizer.
@@ -211,9 +209,9 @@ def report(optimizer: int | None = None) -> Report | None:
         engine = _engine(board, optimizer)
         if engine is None:
             return None
-        window, told = engine.window(), _build(engine, run.coordinator, run.keyring.denied)
-    # The job's coordinator is not kept waiting for it.
-    return replace(told, ranks=_with_forecast(told.ranks, window))
+        window, built = engine.window(), _build(engine, run.coordinator, run.keyring.denied)
+    # Outside the coordinator's lock, as the forecast takes a while.
+    return replace(built, ranks=_with_forecast(built.ranks, window))
 
 
 def _with_forecast(lines: Sequence[RankLine], window: Window) -> tuple[RankLine, ...]:

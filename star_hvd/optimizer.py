@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: Horovod's signature and behaviour, with a choice of how the ranks synchronize."""
+"""`DistributedOptimizer`: Horovod's signature and behaviour, with a choice of synchronization modes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["DistributedOptimizer"]
 
 logger = logging.getLogger("star_hvd")
 
-# GradScaler hands itself over with a warning about its own future; our step decides on reduced gradients with it.
+# GradScaler passes itself to `step` with this warning; our `step` needs it to check the reduced gradients.
 warnings.filterwarnings("ignore", message="GradScaler is going to stop passing itself", category=FutureWarning)
 
 
@@ -49,7 +49,7 @@ def DistributedOptimizer(
     config: Config | None = None,
     max_grad_norm: float | None = None,
 ) -> Any:
-    """Wrap an optimizer so that gradients are averaged over the ranks, without letting a slow rank hold them up.
+    """Wrap an optimizer so that gradients are averaged over the ranks, in modes that tolerate slow ranks.
 
     The arguments up to `process_set` are those of `horovod.torch.DistributedOptimizer`. The returned object is an
     instance of the user's optimizer class and shares its state, defaults, groups and hooks.
@@ -66,30 +66,24 @@ def DistributedOptimizer(
         sparse_as_dense: Whether sparse gradients are made dense for the reduction.
         process_set: Process set to reduce in.
         mode: `auto` (the coordinator decides from measurements), `sync`, `partial(m)` (a step waits for m ranks),
-            `subgroup(0,1,2)`, `grouped(G)`, `local(H)`, `ps(x)` and its relatives, all in `parse_mode`, or a `Plan`.
-            The environment variable `STAR_MODE` goes first.
+            `subgroup(0,1,2)`, `grouped(G)`, `local(H)`, `ps(x)` and others described in `parse_mode`, or a `Plan`.
+            The environment variable `STAR_MODE` takes precedence.
         config: Tuning values, equal on all ranks. Those of channel and control are taken from the first optimizer or
             loader of the job.
-        max_grad_norm: Clip the averaged gradient to this norm. Use this instead of clipping by hand: helpers of
-            ranks that are behind can repeat it.
+        max_grad_norm: Norm to which the averaged gradient is clipped. Use it instead of clipping by hand, which a rank
+            that catches up could not repeat.
 
     If a rank is late: in a relaxed mode the step goes on without it, its gradient is folded into a later step with a
     weight of 1 / (1 + staleness), and its `step()` brings its parameters up to date. Adasum, sparse gradients,
-    `SyncBatchNorm`, a GradScaler, LBFGS, `groups`, a process set or a compressor of the user's run exactly as in
-    Horovod, in lockstep, with one line in the log.
+    `SyncBatchNorm`, a GradScaler, LBFGS, `groups`, and the user's process set or compressor run exactly as in Horovod,
+    in lockstep, which is logged once.
 
     Raises:
         ValueError: Parameters without names or with equal names, a bad number, an unknown mode, m outside 1..n.
     """
     if gradient_predivide_factor != 1.0:
         check_predivide(op)
-    if num_groups != 0:
-        warnings.warn(
-            "Parameter `num_groups` has been replaced by `groups` and will be removed",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        groups = num_groups if groups is None else groups
+    groups = _groups_of(num_groups, groups)
     check_numbers(backward_passes_per_step, groups, max_grad_norm)
     settings = config or Config()
     plan = parse_mode(
@@ -97,14 +91,9 @@ def DistributedOptimizer(
     )
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
-    names = names_of(optimizer, named_parameters)
-    release_dropped()
-    inner = _inner_of(optimizer)
-    wrapped = _wrap(inner)
-    wrapped._star = _Wrapper(
-        wrapped,
-        inner,
-        names=names,
+    return _wrapped(
+        optimizer,
+        names=names_of(optimizer, named_parameters),
         compression=compression,
         passes=backward_passes_per_step,
         op=op,
@@ -116,8 +105,25 @@ def DistributedOptimizer(
         config=config,
         max_grad_norm=max_grad_norm,
     )
-    # Nothing that lives as long as the job or the model refers to the wrapped object, so it ends with the user's last
-    # reference to it, whether `close` was called or an exception threw it away.
+
+
+def _groups_of(num_groups: int, groups: Any) -> Any:
+    """`groups`, or the deprecated `num_groups` in its place."""
+    if num_groups == 0:
+        return groups
+    message = "Parameter `num_groups` has been replaced by `groups` and will be removed"
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return num_groups if groups is None else groups
+
+
+def _wrapped(optimizer: torch.optim.Optimizer, **given: Any) -> Any:
+    """The wrapped optimizer; `given` are those of `_Wrapper`."""
+    release_dropped()
+    inner = _inner_of(optimizer)
+    wrapped = _wrap(inner)
+    wrapped._star = _Wrapper(wrapped, inner, **given)
+    # Neither the model nor the runtime refers to the wrapped object, so it is finalized with the user's last reference
+    # to it, whether `close` was called or not.
     weakref.finalize(wrapped, wrapped._star.drop).atexit = False
     return wrapped
 
@@ -138,11 +144,11 @@ def _inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _wrap(inner: torch.optim.Optimizer) -> Any:
-    """An instance of a subclass of the user's class that shares everything with the user's object.
+    """An instance of a subclass of the user's class that shares its `__dict__` with the user's object.
 
-    Not built by calling `__init__` again, as Horovod does: that loses state, defaults and required arguments.
-    `__module__` has to stay Horovod's: its broadcast_optimizer_state asks for it to find out that `step` reduces.
-    What the class adds has a slot of its own: in the shared `__dict__` it would keep the wrapped object alive.
+    `__init__` is not called again, as Horovod does, because that loses state, defaults and required arguments.
+    `__module__` has to be Horovod's, because its `broadcast_optimizer_state` checks it to see that `step` reduces.
+    `_star` is in a slot, because in the shared `__dict__` it would keep the wrapped object alive.
     """
     previous = inner.__dict__.get("_star_wrapped", lambda: None)()
     if previous is not None:
@@ -161,7 +167,7 @@ def _wrap(inner: torch.optim.Optimizer) -> Any:
 
 
 class _Step:
-    """`step` of the generated class: goes before an entry `step` of the `__dict__` shared with the user's object.
+    """`step` of the generated class: a data descriptor, which takes precedence over `step` in the shared `__dict__`.
 
     A learning-rate scheduler made before wrapping put its counting `step` there and looks for it later.
     """
@@ -179,10 +185,10 @@ class _Step:
 
 
 class _Wrapper:
-    """What the generated class knows: the arguments, the core in charge, and where in a step the user is.
+    """State of the generated class: the arguments, the core, and the user's progress in a step.
 
     Args:
-        wrapped: The object that the user is given; only a weak reference to it is kept.
+        wrapped: The object returned to the user; only a weak reference to it is kept.
         inner: The user's own optimizer.
         given: Arguments of `DistributedOptimizer`.
     """
@@ -235,19 +241,19 @@ class _Wrapper:
     def _lockstep_reason(self) -> str | None:
         given = self.given
         if given["groups"]:
-            return "groups fixed by the user"
+            return "the argument groups"
         if given["process_set"] is not global_process_set:
-            return "a process set of the user's"
+            return "the argument process_set"
         if given["op"] not in (Average, mpi_ops.Sum):
             return "a reduction other than Average and Sum"
         if given["predivide"] != 1.0:
             return "gradient_predivide_factor"
         if given["compression"] not in (Compression.none, Compression.fp16):
-            return "a compressor of the user's"
+            return "a compressor other than none and fp16"
         return None
 
     def restart(self) -> None:
-        """Go on after Horovod was initialized anew (elastic)."""
+        """Continue after Horovod was initialized again (elastic)."""
         run = runtime.ensure(self.given["config"])
         if isinstance(self.core, BucketCore) and not self.core.attached_to(run):
             self.core.restart(run)
@@ -274,7 +280,7 @@ class _Wrapper:
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
                     stacklevel=3,
                 )
-            # Again, as Horovod does: no rank knows whether another has new gradients since its synchronize().
+            # Reduced again, as in Horovod: no rank knows whether another has new gradients since its synchronize().
             self.core.synchronize(manual=False)
         self.synchronized = False
         skip = grad_scaler is not None and _found_infinity(grad_scaler, self.wrapped())
@@ -282,7 +288,7 @@ class _Wrapper:
         return loss if closure is not None else value
 
     def drop(self) -> None:
-        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread."""
+        """Called by the garbage collector, in any thread, once the user has no reference to the optimizer."""
         self.core.drop()
 
     def pin(self, reason: str) -> None:
@@ -297,7 +303,7 @@ def _is_elastic() -> bool:
 
 
 def _found_infinity(scaler: Any, optimizer: Any) -> bool:
-    """Unscale the reduced gradients, equal on all ranks, and say whether any is infinite: all ranks skip, or none."""
+    """Unscale the reduced gradients; whether any is infinite. They are equal on all ranks, so all skip or none."""
     state = scaler._per_optimizer_states[id(optimizer)]
     if state["stage"].name == "READY":
         scaler.unscale_(optimizer)
@@ -308,10 +314,11 @@ class _Methods:
     """Bodies of the generated class; `self` is an instance of the user's optimizer class."""
 
     _star: _Wrapper
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("this class is made by star_hvd.DistributedOptimizer; call that with an optimizer to wrap")
 
-    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to our step, after the reduction.
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("this class cannot be instantiated; call star_hvd.DistributedOptimizer with an optimizer")
+
+    _step_supports_amp_scaling = True  # GradScaler then leaves unscaling and skipping to our `step`.
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Average the gradients over the step's members and apply them.
@@ -326,13 +333,16 @@ class _Methods:
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Wait until every gradient is the mean over the step's members."""
+        """Wait until every gradient is the mean over the step's members.
+
+        If this rank is late: its gradient is kept for a later step, and `step()` brings its parameters up to date.
+        """
         self._star.core.synchronize(manual=True)
         self._star.synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, `step()` does not synchronize: for a `synchronize()` done by hand before."""
+        """Context in which `step()` does not synchronize, for use after an explicit `synchronize()`."""
         self._star.should_synchronize = False
         try:
             yield
@@ -340,7 +350,7 @@ class _Methods:
             self._star.should_synchronize = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; not between `backward()` and `step()` or `synchronize()`."""
+        """Clear the gradients; an AssertionError between `backward()` and `step()` or `synchronize()`."""
         if self._star.core.pending:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -349,13 +359,13 @@ class _Methods:
         self._star.base.zero_grad(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes are accumulated before a reduction."""
+        """Change the number of backward passes accumulated before a reduction; ValueError if it is not above 0."""
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
         self._star.core.set_passes(passes)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state; where parameter servers or other ranks keep it, it is brought here first.
+        """The optimizer's state, fetched first where parameter servers or other ranks hold it.
 
         Take it before the model's, so that parameters and state are of the same step in every mode.
         """
@@ -364,22 +374,22 @@ class _Methods:
         return dict(self._star.base.state_dict(self))  # type: ignore[arg-type]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load the optimizer's state, on all ranks alike; a step that was begun is forgotten."""
+        """Load the optimizer's state, on all ranks; a step that was begun is discarded."""
         self._star.core.forget()
         if isinstance(self._star.core, BucketCore):
-            self._star.core.bring_state_home()
+            self._star.core.leave_remote_state()
         self._star.synchronized, self._star.should_synchronize = False, True
         self._star.base.load_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and reduce its gradients too. Collective: on all ranks after the same step."""
+        """Add a group and reduce its gradients too. Collective: on all ranks after the same step, in `sync` only."""
         self._star.base.add_param_group(self, param_group)  # type: ignore[arg-type]
         self._star.core.add_params(param_group["params"])
 
     def close(self) -> None:
-        """Use this optimizer no more: its hooks and its helper end, and its late gradients count as dropped.
+        """End this optimizer: remove its hooks, end its helper, and count its late gradients as dropped.
 
-        Collective: waits until all ranks are here. Needed only where a job makes one optimizer after another.
+        Collective: waits until all ranks have called it. Needed only where a job makes one optimizer after another.
         """
         core = self._star.core
         core.remove_hooks()
@@ -398,7 +408,7 @@ class _Methods:
 
     @property
     def mode(self) -> str:
-        """The mode in force, `partial(3)` for example."""
+        """The active mode, `partial(3)` for example."""
         core = self._star.core
         return core.driver.engine.plan.label if isinstance(core, BucketCore) else "sync"
 
@@ -414,6 +424,6 @@ class _Methods:
     _compression = property(lambda self: self._star.given["compression"])
 
     def _register_hooks(self) -> None:
-        """Kept for scripts that call it after a reset; the hooks are in place already."""
+        """Does nothing; kept for scripts that call it after a reset."""
 
 

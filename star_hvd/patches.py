@@ -1,4 +1,4 @@
-"""Which of this package's patches the installed Horovod has."""
+"""The patches that the installed Horovod was built with, and the modes that they allow."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ _PROCESS_SET_MODES = ("subgroup", "grouped")
 def horovod_patches() -> frozenset[str]:
     """Numbers of the patches that the installed Horovod was built with, `0003` for example.
 
-    Empty for a Horovod that was built elsewhere, and without one. Horovod itself is not imported.
+    Empty for a Horovod that was built elsewhere, and without Horovod, which is not imported.
     """
     return frozenset(entry["number"] for entry in build_list().get("patches", []))
 
 
 def build_list() -> dict[str, Any]:
-    """What the installed Horovod says of its build: `horovod`, `patches`, `build`; without the last in older ones.
+    """The record of the installed Horovod's build: `horovod`, `patches` and, in newer ones, `build`.
 
-    Empty for a Horovod that was built elsewhere, and without one.
+    Empty for a Horovod that was built elsewhere, and without Horovod.
     """
     spec = importlib.util.find_spec("horovod")
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -69,7 +69,7 @@ def horovod_release() -> str | None:
 
 
 def mode_limits(patches: frozenset[str]) -> dict[str, dict[str, str]]:
-    """Why a mode is not to be had with these patches: mode -> circumstance -> reason. Nothing for a free mode.
+    """Limits of the modes with these patches: mode -> circumstance -> reason; empty for an unlimited mode.
 
     Circumstances: `always`, `elastic` (elastic training), `hosts` (more than one host).
     """

@@ -1,4 +1,4 @@
-"""Says what to do when Horovod is missing or was built for another torch; imported first."""
+"""Imported first: raises an error with instructions if Horovod is missing or was built for another torch."""
 
 from __future__ import annotations
 

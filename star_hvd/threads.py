@@ -1,11 +1,11 @@
-"""How this package starts its threads: one that ends by an exception is never simply gone.
+"""Threads whose exceptions are always reported.
 
 - star-agent, star-tensors, star-prepare, star-sets, star-group, star-ps-owner, star-ps-recover, star-ps-pipe: training
   cannot go on without them, so the optimizers fail and the training thread raises the reason.
 - star-helper-N and star-ps-client: the same, by handlers of their own.
-- star-coordinator: an entry in the log; steps are made in lockstep from then on.
-- star-model, star-door, star-resources, star-probe, star-job-log, star-run-log, star-run-sender: a warning; what they
-  report is missing from then on.
+- star-coordinator: logs an error; steps are made in lockstep from then on.
+- star-model, star-door, star-resources, star-probe, star-job-log, star-run-log, star-run-sender: log a warning; their
+  data is missing from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _handlers: list[Handler] = []
 
 
 def on_death(handler: Handler) -> Callable[[], None]:
-    """Have `handler` called with name and exception when a critical thread ends; the result takes that back."""
+    """Call `handler` with name and exception when a critical thread ends by one; returns a function that undoes it."""
     _handlers.append(handler)
 
     def undo() -> None:
@@ -41,10 +41,10 @@ def supervised(
     """A daemon thread, not started yet.
 
     Args:
-        target: What it runs.
+        target: The function it runs.
         name: Its name.
         args: Arguments of `target`.
-        critical: Whether training cannot go on without it; else a warning is all that comes of its end.
+        critical: Whether training cannot go on without it; otherwise an exception is only logged as a warning.
     """
 
     def run() -> None:

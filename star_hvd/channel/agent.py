@@ -1,7 +1,6 @@
-"""The thread on every rank that talks to the coordinator; nobody else touches its socket.
+"""The thread on every rank that communicates with the coordinator; it alone uses the socket.
 
-Messages survive broken connections (`channel.link`), signs of life do not: those that were lost said nothing that the
-next one does not say.
+Messages survive broken connections (`channel.link`); heartbeats may be lost, as the next one replaces them.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ __all__ = ["Agent"]
 
 logger = logging.getLogger("star_hvd")
 
-_DRAIN_S = 2.0  # At the end the last messages are sent again until the coordinator has them, or for so long.
+_DRAIN_S = 2.0  # Longest wait at the end for the coordinator to acknowledge the last messages.
 
 
 class Agent:
-    """Sends this rank's messages and hands the coordinator's to `handler`, in the agent's thread.
+    """Sends this rank's messages and passes the coordinator's to `handler`, in the agent's thread.
 
     Args:
         rank: This rank.
         connect: Makes the DEALER; called in the agent's thread, which owns the socket.
-        handler: Gets every message of the coordinator. It must return at once.
-        heartbeat_s: Interval of the signs of life.
+        handler: Gets every message of the coordinator. It must not block.
+        heartbeat_s: Interval of heartbeats.
         batch_s: Longest time a message that is not urgent waits for others.
     """
 
@@ -68,12 +67,12 @@ class Agent:
         self._thread.start()
 
     def send(self, message: Message, *, urgent: bool = True) -> None:
-        """Send a message, from any thread, without waiting.
+        """Queue a message, from any thread, without blocking.
 
         Args:
             message: The message.
-            urgent: Send it at once. Else it goes with the next urgent one, or after `batch_s`: waking this thread in
-                the middle of every step costs the training thread the interpreter, and the host a core.
+            urgent: Whether to send it at once, rather than with the next urgent one or after `batch_s`: waking this
+                thread in every step costs the training thread the interpreter lock, and the host a core.
         """
         self._outbox.put(message)
         if not urgent:
@@ -121,7 +120,7 @@ class Agent:
                     self._receive(dealer)
         except (zmq.ZMQError, ChannelError):
             if not self._stop.is_set():
-                raise  # Without this channel the rank cannot go on; who supervises the thread says so.
+                raise  # Without this channel the rank cannot go on; `supervised` reports it.
         finally:
             dealer.close(linger_ms=1000)
 
@@ -132,7 +131,7 @@ class Agent:
             except queue.Empty:
                 return
             if dealer.stream.ended:
-                continue  # There is no coordinator any more: training goes on without.
+                continue  # The coordinator has ended; training goes on without it.
             dealer.send([encode(message)])
             if isinstance(message, Finished):
                 logger.debug("rank %d: finished", self.rank)
@@ -153,6 +152,6 @@ class Agent:
             try:
                 self._handler(message)
             except Exception:
-                logger.exception("rank %d: could not act on a %s message", self.rank, message.kind)
+                logger.exception("rank %d: the handler of a %s message failed", self.rank, message.kind)
         if dealer.stream.broken is not None and not dealer.stream.ended:
             raise ChannelError(dealer.stream.broken)

@@ -1,9 +1,9 @@
-"""Who stands at a socket's door: connections that have not shown a key are few, small and short-lived.
+"""Limits the number, memory and lifetime of connections that have not authenticated.
 
-ZeroMQ accepts everybody, gives each connection memory for a message before it has shown a key, and has no limit on how
-many do so at once. The monitor of a socket tells the descriptor of every connection it accepts; here those whose
-handshake is not complete are kept in a list, and the least likely ones are shut where there are too many, or where it
-takes too long. A rank of the job that is shut by mistake connects again by itself.
+ZeroMQ accepts every connection, allocates memory for a message before the handshake is complete, and does not limit
+their number. A socket's monitor gives the descriptor of every accepted connection; here those with an incomplete
+handshake are kept in a list, and the least likely ones are shut down where there are too many or the handshake takes
+too long. A rank of the job that is shut down by mistake reconnects.
 """
 
 from __future__ import annotations
@@ -28,54 +28,53 @@ __all__ = ["CONTROL_BYTES", "DATA_BYTES", "HANDSHAKE_S", "MAX_PENDING", "SLACK_B
 logger = logging.getLogger("star_hvd")
 
 HANDSHAKE_S = 5.0
-"""A handshake takes four messages, milliseconds; a busy interpreter may hold the question whose key it is for some."""
+"""A handshake takes four messages, milliseconds; a busy interpreter may delay the authenticator's answer."""
 
 MAX_PENDING = 16
-"""Connections in the middle of their handshake, per socket, where the job is no larger. Each can hold a message of the
-socket's largest size."""
+"""Incomplete handshakes per socket, more in jobs with more ranks. Each can hold a message of the largest size."""
 
-SLACK_BYTES = 64 * 1024  # Of a message beside its payload: header, encryption.
+SLACK_BYTES = 64 * 1024  # For a message's header and encryption.
 CONTROL_BYTES = (1 << 20) + SLACK_BYTES
 DATA_BYTES = (1 << 22) + SLACK_BYTES
-"""The largest `Config.chunk_bytes`, and what is around it. Where a rank listens it takes no more than its own."""
+"""The largest `Config.chunk_bytes`. A rank's own socket accepts messages of its own `chunk_bytes` only."""
 
 _POLL_MS = 250
 _BATCH = 256
 _TRIM_S = 0.3
 _NEW_S = 0.1
-_EVENT = struct.Struct("=Hi")  # As the monitor sends it: event, and descriptor where there is one.
-_WARN_AT = 20  # Connections turned away; a few are a scan of ports, or a rank that was slow once.
+_EVENT = struct.Struct("=Hi")  # A monitor's event: its number, and the descriptor or another value.
+_WARN_AT = 20  # Rejected connections; a few may be a port scan, or a rank that was slow once.
 
 # In `struct tcp_info` of Linux: bytes the other side has acknowledged.
 _TCP_INFO_BYTES, _BYTES_ACKED = 128, 120
 _WELCOMED_BYTES, _ADMITTED_BYTES = 234, 240
-"""Acknowledged by a peer that was let in. The server's greeting has 64 bytes, its WELCOME, for which the peer has to
-know the server's public key, 170, and the READY behind an accepted key at least 54."""
+"""Bytes that a peer has acknowledged after WELCOME and after READY. The server's greeting has 64 bytes, its WELCOME,
+for which the peer has to know the server's public key, 170, and the READY after an accepted key at least 54."""
 
 
 def set_limits(sock: zmq.Socket[Any], max_bytes: int) -> None:
-    """What holds for every socket of a job, before it is bound or connected.
+    """Set the options of every socket of a job, before it is bound or connected.
 
     Args:
         sock: The socket.
-        max_bytes: Largest message it takes; whoever announces more is disconnected before anything is allocated.
+        max_bytes: Largest message; a peer that announces a larger one is disconnected before memory is allocated.
     """
     sock.setsockopt(zmq.MAXMSGSIZE, max_bytes)
     sock.setsockopt(zmq.HANDSHAKE_IVL, round(1e3 * HANDSHAKE_S))
-    # No message of a rank is lost to a full queue; every protocol bounds what is under way by itself.
+    # A full queue would drop messages; every protocol bounds what is in flight itself.
     sock.setsockopt(zmq.SNDHWM, 0)
     sock.setsockopt(zmq.RCVHWM, 0)
     keep_alive(sock)
 
 
 class DoorWatch:
-    """Watches the doors of some sockets, with a thread for each, and counts who came and who was let in.
+    """Watches sockets with a thread for each, and counts accepted and authenticated connections.
 
-    The authenticator alone would not do: it never hears of a connection without a key.
+    ZeroMQ's authenticator cannot do it: it sees no connection that sends no key.
 
     Args:
-        max_pending: Connections per socket that may be in their handshake; `expect` raises it.
-        handshake_s: Longest time they may take for it.
+        max_pending: Incomplete handshakes allowed per socket; `expect` raises it.
+        handshake_s: Longest duration of a handshake.
     """
 
     _EVENTS = (
@@ -94,22 +93,22 @@ class DoorWatch:
 
     @property
     def denied(self) -> int:
-        """Connections that ended without having been let in; one in the middle of its handshake may count early."""
+        """Connections that ended without authentication; one in its handshake may be counted early."""
         return sum(door.denied for door in self._doors)
 
     @property
     def evicted(self) -> int:
-        """Connections that were shut here: too many at once, or too slow."""
+        """Connections shut down here: too many at once, or too slow."""
         return sum(door.evicted for door in self._doors)
 
     def expect(self, peers: int) -> None:
-        """So many of the job's own may come at once, at its start for example: none of them is one too many."""
+        """Allow at least `peers` handshakes at a time, so that all ranks of the job can connect at once."""
         self._max_pending = max(self._max_pending, peers)
         for door in self._doors:
             door.max_pending = self._max_pending
 
     def watch(self, router: zmq.Socket[Any]) -> None:
-        """Count and limit what happens at a server from now on, before it is bound."""
+        """Watch a server's socket, which must not be bound yet."""
         door = _Door(router.get_monitor_socket(self._EVENTS), self._max_pending, self._handshake_s)
         door.thread = supervised(self._run, "star-door", args=(door,), critical=False)
         self._doors.append(door)
@@ -123,8 +122,8 @@ class DoorWatch:
                 door.thread.join(deadline_s)
 
     def _run(self, door: _Door) -> None:
-        # ZeroMQ's thread waits where its events are not read: this one ends with the socket it watches, not before.
-        with contextlib.suppress(zmq.ZMQError):  # The context ends before this thread notices.
+        # ZeroMQ's thread blocks if monitor events are not read, so this thread runs until its socket is closed.
+        with contextlib.suppress(zmq.ZMQError):  # The context may end first.
             while door.take_events() and not (self._stop.is_set() and not door.monitor.poll(0)):
                 door.sweep(time.monotonic())
                 door.trim(time.monotonic())
@@ -136,10 +135,9 @@ class DoorWatch:
             return
         self._warned = True
         logger.warning(
-            "%d connections that showed no key of this job were turned away so far, %d of them for more than %d at "
-            "once or more than %g s without a key; training goes on. Put the job on an interface that others do not "
-            "reach (STAR_INTERFACE, STAR_HOST), or close its ports to them; `denied_connections` of the report counts "
-            "on",
+            "%d connections without a key of this job were rejected so far, %d of them because more than %d were "
+            "pending or after %g s; training goes on. Use an interface that others cannot reach (STAR_INTERFACE, "
+            "STAR_HOST), or a firewall; `denied_connections` of the report has the present count",
             self.denied,
             self.evicted,
             self._max_pending,
@@ -148,7 +146,7 @@ class DoorWatch:
 
 
 class _Door:
-    """One socket's door; all but the counts belongs to its thread."""
+    """The connections of one socket; all but the counts is used by its thread alone."""
 
     def __init__(self, monitor: zmq.Socket[Any], max_pending: int, handshake_s: float) -> None:
         self.monitor = monitor
@@ -157,19 +155,19 @@ class _Door:
         self._accepted = self._succeeded = self._disconnected = 0
         self.max_pending, self._handshake_s = max_pending, handshake_s
         self._port, self._trimmed, self._trim_at_s = -1, 0, 0.0
-        self._pending: dict[int, float] = {}  # Descriptor, and since when.
+        self._pending: dict[int, float] = {}  # Descriptor of a connection to when it was accepted.
 
     @property
     def denied(self) -> int:
         return max(0, min(self._accepted - self._succeeded, self._disconnected))
 
     def take_events(self) -> bool:
-        """Wait for something to happen, and note all of it; False when the socket is closed."""
+        """Wait for monitor events and handle them; False when the socket is closed."""
         if not self.monitor.poll(_POLL_MS):
             return True
         now_s = time.monotonic()
         with contextlib.suppress(zmq.Again):
-            for _ in range(_BATCH):  # In a flood there is always more, and the list has to be looked through.
+            for _ in range(_BATCH):  # Bounded, so that `sweep` runs during a flood.
                 head, endpoint = self.monitor.recv_multipart(zmq.NOBLOCK)
                 event, value = _EVENT.unpack(head)
                 if event == zmq.EVENT_ACCEPTED:
@@ -187,7 +185,7 @@ class _Door:
         return True
 
     def sweep(self, now_s: float) -> None:
-        """Shut what waits for too long, and the least likely ones where too many wait."""
+        """Shut down handshakes that take too long, and the least likely ones where there are too many."""
         overdue = {d for d, since_s in self._pending.items() if now_s - since_s > self._handshake_s}
         if not overdue and len(self._pending) <= self.max_pending:
             return
@@ -201,10 +199,10 @@ class _Door:
             del self._pending[descriptor]
 
     def _unlikely(self, waiting: list[int], progress: dict[int, int], now_s: float) -> list[int]:
-        """Who waits, in the order in which they are to go.
+        """Incomplete handshakes in the order in which they are shut down.
 
-        Those go first that had time and have said little. A rank is past the WELCOME within milliseconds; so that
-        nobody new can be kept out by those who go no further from there, half of the places are theirs at most.
+        Those that had time and made little progress come first. A rank is past WELCOME within milliseconds. Connections
+        that stop there keep at most half of the places, so that they cannot keep new ones out.
         """
         known = sorted((d for d in waiting if progress[d] >= _WELCOMED_BYTES), key=self._pending.__getitem__)
         stay = set(known[max(0, len(known) - self.max_pending // 2) :])
@@ -220,17 +218,17 @@ class _Door:
         return sorted(waiting, key=order)
 
     def trim(self, now_s: float) -> None:
-        """Give the memory of messages that strangers had begun back to the system: the C library would keep it."""
+        """Return the memory of unauthenticated messages to the system, which the C library would keep."""
         if self.evicted > self._trimmed and now_s >= self._trim_at_s:
             self._trimmed, self._trim_at_s = self.evicted, now_s + _TRIM_S
-            with contextlib.suppress(AttributeError):  # Not of every C library.
+            with contextlib.suppress(AttributeError):  # Not in every C library.
                 ctypes.CDLL(None).malloc_trim(0)
 
     def _progress(self, descriptor: int) -> int:
-        """Bytes of the handshake that the peer has acknowledged; as if it were let in where the connection is gone."""
+        """Bytes of the handshake that the peer has acknowledged; `_ADMITTED_BYTES` where the connection is gone."""
         try:
             with _lent(descriptor) as connection:
-                if connection.getsockname()[1:] != (self._port,):  # The number is that of another file by now.
+                if connection.getsockname()[1:] != (self._port,):  # The descriptor was reused.
                     return _ADMITTED_BYTES
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                 return int(struct.unpack_from("<Q", info, _BYTES_ACKED)[0])
@@ -238,19 +236,19 @@ class _Door:
             return _ADMITTED_BYTES
 
     def _shut(self, descriptor: int) -> None:
-        with contextlib.suppress(OSError), _lent(descriptor) as connection:  # Gone in this very moment.
+        with contextlib.suppress(OSError), _lent(descriptor) as connection:  # Closed meanwhile.
             if connection.getsockname()[1:] == (self._port,):
                 self.evicted += 1
-                # ZeroMQ's thread then reads the end of it, and closes it.
+                # ZeroMQ's thread then reads the end of the stream and closes it.
                 connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
 def _lent(descriptor: int) -> Iterator[socket.socket]:
-    """A connection of ZeroMQ's by its descriptor, which is not closed here.
+    """A socket object for a descriptor of ZeroMQ's, which stays open.
 
     Raises:
-        OSError: It is closed, or no socket.
+        OSError: The descriptor is closed, or no socket.
     """
     connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
     try:

@@ -1,9 +1,9 @@
 """Addresses and CURVE keys of all ranks, made at start; the public keys are exchanged over Horovod.
 
 All connections of a job use these keys: control, tensors, parameter servers. A secret key stays in the process that
-made it; the one of a rank's parameter server is made by the rank and goes to the server over the socket it inherits.
-Whoever knows no key of this job gets no further than ZeroMQ's handshake; such attempts are counted, with the wrong key,
-without any, or not speaking ZeroMQ's protocol at all.
+made it, except that of a rank's parameter server, which gets it from the rank over an inherited socket. Connections
+without a key of this job fail in ZeroMQ's handshake, and are counted: with the wrong key, without any, or with another
+protocol.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from star_hvd.errors import ChannelError
 __all__ = ["JobKey", "KeyPair", "Keyring", "Peer", "PrivateFolder", "own_address"]
 
 
-
 @dataclass(frozen=True, slots=True)
 class Peer:
     """How to reach a rank: its public key, host address, and ports (control only on rank 0).
@@ -42,7 +41,7 @@ class Peer:
         control_port: Of the coordinator, 0 on all ranks but 0.
         tensor_port: Of its tensor server.
         server_key: Public key of the parameter server it may start.
-        tensor_path: Unix socket of its tensor server, in place of the port, where nothing leaves the host.
+        tensor_path: Unix socket of its tensor server, used instead of the port where all ranks share a host.
     """
 
     public_key: bytes
@@ -78,7 +77,7 @@ def own_address(*, single_host: bool) -> str:
 
 
 class KeyPair:
-    """A CURVE key pair. It cannot be pickled, and does not show its secret half."""
+    """A CURVE key pair that cannot be pickled; its repr has the public key only."""
 
     __slots__ = ("_secret", "public")
 
@@ -92,17 +91,17 @@ class KeyPair:
         raise TypeError("a key pair must not leave its process")
 
     def serve(self, sock: zmq.Socket[Any]) -> None:
-        """Make a socket, before it is bound, the server's end of encrypted connections."""
+        """Make a socket that is not bound yet the server of encrypted connections."""
         sock.curve_server = True
         sock.curve_publickey, sock.curve_secretkey = self.public, self._secret
 
     def join(self, sock: zmq.Socket[Any], server_key: bytes) -> None:
-        """Make a socket, before it connects, the client's end of connections to the owner of `server_key`."""
+        """Make a socket that is not connected yet the client of the server with `server_key`."""
         sock.curve_publickey, sock.curve_secretkey = self.public, self._secret
         sock.curve_serverkey = server_key
 
     def hand_over(self) -> list[bytes]:
-        """Both halves, for a process that this one starts, over the socket it inherits and nothing else."""
+        """Both halves, to be sent to a child process over its inherited socket only."""
         return [self.public, self._secret]
 
     @classmethod
@@ -119,7 +118,7 @@ class JobKey:
     Args:
         own: The pair of this process.
         server: The pair of the server that this rank may start.
-        admitted: Public keys that servers, and parents in a fan-in tree, talk to: those of all ranks and their servers.
+        admitted: Public keys that servers, and parents in a fan-in tree, accept: those of all ranks and their servers.
     """
 
     def __init__(self, own: KeyPair, server: KeyPair, admitted: Iterable[bytes]) -> None:
@@ -135,7 +134,7 @@ class JobKey:
         return f"JobKey({self.own!r}, {len(self.admitted)} admitted)"
 
     def for_server(self) -> dict[str, Any]:
-        """What a server of this rank needs, for the socket it inherits and nothing else: it holds a secret."""
+        """Values for this rank's server, with a secret key: to be sent over its inherited socket only."""
         return {"pair": self.server.hand_over(), "admitted": sorted(self.admitted)}
 
     @classmethod
@@ -145,15 +144,15 @@ class JobKey:
         return cls(pair, pair, (bytes(key) for key in values["admitted"]))
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """The authenticator's question whether a public key belongs to this job."""
+        """For the authenticator: whether a public key belongs to this job."""
         return key in self.admitted
 
 
-_MAX_FOLDER = 90  # The system takes 107 characters for the path of a Unix socket.
+_MAX_FOLDER = 90  # A Unix socket's path may have 107 characters.
 
 
 class PrivateFolder:
-    """A folder for Unix sockets that only this user can enter: the system lets nobody else connect."""
+    """A folder for Unix sockets with mode 0700, so that only this user can connect."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="star-"))  # Mode 0700.
@@ -163,7 +162,7 @@ class PrivateFolder:
 
     @staticmethod
     def is_own(path: str) -> bool:
-        """Whether a folder is there, this user's, and nobody else's to enter."""
+        """Whether a folder exists, belongs to this user, and only this user can enter it."""
         try:
             found = os.stat(path, follow_symlinks=False)
         except OSError:
@@ -171,7 +170,7 @@ class PrivateFolder:
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the folder."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -200,19 +199,19 @@ class Keyring:
 
     @property
     def public_key(self) -> bytes:
-        """This rank's."""
+        """This rank's public key."""
         return self.pair.public
 
     @property
     def denied(self) -> int:
-        """Connections turned away because they are not of this job."""
+        """Connections rejected because they are not of this job."""
         return self._door.denied
 
     def admit(self, peers: list[Peer]) -> None:
-        """Accept these ranks, in order of rank, from now on."""
+        """Accept connections of these ranks, given in order of rank, from now on."""
         self.peers = peers
         self._known.keys = frozenset(peer.public_key for peer in peers)
-        self._door.expect(2 * len(peers))  # A rank may fetch, and push, on connections of their own.
+        self._door.expect(2 * len(peers))  # A rank may have one connection for fetches and one for pushes.
 
     def job_key(self) -> JobKey:
         """The keys for parameter servers; after `admit`."""
@@ -220,11 +219,11 @@ class Keyring:
         return JobKey(self.pair, self.server_pair, self._known.keys | servers)
 
     def server(self, host: str, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[Any], int]:
-        """A bound ROUTER that only ranks of this job can talk to, and its port.
+        """A bound ROUTER that accepts ranks of this job only, and its port.
 
         Args:
             host: Address to listen on.
-            max_bytes: Largest message; whoever announces more is disconnected.
+            max_bytes: Largest message; a peer that announces a larger one is disconnected.
         """
         router = self._router(max_bytes)
         self.pair.serve(router)
@@ -233,7 +232,7 @@ class Keyring:
         return router, int(port)
 
     def local_server(self, folder: Path) -> tuple[zmq.Socket[Any], str]:
-        """A bound ROUTER on a Unix socket in a folder of this user's alone, and its path; nothing is encrypted."""
+        """A bound ROUTER on an unencrypted Unix socket in a private folder, and its path."""
         router = self._router(DATA_BYTES)
         path = str(folder / secrets.token_hex(4))
         router.bind(f"ipc://{path}")
@@ -243,12 +242,12 @@ class Keyring:
         router: zmq.Socket[Any] = self.context.socket(zmq.ROUTER)
         router.linger = 0
         set_limits(router, max_bytes)
-        # A rank whose connection broke comes back under its name while the old one may still seem open here.
+        # A rank that reconnects keeps its identity, while its old connection may still seem open here.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         return router
 
     def client(self, rank: int, identity: bytes, *, port: int) -> zmq.Socket[Any]:
-        """A DEALER connected to a server of `rank`; with an empty `identity` the server gives it one."""
+        """A DEALER connected to a server of `rank`; with an empty `identity` the server assigns one."""
         peer = self.peers[rank]
         dealer: zmq.Socket[Any] = self.context.socket(zmq.DEALER)
         dealer.linger = 1000
@@ -263,7 +262,7 @@ class Keyring:
         return dealer
 
     def close(self) -> None:
-        """Stop the authenticator and drop all sockets of this ring. Sockets must be closed by their threads."""
+        """Stop the authenticator and destroy the context; sockets should have been closed by their threads."""
         self._door.stop()
         self._authenticator.stop()
         self.context.destroy(linger=500)

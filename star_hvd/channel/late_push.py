@@ -1,12 +1,12 @@
 """Late gradients from a rank outside the subgroup to its parent, and current parameters back, on a tensor socket.
 
-A push is a sequence of two-frame messages, a fixed binary header and raw bytes of at most a chunk each, paced where a
-rate is set so that it does not crowd the links of the ranks that all-reduce. The parent answers the last one with
-the step whose parameters will contain the gradient.
+A push is a sequence of two-frame messages, a fixed binary header and at most a chunk of raw bytes, rate-limited if
+configured so that it leaves bandwidth to the ranks that all-reduce. The parent answers the last message with the first
+step whose parameters will contain the gradient.
 
 After a broken connection the whole push is sent again, as its next attempt. The parent remembers the last push of every
-child and answers it again without taking it twice. (Not a `Stream`: nobody would acknowledge for a training thread that
-computes, and one request at a time needs no more than this.)
+child and repeats its answer without accepting it twice. (Not a `Stream`: the training thread cannot acknowledge while
+it computes, and one request at a time needs no more than this.)
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from star_hvd.errors import ChannelError, DeadlineError
 __all__ = ["MAX_PROBE_BYTES", "PROBE", "LatePushes", "ParentLink", "probe", "rate_of"]
 
 MAX_PROBE_BYTES = 64 * 1024 * 1024
-PROBE = 0xFFFFFFFF  # Number of an optimizer that is none: what comes for it measures the link.
+PROBE = 0xFFFFFFFF  # Reserved optimizer number: pushes to it measure the link.
 
-_HEADER = struct.Struct("<4sBIIQQIQQQ")  # magic, protocol, engine, rank, link, push, attempt, version, offset, size
+_HEADER = struct.Struct("<4sBIIQQIQQQ")  # magic, protocol, optimizer, rank, link, push, attempt, version, offset, size
 _MAGIC, _PROTOCOL = PUSH_MAGIC, 2
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
 _MAX_VERSION = 1 << 62
-_MOST_CHILDREN = 4096  # That are remembered.
+_MOST_CHILDREN = 4096  # Whose last push is remembered.
 _MOST_BURSTS, _BURST_PAUSE_S, _BURSTS_S = 6, 0.015, 0.25
-_LINKS_PART = 0.1  # Of a burst's time, at least.
+_LINKS_PART = 0.1  # Least part of a burst's time that is attributed to the link.
 
 
 class ParentLink:
@@ -48,7 +48,7 @@ class ParentLink:
         rank: This rank.
         optimizer_id: Number of the optimizer.
         chunk_bytes: Size of a message.
-        pace_bytes_per_s: Rate of the pushes, 0 for as fast as the link goes.
+        pace_bytes_per_s: Rate limit of pushes, 0 for none.
         deadline_s: Longest wait for an answer.
     """
 
@@ -64,7 +64,7 @@ class ParentLink:
         deadline_s: float,
     ) -> None:
         self.parent = parent
-        self._rank, self._engine = rank, optimizer_id
+        self._rank, self._optimizer_id = rank, optimizer_id
         self._chunk_bytes = chunk_bytes
         self._pace_bytes_per_s = pace_bytes_per_s
         self._deadline_s = deadline_s
@@ -93,7 +93,7 @@ class ParentLink:
     def _send(self, body: bytes, version: int, attempt: int) -> None:
         for offset in range(0, max(1, len(body)), self._chunk_bytes):
             part = body[offset : offset + self._chunk_bytes]
-            names = (self._engine, self._rank, self._link, self._pushes, attempt)
+            names = (self._optimizer_id, self._rank, self._link, self._pushes, attempt)
             header = _HEADER.pack(_MAGIC, _PROTOCOL, *names, version, offset, len(body))
             self._caller.socket.send_multipart([header, part])
             if self._pace_bytes_per_s:
@@ -103,7 +103,7 @@ class ParentLink:
         """The answer to the last push; None if its connection broke."""
         while True:
             if time.monotonic() >= limit_s:
-                raise DeadlineError(f"rank {self.parent} did not take a late gradient within {self._deadline_s:g} s")
+                raise DeadlineError(f"rank {self.parent} did not accept a late gradient within {self._deadline_s:g} s")
             frames = self._caller.wait(limit_s)
             if frames is None and self._caller.reopened():
                 return None
@@ -115,10 +115,10 @@ class ParentLink:
     def state(self, min_step: int, *, state_too: bool) -> Snapshot | None:
         """Parameters of step `min_step` or later, None while the parent has none; asked for once.
 
-        An answer that has begun is waited for: a slow link takes its time.
+        An answer that has begun is awaited longer, as it may take long on a slow link.
 
         Raises:
-            DeadlineError: The parent does not answer at all.
+            DeadlineError: The parent does not answer within the deadline.
         """
         limit_s = time.monotonic() + self._deadline_s
         return ask(self._caller, self.parent, self._engine, limit_s, state_too=state_too, min_step=min_step)
@@ -129,11 +129,11 @@ class ParentLink:
 
 
 def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_bytes: int, deadline_s: float) -> float:
-    """Rate in bytes per second at which this rank can send to another one, beside whatever else goes on.
+    """Measure the rate in bytes per second at which this rank can send to another one, beside other traffic.
 
-    A message waits for threads to get their turn, here and there, as well as for the link: with a training thread that
-    holds the interpreter 5 ms are usual, and 512 KB in 20 ms look like 26 MB/s on any link. So several bursts are sent,
-    each behind an empty one, and the quickest of each kind count: their difference is the link's.
+    A message's time includes thread scheduling at both ends: a training thread that holds the interpreter lock costs
+    5 ms as a rule, and 512 KB in 20 ms look like 26 MB/s on any link. So several bursts are sent, each after an empty
+    one; the difference between the fastest of each kind is the link's time.
 
     Raises:
         DeadlineError: There was no answer within `deadline_s`.
@@ -159,7 +159,7 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
             empty_s.append(time_s(empty))
             full_s.append(time_s(full))
             if len(full_s) > 1 and time.monotonic() - began_s > _BURSTS_S:
-                break  # A link that takes so long is known by it, and not to be kept busy.
+                break  # Such a slow link is measured well enough, and should not be kept busy.
             time.sleep(_BURST_PAUSE_S)
         return rate_of(size_bytes, empty_s, full_s)
     finally:
@@ -167,16 +167,16 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
 
 
 def rate_of(size_bytes: int, empty_s: Sequence[float], full_s: Sequence[float]) -> float:
-    """The rate of a link by the times of some bursts, bytes per second.
+    """The rate of a link in bytes per second by the times of some bursts.
 
     Args:
         size_bytes: Of a full burst.
-        empty_s: Times of bursts of next to nothing.
+        empty_s: Times of bursts of one byte.
         full_s: Times of full ones.
     """
-    quickest_s = min(full_s)
-    # Where the empty ones take nearly as long it is not the link that takes the time.
-    return size_bytes / max(1e-9, quickest_s - min(empty_s), _LINKS_PART * quickest_s)
+    fastest_s = min(full_s)
+    # Where empty bursts take nearly as long, the time is not the link's.
+    return size_bytes / max(1e-9, fastest_s - min(empty_s), _LINKS_PART * fastest_s)
 
 
 @dataclass(slots=True)
@@ -186,39 +186,39 @@ class _Partial:
 
 
 class LatePushes:
-    """The parent's side: puts chunks together and hands whole gradients on, each once.
+    """The parent's side: assembles chunks and delivers each complete gradient once.
 
     Args:
-        accept: Takes (engine, rank, version, bytes) and returns the first version that will contain the gradient.
-        most_bytes: Size of the largest gradient of an optimizer, by its number; larger ones are refused at their first
-            chunk, before they take any memory.
+        accept: Gets (optimizer_id, rank, version, bytes) and returns the first version that will contain the gradient.
+        most_bytes: Size of an optimizer's largest gradient, by its number; larger ones are refused at their first
+            chunk, before memory is allocated.
     """
 
     def __init__(
         self,
         accept: Callable[[int, int, int, bytearray], int],
-        most_bytes: Callable[[int], int] = lambda engine: _MAX_PUSH_BYTES,
+        most_bytes: Callable[[int], int] = lambda optimizer_id: _MAX_PUSH_BYTES,
     ) -> None:
         self._accept, self._most_bytes = accept, most_bytes
         self._partial: dict[tuple[int, int], _Partial] = {}  # By optimizer and rank.
         self._done: dict[tuple[int, int], tuple[int, int, int]] = {}  # Link, push and the answer.
 
     def take(self, frames: Sequence[bytes]) -> bytes | None:
-        """One message of a child; the answer to send, None before the last chunk.
+        """Handle a child's message; returns the answer to send, None before the last chunk.
 
         Raises:
-            ChannelError: The message does not follow the ones before; nothing of it is kept.
+            ChannelError: The message is invalid, or does not follow the ones before; nothing of it is kept.
         """
         if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-            raise ChannelError("a late gradient has the wrong frames; expected a header and a payload")
-        magic, protocol, engine, rank, link, push, attempt, version, offset, size = _HEADER.unpack(frames[0])
+            sizes = [len(frame) for frame in frames]
+            raise ChannelError(f"a late gradient has frames of {sizes} bytes; expected {_HEADER.size} and a payload")
+        magic, protocol, optimizer_id, rank, link, push, attempt, version, offset, size = _HEADER.unpack(frames[0])
         if magic != _MAGIC or protocol != _PROTOCOL or size > _MAX_PUSH_BYTES or version > _MAX_VERSION:
-            raise ChannelError(
-                f"a late gradient of protocol {protocol}, {size} bytes and step {version}; expected {_PROTOCOL}"
-            )
-        if size > self._most_bytes(engine):
-            raise ChannelError(f"a late gradient of {size} bytes; expected at most {self._most_bytes(engine)}")
-        child = (engine, rank)
+            got = f"protocol {protocol}, {size} bytes and step {version}"
+            raise ChannelError(f"a late gradient has {got}; expected protocol {_PROTOCOL} and possible sizes")
+        if size > self._most_bytes(optimizer_id):
+            raise ChannelError(f"a late gradient of {size} bytes; expected at most {self._most_bytes(optimizer_id)}")
+        child = (optimizer_id, rank)
         done = self._done.get(child)
         if done is not None and done[0] == link and push <= done[1]:
             whole = push == done[1] and offset + len(frames[1]) >= size
@@ -226,7 +226,7 @@ class LatePushes:
         body = self._collect(child, (link, push, attempt), offset, size, frames[1])
         if body is None:
             return None
-        contained = self._accept(engine, rank, version, body)
+        contained = self._accept(optimizer_id, rank, version, body)
         self._done[child] = (link, push, contained)
         for kept in (self._done, self._partial):
             while len(kept) > _MOST_CHILDREN:
@@ -239,15 +239,15 @@ class LatePushes:
         """The whole gradient if this was its last chunk."""
         partial = self._partial.get(child)
         if partial is not None and partial.attempt[:2] == attempt[:2] and attempt < partial.attempt:
-            return None  # Of a broken connection; everything comes again.
+            return None  # Left from a broken connection; the push is sent again.
         if partial is None or partial.attempt != attempt:
             partial = self._partial[child] = _Partial(attempt, bytearray())
         if offset > len(partial.body):
-            del self._partial[child]  # A part was lost with its connection: everything comes again.
+            del self._partial[child]  # A part was lost with its connection; the push is sent again.
             return None
         if offset != len(partial.body) or offset + len(part) > size:
             del self._partial[child]
-            raise ChannelError(f"chunk at {offset} of a late gradient does not follow the bytes before")
+            raise ChannelError(f"a late gradient has a chunk at byte {offset}; expected {len(partial.body)} of {size}")
         partial.body += part
         if len(partial.body) < size:
             return None

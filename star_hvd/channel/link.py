@@ -1,7 +1,6 @@
 """Sockets whose messages survive a broken connection: a DEALER and a ROUTER with a `Stream` per peer.
 
-Whoever owns one polls `sockets` (and calls `receive` when one of them is ready) and calls `tick` at `next_s`. Both
-belong to one thread, as their sockets do.
+The owner polls `sockets`, calls `receive` when one of them is ready, and calls `tick` at `next_s`, all on one thread.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ __all__ = ["Dealer", "Router"]
 logger = logging.getLogger("star_hvd")
 
 _MOST_PEERS = 1 << 14
-_FORGET_S = 30.0  # For as long a peer that is not needed any more may take the rest.
+_FORGET_S = 30.0  # Time in which a forgotten peer may still receive what is queued.
 
 
 class Dealer:
-    """The side that connects.
+    """The connecting side.
 
     Args:
-        socket: A DEALER. It belongs to this object and its thread from now on.
+        socket: A DEALER, owned by this object and its thread from now on.
         limits: Of the stream.
-        copy: Whether messages are received as bytes, which is quicker for short ones, and not as ZeroMQ's frames.
+        copy: Whether messages are received as bytes, which is faster for short ones, rather than as ZeroMQ frames.
     """
 
     def __init__(self, socket: zmq.Socket[Any], limits: Limits, *, copy: bool = False) -> None:
@@ -41,13 +40,13 @@ class Dealer:
         self._copy = copy
         self.stream = Stream(limits, accepts=False)
         self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        # The first connection may be there already. What the peer has for us from before it knew us is asked for.
+        # The connection may exist already, and the peer may hold messages queued before it knew this incarnation.
         self.stream.connected(time.monotonic())
         self._flush()
 
     @property
     def sockets(self) -> tuple[zmq.Socket[Any], zmq.Socket[Any]]:
-        """What is to be polled for input."""
+        """The sockets to poll for input."""
         return self.socket, self._monitor
 
     @property
@@ -56,17 +55,17 @@ class Dealer:
         return self.stream.next_s
 
     def register(self, poller: zmq.Poller) -> None:
-        """Poll it."""
+        """Add the sockets to a poller."""
         for each in self.sockets:
             poller.register(each, zmq.POLLIN)
 
     def unregister(self, poller: zmq.Poller) -> None:
-        """Poll it no longer."""
+        """Remove the sockets from a poller."""
         for each in self.sockets:
             poller.unregister(each)
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Send a message; it will arrive as long as both sides live.
+        """Send a message, delivered exactly once as long as both processes live.
 
         Raises:
             ChannelError: The stream is over.
@@ -80,13 +79,13 @@ class Dealer:
         self._flush()
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Send due acknowledgements and probes."""
         self.stream.tick(time.monotonic())
         self._flush()
 
     def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
-        """Messages that are there, at most so many; an error in the place of one that no stream sends."""
-        self._look_at_monitor()
+        """Yield at most `most` received messages; an error in place of an invalid one."""
+        self._check_monitor()
         for _ in range(most):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
@@ -101,14 +100,14 @@ class Dealer:
                 yield message
         self.tick()
 
-    def _look_at_monitor(self) -> None:
+    def _check_monitor(self) -> None:
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             recv_monitor_message(self._monitor)
             self.stream.connected(time.monotonic())
             self._flush()
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait until the peer has acknowledged everything, at most so long; whether it has."""
+        """Wait at most `deadline_s` until the peer has acknowledged everything; whether it has."""
         limit_s = time.monotonic() + deadline_s
         poller = zmq.Poller()
         self.register(poller)
@@ -121,11 +120,11 @@ class Dealer:
                 return False
             poller.poll(max(0, math.ceil(1e3 * left_s)))
             for _ in self.receive():
-                pass  # Nothing is expected any more.
+                pass  # Messages are discarded at the end.
         return self.stream.broken is None
 
     def close(self, linger_ms: int = 0, *, bye: bool = True) -> None:
-        """Close the socket, after saying so to the peer."""
+        """Close the socket, after a final acknowledgement and, with `bye`, a BYE to the peer."""
         with contextlib.suppress(zmq.ZMQError):
             if bye:
                 self.stream.acknowledge()
@@ -141,12 +140,12 @@ class Dealer:
 
 
 class Router:
-    """The side that is connected to.
+    """The accepting side.
 
     Args:
-        socket: A bound ROUTER. It belongs to this object and its thread from now on.
+        socket: A bound ROUTER, owned by this object and its thread from now on.
         limits: Of every stream.
-        known: Whether a peer may have such an identity.
+        known: Whether an identity is a valid peer's.
         copy: As of a `Dealer`.
     """
 
@@ -168,20 +167,20 @@ class Router:
 
     @property
     def repeated(self) -> int:
-        """Messages that travelled again, either way, since a connection broke; from any thread."""
+        """Messages repeated in either direction after a broken connection; callable from any thread."""
         return sum(stream.resent + stream.duplicates for stream in list(self._streams.values()))
 
     def stream(self, identity: bytes) -> Stream:
-        """The stream of a peer; a new one if it was not heard of yet."""
+        """The stream of a peer, made if there is none."""
         found = self._streams.get(identity)
         if found is None:
             found = self._streams[identity] = Stream(self._limits, accepts=True)
         return found
 
     def send(self, identity: bytes, frames: Sequence[Any]) -> None:
-        """Send a message; it will arrive as long as the peer lives, whether it is connected now or not.
+        """Send a message, delivered exactly once as long as the peer's process lives, connected now or not.
 
-        What is for a peer that has left, or that was given up, is counted in `lost`.
+        Messages for a peer that has closed its end, or whose stream is over, are counted in `lost`.
         """
         stream = self.stream(identity)
         if stream.broken is not None:
@@ -191,7 +190,7 @@ class Router:
             stream.send(frames, time.monotonic())
         except ChannelError as error:
             self.lost += 1
-            logger.error("messages for %r are given up: %s", identity, error)
+            logger.error("messages for %r are lost: %s", identity, error)
         self._flush(identity, stream)
 
     def note(self, identity: bytes, frames: Sequence[Any]) -> None:
@@ -201,7 +200,7 @@ class Router:
         self._flush(identity, stream)
 
     def tick(self) -> None:
-        """Do what is due."""
+        """Send due acknowledgements and probes, and delete forgotten peers."""
         now_s = time.monotonic()
         for identity, stream in self._streams.items():
             if now_s >= stream.next_s:
@@ -212,7 +211,7 @@ class Router:
                 del self._leaving[identity], self._streams[identity]
 
     def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
-        """Messages that are there, at most so many, identity in front; an error in the place of what is none."""
+        """Yield at most `most` received messages, the identity in front; an error in place of an invalid one."""
         for _ in range(most):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
@@ -230,28 +229,28 @@ class Router:
     def _take(self, frames: Frames) -> Frames | None:
         identity = bytes(frames[0])
         if identity[:1] == b"\0" and len(identity) == 5:
-            return None  # ZeroMQ's name for a connection whose peer is back on another one: this will come again.
+            return None  # ZeroMQ's identity of a connection replaced by a newer one, which repeats this message.
         if not self._known(identity):
-            raise ChannelError(f"a message came from {identity!r}")
+            raise ChannelError(f"a message came from {identity!r}, which is no peer of this socket")
         if identity not in self._streams and len(self._streams) >= _MOST_PEERS:
-            raise ChannelError(f"a message came from {identity!r}, beyond {_MOST_PEERS} peers")
+            raise ChannelError(f"a message came from {identity!r}; expected at most {_MOST_PEERS} peers")
         fresh = Stream(self._limits, accepts=True) if identity not in self._streams else None
         stream = fresh or self._streams[identity]
         message = stream.receive(frames[1:], time.monotonic())
-        if stream.peer:  # What is no stream's makes none, nor what comes of one that has been forgotten.
+        if stream.peer:  # Invalid messages, and those of a former incarnation, make no stream.
             self._streams[identity] = stream
         self._flush(identity, stream)
         return None if message is None else [frames[0], *message]
 
     def forget(self, prefix: bytes) -> None:
-        """Peers whose identity begins so are not needed any more; what they have not acknowledged still goes out."""
+        """Delete peers whose identity begins with `prefix`, once they have acknowledged everything or after 30 s."""
         limit_s = time.monotonic() + _FORGET_S
         for identity in self._streams:
             if identity.startswith(prefix):
                 self._leaving.setdefault(identity, limit_s)
 
     def bye(self) -> None:
-        """Before the socket is closed: acknowledge what came and say that no more is taken."""
+        """Before the socket is closed: send final acknowledgements and BYE to all peers."""
         with contextlib.suppress(zmq.ZMQError):
             for identity, stream in self._streams.items():
                 stream.acknowledge()

@@ -1,4 +1,4 @@
-"""Socket options that every connection of the job has: how soon a dead connection is noticed and opened again."""
+"""Socket options of every connection of the job: detection of dead connections, and reconnection."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["HEARTBEAT_INTERVAL_MS", "HEARTBEAT_TIMEOUT_MS", "UNTAKEN_TIMEOUT_MS"
 
 HEARTBEAT_INTERVAL_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 10_000
-"""Any whole frame of the peer's resets it. Long enough for a frame of 4 MB at 4 Mbit/s, and for a machine so busy that
-ZeroMQ's own thread waits for its turn; too short costs a connection and what has to be sent again, no message."""
+"""Reset by each complete frame of the peer. Long enough for a frame of 4 MB at 4 Mbit/s, and for a machine so busy that
+ZeroMQ's thread has to wait for a core. A false alarm costs a reconnection and repeated messages, but loses none."""
 UNTAKEN_TIMEOUT_MS = 5000
-"""How long bytes may go unacknowledged in TCP: a path that swallows everything is noticed by it even while large frames
-travel, because a slow link still takes bytes."""
+"""How long bytes may be unacknowledged in TCP. It detects a path that drops everything even during a large frame, as on
+a slow link some bytes are still acknowledged."""
 _RECONNECT_MS, _MOST_RECONNECT_MS = 50, 400
 
 
 def keep_alive(socket: zmq.Socket[Any]) -> None:
-    """Set the options; before the socket is bound or connected.
+    """Set the options, before the socket is bound or connected.
 
-    A process that stands still for longer than the timeouts loses its connections, not its messages: see `reliable`.
+    A process that is frozen for longer than the timeouts loses its connections but no messages, see `reliable`.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)

@@ -1,30 +1,30 @@
-"""Two directions between two endpoints: every message exactly once, in order, whatever happens to the connection.
+"""Exactly-once, in-order delivery in both directions between two endpoints, across broken connections.
 
-ZeroMQ opens a broken connection again by itself, but what was on its way then is gone, in either direction, and a
-ROUTER drops what it sends to a peer that is just not connected. `Stream` repairs that: it is a pure state machine, with
-events in and frames out. It owns no socket, no thread and no clock; `now_s` is passed in.
+ZeroMQ reconnects, but loses what was in flight in either direction, and a ROUTER drops messages for a peer that is not
+connected. `Stream` repairs that. It is a pure state machine, with events in and frames out: no socket, no thread, no
+clock; `now_s` is passed in.
 
-*Numbers.* Every message of the application has a sequence number from 1 on. The sender keeps it until a cumulative
-acknowledgement covers it. Acknowledgements ride on whatever goes the other way; only where nothing does within
-`Limits.ack_delay_s` does one go alone.
+*Sequence numbers.* The application's messages are numbered from 1. The sender keeps one until a cumulative
+acknowledgement covers it. Acknowledgements are piggybacked on messages in the other direction; one is sent alone only
+where there was none within `Limits.ack_delay_s`.
 
-*What is lost* is found without guessing. One connection never reorders, so a PROBE is behind everything sent before it,
-and its ECHO says what of that came: exactly the rest is sent again, and nothing because of a peer that is merely slow.
-A probe goes out when a connection was opened anew (`connected`) and, as a safety net, when acknowledgements have been
-missing for `Limits.probe_s`, at growing intervals. The receiver drops what it had already, and what comes behind a gap.
-It does not hold the latter: the sender has it anyway, and so the receiver's memory does not grow.
+*Loss detection* uses no timeout on data. A connection never reorders, so a PROBE arrives behind everything sent before
+it, and its ECHO says what of that was received: exactly the rest is sent again, never because a peer is slow. A probe
+is sent after a reconnection (`connected`) and, as a safety net, when acknowledgements have been missing for
+`Limits.probe_s`, at growing intervals. The receiver drops duplicates and messages behind a gap; it does not buffer the
+latter, which the sender still has, so the receiver's memory is bounded.
 
-*Incarnations.* Every stream has a random number. A message names its sender's, and the receiver's as far as the sender
-knows it. A process that was started again under the same identity begins a new stream by that, and nothing meant for
-its predecessor, or sent by it, counts. The side that was connected to (`accepts`) goes over to the newcomer; for the
-side that connects the stream is over, because what its peer had taken in is gone, and somebody who knows more than
-this module must decide (the clients of a parameter server are given its successor; see `ps/line.py`).
+*Incarnations.* Every stream has a random number. A message carries its sender's, and the receiver's if the sender knows
+it. A process restarted under the same identity has a new one, so messages to or from its predecessor are ignored. The
+accepting side (`accepts`) then starts over with the new peer; on the connecting side the stream is over, because the
+peer's state is gone and only the application can recover (clients of a parameter server connect to its new process, see
+`ps/worker/connection.py`).
 
-*References, not copies.* Frames are kept as they are given. Their memory must not change until they are acknowledged,
-or what they say must not matter any more; see `Client.push` and `Outbox` for how the parameter servers see to that.
+*References, not copies.* Frames are kept as given. Their memory must not change until they are acknowledged or their
+content has become irrelevant; see `Client.push` and `Outbox` for how the parameter servers ensure that.
 
-*Bounds.* A stream that has more unacknowledged messages or bytes than `Limits` allow is over, with a reason, on both
-sides (`broken`): messages are never dropped in silence.
+*Bounds.* A stream with more unacknowledged messages or bytes than `Limits` allow is over on both sides, with a reason
+in `broken`: messages are never dropped silently.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _ENVELOPE = struct.Struct("<4sBQQQQQ")  # magic, kind, sender's and receiver's i
 _MAGIC = b"STR1"
 ENVELOPE_BYTES = _ENVELOPE.size
 _RETIRED = 8  # Former incarnations of a peer that are remembered.
-_MOST_PROBES = 16  # Without an echo; each is a few bytes.
+_MOST_PROBES = 16  # Remembered without an echo.
 _REASON_BYTES = 500
 
 Frames = list[Any]
 
 
 class Kind(IntEnum):
-    """What a message is to a stream."""
+    """Kinds of a stream's messages."""
 
-    DATA = 1  # Of the application, with a number.
-    NOTE = 2  # Of the application, without: it may be lost.
+    DATA = 1  # The application's, with a sequence number.
+    NOTE = 2  # The application's, without one: it may be lost.
     ACK = 3
     PROBE = 4
-    RESUME = 5  # A probe over a new connection: what this side has not acknowledged is to be sent again.
+    RESUME = 5  # A probe on a new connection: the receiver also sends its own unacknowledged messages again.
     ECHO = 6
     BROKEN = 7
     BYE = 8
@@ -70,15 +70,15 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How a stream behaves.
+    """Bounds and intervals of a stream.
 
     Attributes:
-        messages: Unacknowledged messages at most.
-        nbytes: Unacknowledged bytes at most.
-        ack_delay_s: Longest time an acknowledgement waits for something to ride on.
-        ack_messages: After as many messages it waits no longer.
-        ack_bytes: After as many bytes it waits no longer.
-        probe_s: Time without an acknowledgement after which the first probe goes out. Longer than `ack_delay_s`.
+        messages: Most unacknowledged messages.
+        nbytes: Most unacknowledged bytes.
+        ack_delay_s: Longest time an acknowledgement waits for a message to be piggybacked on.
+        ack_messages: Received messages after which it is sent at once.
+        ack_bytes: Received bytes after which it is sent at once.
+        probe_s: Time without an acknowledgement until the first probe. Longer than `ack_delay_s`.
         most_probe_s: Longest time between two probes.
     """
 
@@ -100,14 +100,14 @@ CONTROL = Limits(
     probe_s=1.5,
     most_probe_s=3.0,
 )
-"""A rank that stands still for a minute is sent some thousand messages of a hundred bytes. The delay is longer than the
-usual interval of the signs of life: where nothing else goes the other way, they carry the acknowledgements."""
+"""A rank that is frozen for a minute is sent some thousand messages of a hundred bytes. The delay exceeds the usual
+heartbeat interval, so that heartbeats carry the acknowledgements where nothing else does."""
 
 TENSORS = Limits(
     messages=1 << 18, nbytes=1 << 42, ack_delay_s=0.02, ack_messages=1 << 14, ack_bytes=1 << 30
 )
-"""A worker has one push or read under way with a server, which is the real bound; the bytes are those of a chunk at
-most. The delay is short: until they are acknowledged, a server's buffers cannot be used again."""
+"""The real bound is that a worker has one push or read in flight with a server. The delay is short because a server's
+buffers cannot be reused until they are acknowledged."""
 
 
 @dataclass(slots=True)
@@ -118,23 +118,20 @@ class _Sent:
 
 
 class Stream:
-    """See the module's text.
+    """One endpoint of the protocol that the module describes.
 
     Args:
         limits: Bounds and intervals.
-        accepts: Whether a peer with another incarnation begins anew. Else it ends this stream.
-        own: This side's incarnation; random where left out.
+        accepts: Whether a peer with another incarnation starts the stream over; otherwise it ends it.
+        own: This side's incarnation; random by default.
 
     Attributes:
-        peer: The peer's incarnation, 0 until something has come of it.
+        peer: The peer's incarnation, 0 before its first message.
         broken: Why this stream is over, None while it is not.
-        ended: Whether the peer said that it sends and takes nothing any more.
-        replaced: Whether it is over because the peer was started again.
-        duplicates: Messages that came again.
-        gaps: Messages that came behind a lost one.
+        ended: Whether the peer has closed its end (BYE).
+        replaced: Whether the stream is over because the peer was restarted.
+        duplicates: Messages received again.
         resent: Messages sent again.
-        foreign: Messages from or to another incarnation.
-        abandoned: Unacknowledged messages given up because their receiver was replaced.
     """
 
     def __init__(self, limits: Limits, *, accepts: bool, own: int = 0) -> None:
@@ -142,7 +139,7 @@ class Stream:
         self.peer = 0
         self.broken: str | None = None
         self.ended = self.replaced = False
-        self.duplicates = self.gaps = self.resent = self.foreign = self.abandoned = 0
+        self.duplicates = self.resent = 0
         self._limits, self._accepts = limits, accepts
         self._retired: deque[int] = deque(maxlen=_RETIRED)
         self._out: list[Frames] = []
@@ -150,7 +147,7 @@ class Stream:
         self._begin()
 
     def _begin(self) -> None:
-        """Both directions from the start."""
+        """Reset both directions."""
         self._unacked: deque[_Sent] = deque()
         self._unacked_bytes = 0
         self._number = self._acked = self._received = 0
@@ -159,22 +156,17 @@ class Stream:
         self._since_ack = self._bytes_since_ack = 0
         self._probes: dict[int, int] = {}  # By number: the last message sent before it.
 
-    # ---- what there is ------------------------------------------------------------------------------------
+    # ---- state --------------------------------------------------------------------------------------------
 
     @property
     def next_s(self) -> float:
-        """When `tick` has something to do; infinite if never."""
+        """When `tick` is due; infinite if never."""
         return min(self._ack_at_s, self._probe_at_s)
 
     @property
     def unacknowledged(self) -> int:
-        """Messages sent of which it is not known that they came."""
+        """Number of messages sent and not acknowledged."""
         return len(self._unacked)
-
-    @property
-    def unacknowledged_bytes(self) -> int:
-        """Their bytes."""
-        return self._unacked_bytes
 
     @property
     def sent(self) -> int:
@@ -183,11 +175,11 @@ class Stream:
 
     @property
     def acknowledged(self) -> int:
-        """Number of the last message of which it is known that it came."""
+        """Number of the last acknowledged message."""
         return self._acked
 
     def emitted(self) -> list[Frames]:
-        """What is to be sent now, in this order; each is returned once."""
+        """Take the frames to be sent now, in order."""
         out, self._out = self._out, []
         return out
 
@@ -197,19 +189,19 @@ class Stream:
         """Send a message.
 
         Args:
-            frames: The first one is bytes. The others may be anything that has a length and that the socket takes.
+            frames: The first one is bytes. The others may be anything with a length that the socket accepts.
             now_s: The present.
 
         Raises:
-            ChannelError: The stream is over, or it is now, because the peer has not acknowledged too much.
+            ChannelError: The stream is over, maybe just now because too much is unacknowledged.
         """
         if self.broken is not None:
             raise ChannelError(self.broken)
         nbytes = sum(map(len, frames))
         if len(self._unacked) >= self._limits.messages or self._unacked_bytes + nbytes > self._limits.nbytes:
             self._break(
-                f"{len(self._unacked)} messages of {self._unacked_bytes} bytes were not acknowledged; "
-                f"at most {self._limits.messages} and {self._limits.nbytes} are kept"
+                f"{len(self._unacked)} messages of {self._unacked_bytes} bytes are not acknowledged; "
+                f"expected at most {self._limits.messages} of {self._limits.nbytes} bytes: is the peer frozen?"
             )
             raise ChannelError(str(self.broken))
         self._number += 1
@@ -220,27 +212,27 @@ class Stream:
         self._emit(Kind.DATA, self._number, 0, frames)
 
     def note(self, frames: Sequence[Any]) -> None:
-        """Send a message that may be lost; nothing of it is kept."""
+        """Send a message that may be lost; it is not kept."""
         if self.broken is None:
             self._emit(Kind.NOTE, 0, 0, frames)
 
     def connected(self, now_s: float) -> None:
-        """There is a new connection: find out what was lost on the one before, in both directions."""
+        """A new connection was made: recover what the old one lost, in both directions."""
         if self.broken is None:
-            self._probes.clear()  # Echoes on the old connection are lost, or say nothing about this one.
+            self._probes.clear()  # Echoes of the old connection's probes do not apply to this one.
             self._probe(Kind.RESUME, now_s)
 
     def ask(self, now_s: float) -> None:
-        """Have the peer say at once what has come; it does not wait for something to ride on."""
+        """Request an acknowledgement without delay."""
         if self.broken is None:
             self._probe(Kind.PROBE, now_s)
 
     def bye(self) -> None:
-        """Say that nothing more will be sent or taken."""
+        """Announce that this side has closed its end."""
         self._emit(Kind.BYE, 0, 0, ())
 
     def tick(self, now_s: float) -> None:
-        """Do what is due."""
+        """Send a due acknowledgement or probe."""
         if now_s >= self._ack_at_s:
             self._emit(Kind.ACK, 0, 0, ())
         if now_s >= self._probe_at_s:
@@ -248,31 +240,30 @@ class Stream:
             self._probe_after_s = min(2.0 * self._probe_after_s, self._limits.most_probe_s)
 
     def acknowledge(self) -> None:
-        """Send the acknowledgement that waits for something to ride on, if there is one."""
+        """Send a delayed acknowledgement now, if there is one."""
         if self._ack_at_s < math.inf:
             self._emit(Kind.ACK, 0, 0, ())
 
     def receive(self, frames: Sequence[Any], now_s: float) -> Frames | None:
-        """Take what came over the socket.
+        """Handle frames from the socket.
 
         Returns:
-            A message for the application, None if it is none.
+            A message for the application, None for the protocol's own.
 
         Raises:
-            ChannelError: It is not a stream's.
+            ChannelError: The frames are not a stream's.
         """
         kind, source, target, number, ack, extra, body = _open(frames)
         if source == self.own or target not in (0, self.own) or source in self._retired:
-            self.foreign += 1
             if not self.peer and kind in (Kind.PROBE, Kind.RESUME):
-                self._emit(Kind.ECHO, 0, 0, ())  # The one it asks for is no more; by this it knows.
+                self._emit(Kind.ECHO, 0, 0, ())  # Shows the peer that the incarnation it probes is gone.
             return None
-        if source != self.peer and not self._meet(source):
+        if source != self.peer and not self._new_peer(source):
             return None
         if target == 0 and ack:
-            raise ChannelError(f"a message to an unknown receiver acknowledges {ack} messages")
+            raise ChannelError(f"a message without a receiver acknowledges {ack} messages; expected 0")
         if ack > self._number:
-            raise ChannelError(f"message {ack} was acknowledged; the last one sent was {self._number}")
+            raise ChannelError(f"message {ack} was acknowledged; expected at most {self._number}, the last one sent")
         self._acknowledged(ack, now_s)
         if kind == Kind.DATA:
             return self._data(number, body, now_s)
@@ -283,16 +274,15 @@ class Stream:
 
     # ---- inside -------------------------------------------------------------------------------------------
 
-    def _meet(self, source: int) -> bool:
-        """A new peer under this identity; whether to go on with it."""
+    def _new_peer(self, source: int) -> bool:
+        """Handle a new incarnation of the peer; whether the stream goes on with it."""
         if self.peer:
             self._retired.append(self.peer)
             if not self._accepts:
                 self._retired.append(source)
                 self.replaced = True
-                self._over("the other side was started again; what it had been sent is not known there")
+                self._over("the peer was restarted and has lost the messages that it had received")
                 return False
-            self.abandoned += len(self._unacked)
             self.broken, self.ended = None, False
             self._begin()
         self.peer = source
@@ -309,10 +299,8 @@ class Stream:
             self._ack_at_s = min(self._ack_at_s, now_s + self._limits.ack_delay_s)
         elif number <= self._received:
             self.duplicates += 1
-        else:
-            self.gaps += 1
         many = self._since_ack >= self._limits.ack_messages or self._bytes_since_ack >= self._limits.ack_bytes
-        if many or not fresh:  # A message that comes again says that an acknowledgement was lost.
+        if many or not fresh:  # A duplicate means that an acknowledgement was lost.
             self._ack_at_s = now_s
         return body if fresh else None
 
@@ -328,10 +316,10 @@ class Stream:
                 self._resend(now_s)
         elif kind == Kind.BROKEN:
             reason = bytes(body[0]) if body else b""
-            self._over(f"the other side gave this connection up: {reason[:_REASON_BYTES].decode(errors='replace')}")
+            self._over(f"the peer has abandoned this stream: {reason[:_REASON_BYTES].decode(errors='replace')}")
         elif kind == Kind.BYE:
             self.ended = True
-            self._over("the other side has closed its end")
+            self._over("the peer has closed its end")
 
     def _acknowledged(self, ack: int, now_s: float) -> None:
         if ack <= self._acked:
@@ -378,7 +366,7 @@ class Stream:
 
 
 def _open(frames: Sequence[Any]) -> tuple[Kind, int, int, int, int, int, Frames]:
-    """Kind, incarnations of sender and receiver, number, acknowledged number, probe and the message behind them."""
+    """Kind, incarnations of sender and receiver, number, acknowledged number, probe and the application's frames."""
     if not frames:
         raise ChannelError("a message has no frames")
     first = memoryview(getattr(frames[0], "buffer", frames[0]))
@@ -389,5 +377,5 @@ def _open(frames: Sequence[Any]) -> tuple[Kind, int, int, int, int, int, Frames]
     if magic != _MAGIC or named is None or source == 0:
         raise ChannelError(f"a message begins with {magic!r} {kind}; expected {_MAGIC!r} and 1..{max(Kind)}")
     if (named is Kind.DATA) != (number > 0):
-        raise ChannelError(f"a message of kind {named.name} has the number {number}")
+        raise ChannelError(f"a message of kind {named.name} has number {number}; expected 0 except for DATA")
     return named, source, target, number, ack, extra, [bytes(first[ENVELOPE_BYTES:]), *frames[1:]]

@@ -217,8 +217,6 @@ class JobState:
             self._maybe_end(key, epoch, now_s)
         self._end_job_if_over()
 
-    # ---- inside ---------------------------------------------------------------------------------------------
-
     def _forget(self, optimizer_id: int) -> None:
         """An optimizer has ended on all ranks."""
         self.engines.pop(optimizer_id, None)

@@ -82,12 +82,10 @@ class LinkSurvey:
         return rank, Probe(target, PROBE_BYTES)
 
     def note(self, rank: int, bytes_per_s: float) -> None:
-        """Take in a measured rate, in bytes/s; 0 where the measurement failed."""
+        """Take in a measured rate, in bytes per second."""
         self._asked.pop(rank, None)
         if bytes_per_s > 0.0:
             self._rates[rank] = max(bytes_per_s, self._rates.get(rank, 0.0))
-
-    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _ring(self) -> list[tuple[int, int]]:
         """(sender, receiver) of this sweep's first probes, on different hosts."""
@@ -135,11 +133,7 @@ class LinkSurvey:
 
 
 _COMM_S, _COMM_SHARE = 0.01, 0.2  # Links matter if communication takes more than both: seconds, part of a step.
-
-
 _RELEVANT_DECISIONS = 600  # About a minute: covers intermittent links, and forgets one that has recovered.
-
-
 _COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps needed for that; 2 where it is over half of a step.
 
 

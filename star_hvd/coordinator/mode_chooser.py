@@ -83,7 +83,7 @@ class Choice:
         self._least_share = config.least_quorum
         self._predicting = self._make_predicting() if config.policy != "rule" else None
         self._failed = 0
-        self._again_at_s: float | None = None  # When predictions are tried again.
+        self._retry_at_s: float | None = None  # When predictions are tried again.
         self._pace = _Pace()
         self._stretch: tuple[int, Plan] | None = None
 
@@ -96,8 +96,8 @@ class Choice:
         decisions become rarer, up to every 2 s. Where a prediction raises, the active plan stays and the rule-based
         policy decides for a minute or more.
         """
-        if self._again_at_s is not None and now_s >= self._again_at_s:
-            self._again_at_s, self._predicting = None, self._make_predicting()
+        if self._retry_at_s is not None and now_s >= self._retry_at_s:
+            self._retry_at_s, self._predicting = None, self._make_predicting()
         if self._predicting is None:
             return self._rule.decide(window, active)
         alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
@@ -156,8 +156,6 @@ class Choice:
             for p in self._predicting.last[:12]
         }
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
-
     def _make_predicting(self) -> CostPolicy:
         return CostPolicy(
             self._world_size, ranker=self._ranker, hosts=self._known, least_share=self._least_share
@@ -168,7 +166,7 @@ class Choice:
         pause_s = min(_MOST_PAUSE_S, _PAUSE_S * 2.0**self._failed)
         self._failed += 1
         logger.exception("predicting modes failed; the rule-based policy decides for the next %.0f s", pause_s)
-        self._predicting, self._stretch, self._again_at_s = None, None, now_s + pause_s
+        self._predicting, self._stretch, self._retry_at_s = None, None, now_s + pause_s
 
     def _learn(self, window: Window, active: Plan) -> None:
         """Give the policy the decrease of the loss over a stretch under one plan, from which it prices staleness."""

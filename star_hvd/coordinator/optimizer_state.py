@@ -200,10 +200,7 @@ class OptimizerState:
         self._maybe_return_to_sync(now_s)
 
     def publish(self, plan: Plan, now_s: float) -> None:
-        """Send a plan to all ranks, which switch to it at a common step once all have prepared it.
-
-        A plan that cannot be completed here is logged and not sent.
-        """
+        """Send a plan to all ranks, which switch to it at a common step once all have prepared it."""
         try:
             plan = self._resolve(plan)
         except PlanError as error:
@@ -365,8 +362,6 @@ class OptimizerState:
     def suspects_links(self) -> bool:
         """Whether the links should be measured: once at the start, and while they matter."""
         return self.choice is not None and self.links.suspects(self.active)
-
-    # ---- inside ---------------------------------------------------------------------------------------------
 
     def _sync(self, reason: str) -> Plan:
         return Plan.sync(

@@ -50,11 +50,6 @@ class Readiness:
         """Make the set of ranks with fast links, before it is known whether links matter.
 
         Horovod cannot make a set while a collective is slow over such a link.
-
-        Args:
-            bytes_per_s: Rate of every rank's link, NaN where unknown.
-            gradient_bytes: Size of all gradients.
-            blocked: Modes that are blocked at present.
         """
         known = [rate for rate in bytes_per_s if math.isfinite(rate) and rate > 0.0]
         if "subgroup" in blocked or len(known) < len(bytes_per_s) or len(known) < 3:

@@ -1,7 +1,7 @@
-"""The log of a job: what was measured, decided and reached, on disk at once and in MLflow a little later.
+"""The run log: a job's measurements, decisions and results, on disk at once and in MLflow a little later.
 
-Training processes use `RunLog` alone, which needs no MLflow. This package must stay importable without torch and
-Horovod: the process that sends to MLflow does so (see `log`).
+Training processes use `RunLog` only, which needs no MLflow. This package must stay importable without torch and
+Horovod, which the process that sends to MLflow does not import (see `dispatch`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Events of a run turned into what MLflow takes. Pure: neither MLflow nor a clock nor a disk.
+"""Conversion of a run's events to MLflow's entries. Pure: no MLflow, no clock, no disk.
 
-The same events always give the same entries with the same times, so sending them twice changes nothing: MLflow's
-stores keep one row per (key, time, step, value).
+Equal events give equal entries with equal times, so that sending them twice changes nothing: MLflow's stores keep one
+row per (key, time, step, value).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["MetricRow", "RunState", "Segment", "flat", "metric_name", "point_met
 MetricRow = tuple[str, float, int, int]
 """Key, value, time in ms since 1970, step."""
 
-_MANY_RANKS = 32  # Above, MLflow gets the spread over the ranks alone; the events have every rank.
-_PARAM_CHARS = 500  # What the oldest servers take; newer ones take 6,000.
+_MANY_RANKS = 32  # With more, MLflow gets only the spread over the ranks; the event files have every rank.
+_PARAM_CHARS = 500  # Limit of the oldest servers; that of newer ones is 6,000.
 
 
 @dataclass(slots=True)
@@ -30,14 +30,14 @@ class Segment:
 
     Attributes:
         index: Position in the run, from 0.
-        plan: The event that began it.
-        first_s, last_s: Seconds since the start of the log, of its begin and of the last thing known of it.
+        plan: The plan event that began it.
+        first_s, last_s: Times of its first and its last event, seconds since the start of the log.
         first_step, last_step: Steps, likewise.
-        losses: (step, loss) told in it.
+        losses: Recorded losses.
         compute_s: Median compute time over ranks of every window.
         slow: Windows in which some rank was slow.
         windows: Windows in all.
-        outcome: The event that says what became of the switch, empty before it is known.
+        outcome: The outcome event of the switch to it, empty before there is one.
     """
 
     index: int
@@ -56,7 +56,7 @@ class Segment:
     def summary(self) -> dict[str, float]:
         """Figures of the segment: `duration_s`, `steps`, `step_s`, `compute_s`, `loss_first`, ..., `slow_share`.
 
-        `predicted_speed` and `measured_speed` are those over the plan before, where they were compared.
+        `predicted_speed` and `measured_speed` are relative to the plan before, where they were compared.
         """
         steps, duration_s = self.last_step - self.first_step, self.last_s - self.first_s
         found = {
@@ -75,13 +75,14 @@ class Segment:
 
 
 class RunState:
-    """What all events so far amount to.
+    """The state of a run after a number of events.
 
     Attributes:
         facts: Job facts, merged.
         segments: Segments so far; the last one is open.
-        status: Of the end event, None before it.
-        reached: `time_to_target_s` and `steps_to_target` where `facts["target"]`, `accuracy>=0.95` for example, was.
+        status: Status in the end event, None before it.
+        reached: `time_to_target_s` and `steps_to_target` once `facts["target"]`, `accuracy>=0.95` for example, was
+            reached.
     """
 
     def __init__(self) -> None:
@@ -158,7 +159,7 @@ class RunState:
 
 
 def window_metrics(event: Mapping[str, Any], began_unix_s: float) -> Iterator[MetricRow]:
-    """A window as metrics: the job's numbers, and of every reading the spread over the ranks and each rank's."""
+    """A window as metrics: the job's numbers, and every reading's spread over the ranks and values per rank."""
     at_ms, step = _at_ms(event, began_unix_s), int(_number(event.get("step"), 0.0))
     for name, value in event.items():
         number = _number(value, math.nan)
@@ -178,7 +179,7 @@ def window_metrics(event: Mapping[str, Any], began_unix_s: float) -> Iterator[Me
 
 
 def point_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[MetricRow]:
-    """A point of a curve as a metric; none where its value is no number."""
+    """A point of a curve as a metric; nothing where its value is not finite."""
     value = _number(event.get("value"), math.nan)
     if math.isfinite(value):
         step = int(_number(event.get("step"), 0.0))
@@ -186,12 +187,12 @@ def point_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[Metr
 
 
 def metric_name(name: str) -> str:
-    """`name` with what MLflow does not take replaced, 250 characters at most."""
+    """`name` with the characters that MLflow does not accept replaced, 250 characters at most."""
     return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII).strip("/. ")[:250] or "_"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested facts as MLflow's parameters: `hardware.cpus` -> `16`; lists are joined, long texts cut."""
+    """Nested facts as MLflow's parameters: `hardware.cpus` -> `16`; lists are joined, long texts truncated."""
     found: dict[str, str] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"

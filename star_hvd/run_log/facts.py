@@ -1,4 +1,4 @@
-"""Parameters and environment of a job, as far as a process can tell without asking anybody."""
+"""Parameters and environment of a job, as far as one process knows them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _commit_here() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _git_commit(folder: str) -> str:
-    """Commit of a folder, empty where it is in no repository. Asked once, and not for every optimizer of a job."""
+    """Commit of a folder, empty where it is in no repository. Cached for all optimizers of a job."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5.0)
         if done.returncode == 0:
@@ -87,10 +87,10 @@ def _hardware() -> dict[str, Any]:
         "memory_bytes": int(psutil.virtual_memory().total),
         "kernel": platform.release(),
     }
-    torch = sys.modules.get("torch")  # Importing it here would cost whoever has not.
+    torch = sys.modules.get("torch")  # Not imported here, as a process may do without it.
     if torch is not None:
         with contextlib.suppress(Exception):
-            if torch.cuda.is_initialized():  # Asking for a name would initialize it in a job that uses the CPU.
+            if torch.cuda.is_initialized():  # Reading the name would initialize CUDA in a CPU job.
                 facts |= {"gpus": int(torch.cuda.device_count()), "gpu": torch.cuda.get_device_name()}
     return facts
 

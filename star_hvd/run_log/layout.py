@@ -1,4 +1,4 @@
-"""Where a run's files lie, what they are called, and the settings that say so. Imports nothing heavy.
+"""Locations and names of a run's files, and the settings for them. Imports nothing heavy.
 
     training_logs/                  `STAR_LOG_DIR`
         mlflow.db, artifacts/       MLflow's own, where no MLFLOW_TRACKING_URI says otherwise
@@ -6,7 +6,7 @@
             run.json                name, schema, start, world size; written once by every host's first rank
             events.jsonl            rank 0: facts, windows, plans, metrics, the end
             rank<r>.jsonl           rank r: its step reports and resource readings
-            sent.json               how far MLflow has them
+            sent.json               what MLflow has already
             shipper.log, report.html
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-"""Version of the files and of what MLflow gets, tag `star.schema`. A reader refuses versions it does not know."""
+"""Version of the files and of the runs in MLflow, tag `star.schema`. A reader refuses unknown versions."""
 
 EVENTS, RUN, SENT = "events.jsonl", "run.json", "sent.json"
 _MOST_UNIX_S = 1e11
@@ -51,7 +51,7 @@ _LIVE, _SENDING = "live.lock", "sending.lock"
 
 
 def default_root() -> Path:
-    """`STAR_LOG_DIR`: where runs land. Default: `training_logs` in the current directory."""
+    """`STAR_LOG_DIR`: the log folder. Default: `training_logs` in the current directory."""
     return Path(os.environ.get("STAR_LOG_DIR") or "training_logs").resolve()
 
 
@@ -71,7 +71,7 @@ def tracking_uri(root: Path) -> str:
 
 
 def new_run_name() -> str:
-    """A name for a job: its start in UTC and six random hexadecimal digits. Rank 0 makes it and tells the others."""
+    """A name for a job: its start in UTC and six random hexadecimal digits. Made on rank 0, sent to the others."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
@@ -92,7 +92,7 @@ def run_directories(root: Path) -> list[Path]:
 
 
 def clean(value: Any) -> Any:
-    """`value` as JSON can hold it: numbers that are none become null, unknown objects their text."""
+    """`value` as JSON types: NaN and infinity become null, unknown objects their text."""
     if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
         return value
     if isinstance(value, float):
@@ -102,7 +102,7 @@ def clean(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [clean(item) for item in value]
     with contextlib.suppress(Exception):
-        return clean(value.item())  # Numbers of numpy and torch.
+        return clean(value.item())  # Scalars of numpy and torch.
     return str(value)
 
 
@@ -115,7 +115,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_about(directory: Path) -> dict[str, Any]:
-    """What `run.json` of a run's folder says.
+    """The contents of `run.json` in a run's folder.
 
     Raises:
         ValueError: The folder holds no run, or one of a newer version.
@@ -123,28 +123,28 @@ def read_about(directory: Path) -> dict[str, Any]:
     about = read_json(directory / RUN)
     if about.get("schema") != SCHEMA:
         raise ValueError(
-            f"{directory} holds a run of version {about.get('schema')!r}; expected {SCHEMA}: is it a run folder, and "
-            "this program new enough?"
+            f"{directory} holds a run of version {about.get('schema')!r}; expected {SCHEMA}. Check that it is a run "
+            "folder and that star_hvd is new enough"
         )
     began_s, ranks = about.get("began_unix_s"), about.get("world_size")
     whole = type(ranks) is int and 0 < ranks <= MAX_RANKS and isinstance(about.get("name"), str)
     if not sound(about) or not whole or not isinstance(began_s, (int, float)) or not 0.0 <= began_s < _MOST_UNIX_S:
         raise ValueError(
-            f"{directory / RUN} names no run of 1 to {MAX_RANKS} ranks with its begin; expected what the run log wrote"
+            f"{directory / RUN} is damaged; expected name, begin and 1 to {MAX_RANKS} ranks, as the run log writes them"
         )
     return about
 
 
 def write_json(path: Path, values: dict[str, Any], *, replace: bool = True) -> None:
-    """Make a file of `values`, whole or not at all.
+    """Write a JSON file atomically.
 
     Args:
         path: The file.
-        values: What it holds.
-        replace: Whether a file that is there gives way; else it stays as it is.
+        values: Its contents.
+        replace: Whether an existing file is replaced rather than kept.
 
     Raises:
-        OSError: The disk is full, for example; the old file is still there.
+        OSError: The disk is full, for example; an old file is unchanged.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
@@ -160,13 +160,14 @@ def write_json(path: Path, values: dict[str, Any], *, replace: bool = True) -> N
 
 
 class RunLock:
-    """A lock on a run that the kernel takes back when its process dies, however it dies.
+    """A lock on a run that the kernel releases when its process dies in any way.
 
-    A POSIX record lock: children made by fork (data loaders) do not hold it, as they would one of `flock`.
+    A POSIX record lock: forked children (data loaders) do not inherit it, unlike one of `flock`.
 
     Args:
         directory: The run's folder.
-        sending: The lock of whoever sends the run to MLflow; else that of the ranks which write it, who share it.
+        sending: Whether it is the exclusive lock for sending the run to MLflow, rather than the one shared by the
+            ranks that write it.
     """
 
     def __init__(self, directory: Path, *, sending: bool = False) -> None:
@@ -175,10 +176,10 @@ class RunLock:
         self._fd: int | None = None
 
     def take(self, *, alone: bool = False) -> bool:
-        """Take the lock, `alone` or as its kind is shared; never blocks.
+        """Take the lock without blocking; with `alone` exclusively.
 
         Returns:
-            False where another process has it, or where the file system has none.
+            False where another process holds it, or the file system has no locks.
         """
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -189,14 +190,14 @@ class RunLock:
         return True
 
     def free(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
 
 def is_live(directory: Path) -> bool:
-    """Whether another process of this host still writes the run; never blocks. Not to be asked by the writer itself."""
+    """Whether another process of this host still writes the run. Must not be called by a writer itself."""
     if not (directory / _LIVE).exists():
         return False
     lock = RunLock(directory)

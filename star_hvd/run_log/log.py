@@ -1,8 +1,8 @@
-"""What a training process writes: a queue, and a thread that empties it into files; `dispatch` has them sent.
+"""The run log in a training process: a queue, and a thread that writes it to files; `dispatch` has them sent.
 
-Training must not notice. A call appends to a bounded queue and returns; the thread writes a few times per second;
-MLflow, whose import alone holds the interpreter for 1.6 s, lives in a process of its own at the lowest priority.
-Whatever breaks, a full disk or a server that hangs, costs log lines, which are counted, and nothing else.
+It must not slow training down. A call appends to a bounded queue and returns; the thread writes twice per second;
+MLflow, whose import alone holds the interpreter lock for 1.6 s, is in a separate process of the lowest priority. Any
+failure, a full disk or a server that hangs for example, costs log entries only, which are counted.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ __all__ = ["RunLog"]
 
 logger = logging.getLogger("star_hvd")
 
-_QUEUE = 4096  # Events kept while the disk refuses them: minutes of steps.
+_QUEUE = 4096  # Events kept while writing fails: minutes of steps.
 _WRITE_INTERVAL_S = 0.5
 _WINDOW_INTERVAL_S = 1.0
-_GIVE_WAY_AFTER = 16  # Events, of 10 to 20 us each.
-_MAX_BYTES = 256 << 20  # Of one file: it thins out after 0.4 million steps.
-_END_BYTES = 1 << 20  # Room for the end of a file that is full.
+_YIELD_AFTER = 16  # Events, of 10 to 20 us each, after which the thread releases the interpreter lock.
+_MAX_BYTES = 256 << 20  # Of one file, whose entries are thinned out after 0.4 million steps.
+_END_BYTES = 1 << 20  # Reserved for the end event of a full file.
 
 _Event = Callable[[], dict[str, Any]]
 
 
 class RunLog:
-    """The log of one job, as one rank sees it. All methods but `close` return within microseconds and never raise.
+    """One rank's part of a job's log. All methods but `close` return within microseconds and never raise.
 
-    They may be called from any thread. A rank that is late, frozen or dead costs only its own lines.
+    They may be called from any thread. Where a rank is late, frozen or dead, only its own entries are missing.
 
-    A file that gets full has fewer and fewer steps and windows, so that a long job has its plans, curves and end there.
+    As a file fills up, fewer and fewer steps and windows are kept, so that plans, curves and the end of a long job fit.
 
     Args:
         directory: The run's folder (`layout.run_directory`), of the same name on all ranks.
         rank: This rank. Every rank writes its own file; rank 0 also writes the job's and has the run sent.
         world_size: Number of ranks.
-        job: Parameters and environment of the job, nested mappings of plain values; rank 0's counts. See
+        job: Parameters and environment of the job, nested mappings of plain values; rank 0's are used. See
             `facts.environment`.
         enabled: False makes every method do nothing.
-        ship: Whether rank 0 has the run sent to MLflow (`dispatch`); else `star-hvd sync-logs` does that later.
-        background: Whether a thread writes; else only `flush` and `close` do.
+        ship: Whether rank 0 has the run sent to MLflow (`dispatch`), rather than `star-hvd sync-logs` later.
+        background: Whether a thread writes; otherwise only `flush` and `close` do.
         clock: Seconds, by which events are dated and windows thinned.
     """
 
@@ -94,36 +94,36 @@ class RunLog:
         if enabled:
             self._begin(world_size, dict(job or {}))
 
-    # ---- what happened ----------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------
 
     def step(self, report: StepReport) -> None:
-        """A rank's report of one gradient of its own; goes to the rank's file."""
+        """Log this rank's report of one of its gradients, to the rank's file."""
         now_s = self._now_s()
         self._put(False, "step", lambda: {"kind": "step", "time_s": round(now_s, 6), **_finite(report.as_record())})
 
     def resources(self, readings: Any) -> None:
-        """What `telemetry.resources` read on this rank; goes to the rank's file."""
+        """Log this rank's sample of `telemetry.resources`, to the rank's file."""
         now_s = self._now_s()
         self._put(False, "resources", lambda: {"kind": "resources", "time_s": round(now_s, 6), **_fields(readings)})
 
     def facts(self, values: Mapping[str, Any]) -> None:
-        """Parameters known only now, an optimizer's for example. Rank 0 only; ignored elsewhere."""
+        """Log parameters known only now, an optimizer's for example. Ignored on ranks other than 0."""
         self._job_event("facts", {"values": dict(values)})
 
     def window(self, values: Mapping[str, Any]) -> None:
-        """Telemetry of all ranks (`windows.window_values`). At most one per second is kept. Rank 0 only."""
+        """Log telemetry of all ranks (`window_values`), at most once per second. Ignored on ranks other than 0."""
         now_s = self._now_s()
         if self._rank == 0 and now_s >= self._window_due_s:
             self._window_due_s = now_s + _WINDOW_INTERVAL_S
             self._job_event("window", dict(values))
 
     def plan(self, step: int, plan: Plan, prediction: Mapping[str, Any] | None = None) -> None:
-        """A plan is in force from `step` on.
+        """Log that a plan is active from `step` on. Ignored on ranks other than 0.
 
         Args:
             step: Its first step.
             plan: The plan, with its reason.
-            prediction: What the decision rested on: the predicted seconds per step of candidates, for example.
+            prediction: Predictions behind the decision, by candidate.
         """
         now_s = self._now_s()
 
@@ -136,29 +136,29 @@ class RunLog:
             self._put(True, "plan", event)
 
     def outcome(self, outcome: SwitchOutcome) -> None:
-        """What became of a switch, against what was predicted of it. Rank 0 only."""
+        """Log the predicted and the measured speed of a switch. Ignored on ranks other than 0."""
         self._job_event("outcome", _finite(outcome.as_record()))
 
     def metric(self, name: str, value: float, step: int, time_s: float | None = None) -> None:
-        """One point of a curve: loss, accuracy. Rank 0 only.
+        """Log a point of a curve: loss, accuracy. Ignored on ranks other than 0.
 
         Args:
-            name: Of the curve; characters MLflow does not take become `_`.
+            name: Name of the curve; characters that MLflow does not accept become `_`.
             value: Its value.
             step: Global step it belongs to.
-            time_s: Seconds since this log was made, where it was not just now.
+            time_s: Seconds since this log was made; by default now.
         """
         values = {"name": str(name), "value": float(value), "step": int(step)}
         self._job_event("metric", values, time_s)
 
     def since_s(self, monotonic_s: float) -> float:
-        """A time of `time.monotonic()` as seconds since this log was made."""
+        """Convert a time of `time.monotonic()` to seconds since this log was made."""
         return monotonic_s - self._began_s
 
     def close(self, status: str = "FINISHED", deadline_s: float = 2.0) -> None:
-        """End the log: write what is queued.
+        """End the log and write what is queued.
 
-        The sender goes on by itself; what it cannot send stays for `star-hvd sync-logs`.
+        The shipper goes on independently; what it cannot send stays on disk for `star-hvd sync-logs`.
 
         Args:
             status: `FINISHED`, `FAILED` or `KILLED`, as in MLflow.
@@ -177,8 +177,6 @@ class RunLog:
             self._thread.join(max(0.05, deadline_s))
         self._lock.free()
 
-    # ---- inside -----------------------------------------------------------------------------------------------
-
     def _now_s(self) -> float:
         return self._clock() - self._began_s
 
@@ -188,7 +186,7 @@ class RunLog:
             self._put(True, kind, lambda: {"kind": kind, "time_s": at_s, **values})
 
     def _put(self, of_job: bool, kind: str, event: _Event) -> None:
-        if self.enabled:  # A full queue loses its oldest entry; the numbers tell how many it lost.
+        if self.enabled:  # A full queue drops its oldest entry; gaps in the numbers are counted.
             self._queue.append((next(self._numbers), of_job, kind, event))
 
     def _begin(self, world_size: int, job: dict[str, Any]) -> None:
@@ -226,7 +224,7 @@ class RunLog:
             file.close()
 
     def flush(self) -> None:
-        """Write what is queued; what the disk refuses is held for the next time, as far as there is room.
+        """Write what is queued; lines that cannot be written are kept for the next time, at most `_QUEUE` of them.
 
         Called by the log's own thread, or where there is none by the caller's, one at a time.
         """
@@ -235,11 +233,11 @@ class RunLog:
             while len(taken) < _QUEUE:
                 taken.append(self._queue.popleft())
         for position, (number, of_job, kind, event) in enumerate(taken):
-            self.dropped += number - self._expected if number >= self._expected else -1  # Threads may overtake.
+            self.dropped += number - self._expected if number >= self._expected else -1  # Numbers may be out of order.
             self._expected = max(self._expected, number + 1)
             self._hold(of_job, kind, event)
-            if position % _GIVE_WAY_AFTER == _GIVE_WAY_AFTER - 1:
-                time.sleep(0.0005)  # The training thread may be waiting for the interpreter.
+            if position % _YIELD_AFTER == _YIELD_AFTER - 1:
+                time.sleep(0.0005)  # The training thread may be waiting for the interpreter lock.
         for of_job, held in self._held.items():
             if len(held) > _QUEUE:
                 self.dropped += len(held) - _QUEUE
@@ -255,7 +253,7 @@ class RunLog:
             self._held_bytes[of_job] = 0
 
     def _hold(self, of_job: bool, kind: str, event: _Event) -> None:
-        """Make an event a line for the next write, unless its file is too full for one of its kind."""
+        """Keep an event's line for the next write, unless its file is too full for its kind."""
         if self._files[of_job].keeps(kind, self._held_bytes[of_job]):
             line = _line(event)
             self._held[of_job].append(line)
@@ -263,9 +261,9 @@ class RunLog:
             return
         self.thinned += 1
         if self.thinned == 1:
-            # Of a job's many ranks, whose files fill up at about the same time, one says it.
+            # The files of all ranks fill up at about the same time; one warning is enough.
             level = logging.WARNING if self._rank == 0 else logging.INFO
-            text = "a file of the run log in %s gets full (it takes %d MiB); from now on fewer %s entries are kept"
+            text = "a file of the run log in %s gets full (limit %d MiB); from now on fewer %s entries are kept"
             logger.log(level, text, self.directory, _MAX_BYTES >> 20, kind)
 
     def _note_failure(self, error: OSError) -> None:
@@ -278,12 +276,12 @@ def _line(event: _Event) -> str:
     try:
         return line_of(event())
     except Exception:
-        logger.exception("an entry of the run log is left out")
+        logger.exception("an entry of the run log could not be made and is left out")
         return ""
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """The fields of a flat dataclass, those with slots too; null where a number is none."""
+    """The fields of a flat dataclass, with or without slots; NaN becomes null."""
     return _finite({name: getattr(record, name) for name in record.__dataclass_fields__})
 
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page on a run: what it did, who was slow and why, what was decided and what came of it."""
+"""One self-contained HTML page on a run: modes, stragglers and causes, decisions and their outcomes, curves."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.q{
 
 
 def sentence(plan: Mapping[str, Any]) -> str:
-    """What a plan event says in one sentence."""
-    told = f"step {plan.get('step')} ({plan.get('time_s') or 0.0:.1f} s): {plan.get('label')}"
+    """A plan event as one sentence."""
+    text = f"step {plan.get('step')} ({plan.get('time_s') or 0.0:.1f} s): {plan.get('label')}"
     reason = str(plan.get("reason") or "")
-    return told + (f", because {reason}" if reason else "")
+    return text + (f", because {reason}" if reason else "")
 
 
 def _predictions(plan: Mapping[str, Any]) -> str:
-    """A table of what a decision rested on, folded away; empty where nothing was predicted."""
+    """A collapsed table of the predictions behind a decision; empty where there were none."""
     rows = [
         (
             name,
@@ -39,18 +39,18 @@ def _predictions(plan: Mapping[str, Any]) -> str:
     ]
     if not rows:
         return ""
-    columns = ("candidate", "time over that of sync (90 % interval)", "chance to reach the target")
-    return f"<details><summary>what was predicted</summary>{_table(columns, rows)}</details>"
+    columns = ("candidate", "time relative to sync (90 % interval)", "probability to reach the target")
+    return f"<details><summary>predictions</summary>{_table(columns, rows)}</details>"
 
 
 def _outcome(event: Mapping[str, Any]) -> str:
-    """What became of a switch; empty where that is not known."""
+    """The outcome of a switch; empty where it is not known."""
     predicted, measured = event.get("predicted"), event.get("measured")
     if not (isinstance(predicted, (int, float)) and isinstance(measured, (int, float))):
         return ""
     against, steps = html.escape(str(event.get("against"))), _number(event, "steps").split(".")[0]
-    told = f"Predicted {predicted:.2g}x faster than {against}, was {measured:.2g}x over {steps} steps"
-    return f"<br><b>{told}{': left again' if event.get('harmful') else ''}.</b>"
+    text = f"Predicted {predicted:.2g}x faster than {against}, measured {measured:.2g}x over {steps} steps"
+    return f"<br><b>{text}{'; the mode was left' if event.get('harmful') else ''}.</b>"
 
 
 def _number(values: Mapping[str, Any], name: str) -> str:
@@ -80,7 +80,7 @@ def write_page(directory: Path, out: Path) -> Path:
         f"<ol>{decisions}</ol>" if decisions else "<p class=q>No plan was logged.</p>",
         "<h2>Ranks</h2>",
         ranks_svg(story),
-        "<p class=q>Colour: compute time over that of the median rank. Bars: when a rank was named slow, and why.</p>",
+        "<p class=q>Colour: compute time over that of the median rank. Bars: when a rank was a straggler, and why.</p>",
         _rank_table(story),
         "<h2>Loss and accuracy</h2>",
         curves_svg(story) if story.curves else "<p class=q>No curve was logged: call hvd.record_loss(loss).</p>",
@@ -105,21 +105,21 @@ def _summary(story: RunStory) -> str:
 
 
 def _target(story: RunStory) -> str:
-    """What became of the target; empty where there was none."""
-    told, reached = story.state.facts.get("target"), story.state.reached
-    target = Target.parse(told)
-    if not told:
+    """Whether the target was reached; empty where there was none."""
+    text, reached = story.state.facts.get("target"), story.state.reached
+    target = Target.parse(text)
+    if not text:
         return ""
     if target is None:
-        return f" Target {told} says nothing; expected one like accuracy>=0.95."
+        return f" Target {text} is invalid; expected one like accuracy>=0.95."
     if reached:
         at_s, step = reached["time_to_target_s"], reached["steps_to_target"]
-        return f" Target {told} reached after {at_s:.1f} s, at step {step:.0f}."
+        return f" Target {text} reached after {at_s:.1f} s, at step {step:.0f}."
     if target.name not in story.recorded:
         call = f"hvd.record_metric({target.name!r}, value)"
-        return f" Target {told} not reached: no metric `{target.name}` was recorded; call {call}."
+        return f" Target {text} not reached: no metric `{target.name}` was recorded; call {call}."
     least, most = story.recorded[target.name]
-    return f" Target {told} not reached (best {most if target.relation.startswith('>') else least:.4g})."
+    return f" Target {text} not reached (best {most if target.relation.startswith('>') else least:.4g})."
 
 
 def _rank_table(story: RunStory) -> str:

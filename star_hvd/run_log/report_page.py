@@ -1,4 +1,4 @@
-"""`star-hvd report`: write one self-contained HTML page on a run: modes, stragglers and causes, curves, decisions."""
+"""`star-hvd report`: write the HTML page of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page; the exit status is 2 where there is no such run."""
+    """Write the page; returns the exit status, 2 where there is no such run."""
     from star_hvd.run_log.page import write_page
 
     root = (options.logs or layout.default_root()).resolve()
@@ -42,8 +42,8 @@ def _from_mlflow(run_id: str, uri: str, root: Path, out: Path) -> int:
             page = write_page(Path(connect(uri).download_artifacts(run_id, "star", folder)), out)
     except Exception as error:
         sys.stderr.write(
-            f"error: {run_id} is no run folder, none of {root / 'runs'}, and MLflow at {redacted(uri)} has no run with "
-            f"its files: {redacted(str(error))[:200]}\n"
+            f"error: {run_id} is no run folder, not in {root / 'runs'}, and MLflow at {redacted(uri)} has no such run "
+            f"with its files: {redacted(str(error))[:200]}\n"
         )
         return 2
     sys.stdout.write(f"{page}\n")

@@ -1,7 +1,7 @@
-"""Sends one run to MLflow: as often as wanted, from where it stopped, with the same result.
+"""Sends one run to MLflow. It resumes where it stopped, and sending again is idempotent.
 
-The run and its segments are found again by tag `star.run`, so a sender killed between making a run and noting its id
-does not make a second one. Entries carry the times of their events, so a batch that is sent twice is there once.
+The run and its segments are found by tag `star.run`, so a sender killed between making a run and noting its id does not
+make a second one. Entries have the times of their events, so a batch that is sent twice is stored once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["Sender", "connect"]
 
 logger = logging.getLogger("star_hvd.run_log")
 
-_BATCH = 900  # MLflow takes 1,000 metrics in one request.
+_BATCH = 900  # MLflow accepts 1,000 metrics in one request.
 _SQLITE = "sqlite:///"
-_MOST_SEGMENTS = 200  # As runs of their own; the events have all of them.
+_MOST_SEGMENTS = 200  # Segments that become runs of their own; the event file has all of them.
 
 
 def connect(uri: str) -> Any:
-    """A client of MLflow's. Imports MLflow: for processes that do not train."""
-    # Its own defaults, 120 s a request and 7 tries, are longer than anybody waits for a log.
+    """An MLflow client. Imports MLflow, so not for processes that train."""
+    # MLflow's defaults, 120 s per request and 7 retries, are too long for a log.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     from mlflow.tracking import MlflowClient
@@ -40,13 +40,13 @@ def connect(uri: str) -> Any:
 
 
 def _make_database(path: Path, open_client: Callable[[str], Any]) -> None:
-    """Make MLflow's SQLite file whole or not at all: one whose first migration was killed cannot be opened any more."""
+    """Make MLflow's SQLite file atomically: one whose first migration was killed cannot be opened any more."""
     if path.exists() or not path.parent.is_dir():
         return
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         open_client(f"{_SQLITE}{draft}").search_experiments(max_results=1)
-        with contextlib.suppress(OSError):  # It is there by now; or the file system has no links, and MLflow makes it.
+        with contextlib.suppress(OSError):  # It exists by now; or the file system has no links: MLflow makes it.
             os.link(draft, path)
     finally:
         for left in path.parent.glob(f"{draft.name}*"):
@@ -61,7 +61,7 @@ class Sender:
         directory: The run's folder.
         uri: MLflow's tracking URI.
         experiment: The experiment the run belongs to; `layout.experiment_name()` where None.
-        on_progress: Called whenever MLflow has taken something.
+        on_progress: Called whenever MLflow has accepted something.
 
     Raises:
         ValueError: The folder holds no run, or one of a newer version.
@@ -88,21 +88,21 @@ class Sender:
         self._offset = 0
         self._params: dict[str, str] = {}
         sent = layout.read_json(directory / layout.SENT)
-        self._shown_uri = redacted(uri)  # What is written down, in `sent.json` too.
+        self._shown_uri = redacted(uri)  # For logs and `sent.json`.
         known = sent.get("uri") == self._shown_uri and _is_note(sent)
         self._sent: dict[str, Any] = sent if known else {"uri": self._shown_uri}
         self._sent.setdefault("segments", {})
 
     @property
     def complete(self) -> bool:
-        """Whether MLflow has everything, the files too."""
+        """Whether MLflow has everything, including the files."""
         return bool(self._sent.get("complete"))
 
     def send(self) -> bool:
-        """Send what is new in the events; whether their end was among them.
+        """Send new events; whether the end event has been read.
 
         Raises:
-            Exception: What MLflow raises; all that was sent stays noted, a later call goes on from there.
+            Exception: Any error of MLflow's; a later call continues behind what was sent.
         """
         self._connect()
         if not self._about.get("home"):
@@ -110,7 +110,7 @@ class Sender:
         try:
             self._send_events()
         except BaseException:
-            self.state, self._offset = RunState(), 0  # It may have stopped inside an event.
+            self.state, self._offset = RunState(), 0  # An event may be half applied.
             raise
         return self.state.status is not None
 
@@ -118,10 +118,10 @@ class Sender:
         """Send the totals and the files and end the run.
 
         Args:
-            status: Of a run whose events do not say: `KILLED` where its writer is gone.
+            status: Status of a run without an end event, `KILLED` for example.
 
         Raises:
-            Exception: What MLflow raises; to be called again.
+            Exception: Any error of MLflow's; a later call continues.
         """
         self.send()
         self._send_files()
@@ -132,8 +132,6 @@ class Sender:
             self._client.set_terminated(self._sent["run_id"], self.state.status or status, end_time=end_ms)
         self._sent["complete"] = True
         self._note(self._offset)
-
-    # ---- inside -----------------------------------------------------------------------------------------------
 
     def _send_events(self) -> None:
         rows: list[MetricRow] = []
@@ -171,7 +169,7 @@ class Sender:
         self._on_progress()
         run_id = self._sent.get("run_id")
         if run_id is not None and not _exists(client, run_id):
-            self._sent = {"uri": self._shown_uri, "segments": {}}  # Deleted there: it is sent anew.
+            self._sent = {"uri": self._shown_uri, "segments": {}}  # Deleted in MLflow: send it again.
         self._client = client
         if "run_id" not in self._sent:
             tags = {"star.schema": str(layout.SCHEMA), "star.kind": "job"}
@@ -180,7 +178,7 @@ class Sender:
         self._params = dict(client.get_run(self._sent["run_id"]).data.params)
 
     def _run(self, key: str, name: str, time_s: float, tags: dict[str, str]) -> str:
-        """The run tagged with `key`, made where there is none."""
+        """Id of the run tagged with `key`, which is made where there is none."""
         found = self._client.search_runs([self._experiment], f"tags.`star.run` = '{key}'", max_results=1)
         if found:
             return str(found[0].info.run_id)
@@ -193,7 +191,7 @@ class Sender:
 
         values = flat(self.state.facts)
         new = {name: value for name, value in values.items() if name not in self._params}
-        # A parameter cannot change in MLflow; what a job says later becomes a tag.
+        # MLflow's parameters cannot change; changed values become tags.
         changed = {name: value for name, value in values.items() if self._params.get(name, value) != value}
         items = list(new.items())
         for at in range(0, len(items), 100):
@@ -242,11 +240,11 @@ class Sender:
             self._client.log_batch(run_id or self._sent["run_id"], metrics=metrics)
 
     def _send_files(self) -> None:
-        """The run's files as artifacts; a host without the job's first rank has its ranks' files alone."""
+        """Send the run's files as artifacts; a host other than rank 0's has the files of its ranks only."""
         files = sorted(self.directory.glob("rank*.jsonl"))
         if self._about.get("home"):
             files += [self.directory / name for name in (layout.RUN, layout.EVENTS)]
-            with contextlib.suppress(Exception):  # A page is not worth a run that is never complete.
+            with contextlib.suppress(Exception):  # The run must become complete even if the page fails.
                 from star_hvd.run_log.page import write_page
 
                 files.append(write_page(self.directory, self.directory / "report.html"))
@@ -258,7 +256,7 @@ class Sender:
         return int(1e3 * (self._about["began_unix_s"] + time_s))
 
     def _note(self, offset: int) -> None:
-        """Remember how far it came; a disk that is full costs no more than sending something again."""
+        """Write the progress to `sent.json`; if that fails, some events are sent again later."""
         self._on_progress()
         self._sent["offset"] = max(offset, self._sent.get("offset", 0))
         with contextlib.suppress(OSError):
@@ -287,7 +285,7 @@ def _experiment_id(client: Any, name: str, uri: str, root: Path) -> str:
 
     found = client.get_experiment_by_name(name)
     if found is None:
-        # A server keeps files where it was told to; beside SQLite they would land in the current directory.
+        # A server has its own location for artifacts; with SQLite the default is the current directory.
         place = (root / "artifacts").resolve().as_uri() if uri.startswith("sqlite:") else None
         try:
             return str(client.create_experiment(name, artifact_location=place))

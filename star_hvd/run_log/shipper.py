@@ -1,9 +1,9 @@
-"""The process beside rank 0 that sends the runs of a job to MLflow while the job runs: one for all its optimizers.
+"""The process beside rank 0 that sends the runs of all optimizers of a job to MLflow while the job runs.
 
-It reads runs from its standard input, one JSON mapping per line: `directory`, `uri`, `experiment`. The other end is
-rank 0's: it closes when the job ends, however it ends. Then everything that is on disk is sent, and this process ends,
-as it does when it has had nothing to send for a while. Where MLflow takes nothing for two minutes after the job's end,
-the rest stays in the runs' folders for `star-hvd sync-logs`.
+It reads runs from its standard input, one JSON mapping per line: `directory`, `uri`, `experiment`. Rank 0 has the other
+end, which closes when the job ends in any way. Then everything on disk is sent, and this process exits; it also exits
+after some time without anything to send. If MLflow accepts nothing for two minutes after the job's end, the rest stays
+in the runs' folders for `star-hvd sync-logs`.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ __all__ = ["Shipping", "main"]
 logger = logging.getLogger("star_hvd.run_log")
 
 _POLL_S, _SOON_S = 2.0, 0.2
-_LINGER_S = 120.0  # Making MLflow's tables takes 5 s of a processor, of which a busy machine gives this process little.
+_LINGER_S = 120.0  # Making MLflow's tables takes 5 s of CPU time, of which this process gets little on a busy machine.
 _RANKS_S = 10.0
 _IDLE_S = 30.0
 _LARGEST_PAUSE_S = 60.0
 
 
 class _Run:
-    """One run on its way to MLflow."""
+    """One run that is being sent."""
 
     def __init__(self, directory: Path, uri: str, experiment: str | None, on_progress: Callable[[], None]) -> None:
         self.directory = directory
         self.sender = Sender(directory, uri, experiment=experiment, on_progress=on_progress)
-        self.ended_s: float | None = None  # Since when nothing more is expected of rank 0.
+        self.ended_s: float | None = None  # When rank 0's part was complete.
         self._lock = layout.RunLock(directory, sending=True)
         self._locked = False
 
     def send(self, *, over: bool) -> bool:
-        """Send what is new, and the rest after the run's end; whether MLflow has everything.
+        """Send new events, and after the run's end totals and files; whether MLflow has everything.
 
         Args:
-            over: The job has ended, whatever the events say.
+            over: Whether the job has ended, even without an end event.
 
         Raises:
-            Exception: What MLflow raises; to be called again.
+            Exception: Any error of MLflow's; a later call continues.
         """
         self._locked = self._locked or self._lock.take()
         if not self._locked:
@@ -65,28 +65,28 @@ class _Run:
             return False
         now_s = time.monotonic()
         self.ended_s = now_s if self.ended_s is None else self.ended_s
-        # Rank 0 may end first: the other ranks of this host end their files too, for a moment.
+        # Rank 0 may end first: wait a moment for the files of this host's other ranks.
         if layout.is_live(self.directory) and now_s < self.ended_s + _RANKS_S:
             return False
         self.sender.finish("KILLED")
         return True
 
     def close(self) -> None:
-        """Let others send it."""
+        """Release the lock, so that other processes may send the run."""
         self._lock.free()
 
     def note(self, text: str) -> None:
-        """Leave a line in the run's folder, for whoever asks why a run is not in MLflow."""
+        """Append a line to `shipper.log` in the run's folder, which explains why a run is not in MLflow."""
         with contextlib.suppress(OSError), (self.directory / "shipper.log").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 class Shipping:
-    """Sends all runs it is told of, one after the other.
+    """Sends all runs named in `lines`, one after the other.
 
     Args:
-        lines: What the job tells; their end is the job's.
-        job: Process id of the job's first rank; None to go by `lines` alone.
+        lines: Input lines; they end with the job.
+        job: Process id of rank 0; None to use the end of `lines` only.
     """
 
     def __init__(self, lines: Iterable[str], job: int | None = None) -> None:
@@ -98,20 +98,20 @@ class Shipping:
             self._job = psutil.Process(job) if job is not None else None
         except psutil.NoSuchProcess:
             self.over.set()
-        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._new: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._done = threading.Event()
         self._runs: deque[_Run] = deque()
 
     def run(self) -> None:
-        """Send until everything is sent; ends the process where MLflow takes nothing for long after the job's end."""
+        """Send until everything is sent; exits the process if MLflow accepts nothing for long after the job's end."""
         threading.Thread(target=self._listen, daemon=True).start()
         _import_mlflow()
         self._note_progress()
         threading.Thread(target=self._watch, daemon=True).start()
         pause_s = _POLL_S
         while True:
-            over = self.over.is_set()  # First: what the job told before its end has been told by then.
+            over = self.over.is_set()  # Read first, so that all runs named before the end are taken below.
             self._take()
             fine = self._round(over)
             if not self._runs and (over or time.monotonic() > self.progress_s + _IDLE_S):
@@ -119,31 +119,29 @@ class Shipping:
                 return
             pause_s = _POLL_S if fine else min(_LARGEST_PAUSE_S, 2.0 * pause_s)
             if fine and (over or any(one.ended_s is not None for one in self._runs)):
-                time.sleep(_SOON_S)  # Some rank still ends its file.
+                time.sleep(_SOON_S)  # Some rank still writes the end of its file.
             else:
                 self._wake.wait(_POLL_S if over else pause_s)
                 self._wake.clear()
 
     def give_up(self, text: str) -> None:
-        """Say in the folders of all runs that are left why they are."""
+        """Note in the folders of all remaining runs why they were not sent."""
         for one in list(self._runs):
             one.note(f"{text}; star-hvd sync-logs sends the rest")
-
-    # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                about = self._told.get_nowait()
+                about = self._new.get_nowait()
                 directory = Path(about["directory"])
                 try:
                     self._runs.append(_Run(directory, about["uri"], about.get("experiment"), self._note_progress))
-                except ValueError as error:  # It was removed, for example.
+                except ValueError as error:  # The folder was removed, for example.
                     logger.error("%s", redacted(str(error)))
                 self._note_progress()
 
     def _round(self, over: bool) -> bool:
-        """Look at every run once, until one fails: the others would fail alike, each after its deadline."""
+        """Send every run once, until one fails: the others would probably fail too, each after its deadline."""
         for _ in range(len(self._runs)):
             one = self._runs.popleft()
             try:
@@ -164,18 +162,18 @@ class Shipping:
     def _listen(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             for line in self._lines:
-                with contextlib.suppress(ValueError):  # The last line of a writer that was killed.
+                with contextlib.suppress(ValueError):  # An incomplete last line.
                     about = json.loads(line)
                     if isinstance(about, dict) and {"directory", "uri"} <= about.keys():
-                        self._told.put(about)
+                        self._new.put(about)
                         self._wake.set()
         self.over.set()
         self._wake.set()
 
     def _watch(self) -> None:
-        """End this process where a server hangs, two minutes after the job's end."""
+        """Exit if a server hangs, two minutes after the job's end."""
         while not self.over.wait(_POLL_S) and not self._done.is_set():
-            # A child of the job's, made by a library's own fork, may hold the other end of the pipe open.
+            # A process forked by some library in the job may hold the other end of the pipe open.
             if self._job is not None and not _is_alive(self._job):
                 self.over.set()
                 self._wake.set()
@@ -191,12 +189,12 @@ class Shipping:
 
 
 def main(job: int) -> int:
-    """Send what standard input names.
+    """Send the runs named on standard input; returns the exit status.
 
     Args:
-        job: Process id of the job's first rank, whose end ends this process too.
+        job: Process id of rank 0, with whose end the input counts as ended.
     """
-    _step_back()
+    _lower_priority()
     shipping = Shipping(sys.stdin, job)
     try:
         shipping.run()
@@ -213,20 +211,20 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _import_mlflow() -> None:
-    """Import MLflow's client without pandas, which it offers to users and does not need here: 40 MB and a second."""
+    """Import MLflow's client without pandas, which is optional and costs 40 MB and a second."""
     if "pandas" in sys.modules:
         return
-    # An import finds None and fails; MLflow goes on without, as it does where pandas is not installed.
+    # With None the import fails, and MLflow continues as if pandas were not installed.
     sys.modules["pandas"] = None  # type: ignore[assignment]
     try:
         from mlflow.tracking import MlflowClient  # noqa: F401
-    except ImportError as error:  # A version that does need it; `sender.connect` imports it as usual.
-        logger.info("MLflow takes pandas along: %s", error)
+    except ImportError as error:  # This version needs it; `sender.connect` imports it as usual.
+        logger.info("MLflow needs pandas: %s", error)
     finally:
         del sys.modules["pandas"]
 
 
-def _step_back() -> None:
-    """Use only what the job leaves over."""
+def _lower_priority() -> None:
+    """Use only CPU time that the job leaves idle."""
     with contextlib.suppress(OSError):
         os.nice(19)

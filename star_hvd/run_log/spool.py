@@ -16,10 +16,10 @@ __all__ = ["SpoolWriter", "line_of", "read_events"]
 
 
 def line_of(event: dict[str, Any]) -> str:
-    """An event as one line of JSON, its end included."""
+    """An event as one line of JSON, with its newline."""
     try:
         return f"{_encode(event)}\n"
-    except (TypeError, ValueError):  # Numbers that are none, objects of numpy: rare, and five times as slow.
+    except (TypeError, ValueError):  # NaN or numpy objects: rare, and five times as slow.
         return f"{_encode(clean(event))}\n"
 
 
@@ -32,17 +32,17 @@ _ROOM = {
     "window": (0.25, 0.75),
     "metric": (0.75, 0.97),
 }
-"""Parts of a file's limit between which a kind of entry is thinned out. From a third of that way on only every second
-one is written, then every third and so on, as the square of the way that is left: ever less, but however long the job
-is. Other kinds, plans and the end above all, are few, and their room is what is left."""
+"""Parts of a file's limit between which entries of a kind are thinned out: one in ((last - first) / left)^2 is written,
+where `left` is the room up to the second limit, so that some are written however long the job is. Other kinds, mostly
+plans and the end, are few and have the rest of the file."""
 
 
 class SpoolWriter:
-    """Appends whole lines, or nothing. Used by one thread.
+    """Appends complete lines, or nothing. Used by one thread.
 
     Args:
         path: The file; made when the first line is written.
-        max_bytes: The file does not grow past this; later lines are counted in `dropped`.
+        max_bytes: Limit of the file's size; lines beyond it are counted in `dropped`.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -54,11 +54,11 @@ class SpoolWriter:
         self._seen: dict[str, int] = {}
 
     def keeps(self, kind: str, coming: int = 0) -> bool:
-        """Whether the next entry of a kind is to be written, as far as the file is filled.
+        """Whether the next entry of a kind should be written, by how full the file is.
 
         Args:
             kind: Its kind.
-            coming: Bytes that are to be appended before.
+            coming: Bytes that will be appended before it.
         """
         if kind not in _ROOM:
             return True
@@ -74,13 +74,12 @@ class SpoolWriter:
         """Append one line per event.
 
         Raises:
-            OSError: The disk is full, for example; the file ends with a whole line as before, and nothing of `events`
-                is in it.
+            OSError: The disk is full, for example; the file is as before.
         """
         self.append_lines([line_of(event) for event in events])
 
     def append_lines(self, lines: list[str]) -> None:
-        """As `append`, for events that are lines already (`line_of`)."""
+        """As `append`, for lines of `line_of`."""
         data = "".join(lines).encode()
         if self._fd is None:
             self._open()
@@ -90,7 +89,7 @@ class SpoolWriter:
             return
         try:
             written = 0
-            while written < len(data):  # A disk that fills up takes a part first.
+            while written < len(data):  # A disk that is nearly full accepts a part first.
                 written += os.write(self._fd, data[written:])
         except OSError:
             with contextlib.suppress(OSError):
@@ -110,10 +109,10 @@ class SpoolWriter:
 
 
 def read_events(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The events of a file from a byte on, each with the byte behind it.
+    """Yield the events of a file from byte `offset` on, each with the offset of the next line.
 
-    A last line without its end is left for later: its writer may be at work, or was killed. A damaged line, or one that
-    is no event (`scheduler.run_events`), is skipped.
+    An incomplete last line is not read: its writer may still write it, or was killed. A damaged line, or one that is no
+    event (`scheduler.run_events`), is skipped.
     """
     try:
         file = path.open("rb")

@@ -1,4 +1,4 @@
-"""A run read back from its files, as its page and its figures need it."""
+"""A run read from its files, for its page and figures."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from star_hvd.run_log.spool import read_events
 
 __all__ = ["BINS", "RunStory", "read_story"]
 
-BINS = 150  # Equal parts of a run, of each of which the page shows one colour per rank.
-_MOST_POINTS = 4000  # Of a curve; a browser shows no more.
+BINS = 150  # Equal parts of a run, for each of which the page shows one colour per rank.
+_MOST_POINTS = 4000  # Of a curve; more are not visible in a browser.
 
 
 class RunStory:
-    """A run as the page tells it.
+    """The data of a run's page.
 
     Attributes:
-        name: Of the run.
+        name: The run's name.
         world_size: Number of ranks.
-        state: What all events amount to.
+        state: The state after all events.
         windows: Window events, thinned evenly where there are thousands.
         curves: Name to (time_s, step, value) points, thinned likewise.
         steps: Per rank the number of step reports, their median compute and wait time in seconds, and the part that
             was late.
         pace: Per rank its compute time in each of `BINS` equal parts of the run, seconds, NaN where unknown.
-        recorded: Least and greatest value of every curve that `hvd.record_metric` told.
+        recorded: Least and greatest value of every curve of `hvd.record_metric`.
     """
 
     def __init__(self, name: str, world_size: int) -> None:
@@ -45,7 +45,7 @@ class RunStory:
 
     @property
     def end_s(self) -> float:
-        """Where time axes end, seconds since the start of the log."""
+        """End of the time axes, seconds since the start of the log."""
         return max(self.state.last_s, 1e-3)
 
 
@@ -53,7 +53,7 @@ def read_story(directory: Path) -> RunStory:
     """Read a run's folder.
 
     Raises:
-        ValueError: It holds no run, or one of a newer version.
+        ValueError: The folder holds no run, or one of a newer version.
     """
     about = layout.read_about(directory)
     story = RunStory(about["name"], about["world_size"])
@@ -82,12 +82,12 @@ def read_story(directory: Path) -> RunStory:
 
 
 def _steps_of(path: Path) -> list[dict[str, Any]]:
-    """A rank's reports; none where the file lies on another host."""
+    """A rank's reports; none where its file is on another host."""
     return [event for _, event in read_events(path) if event.get("kind") == "step"] if path.exists() else []
 
 
 def slow_points(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, float]]:
-    """Times and compute times of a rank as windows tell them: medians of the last reports, which lag behind."""
+    """Times and compute times of a rank in the windows: medians of the last reports, so with a lag."""
     found = []
     for window in windows:
         values = (window.get("ranks") or {}).get("compute_s") or []
@@ -97,7 +97,7 @@ def slow_points(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[f
 
 
 def binned(points: Iterable[tuple[float, float]], end_s: float) -> list[float]:
-    """Median compute time in each part of the run; where a rank made no step, that of the one it was at."""
+    """Median compute time in each part of the run; in a part without a report that of the step in progress."""
     bins: list[list[float]] = [[] for _ in range(BINS)]
     for time_s, compute_s in points:
         if time_s >= 0.0 and compute_s > 0.0:

@@ -1,4 +1,4 @@
-"""`star-hvd sync-logs`: send runs to MLflow that are not there yet. May be repeated: nothing is sent twice."""
+"""`star-hvd sync-logs`: send runs to MLflow that it does not have yet. Idempotent."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["add_arguments", "add_places", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this subcommand's arguments."""
-    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs; all runs of the log folder if left out")
+    parser.add_argument("runs", nargs="*", type=Path, help="run folders (default: all runs in the log folder)")
     add_places(parser)
-    parser.add_argument("--again", action="store_true", help="also runs that are complete")
+    parser.add_argument("--again", action="store_true", help="send complete runs again, too")
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say where logs and MLflow are."""
+    """Add the arguments for the locations of logs and MLflow."""
     parser.add_argument("--logs", type=Path, default=None, help="log folder (default: STAR_LOG_DIR or training_logs)")
     parser.add_argument("--to", default=None, metavar="URI", help="MLflow (default: MLFLOW_TRACKING_URI or its SQLite)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Send; the exit status is 0 unless a run failed."""
+    """Send the runs; returns the exit status, 1 if any failed."""
     root = (options.logs or layout.default_root()).resolve()
     chosen = [path.resolve() for path in options.runs] or layout.run_directories(root)
     if not chosen:
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _send(directory: Path, uri: str, again: bool) -> str:
-    """`sent`, `failed` or `skipped`; says which and why."""
+    """Send a run; `sent`, `failed` or `skipped`, which is printed with the reason."""
     from star_hvd.run_log.sender import Sender
 
     name = directory.name

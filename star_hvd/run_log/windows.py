@@ -1,4 +1,4 @@
-"""The record of a window: telemetry of all ranks in plain values, the same for the log and for whoever reads it."""
+"""The record of a window in the run log: telemetry of all ranks as plain values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def window_values(
     ranks: Mapping[str, Sequence[float]] | None = None,
     **numbers: float,
 ) -> dict[str, Any]:
-    """What `RunLog.window` takes.
+    """The argument of `RunLog.window`.
 
     Args:
         window: Recent reports of all ranks.
-        mode: Label of the plan in force.
-        stragglers: Who is slow now.
+        mode: Label of the active plan.
+        stragglers: The window's stragglers.
         ranks: Further readings, one number per rank each: `wait_s`, `offset_s`, `cpu_share`, ...
         **numbers: Of the whole job: `loss`, `effective_batch` (samples behind an update), `steps_per_s`, `folds`,
             `closed_early` (counts since the start), `rank0_drops` (the same, of rank 0 alone).

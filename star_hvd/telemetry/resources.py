@@ -1,8 +1,8 @@
-"""What a rank's process gets of its machine: processor, pressure, throttling, network, GPU; sampled once per second.
+"""Resource readings of a rank's process and machine: CPU, pressure, throttling, network, GPU; sampled once per second.
 
-Every reading is optional and NaN where the machine does not tell: an old kernel, a container without cgroup files, no
-GPU, a virtual one. Counters become rates over the time since the last reading. Nothing here touches the step path, and
-a sample costs some hundred microseconds of one core per second (measured; see the tests).
+Every reading is optional and NaN where it is not available: an old kernel, a container without cgroup files, no GPU or
+a virtual one. Counters become rates over the time since the last sample. Nothing here is on the step path, and a sample
+costs some hundred microseconds of one core per second (measured; see the tests).
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class Resources:
 
     Attributes:
         interval_s: Time the rates are taken over.
-        cpu_share: Processor time of this process over wall time; 2.0 is two processors.
-        runqueue_share: Time threads of this process were runnable without a processor, over wall time.
-        throttled_share: Time the process's cgroup was held back by its quota.
+        cpu_share: CPU time of this process over wall time; 2.0 is two cores.
+        runqueue_share: Time threads of this process were runnable without a core, over wall time.
+        throttled_share: Time the process's cgroup was throttled by its quota.
         throttled_periods: Part of the quota's periods in which that happened.
-        psi_host_share: Part of the time some task of the host waited for a processor (pressure stall information).
+        psi_host_share: Part of the time some task of the host waited for a core (pressure stall information).
         psi_cgroup_share: Likewise for the tasks of this process's cgroup.
-        load: Runnable and waiting tasks per usable processor, mean of the last minute.
+        load: Runnable and waiting tasks per usable core, mean of the last minute.
         nic_in_bytes_per_s, nic_out_bytes_per_s: Traffic of the channel's network interface, or of all but the loopback.
-        nic_link_bytes_per_s: Speed of that link; the fastest where there are several.
+        nic_link_bytes_per_s: Speed of that link, of the fastest if there are several.
         nic_drops_per_s: Packets dropped or damaged, in and out.
-        gpu_sm_mhz, gpu_sm_max_mhz, gpu_memory_mhz: Clocks now, the highest, and of the memory.
+        gpu_sm_mhz, gpu_sm_max_mhz, gpu_memory_mhz: Present and highest SM clock, and the memory's clock.
         gpu_power_w, gpu_power_limit_w: Power drawn and allowed.
         gpu_temperature_c: Degrees Celsius.
-        gpu_busy_share: Part of the last second in which some kernel ran; a duty cycle, no measure of use.
-        gpu_throttled: 1 while power, heat or a hardware brake slows the clocks, else 0.
+        gpu_busy_share: Part of the last second in which some kernel ran; a duty cycle, not utilization.
+        gpu_throttled: 1 while power, temperature or a hardware brake reduces the clocks, else 0.
         gpu_throttle_reasons: NVML's bit mask of clock event reasons, as a number.
         gpu_pcie_in_bytes_per_s, gpu_pcie_out_bytes_per_s: Traffic over PCIe, into and out of the GPU.
-        gpu_pcie_generation, gpu_pcie_width: Of the link as it is now; a link that fell back is slow.
+        gpu_pcie_generation, gpu_pcie_width: Of the link as negotiated now; a downgraded link is slow.
     """
 
     interval_s: float = _NAN
@@ -86,7 +86,7 @@ class Resources:
     gpu_pcie_width: float = _NAN
 
     def known(self) -> dict[str, float]:
-        """The readings that are numbers."""
+        """The readings that are available, by name."""
         return {f.name: v for f in fields(self) if math.isfinite(v := getattr(self, f.name))}
 
 
@@ -127,11 +127,11 @@ class ResourceSampler:
         self._thread = supervised(self._run, "star-resources", critical=False)
 
     def start(self) -> None:
-        """Start the thread; returns at once."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, deadline_s: float = 2.0) -> None:
-        """End the thread and wait for it; a driver that hangs is left behind."""
+        """End the thread and wait at most `deadline_s` for it: a GPU driver may hang."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
@@ -142,7 +142,7 @@ class ResourceSampler:
         return self._thread.is_alive()
 
     def sample(self) -> Resources:
-        """Take a sample now; the first one has no rates. Not while the thread runs."""
+        """Take a sample now; the first one has no rates. Must not be called while the thread runs."""
         now_s = time.monotonic()
         elapsed_s, self._at_s = now_s - self._at_s, now_s
         values = {"interval_s": elapsed_s, "load": self._load()}
@@ -152,7 +152,7 @@ class ResourceSampler:
                 counters |= read()
         before, self._counters = self._counters, counters
         if elapsed_s > 0.0:
-            # Less than before: threads have ended, or a counter began anew.
+            # A counter decreases when threads end or when it is reset; it then gives no rate.
             rates = {n: (v - before[n]) / elapsed_s for n, v in counters.items() if n in before and v >= before[n]}
             periods = rates.pop("periods", 0.0)
             throttled = rates.pop("throttled_periods", _NAN)
@@ -161,8 +161,6 @@ class ResourceSampler:
         if self._gpu is not None:
             values |= self._gpu.read()
         return Resources(**values)
-
-    # ---- inside -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if self._identity is not None:
@@ -175,7 +173,7 @@ class ResourceSampler:
                 if self._on_sample is not None:
                     self._on_sample(self.latest)
             except Exception:
-                logger.exception("readings of processor, network and GPU end here; training goes on")
+                logger.exception("resource readings (CPU, network, GPU) stop; training goes on")
                 return
 
     def _load(self) -> float:
@@ -222,7 +220,7 @@ class ResourceSampler:
         }
 
     def _link_speed(self) -> float:
-        """Read once: asking for it takes a system call per interface and it hardly ever changes."""
+        """Read once: it takes a system call per interface and hardly ever changes."""
         with contextlib.suppress(OSError, psutil.Error):
             cards = psutil.net_if_stats().items()
             speeds = [card.speed for name, card in cards if self._uses(name) and card.isup and card.speed > 0]
@@ -234,7 +232,7 @@ class ResourceSampler:
 
 
 def gpu_identity(optimizer: Any) -> str | None:
-    """Identity of the GPU on which an optimizer's first parameter lies; None on a CPU."""
+    """UUID of the GPU that holds an optimizer's first parameter; None on a CPU."""
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.is_cuda:
             import torch
@@ -249,12 +247,12 @@ class Gpu:
 
     Args:
         nvml: The module `pynvml`, initialized.
-        handle: Of the device.
+        handle: NVML's handle of the device.
     """
 
     def __init__(self, nvml: ModuleType | Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
-        # The older name is deprecated, the newer one missing in older drivers' libraries.
+        # The older name is deprecated, the newer one is missing with older drivers.
         self._reasons: Any = getattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(
             nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None
         )
@@ -265,7 +263,7 @@ class Gpu:
         self._unsupported: set[str] = set()
 
     def read(self) -> dict[str, float]:
-        """What can be read, under the names of `Resources`."""
+        """The available readings, under the names of `Resources`."""
         nvml, handle = self._nvml, self._handle
         found: dict[str, float] = {}
         sources: dict[str, Callable[[], float]] = {
@@ -290,7 +288,7 @@ class Gpu:
                 continue
             try:
                 found[name] = float(source())
-            except Exception:  # NVML has an error class per code; none of them concerns training.
+            except Exception:  # NVML has an error class per code; none of them may stop the sampler.
                 self._unsupported.add(name)
         if "gpu_throttle_reasons" in found:
             found["gpu_throttled"] = float(bool(int(found["gpu_throttle_reasons"]) & self._slowing))
@@ -298,9 +296,9 @@ class Gpu:
 
 
 def open_gpu(identity: str, nvml: ModuleType | Any | None = None) -> Gpu | None:
-    """The GPU of that identity, None where there is none or NVML is missing.
+    """The GPU with an identity, None where there is none or NVML is missing.
 
-    NVML numbers all GPUs of the host whatever CUDA_VISIBLE_DEVICES says, so an index would name another one.
+    NVML ignores CUDA_VISIBLE_DEVICES, so that torch's index may be that of another GPU there.
 
     Args:
         identity: A UUID (with or without `GPU-` in front, as torch's `get_device_properties(i).uuid` gives it) or a PCI
@@ -318,16 +316,16 @@ def open_gpu(identity: str, nvml: ModuleType | Any | None = None) -> Gpu | None:
             return Gpu(library, library.nvmlDeviceGetHandleByPciBusId(identity))
         uuid = identity if identity.startswith(("GPU-", "MIG-")) else f"GPU-{identity}"
         return Gpu(library, library.nvmlDeviceGetHandleByUUID(uuid))
-    logger.info("NVML knows no GPU %s; its clocks and power are not read", identity)
+    logger.info("NVML has no GPU %s; its clocks and power are not read", identity)
     return None
 
 
 def cgroup_directory(
     proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Path | None:
-    """The folder that holds `cpu.stat` of this process's cgroup, version 2 or 1; None where there is none.
+    """The folder with `cpu.stat` of this process's cgroup, version 2 or 1; None where there is none.
 
-    In a container the path of the file may be one of the host's: then the mount itself is the container's own.
+    In a container `proc` may give a path of the host; the container's cgroup is then at the mount itself.
     """
     try:
         lines = proc.read_text(encoding="utf-8").splitlines()
@@ -353,9 +351,9 @@ def _read_cpu() -> dict[str, float]:
 
 
 def _read_schedstat() -> dict[str, float]:
-    """Waits of all threads of this process: `/proc/self/schedstat` has the main thread's alone."""
+    """Run-queue waits of all threads of this process; `/proc/self/schedstat` has the main thread's only."""
     waited_ns = 0
     for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # It may just have ended.
+        with contextlib.suppress(OSError, ValueError, IndexError):  # The thread may have ended.
             waited_ns += int(Path(f"/proc/self/task/{thread}/schedstat").read_bytes().split()[1])
     return {"runqueue_share": 1e-9 * waited_ns}

@@ -1,4 +1,4 @@
-"""What `DistributedOptimizer` is given, checked before anything is touched; errors are worded as Horovod's."""
+"""Checks of `DistributedOptimizer`'s arguments; errors are worded as Horovod's."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["check_numbers", "check_predivide", "names_of"]
 
 
 def check_predivide(op: Any) -> None:
-    """Whether a division may be split around the sum.
+    """Check that `gradient_predivide_factor` can be used.
 
     Raises:
-        ValueError: There is none, or it cannot be split here.
+        ValueError: The reduction has no division, or Horovod is built for ROCm.
     """
     if mpi_ops.rocm_built():
         raise ValueError("gradient_predivide_factor not supported yet with ROCm")
@@ -26,10 +26,10 @@ def check_predivide(op: Any) -> None:
 
 
 def check_numbers(passes: int, groups: Any, max_grad_norm: float | None) -> None:
-    """Backward passes per step, groups of parameters, norm to clip to.
+    """Check backward passes per step, groups of parameters and the norm to clip to.
 
     Raises:
-        ValueError: One that cannot be.
+        ValueError: One of them is invalid.
     """
     if passes <= 0:
         raise ValueError("backward_passes_per_step must be > 0")
@@ -51,7 +51,7 @@ def check_numbers(passes: int, groups: Any, max_grad_norm: float | None) -> None
 
 
 def names_of(optimizer: torch.optim.Optimizer, named: Iterable[Any] | None) -> dict[torch.nn.Parameter, str]:
-    """The name of every parameter, as given or by its place in the groups.
+    """The name of every parameter, as given or by its position in the groups.
 
     Raises:
         ValueError: Not pairs of name and parameter, equal names, or a parameter of the optimizer without one.

@@ -1,4 +1,4 @@
-"""Between autograd and the executor: hooks that fill the buckets, and one step of the user's optimizer."""
+"""Between autograd and the step engine: hooks that fill the buckets, and one step of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.
 
 
 def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_set) -> Any:
-    """The mean of a closure's loss over the ranks: an optimizer that decides on it has to decide alike on all."""
+    """The mean of a closure's loss over the ranks, so that optimizers which decide on it decide equally on all."""
     if loss is None:
         return None
     own = torch.as_tensor(float(loss), dtype=torch.float64, device="cpu")
@@ -49,24 +49,24 @@ def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_se
 
 
 def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> str | None:
-    """Why parameters on these devices can be trained in `sync` only, None where every mode is possible."""
+    """Why parameters on these devices can only be trained in `sync`, None where every mode is possible."""
     kinds = {bucket.flat.device.type for bucket in buckets} - {"cpu"}
     if not kinds:
         return None
     if kinds != {"cuda"}:
-        return f"relaxed modes know CPUs and CUDA devices only, and parameters are on {sorted(kinds)}; training in sync"
+        return f"parameters are on {sorted(kinds)}; relaxed modes support CPU and CUDA only, so this trains in sync"
     if any(isinstance(value, torch.Tensor) and value.is_cuda for group in groups for value in group.values()):
-        return "a hyperparameter is a CUDA tensor, which only its own rank can read in time; training in sync"
+        return "a hyperparameter is a CUDA tensor, which other ranks cannot get in time; training in sync"
     if env.relaxed_cuda():
         return None
     return (
-        "relaxed modes on CUDA parameters are refused until tests/gpu have passed on a device, so this trains in sync; "
-        "set STAR_RELAXED_CUDA=1 to use them all the same"
+        "relaxed modes on CUDA parameters are disabled until tests/gpu have passed on a device; this trains in sync; "
+        "set STAR_RELAXED_CUDA=1 to enable them"
     )
 
 
 def too_many_passes() -> AssertionError:
-    """What both cores raise, as Horovod does, when backward ran more often than the optimizer expects."""
+    """The error, worded as Horovod's, for more backward passes than `backward_passes_per_step`."""
     return AssertionError(
         "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
         "backward_passes_per_step to accumulate gradients locally."
@@ -79,14 +79,14 @@ class BucketCore:
     Args:
         inner: The user's own optimizer, which shares its `__dict__` with the wrapped one.
         base: Its class.
-        wrapped: Refers to the wrapped one, which nothing here may keep alive.
+        wrapped: Weak reference to the wrapped one, which nothing here may keep alive.
         passes: Backward passes per step.
-        scale_by_ranks: Whether `op=Sum` was asked for.
-        fp16: Whether gradients travel as float16.
+        scale_by_ranks: Whether the reduction is `op=Sum`.
+        fp16: Whether gradients are reduced as float16.
         sparse_as_dense: Whether sparse gradients are made dense for the reduction.
-        plan: What the user asked for, None for `auto`.
-        run: The running runtime. None in an elastic job, where a new worker must not call collectives before
-            `hvd.elastic.run`; the optimizer is attached there.
+        plan: The user's plan, None for `auto`.
+        run: The runtime. None in an elastic job, where a new worker must not call collectives before
+            `hvd.elastic.run`, which attaches the optimizer.
         config: Settings of this optimizer; those of channel and control are the runtime's.
         names: Name of every parameter.
         max_grad_norm: Norm to which the averaged gradient is clipped.
@@ -137,7 +137,7 @@ class BucketCore:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What the user's step hooks are given: the wrapped optimizer."""
+        """The wrapped optimizer, which the user's step hooks get."""
         return self._wrapped() or self._inner
 
     @property
@@ -145,7 +145,7 @@ class BucketCore:
         """The runtime this optimizer is attached to.
 
         Raises:
-            StarError: None yet: an elastic job that trains outside `hvd.elastic.run`.
+            StarError: It is not attached: an elastic job trains outside `hvd.elastic.run`.
         """
         if self._attached is None:
             raise StarError(_DETACHED)
@@ -188,7 +188,7 @@ class BucketCore:
             noise_interval_steps=self._config.noise_interval_steps,
         )
         plan = self._plan
-        if plan is not None and plan.world_size != run.world_size:  # Elastic: as many ranks as before may be late.
+        if plan is not None and plan.world_size != run.world_size:  # Elastic: keep the number that may be late.
             late = plan.world_size - plan.quorum
             plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
         run.attach(driver, engine, initial, plan)
@@ -205,7 +205,7 @@ class BucketCore:
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
-        # A quarter: else the first gradients of a small network would wait for its last ones.
+        # At least four buckets: otherwise the first gradients of a small network would wait for its last ones.
         capacity = min(self._config.bucket_bytes, max(1, -(-size // _LEAST_BUCKETS)))
         buckets = pack(params, capacity, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)
@@ -218,20 +218,20 @@ class BucketCore:
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
 
     def remove_hooks(self) -> None:
-        """Let go of the parameters, for example before they are wrapped again."""
+        """Remove the hooks, for example before the parameters are wrapped again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def drop(self) -> None:
-        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread."""
-        self._dropped = True  # Its hooks cannot be removed here: a backward pass may be going through them.
+        """Called by the garbage collector, in any thread, once the user has no reference to the optimizer."""
+        self._dropped = True  # The hooks cannot be removed here: a backward pass may be running them.
         note_dropped(self)
         if self._attached is not None:
             self._attached[1].drop()
 
     def release(self) -> None:
-        """Let go of the parameters of an optimizer that was dropped: hooks, and gradients that are in its buffers."""
+        """Remove a dropped optimizer's hooks, and copy gradients out of its buckets."""
         self.remove_hooks()
         for param, (bucket, position) in self._where.items():
             if param.grad is bucket.views[position]:
@@ -248,10 +248,10 @@ class BucketCore:
             self._give(param)
 
     def _give(self, param: torch.nn.Parameter) -> None:
-        """The gradient of one parameter is whole, or missing: put it into its bucket."""
+        """Put a parameter's gradient, complete or missing, into its bucket."""
         if param in self._given:
             return
-        self._settle()
+        self._end_synchronized()
         self._given.add(param)
         bucket, position = self._where[param]
         if self._sparse.is_sparse(param):
@@ -273,28 +273,28 @@ class BucketCore:
 
     @property
     def handles(self) -> dict[torch.nn.Parameter, Any]:
-        """Parameters whose gradients are on their way, or are accumulated for a later pass to send."""
+        """Parameters whose gradients are being reduced, or are accumulated for a later pass."""
         return {p: None for p, passes in self._delay.items() if passes < self.passes or p in self._given}
 
     def _begun(self) -> list[torch.nn.Parameter]:
-        """Parameters whose gradients are accumulated for a later pass to send."""
-        if self.passes == 1:  # Asked in every step.
+        """Parameters whose gradients are accumulated for a later pass."""
+        if self.passes == 1:  # Fast path: this runs in every step.
             return []
         return [param for param, left in self._delay.items() if 0 < left < self.passes]
 
     def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes per step; gradients on their way stay in the step."""
+        """Change the number of backward passes per step; gradients being reduced stay in the step."""
         self.passes = passes
         self._delay = dict.fromkeys(self._delay, passes)
 
     def refresh_state(self) -> None:
-        """Make the optimizer's state here that of the job, for a checkpoint."""
-        running = runtime.current()  # None between two worlds of an elastic job: the state is what it is.
+        """Fetch the job's optimizer state, for a checkpoint, where it is not on this rank."""
+        running = runtime.current()  # None between two worlds of an elastic job: then the local state is used.
         if running is not None and self.attached_to(running) and not self._given:
             self.driver.refresh_state()
 
-    def bring_state_home(self) -> None:
-        """Before a state is loaded, on all ranks alike: where servers have the optimizer's, end that mode first."""
+    def leave_remote_state(self) -> None:
+        """Before a state is loaded, on all ranks: leave a mode in which servers or other ranks have the state."""
         running = runtime.current()
         if running is None or not self.attached_to(running):
             return
@@ -304,14 +304,14 @@ class BucketCore:
             self.driver.bring_state_home()
 
     def forget(self) -> None:
-        """Give up a step that was begun, on all ranks alike: what is on its way is reduced and not applied."""
+        """Discard a step that was begun, on all ranks: submitted gradients are reduced and not applied."""
         alive = self._attached is not None and self.attached_to(runtime.current())
         if self._given and alive and self.driver.engine.failure is None:
             try:
                 self.synchronize(manual=True)
             except HorovodInternalError:
-                logger.info("a step that was begun went down with its world")  # Elastic: restored to its commit.
-        self._settle()
+                logger.info("a step failed with its world")  # Elastic: the state is restored to its last commit.
+        self._end_synchronized()
         self._reset()
 
     def _reset(self) -> None:
@@ -319,22 +319,22 @@ class BucketCore:
         self._unready = [len(bucket.params) for bucket in self._buckets]
         self._given.clear()
 
-    def _settle(self) -> None:
-        """Count a step that was synchronized and never applied: the next gradient belongs to the next step."""
+    def _end_synchronized(self) -> None:
+        """Count a step that was synchronized but never applied: the next gradient belongs to the next step."""
         outcome, result = self._outcome, self._result
         self._outcome, self._result = "", None
         if outcome == "member" and result is not None and self.driver.engine.failure is None:
             self.driver.engine.apply_own(result, lambda row: None)
 
     def synchronize(self, *, manual: bool) -> None:
-        """Give what is missing and wait for the mean; on return every gradient is the mean over the step's members.
+        """Submit missing gradients and wait; on return every gradient is the mean over the step's members.
 
         If this rank is late: its gradient is kept for a later step and `apply` will bring the parameters up to date.
         """
-        self._settle()
+        self._end_synchronized()
         for param in self.requires_update - self._given:
             self._give(param)
-        if self.driver.outside is not None:  # The gradients stay this rank's own; `apply` makes the whole step.
+        if self.driver.outside is not None:  # The gradients stay local; `apply` makes the whole step.
             self._reset()
             self._outcome = "outside"
             return
@@ -350,7 +350,7 @@ class BucketCore:
         """Apply the step that `synchronize` ended, or catch up with those that ended without this rank.
 
         Args:
-            skip: Count the step without changing parameters (a GradScaler found infinities, on all ranks alike).
+            skip: Count the step without changing parameters (a GradScaler found infinities, equally on all ranks).
         """
         outcome, result = self._outcome, self._result
         self._outcome, self._result = "", None
@@ -378,7 +378,7 @@ class BucketCore:
                 loss = closure()
             self.synchronize(manual=True)
             assert self._outcome == "member", "closures run in sync only"
-            self._settle()
+            self._end_synchronized()
             return mean_loss(loss, f"{self.driver.engine.prefix}.loss")
 
         value = self.base.step(self.optimizer, reduced)
@@ -394,7 +394,7 @@ class BucketCore:
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
 
     def restart(self, run: runtime.Runtime) -> None:
-        """Go on in a new world (elastic): nothing of the old one is kept but parameters and optimizer state."""
+        """Continue in a new world (elastic) with the parameters and the optimizer state; a begun step is discarded."""
         self._reset()
         self._result, self._outcome = None, ""
         same_on_all_ranks([param for bucket in self._buckets for param in bucket.params], self._names, ordered=True)
@@ -423,7 +423,7 @@ def same_on_all_ranks(
     out_of_order = any(digest[0] != digests[0][0] for digest in digests)
     if differing or (ordered and out_of_order):
         raise ValueError(
-            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, types, order or "
+            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, dtypes, order or "
             "memory format); build the same model and the same optimizer on all ranks"
         )
     if not out_of_order:
@@ -434,15 +434,15 @@ def same_on_all_ranks(
 
 
 def _format(param: torch.Tensor) -> str:
-    """Its memory format, where that is not the usual one: ranks add up what lies at the same place in memory."""
+    """The strides of a parameter that is not contiguous, as buckets are reduced in memory order."""
     return "" if param.is_contiguous() else str(memory_format_of(param))
 
 
 def raise_if_relaxed(engine: StepEngine) -> None:
-    """Refuse what all ranks have to do after the same step.
+    """Refuse an operation that all ranks have to do after the same step.
 
     Raises:
-        RuntimeError: A relaxed mode is in force, in which ranks are at different steps.
+        RuntimeError: A relaxed mode is active, in which ranks are at different steps.
     """
     if engine.plan.relaxed:
         raise RuntimeError(
@@ -457,7 +457,7 @@ def _trainable(groups: Sequence[dict[str, Any]]) -> list[torch.nn.Parameter]:
 
 @contextmanager
 def _hooks_around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Run the user's step hooks once around a catch-up, in which no step of the user's own is applied."""
+    """Run the user's step hooks once around a catch-up, which does not call the optimizer's own `step`."""
     for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
         hook(optimizer, (), {})
     yield

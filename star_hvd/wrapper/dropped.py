@@ -1,7 +1,7 @@
-"""Optimizers the user has dropped without `close`: their hooks come off the parameters before the next is made.
+"""Optimizers dropped without `close`: their hooks are removed before the next one is made.
 
-The garbage collector says that an optimizer is gone, in any thread and at any place of it, a backward pass through
-the very hooks included. So it is only noted, and the training thread lets go of the parameters where it is safe.
+The garbage collector finalizes an optimizer in any thread at any point, even during a backward pass that runs its
+hooks. So the finalizer only queues it, and the training thread releases the parameters where it is safe.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ __all__ = ["note_dropped", "release_dropped"]
 
 
 class Dropped(Protocol):
-    """What a dropped optimizer leaves behind."""
+    """The core of a dropped optimizer."""
 
     def release(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks from the parameters."""
         ...
 
 
-_dropped: queue.SimpleQueue[Dropped] = queue.SimpleQueue()  # The one container that a finalizer may write to.
+_dropped: queue.SimpleQueue[Dropped] = queue.SimpleQueue()  # Its `put` is reentrant, as a finalizer needs.
 
 
 def note_dropped(core: Dropped) -> None:
-    """A garbage collector's word; takes no lock."""
+    """Queue a core for `release_dropped`; called by the garbage collector, takes no lock."""
     _dropped.put(core)
 
 
 def release_dropped() -> None:
-    """Called by the training thread, outside forward and backward."""
+    """Release all queued cores; called by the training thread, outside forward and backward."""
     while True:
         try:
             core = _dropped.get_nowait()

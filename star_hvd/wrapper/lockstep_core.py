@@ -1,7 +1,6 @@
-"""One all-reduce per parameter or group, exactly as `horovod.torch.DistributedOptimizer` does it.
+"""One all-reduce per parameter or group, exactly as in `horovod.torch.DistributedOptimizer`.
 
-For everything that only works in lockstep on Horovod's own terms: groups the user fixed, a process set of the user's,
-a predivide factor, a compressor of the user's.
+Used for options that only work in lockstep: the user's groups, process set or compressor, and a predivide factor.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class NativeCore:
     Args:
         inner: The user's own optimizer.
         base: Its class.
-        wrapped: Refers to the wrapped one, which nothing here may keep alive.
+        wrapped: Weak reference to the wrapped one, which nothing here may keep alive.
         names: Name of every parameter.
         compression: Class with `compress` and `decompress`.
         passes: Backward passes per step.
@@ -36,7 +35,7 @@ class NativeCore:
         predivide: `gradient_predivide_factor`.
         groups: Number of groups, or lists of parameters.
         sparse_as_dense: Whether sparse gradients are made dense for the reduction.
-        process_set: Where the reductions take place.
+        process_set: The process set to reduce in.
         max_grad_norm: Norm to which the averaged gradient is clipped.
     """
 
@@ -98,7 +97,7 @@ class NativeCore:
             self._group_of.update(dict.fromkeys(group, group))
 
     def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Put hooks on parameters."""
+        """Register hooks on parameters."""
         for param in params:
             if param.requires_grad and param not in self.requires_update:
                 self.requires_update.add(param)
@@ -108,20 +107,20 @@ class NativeCore:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What the user's step hooks are given: the wrapped optimizer."""
+        """The wrapped optimizer, which the user's step hooks get."""
         return self._wrapped() or self._inner
 
     def drop(self) -> None:
-        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread."""
-        self._dropped = True  # Its hooks cannot be removed here: a backward pass may be going through them.
+        """Called by the garbage collector, in any thread, once the user has no reference to the optimizer."""
+        self._dropped = True  # The hooks cannot be removed here: a backward pass may be running them.
         note_dropped(self)
 
     def release(self) -> None:
-        """Let go of the parameters of an optimizer that was dropped."""
+        """Remove a dropped optimizer's hooks."""
         self.remove_hooks()
 
     def remove_hooks(self) -> None:
-        """Let go of the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -137,7 +136,7 @@ class NativeCore:
         self._delay = dict.fromkeys(self._delay, passes)
 
     def forget(self) -> None:
-        """Give up a step that was begun."""
+        """Discard a step that was begun."""
         self.handles.clear()
         self._delay = dict.fromkeys(self._delay, self.passes)
         self._count = dict.fromkeys(self._count, 0)
@@ -194,7 +193,7 @@ class NativeCore:
         return handle, context
 
     def synchronize(self, *, manual: bool) -> None:
-        """Reduce what is missing, wait, and put the results into the gradients."""
+        """Reduce missing gradients, wait, and write the results to `param.grad`."""
         if not self._process_set.included():
             return
         for param in self.requires_update:

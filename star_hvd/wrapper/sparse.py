@@ -1,4 +1,4 @@
-"""Sparse gradients, reduced one by one as Horovod does it; only in `sync`."""
+"""Sparse gradients, reduced one by one as in Horovod; only in `sync`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class SparseGradients:
     """Keeps the sparse gradients of a step apart from the flat buckets.
 
     Args:
-        as_dense: Reduce them inside the bucket and make the mean sparse again afterwards.
-        summed: Whether `op=Sum` was asked for; inside the bucket the engine sees to that.
+        as_dense: Whether to reduce them inside the bucket and make the mean sparse again afterwards.
+        summed: Whether the reduction is `op=Sum`; inside the bucket the engine scales the mean.
     """
 
     def __init__(self, as_dense: bool, *, summed: bool = False) -> None:

@@ -82,7 +82,7 @@ def test_the_choice_is_explained_on_rank_0_only(tmp_path: Path, policy: str) -> 
     # The slow rank, as a rule; but on a busy machine another may be slower, or the guard of accuracy has acted.
     assert last.startswith("step ") and any(word in last for word in ("rank", "nobody", "loss", "noise")), last
     for rank in (1, 2):
-        assert job.results[rank]["said"] == [f"only rank 0 knows; this is rank {rank}"] * 2
+        assert job.results[rank]["said"] == [f"only rank 0 can explain; this is rank {rank}"] * 2
     assert not (tmp_path / "runs").exists(), "a log that is switched off leaves nothing"
 
 
@@ -97,7 +97,7 @@ def test_all_optimizers_of_a_job_go_through_one_sender(tmp_path: Path) -> None:
     found = job.results[0]
     assert len(found["first"]) == len(found["second"]) == 1 and found["first"] != found["second"]
     assert found["last"] == found["second"] and found["starts"] == 2, "one process at a time, and none for each"
-    assert "the sender of the run log ended with 2 runs left; it is started again" in job.output
+    assert "the sender of the run log ended with 2 runs left; it is restarted" in job.output
     names = [found["name"], *(f"{found['name']}-{number}" for number in range(1, count))]
     folders = [tmp_path / "runs" / name for name in names]
 

@@ -1,4 +1,4 @@
-"""What agents and the coordinator say to each other: flat records, packed with msgpack, checked when they arrive."""
+"""Messages between agents and the coordinator: flat records, packed with msgpack and type-checked when decoded."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ __all__ = [
 
 MAX_BYTES = 1 << 20
 _VERSION = 1
-_MOST = 1 << 53  # Of integers, which others may keep as floats.
+_MOST = 1 << 53  # Bound of integers, so that they are exact as floats too.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +63,22 @@ class Message:
 
 
 _KINDS: dict[str, type[Message]] = {}
-_FIELDS: dict[str, tuple[tuple[str, str], ...]] = {}  # Of every kind: names and types of what is sent.
+_FIELDS: dict[str, tuple[tuple[str, str], ...]] = {}  # Per kind: names and types of what is sent.
 _RECORDS: dict[str, type] = {"StepTimes": StepTimes}
-_RECORD_AT: dict[str, tuple[slice, type]] = {}  # Of kinds with a record: where its fields are, and what it is.
+_RECORD_AT: dict[str, tuple[slice, type]] = {}  # Kinds with a record: position of its fields, its class.
 _ITEMS: dict[str, type] = {"list[int]": int, "list[str]": str}
 _PLAIN: dict[str, type] = {
     "float": float, "bool": bool, "str": str, "int": int, "dict[str, Any]": dict, **dict.fromkeys(_ITEMS, list)
 }
-_TYPES: dict[str, tuple[type, ...]] = {}  # Of every kind: the types of its fields.
-_WHOLE: dict[str, tuple[int, ...]] = {}  # Of every kind: which fields are whole numbers.
-_LISTS: dict[str, tuple[tuple[int, type], ...]] = {}  # Of every kind: which fields are lists, and of what.
-_GETTERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {}  # Of every kind: what is sent of a message.
+_TYPES: dict[str, tuple[type, ...]] = {}  # Per kind: the types of its fields.
+_WHOLE: dict[str, tuple[int, ...]] = {}  # Per kind: positions of the integer fields.
+_LISTS: dict[str, tuple[tuple[int, type], ...]] = {}  # Per kind: positions of the lists, and their items' types.
+_GETTERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {}  # Per kind: reads the values that are sent.
 M = TypeVar("M", bound=type[Message])
 
 
 def message_kind(cls: M) -> M:
-    """Make a record known to `decode`."""
+    """Class decorator: register a message for `decode`."""
     _KINDS[cls.kind] = cls
     _FIELDS[cls.kind] = items = tuple(_flattened(cls))
     _TYPES[cls.kind] = tuple(_PLAIN[wanted] for _, wanted in items)
@@ -116,7 +116,7 @@ def wire_fields(kind: str) -> tuple[tuple[str, str], ...]:
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Hello(Message):
-    """An agent introduces itself."""
+    """An agent has connected."""
 
     kind: ClassVar[str] = "hello"
     rank: int
@@ -125,7 +125,7 @@ class Hello(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
-    """Sign of life in both directions."""
+    """Heartbeat, in both directions."""
 
     kind: ClassVar[str] = "beat"
     rank: int
@@ -134,7 +134,7 @@ class Heartbeat(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Register(Message):
-    """A rank has made an optimizer. `initial` is its first plan, `plan` what the user asked for, empty for `auto`."""
+    """A rank has made an optimizer. `initial` is its first plan, `plan` the one the user requests, empty for `auto`."""
 
     kind: ClassVar[str] = "register"
     optimizer_id: int
@@ -155,10 +155,10 @@ class Unregister(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class OptimizerDropped(Message):
-    """A rank has no use for an optimizer any more, and its helper contributes for it.
+    """A rank has dropped an optimizer; its helper contributes from now on.
 
-    `step` is the first step the rank has not wholly submitted, -1 where it does not reduce its gradients in steps;
-    `begun` says whether it has submitted a part of that step, `in_flight` whether the one before has yet to end.
+    `step` is the first step the rank has not submitted completely, -1 where it does not reduce gradients in steps;
+    `begun` is whether it has submitted a part of that step, `in_flight` whether the step before is still in flight.
     """
 
     kind: ClassVar[str] = "dropped"
@@ -171,7 +171,7 @@ class OptimizerDropped(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class OptimizerOver(Message):
-    """All ranks have dropped an optimizer, and nothing of it is under way."""
+    """All ranks have dropped an optimizer, and no collective of it is in flight."""
 
     kind: ClassVar[str] = "over"
     optimizer_id: int
@@ -219,7 +219,7 @@ CLOSE = "close"
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Away(Message):
-    """A rank enters (`away`) or leaves a place where it delivers no gradients: out of data, or in a collective."""
+    """A rank becomes inactive (`away`) or active again: out of data, or in a collective of the user's program."""
 
     kind: ClassVar[str] = "away"
     away: bool
@@ -230,7 +230,7 @@ class Away(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ModeUnsupported(Message):
-    """A rank cannot prepare the plan of this id, or cannot go on with it."""
+    """A rank cannot run the plan of this id, or relaxed modes at all."""
 
     kind: ClassVar[str] = "refuse"
     optimizer_id: int
@@ -250,7 +250,7 @@ class Finished(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class HeaderNote(Message):
-    """Rank 0's own engine tells the coordinator what a step's header said."""
+    """The statistics in a step's reduced header, from rank 0's engine."""
 
     kind: ClassVar[str] = "round"
     optimizer_id: int
@@ -269,9 +269,9 @@ class HeaderNote(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class RequestBatch(Message):
-    """A rank asks the work queue of a loader for its next batch.
+    """A rank requests its next batch from a loader's work queue.
 
-    `number` is the rank's own count of its requests, from 1: a repeated one gets the same answer. 0 is always new.
+    `number` counts the rank's requests, from 1: a repeated one gets the same answer. 0 is always new.
     """
 
     kind: ClassVar[str] = "take"
@@ -305,7 +305,7 @@ class EpochEnd(Message):
     """All ranks have ended an epoch of a loader.
 
     Attributes:
-        together: All came to its end, and meet now. False where one left its loop before; it may be anywhere.
+        together: Whether all reached its end and meet there; False where one left its loop before.
     """
 
     kind: ClassVar[str] = "epoch_end"
@@ -317,7 +317,7 @@ class EpochEnd(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ReportImmediately(Message):
-    """Whether arrivals are to be told at once: somebody is away, so steps in `sync` may have to be closed too."""
+    """Whether arrivals must be reported at once: a rank is inactive, so that steps in `sync` may have to be closed."""
 
     kind: ClassVar[str] = "hurry"
     now: bool
@@ -326,7 +326,7 @@ class ReportImmediately(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class CloseStep(Message):
-    """Order to close a step; `typical_compute_s` lets a rank that is merely out of step fall in again."""
+    """Order to close a step; by `typical_compute_s` a rank that is only out of phase gets back into phase."""
 
     kind: ClassVar[str] = "close"
     optimizer_id: int
@@ -347,7 +347,7 @@ class PlanMessage(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Abandon(Message):
-    """The plan of this id is not taken up."""
+    """The plan of this id is abandoned."""
 
     kind: ClassVar[str] = "abandon"
     optimizer_id: int
@@ -358,7 +358,7 @@ class Abandon(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class FindStateSource(Message):
-    """A rank that is behind asks whose parameters it can fetch."""
+    """A rank that is behind asks for a rank from which it can fetch the state."""
 
     kind: ClassVar[str] = "source"
     optimizer_id: int
@@ -377,7 +377,7 @@ class StateSource(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Bye(Message):
-    """All ranks have finished; everybody may leave."""
+    """All ranks have finished and may exit; `lost` ranks did not report."""
 
     kind: ClassVar[str] = "bye"
     lost: list[int]
@@ -401,15 +401,15 @@ def decode(data: bytes) -> Message:
     except Exception as error:  # msgpack raises a family of unrelated types for damaged input.
         raise ChannelError(f"a control message cannot be unpacked: {type(error).__name__}") from error
     if not isinstance(parts, list) or len(parts) < 2 or parts[0] != _VERSION:
-        raise ChannelError(f"a control message is not of protocol version {_VERSION}")
+        raise ChannelError(f"a control message is {_short(parts)}; expected a list of protocol version {_VERSION}")
     cls = _KINDS.get(parts[1]) if isinstance(parts[1], str) else None
     if cls is None:
-        raise ChannelError(f"a control message has the unknown kind {_short(parts[1])}")
+        raise ChannelError(f"a control message has the unknown kind {_short(parts[1])}; do all ranks run one version?")
     items = _FIELDS[cls.kind]
     if len(parts) - 2 != len(items):
         raise ChannelError(f"a {cls.kind} message has {len(parts) - 2} fields; expected {len(items)}")
     values = parts[2:]
-    # Almost all are right by their types.
+    # Fast path: nearly all messages have exactly these types.
     if not (
         tuple(map(type, values)) == _TYPES[cls.kind]
         and all([-_MOST < values[at] < _MOST for at in _WHOLE[cls.kind]])
@@ -427,7 +427,7 @@ def _check(cls: type[Message], name: str, wanted: str, value: Any) -> Any:
         value = float(value)
     ok = {
         "int": isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST,
-        "float": isinstance(value, float),  # Infinite norms are news of a diverging job; the board judges times.
+        "float": isinstance(value, float),  # Norms of a diverging job may be infinite; the coordinator checks times.
         "bool": isinstance(value, bool),
         "str": isinstance(value, str),
         "list[int]": isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value),
@@ -440,6 +440,6 @@ def _check(cls: type[Message], name: str, wanted: str, value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """What came, for an error: a damaged message must not fill the log."""
+    """A value for an error's text, bounded because a damaged message must not fill the log."""
     text = reprlib.repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,7 +1,7 @@
-"""Messages of a switch between families of modes, of parameter servers, and of asynchronous steps.
+"""Messages of switches between families of modes, of parameter servers, and of asynchronous steps.
 
-A switch that hands the state over goes: plan -> ready from all ranks -> commit -> the old mode ends at an agreed step
-(in band, or at a server's last update) -> moved.
+A switch with a hand-over of the state: `PlanMessage` -> `Prepared` from all ranks -> `Commit` -> the old mode drains at
+an agreed step (by a header, or at the servers' last update) -> `PlanActive`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Prepared(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class PrepareFailed(Message):
-    """A rank cannot prepare the plan of this id, because of what there is and is not; others may be possible."""
+    """A rank failed to prepare the plan of this id; other plans may be possible."""
 
     kind: ClassVar[str] = "cannot"
     optimizer_id: int
@@ -58,7 +58,7 @@ class PrepareFailed(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Commit(Message):
-    """All ranks are ready for the plan of this id: end the present mode."""
+    """All ranks have prepared the plan of this id: drain the active mode."""
 
     kind: ClassVar[str] = "commit"
     optimizer_id: int
@@ -79,7 +79,7 @@ class Drained(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Restart(Message):
-    """All ranks are about to load a state: end the servers' mode, and begin it again with what was loaded."""
+    """All ranks are about to load a state: leave the servers' mode, and enter it again with the loaded state."""
 
     kind: ClassVar[str] = "restart"
     optimizer_id: int
@@ -88,7 +88,7 @@ class Restart(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Switched(Message):
-    """The members of a subgroup took up the plan of this id at step `step`; the others have to be told."""
+    """The members of a subgroup activated the plan of this id at step `step`; the coordinator informs the others."""
 
     kind: ClassVar[str] = "switched"
     optimizer_id: int
@@ -99,7 +99,7 @@ class Switched(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class PlanActive(Message):
-    """The plan of this id is in force from step `step` on; whoever lacks the state of that step fetches it."""
+    """The plan of this id is active from step `step` on; a rank without that step's state fetches it."""
 
     kind: ClassVar[str] = "moved"
     optimizer_id: int
@@ -128,7 +128,7 @@ class DropSet(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class WarmServers(Message):
-    """Order to these ranks to start their server processes: a plan that needs them may come."""
+    """Order to these ranks to start their server processes, for a plan that may follow."""
 
     kind: ClassVar[str] = "warm_servers"
     ranks: list[int]
@@ -149,7 +149,7 @@ class ServerUp(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Servers(Message):
-    """Where all servers of a plan are; `addresses` is flat, as many entries per server as in `ServerUp`."""
+    """Addresses of all servers of a plan; the list is flat, with as many entries per server as in `ServerUp`."""
 
     kind: ClassVar[str] = "servers"
     optimizer_id: int
@@ -160,7 +160,7 @@ class Servers(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ServerRestarted(Message):
-    """A server died and was started again; told by its rank to the coordinator, and by that to everybody."""
+    """A server was restarted after a death; sent by its rank to the coordinator, which sends it to all ranks."""
 
     kind: ClassVar[str] = "server_moved"
     optimizer_id: int
@@ -172,7 +172,7 @@ class ServerRestarted(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Presence(Message):
-    """A rank is lost, or is heard again: servers do not wait for the lost."""
+    """A rank is silent, so that servers do not wait for it, or sends messages again."""
 
     kind: ClassVar[str] = "presence"
     rank: int
@@ -182,7 +182,7 @@ class Presence(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MachineNote(Message):
-    """What a rank's process gets of its machine, once per second: see `scheduler.diagnosis.machine.MachineStats`."""
+    """CPU, GPU and network readings of a rank's machine, once per second, see `MachineStats`."""
 
     kind: ClassVar[str] = "machine"
     throttled_share: float
@@ -196,7 +196,7 @@ class MachineNote(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class StepNote(Message):
-    """A rank's step in a mode without a common reduction: what was measured, and what became of its gradient."""
+    """A rank's step in a mode without a common reduction: its measurements, and the staleness of its gradient."""
 
     kind: ClassVar[str] = "step"
     optimizer_id: int

@@ -224,20 +224,8 @@ class ServerProcess:
             with self._changed:
                 self._failed(str(error), error)
             return None
-        config = {
-            "rank": self._rank,
-            "key": self._key.for_server(),
-            # The same address, so that peers which know the old one find the new process.
-            "host": self._host if self.endpoint is None else self.endpoint.host,
-            "port": self.endpoint.port if self.endpoint is not None else 0,
-            "threads": self._threads,
-            "io_threads": 1,
-            "path": [path for path in sys.path if path],
-            "faults": self._faults,
-        }
-        self._faults = None  # Injected once.
         try:
-            pipe.send(config)
+            pipe.send(self._configuration())
             answer = pipe.wait(deadline_s, lambda: self._stopping)
             if "endpoint" not in answer:
                 raise ChannelError(f"a parameter server could not start: {answer.get('reason', answer)}")
@@ -259,6 +247,21 @@ class ServerProcess:
             self._wanted_s = None
             self._changed.notify_all()
         return process, pipe
+
+    def _configuration(self) -> dict[str, Any]:
+        """A new process's first message."""
+        faults, self._faults = self._faults, None  # Injected once.
+        return {
+            "rank": self._rank,
+            "key": self._key.for_server(),
+            # The same address, so that peers which know the old one find the new process.
+            "host": self._host if self.endpoint is None else self.endpoint.host,
+            "port": self.endpoint.port if self.endpoint is not None else 0,
+            "threads": self._threads,
+            "io_threads": 1,
+            "path": [path for path in sys.path if path],
+            "faults": faults,
+        }
 
     def _spawn(self, end: socket.socket, deadline_s: float) -> Forked:
         return self._nursery.fork(end, deadline_s, lambda: self._stopping)
@@ -290,7 +293,7 @@ class ServerProcess:
         vigil = Vigil(process.pid, time.monotonic(), patience=self._patience)
         while True:
             if pipe.poll(_CHECK_S):
-                vigil.heard()
+                vigil.note_event()
                 for event in pipe.receive():
                     if event is None:
                         self._ended(process, pipe)

@@ -72,9 +72,9 @@ class Vigil:
         self._pinged_s = now_s
         self.reason = ""
         self.stopped = False  # Whether the process is stopped by a signal or debugger.
-        self.heard()
+        self.note_event()
 
-    def heard(self) -> None:
+    def note_event(self) -> None:
         """Note an event of the server, a pong for example."""
         self._silent_s = self._stopped_s = self._idle_s = 0.0
         self._ticks = -1

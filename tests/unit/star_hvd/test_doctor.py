@@ -123,11 +123,11 @@ def test_a_horovod_that_does_not_say_what_it_was_built_for_is_believed() -> None
 @pytest.mark.parametrize(
     ("library", "now", "said"),
     [
-        (GPU, {"torch": "2.14.1+cu130"}, "was built for torch 2.13.0+cu130, and torch 2.14.1+cu130 is here; build it"),
-        (GPU, {"cuda": "12.6"}, "was built for CUDA 13.0, and torch has CUDA 12.6; install that toolkit and set"),
-        (GPU, {"nccl": "2.32.3"}, "was built with NCCL 2.28.9, and torch loads NCCL 2.32.3; unset HOROVOD_NCCL_HOME"),
-        (GPU, {"cuda": None, "nccl": None}, "was built for CUDA, and torch 2.13.0+cu130 is without it; build it"),
-        ({"cuda": False, "nccl": False}, {}, "torch is built for CUDA 13.0, and Horovod without it"),
+        (GPU, {"torch": "2.14.1+cu130"}, "was built for torch 2.13.0+cu130, but torch 2.14.1+cu130 is here; build it"),
+        (GPU, {"cuda": "12.6"}, "was built for CUDA 13.0, but torch for CUDA 12.6; install that toolkit and set"),
+        (GPU, {"nccl": "2.32.3"}, "was built with NCCL 2.28.9, but torch loads NCCL 2.32.3; unset HOROVOD_NCCL_HOME"),
+        (GPU, {"cuda": None, "nccl": None}, "was built for CUDA, but torch 2.13.0+cu130 without it; build it"),
+        ({"cuda": False, "nccl": False}, {}, "torch is built for CUDA 13.0, but Horovod without CUDA"),
     ],
 )
 def test_each_mismatch_says_what_to_do(library: dict[str, bool], now: dict[str, str | None], said: str) -> None:

@@ -31,7 +31,7 @@ def run_of(board: JobState | None, rank: int = 0) -> SimpleNamespace:
 def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(3)
     monkeypatch.setattr(runtime, "_current", run_of(job.board))
-    assert explain() == "nothing is known: no optimizer was made yet"
+    assert explain() == "no mode is active: no optimizer was made yet"
     job.register(None)
     assert explain() == "step 0: no window was evaluated yet"
     job.engine.steps = 207
@@ -60,6 +60,6 @@ def test_the_table_says_since_when_its_reason_holds() -> None:
 
 def test_who_does_not_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_current", run_of(None, rank=2))
-    assert explain() == "only rank 0 knows; this is rank 2"
+    assert explain() == "only rank 0 can explain; this is rank 2"
     monkeypatch.setattr(runtime, "_current", None)
-    assert explain().startswith("nothing is known: ")
+    assert explain().startswith("no mode is active: ")

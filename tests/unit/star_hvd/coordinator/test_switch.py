@@ -226,9 +226,9 @@ def test_late_gradients_are_put_together_once_and_damaged_ones_leave_nothing() -
     pushes.take(second[0])
     assert pushes.take(second[2]) is pushes.take(second[1]) is None, "a part was lost: the next attempt brings all"
     pushes.take(second[0])
-    with pytest.raises(ChannelError, match="does not follow"):
+    with pytest.raises(ChannelError, match="chunk at byte"):
         pushes.take(second[0])
-    with pytest.raises(ChannelError, match="expected a header"):
+    with pytest.raises(ChannelError, match="and a payload"):
         pushes.take([b"x", b"y"])
     assert len(taken) == 1
 

@@ -68,7 +68,7 @@ def test_the_run_log_and_its_page_tell_it(tmp_path: Path) -> None:
     assert (summaries[1]["predicted_speed"], summaries[1]["measured_speed"]) == (1.1, 0.83)
     assert "measured_speed" not in summaries[0] and "measured_speed" not in summaries[2]
     page = write_page(tmp_path / "runs" / "one", tmp_path / "page.html").read_text(encoding="utf-8")
-    assert page.count("Predicted 1.1x faster than sync, was 0.83x over 31 steps: left again.") == 1
+    assert page.count("Predicted 1.1x faster than sync, measured 0.83x over 31 steps; the mode was left.") == 1
     assert f"because {SAID}: sync" in page
 
 

@@ -61,7 +61,7 @@ def test_any_sign_of_life_begins_anew() -> None:
     server = Server()
     for _ in range(10):
         assert server.lost_after(2.5) is None
-        server.vigil.heard()
+        server.vigil.note_event()
 
 
 def test_a_pause_of_the_owner_is_not_held_against_the_server() -> None:

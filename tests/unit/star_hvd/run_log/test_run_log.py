@@ -420,7 +420,7 @@ def test_the_page_says_what_became_of_the_target(tmp_path: Path) -> None:
     assert "target >= 0.9" in labels and not any(str(label).startswith("reached") for label in labels)
     assert "Target loss<=0.1 not reached (best 0.2)." in _page(tmp_path / "c", "loss<=0.1", loss=0.4)[0]
     assert "no metric `acc` was recorded" in _page(tmp_path / "d", "acc>=0.5", accuracy=0.83)[0]
-    assert "Target accuracy=0.9 says nothing" in _page(tmp_path / "e", "accuracy=0.9", accuracy=0.83)[0]
+    assert "Target accuracy=0.9 is invalid" in _page(tmp_path / "e", "accuracy=0.9", accuracy=0.83)[0]
 
 
 def test_all_figures_have_one_time_axis_with_the_changes_of_mode(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(dispatch, "start_sender", found.start)
     monkeypatch.setattr(dispatch, "_AFTER_S", 0.1)
     monkeypatch.setattr(dispatch, "_FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(dispatch, "_LOOK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(dispatch, "_CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
     return found
 
@@ -136,7 +136,7 @@ def test_a_killed_sender_is_noticed_and_started_again(
     wait_for(lambda: recorder.told(second) == ["going-on"])
     assert sending.starts == 2
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "ended with 1 runs left; it is started again" in caplog.text
+    assert "ended with 1 runs left; it is restarted" in caplog.text
 
 
 def test_one_that_ends_after_its_work_is_started_for_the_next_run(
