@@ -1,7 +1,8 @@
 """Ranks of test jobs that start at once: forks of a process that has imported torch and Horovod already.
 
 Importing them takes a rank some seconds of processor time, which for most test jobs is more than all of the rest: so
-does what torch imports with the first optimizer of a process, and looking through all of it for garbage. The server is started on first use and ends with its owner. `horovodrun` starts `rank.py` for every rank, which hands its
+does what torch imports with the first optimizer of a process, and looking through all of it for garbage. The server
+is started on first use and ends with its owner. `horovodrun` starts `rank.py` for every rank, which hands its
 arguments, environment, working directory and output over to the server, passes signals on to the forked rank, and
 ends as that ends. A forked rank imports `star_hvd` itself: what that reads at its import is the rank's own.
 

@@ -21,8 +21,9 @@ def _make(target: str, where: Path, limit_s: float, **variables: object) -> subp
     given = [f"{name}={value}" for name, value in {"PYTHON": sys.executable, **variables}.items()]
     outer = ("MAKE", "MFLAGS", "PYTHON", "VENV")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    command = ["make", target, *given]
     return subprocess.run(
-        ["make", target, *given], cwd=where, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
+        command, cwd=where, env=environment, capture_output=True, text=True, timeout=limit_s, check=False
     )
 
 
@@ -45,7 +46,8 @@ def test_the_site_is_built_from_pages_and_docstrings(venv: Path, tmp_path: Path)
 
 def test_a_broken_link_ends_the_build(venv: Path, tmp_path: Path) -> None:
     for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2  # With its time: a newer `pyproject.toml` would renew the environment.
+        # With its time: a newer `pyproject.toml` would renew the environment.
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
         copy(ROOT / name, tmp_path / name)
     page = tmp_path / "docs" / "glossary.md"
     page.write_text(page.read_text(encoding="utf-8") + "\nSee [there](no_such_page.md).\n", encoding="utf-8")
