@@ -106,7 +106,7 @@ class Shipping:
     def run(self) -> None:
         """Send until everything is sent; ends the process where MLflow takes nothing for long after the job's end."""
         threading.Thread(target=self._listen, daemon=True).start()
-        _import_mlflow()
+        import_mlflow()
         self._note_progress()
         threading.Thread(target=self._watch, daemon=True).start()
         pause_s = _POLL_S
@@ -212,7 +212,7 @@ def _is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def _import_mlflow() -> None:
+def import_mlflow() -> None:
     """Import MLflow's client without pandas, which it offers to users and does not need here: 40 MB and a second."""
     if "pandas" in sys.modules:
         return

@@ -101,6 +101,11 @@ class Pipe:
         """Messages that the other side has not made room for."""
         return len(self._queue)
 
+    @property
+    def writing(self) -> bool:
+        """Whether a thread writes what the socket did not take at once."""
+        return self._writer is not None and self._writer.is_alive()
+
     def send(
         self, message: Message | Callable[[], Message], descriptor: int | None = None, *, advisory: bool = False
     ) -> None:
