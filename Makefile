@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # Of `make docs`, which reads the sources and needs neither torch nor Horovod.
 DOCS_VENV ?= .venv-docs
+SITE ?= site
 # torch decides what Horovod is compiled against. On a machine without a GPU that
 # reaches the Internet, a much smaller torch comes with
 #   make setup TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
@@ -28,7 +29,7 @@ STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
 	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py scripts/lock.py requirements.lock
 
-.PHONY: help setup lock demo test test-quick stress nemesis fuzz lint docs bench clean
+.PHONY: help setup lock demo test test-quick stress nemesis fuzz lint docs docs-venv bench clean
 
 help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
@@ -65,9 +66,11 @@ $(DOCS_VENV)/.made: pyproject.toml
 	$(DOCS_VENV)/bin/python -m pip install --quiet $$(sed -n '/^docs = \[/,/^\]/s/^ *"\(.*\)",$$/\1/p' pyproject.toml)
 	@touch $@
 
-docs: $(DOCS_VENV)/.made
+docs-venv: $(DOCS_VENV)/.made
+
+docs: docs-venv
 	$(PYTHON) scripts/protocol_tables.py --check
-	$(DOCS_VENV)/bin/python -m mkdocs build --strict
+	$(DOCS_VENV)/bin/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
 
 test: lint
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)

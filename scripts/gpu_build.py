@@ -153,14 +153,14 @@ def find_toolkit(environ: Mapping[str, str], which: Callable[[str], str | None])
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         if environ.get(name):
             named = Path(environ[name])
-            return named if _is_toolkit(named) else None
+            return named if is_toolkit(named) else None
     nvcc = which("nvcc")
     # A launcher elsewhere on the PATH may run the compiler of /usr/local/cuda.
     at_hand = [Path(nvcc).resolve().parents[1]] if nvcc else []
-    return next((home for home in (*at_hand, Path("/usr/local/cuda")) if _is_toolkit(home)), None)
+    return next((home for home in (*at_hand, Path("/usr/local/cuda")) if is_toolkit(home)), None)
 
 
-def _is_toolkit(home: Path) -> bool:
+def is_toolkit(home: Path) -> bool:
     return (home / "bin" / "nvcc").is_file() and (home / "include" / "cuda_runtime.h").is_file()
 
 

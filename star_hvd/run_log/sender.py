@@ -35,11 +35,11 @@ def connect(uri: str) -> Any:
     from mlflow.tracking import MlflowClient
 
     if uri.startswith(_SQLITE):
-        _make_database(Path(uri[len(_SQLITE) :]), lambda draft: MlflowClient(tracking_uri=draft))
+        make_database(Path(uri[len(_SQLITE) :]), lambda draft: MlflowClient(tracking_uri=draft))
     return MlflowClient(tracking_uri=uri)
 
 
-def _make_database(path: Path, open_client: Callable[[str], Any]) -> None:
+def make_database(path: Path, open_client: Callable[[str], Any]) -> None:
     """Make MLflow's SQLite file atomically: one whose first migration was killed cannot be opened any more."""
     if path.exists() or not path.parent.is_dir():
         return

@@ -106,7 +106,7 @@ class Shipping:
     def run(self) -> None:
         """Send until everything is sent; exits the process if MLflow accepts nothing for long after the job's end."""
         threading.Thread(target=self._listen, daemon=True).start()
-        _import_mlflow()
+        import_mlflow()
         self._note_progress()
         threading.Thread(target=self._watch, daemon=True).start()
         pause_s = _POLL_S
@@ -210,7 +210,7 @@ def _is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def _import_mlflow() -> None:
+def import_mlflow() -> None:
     """Import MLflow's client without pandas, which is optional and costs 40 MB and a second."""
     if "pandas" in sys.modules:
         return

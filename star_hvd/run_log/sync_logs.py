@@ -34,13 +34,13 @@ def run(options: argparse.Namespace) -> int:
         return 0
     outcomes = []
     for path in chosen:
-        outcomes.append(_send(path, options.to or layout.tracking_uri(path.parent.parent), options.again))
+        outcomes.append(send_run(path, options.to or layout.tracking_uri(path.parent.parent), options.again))
     done, failed = outcomes.count("sent"), outcomes.count("failed")
     sys.stdout.write(f"{done} sent, {failed} failed, {len(outcomes) - done - failed} skipped\n")
     return 1 if failed else 0
 
 
-def _send(directory: Path, uri: str, again: bool) -> str:
+def send_run(directory: Path, uri: str, again: bool) -> str:
     """Send a run; `sent`, `failed` or `skipped`, which is printed with the reason."""
     from star_hvd.run_log.sender import Sender
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import os
 import sys
 import time
@@ -86,6 +87,8 @@ def main(wanted: list[str]) -> None:
     torch.set_num_threads(1)
     _wait_without_spinning()
     faulthandler.enable()
+    gc.collect()
+    gc.freeze()  # Every new optimizer collects; what was imported before takes longer than the case.
     # Two ranks know a set with one of them, four a set with two.
     ranks_of_subset = list(range(max(1, _size_from_launcher() // 2)))
     subset = horovod.ProcessSet(ranks_of_subset)

@@ -24,7 +24,8 @@ from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, mark, marked
 
-WARM_STEPS, STEP_S, AFTER_S, SAMPLES, RECOVERED_STEPS = 10, 0.02, 3.0, 4_000_000, 100
+# Steps are long, so that those of the others cost little while a rank is frozen for many seconds.
+WARM_STEPS, STEP_S, AFTER_S, SAMPLES, RECOVERED_STEPS = 10, 0.06, 3.0, 4_000_000, 100
 CONFIG = hvd.Config(step_deadline_s=600.0, shutdown_deadline_s=600.0, control_deadline_s=240.0, plan_deadline_s=240.0)
 
 

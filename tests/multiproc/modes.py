@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import random
+import reprlib
 import sys
 import threading
 import time
@@ -260,27 +261,22 @@ def deadline() -> Iterator[None]:
 
 
 def _tell_state() -> None:
+    """What the parts of this rank hold, whatever their fields are called by now."""
     run = runtime.current()
     for driver in list(run.drivers.values()) if run is not None else ():
-        engine, handover = driver.engine, driver.handover
-        replica, inflight = engine.replica, engine._inflight
-        state = {
-            "plan": f"{engine.plan.label} {engine.plan.plan_id}", "version": engine.version, "next": engine.next_step,
-            "close_upto": engine._close_upto, "away": engine.away, "part": engine.taking_part,
-            "state": replica.state.name, "queue": len(replica.queue),
-            "computing": replica.computing, "shadow": replica._shadow is not None,
-            "inflight": inflight and (inflight.number, inflight.owner),
-            "outside": handover.outside and (type(handover.outside).__name__, handover.outside.plan.plan_id),
-            "made": {e: s.gone for e, s in handover._made.items()}, "early": handover._early,
-            "postponed": handover._postponed and handover._postponed.plan_id,
-        }
-        print(f"modes.py: rank {engine.rank}: {state}", file=sys.stderr, flush=True)
+        engine = driver.engine
+        for part in (driver, engine, engine.replica, driver.handover):
+            print(f"modes.py: rank {engine.rank}: {_fields_of(part)}", file=sys.stderr, flush=True)
     if run is not None and run.coordinator is not None:
         with run.coordinator.board() as board:
-            for number, one in board.engines.items():
-                rule = {"round": one.rule.step, "begun": one.rule.begun, "plan": one.rule.plan.label}
-                told = one._switch and (one._switch.plan.label, one._switch.committed, sorted(one._switch.ready))
-                print(f"modes.py: board {number}: {one.active.label} {rule} {told} away {board._away}", file=sys.stderr)
+            for part in (board, *(each for one in board.engines.values() for each in (one, one.rule))):
+                print(f"modes.py: coordinator: {_fields_of(part)}", file=sys.stderr, flush=True)
+
+
+def _fields_of(part: object) -> str:
+    slots = [name for kind in type(part).__mro__ for name in getattr(kind, "__slots__", ())]
+    values = {name: getattr(part, name, None) for name in (*getattr(part, "__dict__", ()), *slots)}
+    return f"{type(part).__name__}: " + ", ".join(f"{name}={reprlib.repr(value)}" for name, value in values.items())
 
 
 def main(wanted: list[str]) -> None:

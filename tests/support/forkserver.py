@@ -1,11 +1,13 @@
 """Ranks of test jobs that start at once: forks of a process that has imported torch and Horovod already.
 
-Importing them takes a rank some seconds of processor time, which for most test jobs is more than all of the rest. The
-server is started on first use and ends with its owner. `horovodrun` starts `rank.py` for every rank, which hands its
+Importing them takes a rank some seconds of processor time, which for most test jobs is more than all of the rest: so
+does what torch imports with the first optimizer of a process, and looking through all of it for garbage. The server
+is started on first use and ends with its owner. `horovodrun` starts `rank.py` for every rank, which hands its
 arguments, environment, working directory and output over to the server, passes signals on to the forked rank, and
 ends as that ends. A forked rank imports `star_hvd` itself: what that reads at its import is the rank's own.
 
-What differs from a rank that was started by itself: all ranks hash strings alike, and the parent process is another.
+What differs from a rank that was started by itself: all ranks hash strings alike, the parent process is another, and
+torch's compiler is imported from the start.
 Jobs in which that matters are started with `run_job(..., fresh=True)`.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -143,6 +146,9 @@ def _run(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for module in ("horovod.torch", "msgpack", "psutil", "zmq"):
+    # torch imports the last one with the first optimizer of a process, which takes longer than all of the others.
+    for module in ("horovod.torch", "msgpack", "numpy", "psutil", "zmq", "torch._dynamo"):
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # A collection in a rank looks at what the rank made: `star_hvd` collects with every new optimizer.
     _run(serve(sys.argv[1]))

@@ -48,8 +48,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "site-packages"
     folder.mkdir()
     monkeypatch.setattr(gpu_build.sysconfig, "get_path", lambda name: str(folder))
-    real = gpu_build._is_toolkit
-    monkeypatch.setattr(gpu_build, "_is_toolkit", lambda home: tmp_path in home.parents and real(home))
+    real = gpu_build.is_toolkit
+    monkeypatch.setattr(gpu_build, "is_toolkit", lambda home: tmp_path in home.parents and real(home))
     return folder
 
 

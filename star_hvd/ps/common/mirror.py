@@ -52,6 +52,16 @@ class Mirror:
         self._places: dict[int, dict[int, int]] = {}
         self._lent: dict[int, Lent] = {}
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was written is being sent any more."""
+        return all(lent.free() for lent in self._lent.values())
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the memory behind it."""
+        return os.fstat(self._fd).st_size
+
     def write(self, entry: int, record: Record) -> Lent:
         """Replace a record; a reader sees the old one or the new one, never a mixture.
 

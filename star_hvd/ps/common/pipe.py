@@ -95,6 +95,11 @@ class Pipe:
 
     # ---- out ----------------------------------------------------------------------------------------------
 
+    @property
+    def writing(self) -> bool:
+        """Whether a thread writes what the socket did not take at once."""
+        return self._writer is not None and self._writer.is_alive()
+
     def send(
         self, message: Message | Callable[[], Message], descriptor: int | None = None, *, advisory: bool = False
     ) -> None:

@@ -128,7 +128,7 @@ def _sizes(board: JobState) -> tuple[int, ...]:
     return (
         len(board.outbox), len(board.engines), len(board._epochs), len(board.finished),
         sum(engine.rule.step for engine in engines), sum(len(engine.plans) for engine in engines),
-        sum(int(engine.history._counts.sum()) for engine in engines),
+        sum(len(engine.history[rank]) for engine in engines for rank in range(_WORLD)),
     )  # fmt: skip
 
 

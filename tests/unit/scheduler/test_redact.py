@@ -87,7 +87,7 @@ def test_nothing_that_is_written_of_a_run_has_them(
     sender._note(0)
     assert layout.read_json(directory / "sent.json")["uri"] == redacted(URI)
     assert Sender(directory, URI)._sent["offset"] == 0, "it is known again by what was written"
-    assert sync_logs._send(directory, URI, again=False) == "failed"
+    assert sync_logs.send_run(directory, URI, again=False) == "failed"
     said = capsys.readouterr()
     written = "".join(path.read_text() for path in directory.iterdir() if path.is_file())
     assert "cannot reach" in said.err and shows(said.out + said.err + written) == []

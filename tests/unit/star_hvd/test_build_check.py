@@ -122,12 +122,21 @@ def test_a_rank_that_says_nothing_is_not_waited_for_for_ever(
     [{"HOROVOD_ELASTIC": "1"}, {"HOROVOD_SIZE": "1"}, {"HOROVOD_GLOO_RENDEZVOUS_ADDR": ""}],
 )
 def test_nothing_is_asked_where_nothing_can_be_known(
-    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], change: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    change: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(build_check, "_Store", lambda *_: pytest.fail("the store was asked"))
     environ |= change | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "1", "HOROVOD_RANK": "0"}
-    compare_before_init(environ)
+    with caplog.at_level("DEBUG", "star_hvd"):
+        compare_before_init(environ)
+    assert caplog.text == "", "nothing was tried"
 
 
-def test_a_store_that_does_not_answer_decides_nothing(environ: dict[str, str]) -> None:
-    compare_before_init({**environ, "HOROVOD_GLOO_RENDEZVOUS_PORT": "1", "HOROVOD_RANK": "1"})
+def test_a_store_that_does_not_answer_decides_nothing(
+    environ: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG", "star_hvd"):
+        compare_before_init({**environ, "HOROVOD_GLOO_RENDEZVOUS_PORT": "1", "HOROVOD_RANK": "1"})
+    assert "compared after the start only" in caplog.text, "it was asked"

@@ -100,7 +100,10 @@ def test_many_edited_models_end_no_job(tmp_path: Path) -> None:
 def test_what_lightgbm_writes_is_taken(head: str, tmp_path: Path) -> None:
     save_model(tmp_path)
     for folder in (SHIPPED, tmp_path):
-        check_text((folder / f"{head}.txt").read_text(), FEATURES)
+        text = (folder / f"{head}.txt").read_text()
+        check_text(text, FEATURES)
+        with pytest.raises(BoosterError):  # So it was this text that was looked at.
+            check_text(text.replace("Tree=0", "Tree=7", 1), FEATURES)
 
 
 def _resized(text: str, old: str, new: str) -> str:

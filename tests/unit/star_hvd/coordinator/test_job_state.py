@@ -224,7 +224,7 @@ def test_a_rank_that_takes_part_no_more_is_asked_for_the_state_now_and_then() ->
 
 def test_a_rank_that_says_nothing_is_not_asked_for_the_state() -> None:
     job = relaxed_job()
-    job.pass_time(job.board._config.absent_after_s + 1.0, alive=(1, 2))
+    job.pass_time(Config().absent_after_s + 1.0, alive=(1, 2))
     assert 0 not in job.board.lost
     assert sources(job, 2) == {1}
 

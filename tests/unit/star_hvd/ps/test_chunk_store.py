@@ -183,10 +183,10 @@ def test_memory_that_is_being_sent_is_left_alone() -> None:
     assert [int(data[0]) for data in held] == [0, 1, 2, 3, 4]
     frames.clear()
     for _ in range(6000):
-        if all(lent.free() for lent in mirror._lent.values()):
+        if mirror.idle:
             break
         time.sleep(0.01)
-    before = os.fstat(mirror._fd).st_size
+    before = mirror.size_bytes
     for value in range(5):
         mirror.write(0, blob(value, size))
-    assert os.fstat(mirror._fd).st_size == before, "places that are free are used again"
+    assert mirror.size_bytes == before, "places that are free are used again"

@@ -45,12 +45,21 @@ def test_headers_come_back(kind: Kind, numbers: list[int]) -> None:
     assert unpack(pack(header)) == header and len(pack(header)) == HEADER_BYTES
 
 
-@given(st.binary(max_size=100))
-def test_no_bytes_make_a_header_fail_otherwise(data: bytes) -> None:
+@given(
+    st.binary(max_size=100)
+    | st.tuples(st.integers(0, HEADER_BYTES - 1), st.integers(0, 255)).map(
+        lambda change: bytes(
+            change[1] if place == change[0] else byte
+            for place, byte in enumerate(pack(Header(Kind.CHUNK, 1, 2, 3, chunk=4, size=5)))
+        )
+    )
+)
+def test_bytes_are_a_header_or_refused(data: bytes) -> None:
     try:
-        unpack(data)
+        header = unpack(data)
     except ChannelError:
-        pass
+        return
+    assert unpack(pack(header)) == header and len(data) >= HEADER_BYTES
 
 
 def test_what_a_header_may_not_say() -> None:

@@ -296,9 +296,9 @@ def test_a_database_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        sender_module._make_database(path, Killed)
+        sender_module.make_database(path, Killed)
     assert list(tmp_path.iterdir()) == []
     assert [e.name for e in connect(f"sqlite:///{path}").search_experiments()] == ["Default"]
     assert path.is_file() and not list(tmp_path.glob(".mlflow.db*"))
-    sender_module._make_database(path, Killed)  # What is there stays.
+    sender_module.make_database(path, Killed)  # What is there stays.
     assert [e.name for e in connect(f"sqlite:///{path}").search_experiments()] == ["Default"]

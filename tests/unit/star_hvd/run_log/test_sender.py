@@ -233,7 +233,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSender]:
     monkeypatch.setattr(FakeSender, "made", [])
     monkeypatch.setattr(FakeSender, "broken", False)
     monkeypatch.setattr(shipper, "Sender", FakeSender)
-    monkeypatch.setattr(shipper, "_import_mlflow", lambda: None)
+    monkeypatch.setattr(shipper, "import_mlflow", lambda: None)
     monkeypatch.setattr(shipper, "_POLL_S", 0.05)
     return FakeSender
 
@@ -361,7 +361,7 @@ def test_mlflow_is_imported_without_pandas() -> None:
     pytest.importorskip("mlflow")
     program = (
         "import sys; from star_hvd.run_log import shipper\n"
-        "shipper._import_mlflow()\n"
+        "shipper.import_mlflow()\n"
         "print('mlflow' in sys.modules, 'pandas' in sys.modules)\n"
         "import pandas; print(pandas.Series([1]).sum())\n"
     )
