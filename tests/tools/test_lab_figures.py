@@ -192,6 +192,7 @@ class TestTables:
             assert VERSION_LINE.findall(text) == ["abc1234567"] and "2026-01-01" in text
         head, _, line = render("scenarios", document()).splitlines()[:3]
         assert head.startswith("| row | cores |") and f"| {tta_result()['cores']} |" in line
+        assert "| `DistributedSampler`, `hvd.shard` |" in line
         assert "2.71" not in line and "0.40" in line and "1.08" in line  # `star_hvd`: ratio and bound_ratio.
 
     def test_deaths_show_what_they_cost(self) -> None:
