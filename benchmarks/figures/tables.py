@@ -49,8 +49,8 @@ def _percent(value: float | None, digits: int = 1) -> str:
 def _training(part: Sequence[str], rows: Rows) -> list[str]:
     """Time to accuracy: one line per row, fixed modes in the last column."""
     head = (
-        "row", "cores", "fed: Horovod, `star_hvd`", "to", "none slow", "plain Horovod", "`star_hvd`", "ratio", "bound_ratio", "accuracy, plain",
-        "stale", "others: time, bound_ratio",
+        "row", "cores", "fed: Horovod, `star_hvd`", "to", "none slow", "plain Horovod", "`star_hvd`", "ratio",
+        "bound_ratio", "accuracy, plain", "stale", "others: time, bound_ratio",
     )  # fmt: skip
     lines = []
     for name in part:
@@ -77,7 +77,8 @@ def _training(part: Sequence[str], rows: Rows) -> list[str]:
 
 def _what(name: str, found: Mapping[str, Any]) -> str:
     network = "" if found["network"] == "usual" else f" {found['network']}"
-    size = f"{found['model_bytes'] / 1e3:.0f} kB" if found["model_bytes"] < 1e6 else f"{found['model_bytes'] / 1e6:.1f} MB"
+    unit, name_of_unit = (1e3, "kB") if found["model_bytes"] < 1e6 else (1e6, "MB")
+    size = f"{found['model_bytes'] / unit:.3g} {name_of_unit}"
     label = f"`{name}`" if name == found["scenario"] else f"`{name}` (`{found['scenario']}`)"
     return f"{label}, {found['ranks']} ranks, {found['dataset']}{network}, {size}"
 
