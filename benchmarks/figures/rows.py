@@ -184,7 +184,9 @@ BALANCED = ("sync(balanced)",)
 STEP_FIGURES = ("ranks", "cores", "network", "mode", "ratio", "block_ratio_quartiles", "folds")
 ROWS: tuple[Row, ...] = (
     _scenario("none", "partial(3)", exact=BALANCED),
-    _scenario("one-slow", "ps(backup=1)", exact=BALANCED),
+    # `sync` is plain Horovod's lockstep fed by `hvd.shard`; in the row behind, star_hvd is fed as plain Horovod is.
+    _scenario("one-slow", "ps(backup=1)", "sync", exact=BALANCED),
+    _digits("one-slow-sampler", "scenarios", "--scenario=one-slow", "--dataset=fashion", "--feeding=sampler"),
     _scenario("two-slow", "subgroup(0,1)", exact=BALANCED),
     _scenario("rotating", "partial(2)"),
     _trace(1),

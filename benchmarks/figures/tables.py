@@ -14,7 +14,8 @@ __all__ = ["PARTS", "MarkerError", "block_names", "blocks_of", "render", "replac
 Rows = Mapping[str, Mapping[str, Any]]
 BEGIN, END = "<!-- figures: begin {} -->", "<!-- figures: end {} -->"
 MARKER = re.compile(r"^<!-- figures: (begin|end) ([\w-]+) -->$", re.MULTILINE)
-OF_VARIANTS = {"straggler_free": "none slow", "plain": "plain Horovod", "star": "`auto`"}
+OF_COLUMNS = ("straggler_free", "plain", "star")
+FED = {"sampler": "`DistributedSampler`", "shard": "`hvd.shard`"}
 
 
 class MarkerError(ValueError):
@@ -48,8 +49,8 @@ def _percent(value: float | None, digits: int = 1) -> str:
 def _training(part: Sequence[str], rows: Rows) -> list[str]:
     """Time to accuracy: one line per row, fixed modes in the last column."""
     head = (
-        "row", "cores", "to", "none slow", "plain Horovod", "`star_hvd`", "ratio", "bound_ratio", "accuracy, plain",
-        "stale", "others: time, bound_ratio",
+        "row", "cores", "fed: Horovod, `star_hvd`", "to", "none slow", "plain Horovod", "`star_hvd`", "ratio",
+        "bound_ratio", "accuracy, plain", "stale", "others: time, bound_ratio",
     )  # fmt: skip
     lines = []
     for name in part:
@@ -59,27 +60,25 @@ def _training(part: Sequence[str], rows: Rows) -> list[str]:
         fixed = [
             f"`{mode}` {_seconds(one)}, {_ratio(one['bound_ratio'])}"
             for mode, one in trained.items()
-            if mode not in OF_VARIANTS
+            if mode not in OF_COLUMNS
         ]
         final = [_percent(one["final_accuracy"]) if one else "-" for one in (star, plain)]
         lines.append((
             f"{_what(name, found)}, {found['seeds']} {'seed' if found['seeds'] == 1 else 'seeds'}",
-            str(found["cores"]), _percent(found["target_accuracy"]),
+            str(found["cores"]), ", ".join(FED[one["feeding"]] for one in (plain, star) if one),
+            _percent(found["target_accuracy"]),
             _seconds(trained.get("straggler_free")), _seconds(plain), _seconds(star),
             _ratio(star and star["ratio"]), _ratio(star and star["bound_ratio"]), ", ".join(final),
             str(star["max_staleness"]) if star else "-", "; ".join(fixed),
         ))  # fmt: skip
-    fed = {one["feeding"] for name in part for key, one in rows[name]["figures"]["trained"].items() if key != "plain"}
-    note = "Plain Horovod is fed equal shares by `DistributedSampler`"
-    if "shard" in fed:
-        note += ", `star_hvd` by `hvd.shard`"
-    note += ". `bound_ratio`: time over that of a job that uses every rank at its own speed."
+    note = "`bound_ratio`: time over that of a job that uses every rank at its own speed."
     return [*_table(head, lines), "", note]
 
 
 def _what(name: str, found: Mapping[str, Any]) -> str:
     network = "" if found["network"] == "usual" else f" {found['network']}"
-    size = f"{found['model_bytes'] / 1e6:.2g} MB"
+    unit, name_of_unit = (1e3, "kB") if found["model_bytes"] < 1e6 else (1e6, "MB")
+    size = f"{found['model_bytes'] / unit:.3g} {name_of_unit}"
     label = f"`{name}`" if name == found["scenario"] else f"`{name}` (`{found['scenario']}`)"
     return f"{label}, {found['ranks']} ranks, {found['dataset']}{network}, {size}"
 
@@ -117,7 +116,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 1e4 else f"{value:.3e}"
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.3e}"
     if isinstance(value, list):
         return " - ".join(map(_value, value))
     return "-" if value is None else str(value)

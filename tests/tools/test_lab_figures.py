@@ -163,6 +163,22 @@ class TestMeasuring:
         left = Ledger(tmp_path / "abc", "abc", quick=False)
         assert left.has("overhead-2") and not left.has("overhead-4")
 
+    def test_recording_writes_the_record_and_the_documents(
+        self, calls: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        page, record = tmp_path / "README.md", tmp_path / "figures.json"
+        page.write_text("<!-- figures: begin costs -->\n<!-- figures: end costs -->\n")
+        monkeypatch.setattr(report_all, "ROWS", (self.row("overhead-2"),))
+        monkeypatch.setattr(report_all, "code_version", lambda: "abc")
+        monkeypatch.setattr(report_all, "RECORDED", record)
+        monkeypatch.setattr(report_all, "pages", lambda: [page])
+        assert main(["--out", str(tmp_path / "out"), "--record"]) == 0
+        recorded = json.loads(record.read_text())
+        assert recorded["version"] == "abc" and recorded["rows"]["overhead-2"]["figures"] == {"ratio": 1}
+        assert blocks_of(page.read_text()) == {"costs": render("costs", recorded)}
+        monkeypatch.setattr(report_all, "code_version", lambda: "abc+12345678")
+        assert main(["--out", str(tmp_path / "out"), "--record"]) == 2  # Not of a commit.
+
     def test_cores_are_those_there_are(self, monkeypatch: pytest.MonkeyPatch) -> None:
         chosen: list[Any] = []
         monkeypatch.setattr(measuring.os, "sched_getaffinity", lambda _: {4, 2, 7})
@@ -192,6 +208,7 @@ class TestTables:
             assert VERSION_LINE.findall(text) == ["abc1234567"] and "2026-01-01" in text
         head, _, line = render("scenarios", document()).splitlines()[:3]
         assert head.startswith("| row | cores |") and f"| {tta_result()['cores']} |" in line
+        assert "| `DistributedSampler`, `hvd.shard` |" in line
         assert "2.71" not in line and "0.40" in line and "1.08" in line  # `star_hvd`: ratio and bound_ratio.
 
     def test_deaths_show_what_they_cost(self) -> None:
