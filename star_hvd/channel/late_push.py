@@ -121,7 +121,7 @@ class ParentLink:
             DeadlineError: The parent does not answer within the deadline.
         """
         limit_s = time.monotonic() + self._deadline_s
-        return ask(self._caller, self.parent, self._engine, limit_s, state_too=state_too, min_step=min_step)
+        return ask(self._caller, self.parent, self._optimizer_id, limit_s, state_too=state_too, min_step=min_step)
 
     def close(self) -> None:
         """Close the socket."""
