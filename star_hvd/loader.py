@@ -147,7 +147,7 @@ class ShardLoader:
                 yield self._load(order, *taken)
         finally:
             stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
-        with self._run.away("end of epoch"):
+        with self._run.inactive("end of epoch"):
             together = self._run.client.await_epoch_end(self._number, epoch)
         if together:  # Otherwise a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
             with self._run.meeting("the end of an epoch"):
@@ -158,7 +158,7 @@ class ShardLoader:
         self._began_s = time.monotonic()
         if not stock.ready(_SOON_S):
             # Others still work on what was leased to them, and some of it may come back.
-            with self._run.away("waiting for samples"):
+            with self._run.inactive("waiting for samples"):
                 return self._run.client.begin_batch(stock)
         return self._run.client.begin_batch(stock)
 

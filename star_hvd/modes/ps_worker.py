@@ -113,11 +113,6 @@ class ServerSteps:
         return plan.plan_id == self.plan.plan_id or self._same_session(self.plan, plan)
 
     @property
-    def gone(self) -> bool:
-        """Whether the plan in force is served by others."""
-        return not self.wanted
-
-    @property
     def over(self) -> bool:
         """Whether this rank has nothing more to do with these servers."""
         return self._moved or not self.wanted
@@ -242,7 +237,7 @@ class ServerSteps:
             if plan is not None and plan.family == self.plan.family == "ps":
                 engine.adopt_plan(plan)
 
-    def bring_up(self) -> None:
+    def catch_up(self) -> None:
         """Get the newest parameters, at the end of an epoch for example."""
         if not self.over:
             reply = self.client.pull(self._deadline_s)
@@ -254,28 +249,26 @@ class ServerSteps:
         if not self.over:
             self._engine.adopt_state(self.client.state(self._deadline_s))
 
-    def set_away(self, away: bool, *, settle: bool = True) -> None:
-        """This rank delivers no gradients for now: servers do not wait for it.
+    def set_inactive(self, inactive: bool) -> None:
+        """The servers do not wait for this rank's gradients while it is inactive."""
+        self.client.absent(inactive)
 
-        Args:
-            away: Whether it leaves or is back.
-            settle: Wait until the servers have taken it in.
-        """
-        self.client.absent(away)
-        if away and settle and not self.over:
-            self.client.pull(self._deadline_s)  # Answered after the word: whoever comes here later finds it taken.
+    def confirm_inactive(self) -> None:
+        """Wait until the servers have taken that in: what they are asked afterwards is answered afterwards."""
+        if not self.over:
+            self.client.pull(self._deadline_s)
 
     def wake(self) -> None:
         """Something changed that a wait should notice."""
         self.client.wake()
 
-    def finish(self) -> None:
-        """Nobody waits for this rank here."""
+    def drain(self) -> None:
+        """No other rank waits for this one here."""
 
-    def conclude(self) -> None:
-        """Nobody waits for this rank here."""
+    def shutdown(self) -> None:
+        """No other rank waits for this one here."""
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """The mode has ended; the client stays until the final state has been fetched."""
 
 

@@ -55,11 +55,6 @@ class ChildSteps:
         self._answered = True
 
     @property
-    def gone(self) -> bool:
-        """Whether another plan is in force."""
-        return self.over
-
-    @property
     def over(self) -> bool:
         """Whether another plan is in force."""
         return self._engine.plan.plan_id != self.plan.plan_id
@@ -113,7 +108,7 @@ class ChildSteps:
             raise self._engine.failure
         return self.over
 
-    def bring_up(self) -> None:
+    def catch_up(self) -> None:
         """Get the parent's parameters, at the end of an epoch for example."""
         if not self.over:
             self._receive(self._engine.version, _MEETING_PATIENCE_S)
@@ -129,18 +124,21 @@ class ChildSteps:
             if snapshot is not None and not self.over:
                 self._engine.adopt_state(snapshot)
 
-    def set_away(self, away: bool, *, settle: bool = True) -> None:
-        """Nobody waits for a child anyway."""
+    def set_inactive(self, inactive: bool) -> None:
+        """The members never wait for a child."""
+
+    def confirm_inactive(self) -> None:
+        """The members never wait for a child."""
 
     def wake(self) -> None:
         """Waits here look for the end of the mode themselves."""
 
-    def finish(self) -> None:
-        """Nobody waits for this rank here."""
+    def drain(self) -> None:
+        """No other rank waits for this one here."""
 
-    def conclude(self) -> None:
-        """Nobody waits for this rank here."""
+    def shutdown(self) -> None:
+        """No other rank waits for this one here."""
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """The mode has ended."""
         self._link.close()

@@ -196,6 +196,10 @@ class ModeServices:
             reason = self.house.prepare(optimizer_id, plan)
         return reason
 
+    def session(self, optimizer_id: int, plan: Plan) -> int | None:
+        """The session of servers that a prepared plan begins or continues, None where it has no servers."""
+        return self.house.session_number(optimizer_id, plan) if plan.family in ("ps", "grouped") else None
+
     def steps(self, optimizer_id: int, plan: Plan) -> Steps:
         """The steps of a prepared plan that does not run in rounds."""
         driver = self._drivers[optimizer_id]
@@ -212,13 +216,13 @@ class ModeServices:
                 pace_bytes_per_s=self._config.late_bytes_per_s,
                 deadline_s=deadline_s,
             )
-            others, on_step = driver.handover.state_of_others, driver.reporter.note_step
+            others, on_step = driver.switcher.state_of_others, driver.reporter.note_step
             return ChildSteps(driver.engine, plan, link, others=others, deadline_s=deadline_s, on_step=on_step)
         common: dict[str, Any] = {
             "deadline_s": deadline_s,
             "on_step": driver.reporter.note_step,
             "on_notes": driver.reporter.note_updates,
-            "plan_of": driver.handover.plan_of,
+            "plan_of": driver.switcher.plan_of,
             "same_session": lambda one, other: self.house.same_session(optimizer_id, one, other),
         }
         client = self.house.client(optimizer_id, plan)

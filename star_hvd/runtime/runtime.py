@@ -141,8 +141,8 @@ class Runtime:
         self._curves: set[str] = set()
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
-        self._away_depth = 0
-        self._away_lock = threading.Lock()
+        self._inactive_depth = 0
+        self._inactive_lock = threading.Lock()
         self._had_dropped = self._had_mixed = False
         self._training_thread = threading.get_ident()
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
@@ -257,7 +257,7 @@ class Runtime:
     def detach(self, driver: StepDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
         with self.meeting(messages.CLOSE, out_of_data=True):
-            driver.conclude()
+            driver.shutdown()
             # Whoever runs a server keeps it until the last group has had its last answer.
             self.client.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
         self._end(driver)
@@ -285,7 +285,7 @@ class Runtime:
     # ---- the training thread is elsewhere -----------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def away(self, reason: str, *, out_of_data: bool = True) -> Iterator[None]:
+    def inactive(self, reason: str, *, out_of_data: bool = True) -> Iterator[None]:
         """The calling thread delivers no gradients inside the block; others go on without waiting for it.
 
         Args:
@@ -293,26 +293,26 @@ class Runtime:
             out_of_data: There is nothing to train on for now. False inside a collective of the user's.
         """
         began_s = time.monotonic()
-        self.enter_away(reason, out_of_data=out_of_data)
+        self.enter_inactive(reason, out_of_data=out_of_data)
         try:
             yield
         finally:
-            self.leave_away(reason)
+            self.leave_inactive(reason)
             for driver in self.drivers.values():
                 driver.timer.add_outside(time.monotonic() - began_s)
 
     @contextlib.contextmanager
     def meeting(self, reason: str, *, out_of_data: bool = False) -> Iterator[None]:
-        """Away, with all ranks: inside the block all replicas are the same, at the furthest step.
+        """Inactive, with all ranks: inside the block all replicas are the same, at the furthest step.
 
-        Collective. Ranks in the middle of a step take part and stay as they are. Inside another time away, and in
+        Collective. Ranks in the middle of a step take part and stay as they are. Inside another such time, and in
         threads that do not train, it is no more than that.
 
         Raises:
             DeadlineError: Not all ranks came, or they did not get to one step, within `step_deadline_s`.
         """
-        with self.away(reason, out_of_data=out_of_data):
-            if self._away_depth == 1 and threading.get_ident() == self._training_thread:
+        with self.inactive(reason, out_of_data=out_of_data):
+            if self._inactive_depth == 1 and threading.get_ident() == self._training_thread:
                 self._meet(reason, self.config.step_deadline_s, out_of_data=out_of_data)
             yield
 
@@ -338,47 +338,57 @@ class Runtime:
 
     def _catch_up_together(self, own: list[Position], reason: str, *, out_of_data: bool) -> None:
         """Present, as long as nothing forbids it: an averaging of local steps, for one, is made of those present."""
-        stays_away = any(position.mid_step for position in own)
-        if not stays_away:
-            self.leave_away(reason)
+        stays_inactive = any(position.mid_step for position in own)
+        if not stays_inactive:
+            self.leave_inactive(reason)
         try:
             for position in own:
                 driver = self.drivers.get(position.optimizer)
                 if driver is not None and not position.mid_step:
                     behind = not position.outside and position.step < position.next_step
-                    driver.bring_up()
-                    if behind and driver.outside is None:
+                    driver.catch_up()
+                    if behind and driver.active_mode is None:
                         driver.engine.note_joined()
         finally:
-            if not stays_away:
-                self.enter_away(reason, out_of_data=out_of_data)
+            if not stays_inactive:
+                self.enter_inactive(reason, out_of_data=out_of_data)
 
-    def enter_away(self, reason: str, *, out_of_data: bool = True) -> None:
-        """Begin of a time without gradients; may be nested."""
-        with self._away_lock:
-            self._away_depth += 1
-            if self._away_depth == 1:
-                self._set_away(True, out_of_data, reason)
+    def enter_inactive(self, reason: str, *, out_of_data: bool = True) -> None:
+        """Begin of a time without gradients; may be nested. Waits until servers know of it, without the lock: another
+        thread may enter and leave a collective of its own meanwhile."""
+        with self._inactive_lock:
+            self._inactive_depth += 1
+            first = self._inactive_depth == 1
+            if first:
+                self._set_inactive(True, out_of_data, reason)
+        if first:
+            try:
+                for driver in list(self.drivers.values()):
+                    driver.confirm_inactive()
+            except BaseException:
+                self.leave_inactive(reason)
+                raise
 
-    def leave_away(self, reason: str) -> None:
+    def leave_inactive(self, reason: str) -> None:
         """End of it."""
-        with self._away_lock:
-            self._away_depth -= 1
-            if self._away_depth == 0:
-                self._set_away(False, False, reason)
+        with self._inactive_lock:
+            self._inactive_depth -= 1
+            if self._inactive_depth == 0:
+                self._set_inactive(False, False, reason)
 
-    def _set_away(self, away: bool, out_of_data: bool, reason: str) -> None:
+    def _set_inactive(self, inactive: bool, out_of_data: bool, reason: str) -> None:
+        """Under the lock, so that engines, servers and coordinator hear of absences in order. Does not wait."""
         for driver in self.drivers.values():
-            driver.set_away(away)
+            driver.set_inactive(inactive)
         if self.drivers:
-            self.agent.send(messages.Away(away, out_of_data, reason))
+            self.agent.send(messages.Away(inactive, out_of_data, reason))
 
     # ---- looking after the job -----------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
         """Bring the parameters of all optimizers up to date; only outside forward and backward."""
         for driver in self.drivers.values():
-            driver.bring_up()
+            driver.catch_up()
 
     def note_batch(self, weight: float, input_s: float) -> None:
         """The loader hands out a batch: its weight, and how long the training thread waited for it."""
@@ -407,8 +417,8 @@ class Runtime:
         )
         for driver in list(self.drivers.values()):
             driver.engine.fail(self.thread_failure)
-            if driver.outside is not None:
-                driver.outside.wake()
+            if driver.active_mode is not None:
+                driver.active_mode.wake()
 
     def diagnose(self) -> str:
         """Which rank is gone, as far as signs of life tell. Waits a moment for the silence to show."""
@@ -459,7 +469,7 @@ class Runtime:
             self._folder.close()
 
     def _drain(self) -> None:
-        self.enter_away("finished")
+        self.enter_inactive("finished")
         self.agent.send(messages.Finished(self.rank))
         limit_s = time.monotonic() + self.config.shutdown_deadline_s
         while not self._bye.wait(0.2):

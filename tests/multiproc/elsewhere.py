@@ -133,15 +133,15 @@ def excluded(mode: str) -> Facts:
     """A late rank is fetching the state, since nobody can replay its optimizer, when a plan without it comes."""
     job = Job(OwnSGD)
     job.step_until("partial(3)")
-    handover, late = job.optimizer._star.core.driver.handover, job.rank == 3
-    fetch = handover._fetch
+    switcher, late = job.optimizer._star.core.driver.switcher, job.rank == 3
+    fetch = switcher.fetch
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(0.4)  # A slow link.
         return fetch(*arguments)
 
     if late:
-        handover._fetch = slowly
+        switcher.fetch = slowly
     began_s = time.monotonic()
     while within(began_s):  # Servers take seconds to start.
         publish(job.optimizer, mode)

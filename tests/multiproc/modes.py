@@ -261,17 +261,15 @@ def deadline() -> Iterator[None]:
 def _tell_state() -> None:
     run = runtime.current()
     for driver in list(run.drivers.values()) if run is not None else ():
-        engine, handover = driver.engine, driver.handover
+        engine = driver.engine
         replica, inflight = engine.replica, engine._inflight
         state = {
-            "plan": f"{engine.plan.label} {engine.plan.epoch}", "version": engine.version, "next": engine.next_step,
+            "plan": f"{engine.plan.label} {engine.plan.plan_id}", "version": engine.version, "next": engine.next_step,
             "close_upto": engine._close_upto, "away": engine.away, "part": engine.taking_part,
             "foreign": replica.foreign, "needs_fetch": replica.needs_fetch, "queue": len(replica.queue),
             "computing": replica.computing, "shadow": replica._shadow is not None,
             "inflight": inflight and (inflight.number, inflight.owner),
-            "outside": handover.outside and (type(handover.outside).__name__, handover.outside.plan.plan_id),
-            "made": {e: s.gone for e, s in handover._made.items()}, "early": handover._early,
-            "postponed": handover._postponed and handover._postponed.plan_id,
+            "switcher": driver.switcher.describe(),
         }
         print(f"modes.py: rank {engine.rank}: {state}", file=sys.stderr, flush=True)
     if run is not None and run.coordinator is not None:

@@ -24,7 +24,7 @@ def driver(engine: Any, *, needs_state: Any = lambda: True, state_for: Any = Non
             return state_for()
 
     made_needs = needs_state
-    made.handover = cast(Any, ModeSwitcher())
+    made.switcher = cast(Any, ModeSwitcher())
     return made
 
 
@@ -67,6 +67,6 @@ def test_the_end_of_a_job_does_not_wait_for_an_averaging_that_its_helper_can_no_
         helper_averages=lambda: True, failure=None,
     )
     made = driver(engine)
-    made.local = cast(Any, SimpleNamespace(leave=lambda: pytest.fail("it waits for the helper, which has ended")))
-    made.handover.outside = made.local
+    made.local = cast(Any, SimpleNamespace(exit=lambda: pytest.fail("it waits for the helper, which has ended")))
+    made.switcher.active_mode = made.local
     made.stop()

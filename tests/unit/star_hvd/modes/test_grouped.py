@@ -101,12 +101,12 @@ def test_members_that_end_at_different_moments_all_end(size: int, seed: int) -> 
 
     def close(rank: int, waits_s: list[float]) -> None:
         time.sleep(waits_s[0])
-        steps[rank].set_away(True)
+        steps[rank].set_inactive(True)
         met.wait(DEADLINE_S)  # What `CoordinatorClient.await_all` does.
         time.sleep(waits_s[1])
-        steps[rank].conclude()
+        steps[rank].shutdown()
         time.sleep(waits_s[2])
-        steps[rank].set_away(False)
+        steps[rank].set_inactive(False)
         ended.append(rank)
 
     threads = [
@@ -126,15 +126,16 @@ def test_without_members_at_the_end_of_their_loops_nothing_ends() -> None:
     ranks, meeting = (0, 1), Meeting(2)
     steps = [member(rank, ranks, meeting) for rank in ranks]
     for each in steps:
-        each.set_away(True)
-    steps[0]._concluding = True  # Rank 1 is at the end of an epoch only.
+        each.set_inactive(True)
+    ending = threading.Thread(target=steps[0].shutdown, daemon=True)  # Rank 1 is at the end of an epoch only.
+    ending.start()
     before = len(meeting.given)
     limit_s = time.monotonic() + DEADLINE_S
     while len(meeting.given) < before + 40 and time.monotonic() < limit_s:
         time.sleep(0.005)
     assert len(meeting.given) >= before + 40 and not any(each.over for each in steps)
-    steps[1].conclude()
-    steps[0].conclude()
+    steps[1].shutdown()
+    ending.join(DEADLINE_S)
     assert all(each.over for each in steps)
 
 
