@@ -52,6 +52,7 @@ from star_hvd.modes.driver import StepDriver
 from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
 from star_hvd.runtime.coordinator_client import CoordinatorClient
+from star_hvd.runtime.inactivity import Inactivity
 from star_hvd.runtime.job_log import JobLog, check_curves
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
@@ -141,8 +142,7 @@ class Runtime:
         self._curves: set[str] = set()
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
-        self._inactive_depth = 0
-        self._inactive_lock = threading.Lock()
+        self._inactivity = Inactivity(self.drivers, lambda message: self.agent.send(message))
         self._had_dropped = self._had_mixed = False
         self._training_thread = threading.get_ident()
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
@@ -293,11 +293,10 @@ class Runtime:
             out_of_data: There is nothing to train on for now. False inside a collective of the user's.
         """
         began_s = time.monotonic()
-        self.enter_inactive(reason, out_of_data=out_of_data)
         try:
-            yield
+            with self._inactivity.during(reason, out_of_data=out_of_data):
+                yield
         finally:
-            self.leave_inactive(reason)
             for driver in self.drivers.values():
                 driver.timer.add_outside(time.monotonic() - began_s)
 
@@ -312,7 +311,7 @@ class Runtime:
             DeadlineError: Not all ranks came, or they did not get to one step, within `step_deadline_s`.
         """
         with self.inactive(reason, out_of_data=out_of_data):
-            if self._inactive_depth == 1 and threading.get_ident() == self._training_thread:
+            if not self._inactivity.nested and threading.get_ident() == self._training_thread:
                 self._meet(reason, self.config.step_deadline_s, out_of_data=out_of_data)
             yield
 
@@ -340,7 +339,7 @@ class Runtime:
         """Present, as long as nothing forbids it: an averaging of local steps, for one, is made of those present."""
         stays_inactive = any(position.mid_step for position in own)
         if not stays_inactive:
-            self.leave_inactive(reason)
+            self._inactivity.leave(reason)
         try:
             for position in own:
                 driver = self.drivers.get(position.optimizer)
@@ -351,37 +350,7 @@ class Runtime:
                         driver.engine.note_joined()
         finally:
             if not stays_inactive:
-                self.enter_inactive(reason, out_of_data=out_of_data)
-
-    def enter_inactive(self, reason: str, *, out_of_data: bool = True) -> None:
-        """Begin of a time without gradients; may be nested. Waits until servers know of it, without the lock: another
-        thread may enter and leave a collective of its own meanwhile."""
-        with self._inactive_lock:
-            self._inactive_depth += 1
-            first = self._inactive_depth == 1
-            if first:
-                self._set_inactive(True, out_of_data, reason)
-        if first:
-            try:
-                for driver in list(self.drivers.values()):
-                    driver.confirm_inactive()
-            except BaseException:
-                self.leave_inactive(reason)
-                raise
-
-    def leave_inactive(self, reason: str) -> None:
-        """End of it."""
-        with self._inactive_lock:
-            self._inactive_depth -= 1
-            if self._inactive_depth == 0:
-                self._set_inactive(False, False, reason)
-
-    def _set_inactive(self, inactive: bool, out_of_data: bool, reason: str) -> None:
-        """Under the lock, so that engines, servers and coordinator hear of absences in order. Does not wait."""
-        for driver in self.drivers.values():
-            driver.set_inactive(inactive)
-        if self.drivers:
-            self.agent.send(messages.Away(inactive, out_of_data, reason))
+                self._inactivity.enter(reason, out_of_data=out_of_data)
 
     # ---- looking after the job -----------------------------------------------------------------------------------
 
@@ -469,7 +438,7 @@ class Runtime:
             self._folder.close()
 
     def _drain(self) -> None:
-        self.enter_inactive("finished")
+        self._inactivity.enter("finished", out_of_data=True)
         self.agent.send(messages.Finished(self.rank))
         limit_s = time.monotonic() + self.config.shutdown_deadline_s
         while not self._bye.wait(0.2):
