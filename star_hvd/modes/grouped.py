@@ -5,9 +5,10 @@ Its first rank, the leader, deals with the servers for all and hands the paramet
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +57,25 @@ class GroupSteps(ServerSteps):
         self._proxy: threading.Thread | None = None
 
     def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
-        with self._one_at_a_time:
+        with self._turn():
             return self._group_step(flats, fresh=True)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The training thread and the proxy make steps of the group one after the other.
+
+        Raises:
+            DeadlineError: The other one's step did not end.
+        """
+        if not self._one_at_a_time.acquire(timeout=self._deadline_s):
+            raise DeadlineError(
+                f"rank {self._engine.rank}: the step of the group of ranks {self._ranks} before this one did not end "
+                f"within {self._deadline_s:g} s; see the log of rank 0 for the member or server that is missing"
+            )
+        try:
+            yield
+        finally:
+            self._one_at_a_time.release()
 
     def _group_step(self, flats: list[torch.Tensor], *, fresh: bool) -> Outcome:
         """One step of the group: sum, the leader's exchange with the servers, hand-out."""
@@ -79,7 +97,7 @@ class GroupSteps(ServerSteps):
         return self._moved or self._shut_down or (self._collective is None and not self.wanted)
 
     @property
-    def _acts_on(self) -> int:
+    def acts_on(self) -> int:
         """Until it is over the members meet once more on their process set, though another plan be in force already."""
         return self._engine.plan.plan_id if self.over else self.plan.plan_id
 
@@ -143,7 +161,7 @@ class GroupSteps(ServerSteps):
     def drain(self) -> None:
         """Take part, with nothing, until the leader has learned of the end."""
         while not self.over and self._engine.failure is None:
-            with self._one_at_a_time:
+            with self._turn():
                 outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
             self._moved = outcome.kind == "moved"
 
@@ -169,7 +187,7 @@ class GroupSteps(ServerSteps):
         zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]
         try:
             while (self._inactive.is_set() or self._shutting_down) and not self.over and self._engine.failure is None:
-                with self._one_at_a_time:
+                with self._turn():
                     outcome = self._group_step(zeros, fresh=False)
                 self._moved = outcome.kind == "moved"
         except Exception as error:
@@ -180,7 +198,7 @@ class GroupSteps(ServerSteps):
         if self._collective is None:
             super().catch_up()
         elif not self.over:
-            with self._one_at_a_time:
+            with self._turn():
                 outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
             self._moved = outcome.kind == "moved"
             if outcome.kind == "params":

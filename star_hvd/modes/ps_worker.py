@@ -118,7 +118,7 @@ class ServerSteps:
         return self._moved or not self.wanted
 
     @property
-    def _acts_on(self) -> int:
+    def acts_on(self) -> int:
         """Epoch of the newest plan of which nothing earlier is left to do here."""
         return self._engine.plan.plan_id
 
@@ -149,7 +149,7 @@ class ServerSteps:
         else:
             self._write(outcome)
             staleness = max(0, outcome.version - 1 - version)
-            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self._acts_on))
+            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self.acts_on))
         return None
 
     def _contribution(self) -> list[torch.Tensor]:
