@@ -32,7 +32,7 @@ logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.0003
 _POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that was dropped here.
-_MODES_BEHIND = 16  # Far more modes than a rank can be behind by: each of them needed its word.
+_MODES_BEHIND = 16  # Far more modes than a rank can be behind by: none begins before it has prepared for it.
 
 
 class StepDriver:
@@ -141,7 +141,7 @@ class StepDriver:
 
     @property
     def failure(self) -> BaseException | None:
-        """What stopped the engine, None where nobody uses it any more."""
+        """What stopped the engine, None where the program has no reference to it any more."""
         return None if self.dropped else self.engine.failure
 
     def _carry_on_dropped(self) -> None:
@@ -162,7 +162,7 @@ class StepDriver:
         """All gradients of a bucket are in its buffer, or will be once the work queued on its device is done.
 
         On a GPU backward returns long before its kernels end. A relaxed step must not claim a gradient that does
-        not exist yet, since nobody can leave a reduction once it is enqueued; so a fence stands for its readiness.
+        not exist yet, since no rank can leave a reduction once it is enqueued; so a fence stands for its readiness.
         In `sync` Horovod waits for the device itself, on the stream, as ever.
         """
         queued = self.engine.streams.queues(bucket.flat)
@@ -248,7 +248,7 @@ class StepDriver:
             loss = self.engine.loss  # An averaging takes it along.
             logged = self.reporter.steps_logged
             value = active.step(skip=skip)
-            # Of local steps the coordinator hears at averagings, the log of each; and the log alone of a gradient that
+            # The coordinator gets local steps at averagings, the log each; and the log alone gets a gradient that
             # came when its servers' mode had ended, and is folded into a step of the next one.
             if self.reporter.steps_logged == logged:
                 self.reporter.log_step(self.engine.version, loss, 0.0, late=active is not self.local)
@@ -411,11 +411,11 @@ class StepDriver:
     def _catch_up(self) -> None:
         # An epoch may end between two passes. Applying others' steps leaves their means in `grad`.
         kept = [(param, param.grad.clone()) for param in self.begun() if param.grad is not None]
-        self._come_up()
+        self._catch_up_to_others()
         for param, grad in kept:
             param.grad = grad
 
-    def _come_up(self) -> None:
+    def _catch_up_to_others(self) -> None:
         engine = self.engine
         target = engine.next_step
         limit_s = time.monotonic() + self._config.step_deadline_s
@@ -524,7 +524,7 @@ class StepDriver:
                         f"{self._config.step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
                     )
                 time.sleep(_POLL_DROPPED_S if self.dropped else _POLL_S)
-            except BaseException as error:  # The training thread raises it: a helper has nobody to tell.
+            except BaseException as error:  # The training thread raises it: a helper has no caller.
                 engine.fail(error)
 
     def _has_work(self) -> bool:

@@ -108,14 +108,14 @@ class GroupSteps(ServerSteps):
     def _lead(self, sums: list[torch.Tensor], present: int) -> Outcome:
         if present:
             return self._push(sums, count=present)
-        time.sleep(_IDLE_S)  # Nobody in the group works: nothing to push.
+        time.sleep(_IDLE_S)  # No member works: nothing to push.
         if not self.wanted:
             return Outcome("moved", self._engine.version, self._engine.plan.plan_id, [], applied=False)
         reply = self.client.pull(self._deadline_s)
         return Outcome(reply.kind, reply.version, reply.plan_id, reply.params, applied=False)
 
     def _hand_out(self, outcome: Outcome | None, sums: list[torch.Tensor]) -> Outcome:
-        """The leader's parameters for all members: a sum in which nobody else has anything."""
+        """The leader's parameters for all members: a sum in which all others have zeros."""
         head = torch.zeros(8, dtype=torch.float64, device="cpu")
         for flat in sums:
             flat.zero_()

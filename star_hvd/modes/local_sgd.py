@@ -27,10 +27,10 @@ _LEAST_WEIGHT = 1e-3  # Of a rank that made no step since the last averaging; if
 
 
 class LocalSteps:
-    """Local steps of one rank and their averaging through the engine's rounds.
+    """Local steps of one rank and their averaging through the engine.
 
     Args:
-        engine: The rank's engine; one averaging is one of its rounds.
+        engine: The rank's engine; one averaging is one of its steps.
         wait: Waits for the handles of the step this rank owns.
     """
 
@@ -160,7 +160,7 @@ class LocalSteps:
 
     @property
     def waiting(self) -> bool:
-        """Whether an averaging has ended that nobody has used yet."""
+        """Whether an averaging has ended whose result is not written yet."""
         return self._stood_in is not None
 
     def _use(self, use: Callable[[Result, list[torch.Tensor]], None]) -> bool:
@@ -193,7 +193,7 @@ class LocalSteps:
     # ---- averaging: the engine's side -------------------------------------------------------------------------
 
     def stand_in_flat(self, bucket: Bucket) -> torch.Tensor:
-        """What the helper contributes for a training thread that is away: its steps since the last averaging."""
+        """What the helper contributes for a training thread that is inactive: its steps since the last averaging."""
         return self._part(bucket)
 
     def _part(self, bucket: Bucket) -> torch.Tensor:

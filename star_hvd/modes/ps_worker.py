@@ -73,7 +73,7 @@ class ServerSteps:
     """See the module's text.
 
     Args:
-        engine: This rank's engine; its rounds rest meanwhile.
+        engine: This rank's engine; it reduces nothing meanwhile.
         plan: The plan.
         client: Connection to the servers.
         deadline_s: Longest wait for the servers.
@@ -131,12 +131,12 @@ class ServerSteps:
     def step(self, *, skip: bool) -> Any:
         """Push this rank's gradient, wait for parameters.
 
-        If a rank is late: nobody waits for it longer than the servers' rule says; its gradient becomes part of a
+        If a rank is late: the others wait for it no longer than the servers' rule says; its gradient becomes part of a
         later update.
         """
         engine = self._engine
         engine.own_steps += 1
-        engine.applier.clip()  # Nobody ever has the averaged gradient in one piece.
+        engine.applier.clip()  # The averaged gradient is never in one piece.
         flats, version = self._contribution(), engine.version
         if self.over:  # The mode ended while this rank was computing.
             engine.keep_late([flat.clone() for flat in flats], version)

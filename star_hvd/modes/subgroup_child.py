@@ -28,10 +28,10 @@ class ChildSteps:
     """See the module's text.
 
     Args:
-        engine: This rank's engine; its rounds rest meanwhile.
+        engine: This rank's engine; it reduces nothing meanwhile.
         plan: The plan, which may be in force no more.
         link: Connection to the parent.
-        others: Gets the state from whoever has it, None once its argument says that it is not wanted any more.
+        others: Gets the state from any rank that has it, None once its argument says that it is not wanted any more.
         deadline_s: Longest wait for the parent.
         on_step: Told about every step.
     """
@@ -66,7 +66,7 @@ class ChildSteps:
     def step(self, *, skip: bool) -> Any:
         """Send this rank's gradient to the parent and take the parameters of the step that contains it.
 
-        If a rank is late: this one always is; nobody waits for it.
+        If a rank is late: this one always is; the members do not wait for it.
         """
         engine = self._engine
         engine.own_steps += 1
@@ -116,7 +116,7 @@ class ChildSteps:
     def refresh_state(self) -> None:
         """The optimizer's state is the members'; a checkpoint of this rank needs theirs.
 
-        The parent may be in a barrier of the user's, behind itself: then anybody who has it gives it.
+        The parent may be in a barrier of the user's, behind itself: then any rank that has it gives it.
         """
         if not self.over:
             snapshot = self._link.parameters(0, _PATIENCE_S, self._given_up, state_too=True)

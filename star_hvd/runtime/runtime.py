@@ -121,8 +121,8 @@ class Runtime:
 
     def __init__(self, config: Config) -> None:
         # Here, on every rank: a name that is none must end the job, not only what rank 0's coordinator does.
-        told = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
-        changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
+        chosen = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
+        changes: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
         self.config = dataclasses.replace(config, **changes)
         self.rank = int(mpi_ops.rank())
         self.world_size = int(mpi_ops.size())
@@ -216,7 +216,7 @@ class Runtime:
         )
 
     def attach(self, driver: StepDriver, engine: StepEngine, initial: Plan, plan: Plan | None) -> None:
-        """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
+        """Start an optimizer's engine and register it: its first plan, and what the user asked for."""
         if driver.number > 0:
             gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
         self.drivers[driver.number] = driver
@@ -274,7 +274,7 @@ class Runtime:
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer, or was one that ended by being dropped, of which ranks hear one by one."""
+        """Whether there is an optimizer, or was one that ended by being dropped, which ranks learn one by one."""
         return bool(self.drivers) or self._had_dropped
 
     @property
@@ -282,7 +282,7 @@ class Runtime:
         """Whether ranks may be at different steps, as all of them know after the same one of their own."""
         return self._had_mixed or any(driver.engine.agreement.mixed for driver in list(self.drivers.values()))
 
-    # ---- the training thread is elsewhere -----------------------------------------------------------------------
+    # ---- the training thread is inactive ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def inactive(self, reason: str, *, out_of_data: bool = True) -> Iterator[None]:
@@ -318,7 +318,7 @@ class Runtime:
     def _meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
         limit_s, asked = time.monotonic() + deadline_s, False
         while True:
-            # Of one that was dropped nobody has a reference, and its helper may have ended on some ranks already.
+            # One that was dropped has no reference left, and its helper may have ended on some ranks already.
             own = [driver.position() for driver in list(self.drivers.values()) if not driver.dropped]
             found = gather_positions(own, self.raise_failure, deadline_s, reason)
             if settled(found, asked=asked):
@@ -331,7 +331,7 @@ class Runtime:
                     f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}"
                 )
             if asked:
-                time.sleep(_MEETING_POLL_S)  # Something is on its way: a step that ends, or word of it.
+                time.sleep(_MEETING_POLL_S)  # Something is on its way: a step that ends, or the message that it has.
             self._catch_up_together(own, reason, out_of_data=out_of_data)
             asked = True
 
@@ -390,7 +390,7 @@ class Runtime:
                 driver.active_mode.wake()
 
     def diagnose(self) -> str:
-        """Which rank is gone, as far as signs of life tell. Waits a moment for the silence to show."""
+        """Which rank is gone, as far as signs of life show. Waits a moment for the silence to show."""
         time.sleep(2.5 * self.config.heartbeat_s)
         silent_for_s = 2.0 * self.config.heartbeat_s
         if self.coordinator is None:
@@ -411,7 +411,7 @@ class Runtime:
         """Stop the threads and close the sockets.
 
         Args:
-            drain: First wait until all ranks have finished; until then the helpers stand in for this rank.
+            drain: First wait until all ranks have finished; until then the helpers contribute for this rank.
         """
         if self._stopped or os.getpid() != self._pid:
             return
@@ -473,7 +473,7 @@ class Runtime:
             self.client.on_message(message)
         elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):
-                driver.reporter.hurry = message.now
+                driver.reporter.immediately = message.now
         elif isinstance(message, messages.StateSource):
             self._sources.put(message)
         elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerRestarted, Presence, Probe)):
@@ -487,7 +487,7 @@ class Runtime:
     def _snapshot(self, optimizer_id: int, state_too: bool, least: int) -> Snapshot | None:
         driver = self.drivers.get(optimizer_id)
         if driver is None or (driver.engine.version < least and not driver.engine.away):
-            return None  # Where nobody trains, what is here is the newest for now.
+            return None  # Where no rank trains, what is here is the newest for now.
         with driver.engine.streams.own():
             return driver.engine.replica.snapshot(state_too=state_too)
 
@@ -537,9 +537,9 @@ def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
             ranks of one host are to use those.
     """
     folder = PrivateFolder()
-    told = allgather_object((wanted, str(folder.path)), name="star.folders")
+    folders = allgather_object((wanted, str(folder.path)), name="star.folders")
     # In containers ranks may share a host's name and address, and no files.
-    reached = all(each and PrivateFolder.is_own(path) for each, path in told)
+    reached = all(each and PrivateFolder.is_own(path) for each, path in folders)
     if all(allgather_object(reached, name="star.reached")):
         return folder
     folder.close()

@@ -111,7 +111,7 @@ def test_shard_tells_what_it_hands_out(teller: StepReporter, monkeypatch: pytest
     )  # fmt: skip
     run = SimpleNamespace(
         world_size=1, reference_samples=0.0, drivers={0: SimpleNamespace(reporter=teller)}, client=client,
-        catch_up=lambda: None, note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
+        catch_up=lambda: None, note_batch=lambda *_: None, inactive=lambda _: contextlib.nullcontext(),
         meeting=lambda _: contextlib.nullcontext(),
     )  # fmt: skip
     monkeypatch.setattr("star_hvd.runtime.runtime.ensure", lambda config: run)
