@@ -135,7 +135,7 @@ class Runtime:
         self.client: CoordinatorClient
         self.tensors: TensorServer
         self.services: ModeServices
-        self._job = ""
+        self.run_name = ""  # Of the run log, equal on all ranks.
         self._folder: PrivateFolder | None = None
         self._ranker: ModelLoader | None = None
         self._sampler: ResourceSampler | None = None
@@ -165,7 +165,7 @@ class Runtime:
         job = new_run_name() if self.rank == 0 else None
         gathered = allgather_object((own, job, own_build()), name="star.peers")
         require_equal(build for _, _, build in gathered)
-        peers, self._job = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
+        peers, self.run_name = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()
@@ -229,7 +229,7 @@ class Runtime:
         facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}
         ranker = None if plan else self._ranker
         reporter = driver.reporter
-        reporter.log = JobLog(self._job, reporter, hosts, self.coordinator, facts, ranker, self._curves)
+        reporter.log = JobLog(self.run_name, reporter, hosts, self.coordinator, facts, ranker, self._curves)
         reporter.log.start()
         if self._sampler is None:
             self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
