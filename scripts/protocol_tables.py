@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the tables of messages in docs/protocols.md from the code, or check that they are up to date.
+"""Write the tables of docs/protocols.md, of messages and of a rank's switches, from the code, or check them.
 
     python scripts/protocol_tables.py            write them
     python scripts/protocol_tables.py --check    exit status 1 where the page is out of date
@@ -23,6 +23,7 @@ PAGE = Path("docs/protocols.md")
 PACKAGE = Path("star_hvd")
 MESSAGES = PACKAGE / "channel" / "messages"
 WIRE = PACKAGE / "ps" / "common" / "wire.py"
+SWITCH = PACKAGE / "modes" / "switch_protocol.py"
 DISPATCHER = "runtime/runtime.py"
 """Where a rank gets the coordinator's messages."""
 
@@ -180,9 +181,46 @@ def server_table(root: Path) -> list[str]:
     return lines + [f"| {number} | `{name}` | {' | '.join(SERVER[name])} |" for name, number in kinds.items()]
 
 
+def state_table(root: Path) -> list[str]:
+    """The states of a plan on a rank."""
+    tree = ast.parse((root / SWITCH).read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "PlanState")
+    found = [(ast.unparse(a.targets[0]), ast.literal_eval(a.value)) for a in body if isinstance(a, ast.Assign)]
+    return ["| state | the plan is |", "|---|---|", *(f"| {name} | {text} |" for name, text in found)]
+
+
+def transition_table(root: Path) -> list[str]:
+    """The transitions of the state machine of a rank's switches."""
+    tree = ast.parse((root / SWITCH).read_text(encoding="utf-8"))
+    rows = next(
+        node.value.elts
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TRANSITIONS"
+        and isinstance(node.value, ast.Tuple)
+    )
+    lines = ["| state | event | next state | may instruct | when |", "|---|---|---|---|---|"]
+    for row in rows:
+        if not isinstance(row, ast.Call) or len(row.args) != 5:
+            raise SystemExit(f"{SWITCH}: a row of TRANSITIONS is {ast.unparse(row)}; expected five arguments")
+        states, event, to, instructions, when = row.args
+        names = ", ".join(f"`{name}`" for name in _members(instructions)) or "-"
+        cells = [", ".join(_members(states)), f"`{ast.unparse(event)}`", ", ".join(_members(to)), names]
+        lines.append(f"| {' | '.join([*cells, ast.literal_eval(when) or '-'])} |")
+    return lines
+
+
+def _members(node: ast.expr) -> list[str]:
+    """The names in a tuple: `A` of `(S.A,)`."""
+    return [ast.unparse(each).removeprefix("S.") for each in node.elts] if isinstance(node, ast.Tuple) else []
+
+
 def updated(page: str, root: Path) -> str:
     """The page with the tables of the code as it is."""
-    for name, table in (("control", control_table(root)), ("server", server_table(root))):
+    tables = {
+        "control": control_table(root), "server": server_table(root), "states": state_table(root),
+        "transitions": transition_table(root),
+    }
+    for name, table in tables.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         head, found, rest = page.partition(begin)
         _, closed, tail = rest.partition(end)
@@ -194,7 +232,7 @@ def updated(page: str, root: Path) -> str:
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Write or check the page; the exit status."""
-    parser = argparse.ArgumentParser(description="the tables of messages in docs/protocols.md")
+    parser = argparse.ArgumentParser(description="the tables of docs/protocols.md")
     parser.add_argument("--check", action="store_true", help="do not write; exit status 1 where it is out of date")
     check = parser.parse_args(arguments).check
     page = root / PAGE

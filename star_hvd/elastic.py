@@ -32,7 +32,7 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
         if running is None or not running.drivers:
             super().check_host_updates()
             return
-        with running.away("commit", out_of_data=False):
+        with running.inactive("commit", out_of_data=False):
             super().check_host_updates()
 
     def restore(self) -> None:

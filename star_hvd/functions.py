@@ -106,7 +106,7 @@ def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
         if run.mixed:
             # In a process set of the user's its members do not wait for other ranks.
             together = meets and _process_set(signature, *args, **kwargs) is global_process_set
-            with (run.meeting if together else run.away)(function.__name__, out_of_data=False):
+            with (run.meeting if together else run.inactive)(function.__name__, out_of_data=False):
                 return named(*args, **kwargs)
         began_s = time.monotonic()
         try:

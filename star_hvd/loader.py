@@ -337,7 +337,7 @@ class ShardLoader:
         if stock.ready(_SOON_S):
             more = self._run.client.await_samples(stock)
         else:  # Others still work on what was leased to them, and some of it may come back.
-            with self._run.away("waiting for samples"):
+            with self._run.inactive("waiting for samples"):
                 more = self._run.client.await_samples(stock)
         self.lease_waits[-1] += more  # Not the wait for the others at the end.
         return more
@@ -495,7 +495,7 @@ def _ranges(run: runtime.Runtime, stock: LeaseStock) -> Iterator[Span]:
     try:
         while True:
             began_s = time.monotonic()
-            waits = contextlib.nullcontext() if stock.ready(_SOON_S) else run.away("waiting for work")
+            waits = contextlib.nullcontext() if stock.ready(_SOON_S) else run.inactive("waiting for work")
             with waits:
                 span = run.client.begin_batch(stock)
             if span is None:
@@ -509,7 +509,7 @@ def _ranges(run: runtime.Runtime, stock: LeaseStock) -> Iterator[Span]:
 
 def _end_epoch(run: runtime.Runtime, loader: int, epoch: int) -> None:
     """All ranks have come to the end of the epoch; they meet, unless one has left its loop."""
-    with run.away("end of epoch"):
+    with run.inactive("end of epoch"):
         together = run.client.await_epoch_end(loader, epoch)
     if together:  # Otherwise a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
         with run.meeting("the end of an epoch"):

@@ -33,7 +33,7 @@ logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.0003
 _POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that was dropped here.
-_MODES_BEHIND = 16  # Far more modes than a rank can be behind by: each of them needed its word.
+_MODES_BEHIND = 16  # Far more modes than a rank can be behind by: none begins before it has prepared for it.
 
 
 class StepDriver:
@@ -80,7 +80,7 @@ class StepDriver:
         self._said: tuple[int, bool, bool] | None = None  # What the coordinator knows of that.
         self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
         self.engine: StepEngine
-        self.handover: ModeSwitcher
+        self.switcher: ModeSwitcher
         self.local: LocalSteps
         self._gradients: dict[torch.device, Fence] = {}  # Behind the latest gradient on each device.
         self._computed_s = 0.0
@@ -90,11 +90,12 @@ class StepDriver:
         self.engine = engine
         self.reporter.start(engine)
         self.local = engine.averaging = LocalSteps(engine, self._await_own)
-        self.handover = ModeSwitcher(
+        self.switcher = ModeSwitcher(
             self.number,
             engine,
             services,
-            ready=self._tell_ready,
+            report=self._report_prepared,
+            unsupported=self._report_unsupported,
             ranks=self.ranks,
             local=self.local.begin,
             later=self._preparer,
@@ -111,11 +112,11 @@ class StepDriver:
             self.engine.helper_wake.notify_all()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(deadline_s)
-        outside = self.handover.outside
-        if outside is not None and outside is not self.local:
+        active = self.active_mode
+        if active is not None and active is not self.local:
             # Connections are closed. `local` has none, and its averaging under way would be waited for: in vain, since
             # the helper that completes it has ended.
-            outside.leave()
+            active.exit()
         self.engine.drop_pending()
         self.timer.close()
 
@@ -140,7 +141,7 @@ class StepDriver:
 
     @property
     def failure(self) -> BaseException | None:
-        """What stopped the engine, None where nobody uses it any more."""
+        """What stopped the engine, None where the program has no reference to it any more."""
         return None if self.dropped else self.engine.failure
 
     def _carry_on_dropped(self) -> None:
@@ -148,7 +149,8 @@ class StepDriver:
         if not self._carries_on:
             self._carries_on = True
             self.engine.drop()
-            self.handover.set_away(True)
+            self.switcher.set_inactive(True)
+            self.switcher.confirm_inactive()
         state = self.engine.under_way()
         if state != self._said:
             self._said = state
@@ -160,23 +162,24 @@ class StepDriver:
         """All gradients of a bucket are in its buffer, or will be once the work queued on its device is done.
 
         On a GPU backward returns long before its kernels end. A relaxed step must not claim a gradient that does
-        not exist yet, since nobody can leave a reduction once it is enqueued; so a fence stands for its readiness.
+        not exist yet, since no rank can leave a reduction once it is enqueued; so a fence stands for its readiness.
         In `sync` Horovod waits for the device itself, on the stream, as ever.
         """
         queued = self.engine.streams.queues(bucket.flat)
         if queued:
             fence = self._gradients[bucket.flat.device] = self.engine.streams.give_one(GRADIENT, bucket.flat)
-        if self.outside is not None:
-            self.outside.give(bucket)
+        active = self.active_mode
+        if active is not None:
+            active.give(bucket)
         elif queued and self.engine.plan.relaxed:
             self.engine.defer(bucket.index, fence)
         else:
             self.engine.gradient_ready(bucket.index)
 
     @property
-    def outside(self) -> Steps | None:
-        """How this rank makes its steps where it does not reduce its gradients in rounds, else None."""
-        return self.handover.outside
+    def active_mode(self) -> Steps | None:
+        """What makes this rank's steps where its gradients are not reduced with those of all members, else None."""
+        return self.switcher.active_mode
 
     def synchronize(self, *, manual: bool) -> Result | None:
         """Give the step this rank's gradient and wait for its mean; None when the gradient came too late for it."""
@@ -235,56 +238,56 @@ class StepDriver:
             self._look_at_device if self.reporter.timing else None,
         )
 
-    def step_outside(self, *, skip: bool) -> Any:
-        """A whole step in a mode whose gradients are not reduced in rounds; see the steps' own classes."""
-        outside = self.outside
-        assert outside is not None
+    def step_in_mode(self, *, skip: bool) -> Any:
+        """A whole step in the active mode; see the steps' own classes."""
+        active = self.active_mode
+        assert active is not None
         with self._named_failures():
             self.reporter.begin_timing()
             self._look_at_device(wait=True)
             loss = self.engine.loss  # An averaging takes it along.
             logged = self.reporter.steps_logged
-            value = outside.step(skip=skip)
-            # Of local steps the coordinator hears at averagings, the log of each; and the log alone of a gradient that
+            value = active.step(skip=skip)
+            # The coordinator gets local steps at averagings, the log each; and the log alone gets a gradient that
             # came when its servers' mode had ended, and is folded into a step of the next one.
             if self.reporter.steps_logged == logged:
-                self.reporter.log_step(self.engine.version, loss, 0.0, late=outside is not self.local)
-            self._settle()
+                self.reporter.log_step(self.engine.version, loss, 0.0, late=active is not self.local)
+            self._change_mode()
         self._start_step()
         return value
 
-    def bring_up(self) -> None:
+    def catch_up(self) -> None:
         """Bring the parameters up to date at a place where all ranks meet, at the end of an epoch for example."""
         if self.dropped:
             return
         for _ in range(_MODES_BEHIND):
-            outside = self.outside
-            if outside is None:
-                self.catch_up(was_late=False)
+            active = self.active_mode
+            if active is None:
+                self.end_of_step(was_late=False)
             else:
                 with self._named_failures():
-                    outside.bring_up()
-                    self._settle()
-            if self.outside is outside:  # Else the mode ended meanwhile, and what is newest is in the next one.
+                    active.catch_up()
+                    self._change_mode()
+            if self.active_mode is active:  # Else the mode ended meanwhile, and what is newest is in the next one.
                 break
         self._start_step()
 
     def position(self) -> Position:
         """Where this rank is, for a meeting of all ranks."""
-        engine, outside = self.engine, self.outside
+        engine, active = self.engine, self.active_mode
         with engine.lock:
             local = engine.plan.mode == "local"
-            reduced = engine.taking_part and not local  # By rounds; else others know what is newest.
+            reduced = engine.taking_part and not local  # With all members; else other ranks know what is newest.
             whole = engine.replica.is_whole if reduced or local else True
-            if outside is not None or not reduced:
-                whole = whole and outside is not None and not outside.over
+            if active is not None or not reduced:
+                whole = whole and active is not None and not active.over
             return Position(
                 rank=engine.rank,
                 optimizer=self.number,
                 step=engine.version,
                 next_step=engine.next_step,
                 whole=whole and not self.local.waiting,
-                outside=outside is not None or not reduced,
+                outside=active is not None or not reduced,
                 mid_step=self.mid_step(),
                 manual_step=-1 if engine.untold_manual is None else engine.untold_manual,
             )
@@ -295,17 +298,17 @@ class StepDriver:
         In `local` they are this rank's own: the next averaging needs all ranks.
         """
         for _ in range(_MODES_BEHIND):
-            outside = self.outside
-            if outside is None:
-                self.catch_up(was_late=False)  # Steps may have ended since this rank's own, while it evaluated.
-                if self.outside is None:
+            active = self.active_mode
+            if active is None:
+                self.end_of_step(was_late=False)  # Steps may have ended since this rank's own, while it evaluated.
+                if self.active_mode is None:
                     break
                 continue
             with self._named_failures():
-                outside.refresh_state()
-                if not outside.over:
+                active.refresh_state()
+                if not active.over:
                     break
-                self._settle()  # The mode ended meanwhile, and with it went the state that was asked for.
+                self._change_mode()  # The mode ended meanwhile, and with it went the state that was asked for.
 
     def accept_late(self, rank: int, version: int, body: bytearray) -> int:
         """Take over a gradient of a rank outside the subgroup; returns the first version that will contain it.
@@ -343,7 +346,7 @@ class StepDriver:
             self._send(Restart(self.number))
         limit_s = time.monotonic() + self._config.control_deadline_s
         with self._named_failures():
-            while self.state_is_elsewhere or self.outside is not None:
+            while self.state_is_elsewhere or self.active_mode is not None:
                 if time.monotonic() > limit_s:
                     raise DeadlineError(
                         f"{self.engine.plan.label} did not end within {self._config.control_deadline_s:g} s; "
@@ -351,30 +354,38 @@ class StepDriver:
                     )
                 time.sleep(_POLL_S)
                 if not self.state_is_elsewhere:
-                    if self.outside is not None:
-                        self.outside.finish()
-                    self._settle()
+                    if self.active_mode is not None:
+                        self.active_mode.drain()
+                    self._change_mode()
 
-    def set_away(self, away: bool) -> None:
-        """The training thread, which calls this, leaves its training loop, or is back."""
+    def set_inactive(self, inactive: bool) -> None:
+        """The training thread, which calls this, leaves its training loop, or is back. Does not wait for others."""
         if self.dropped:
             return  # It never comes back to this optimizer.
-        self.engine.set_away(away)
-        self.handover.set_away(away)
+        self.engine.set_away(inactive)
+        self.switcher.set_inactive(inactive)
 
-    def conclude(self) -> None:
-        """All ranks are away and will make no step of this optimizer again."""
-        self.handover.conclude()
+    def confirm_inactive(self) -> None:
+        """Wait until servers know that the training thread is inactive: they then end steps without it."""
+        if not self.dropped:
+            self.switcher.confirm_inactive()
 
-    def _settle(self) -> None:
-        """Where a step ends: leave a mode that has ended, enter the one in force."""
-        self.handover.leave()
-        self.local.take_over()
-        if self.handover.needs_state:
-            self._catch_up()
-        self.handover.enter()
+    def shutdown(self) -> None:
+        """All ranks are inactive and will make no step of this optimizer again."""
+        self.switcher.shutdown()
 
-    def catch_up(self, *, was_late: bool) -> None:
+    def _change_mode(self) -> None:
+        """Where a step ends: leave a mode that has ended, get the state, enter the mode in force."""
+        for _ in range(_MODES_BEHIND):
+            self.switcher.leave()
+            self.local.take_over()
+            if self.switcher.needs_state:
+                self._catch_up()
+            self.switcher.enter()
+            if not self.switcher.must_drain:  # Else a mode was passed meanwhile in which others wait for this rank.
+                break
+
+    def end_of_step(self, *, was_late: bool) -> None:
         """Bring the parameters up to date after a step, waiting for a step in flight, and follow a change of mode.
 
         Args:
@@ -382,12 +393,12 @@ class StepDriver:
                 others, it waits here for the next step to end once, so that it starts together with them again.
         """
         with self._named_failures():
-            self._settle()
-            if was_late and self.outside is None and self._out_of_phase():
+            self._change_mode()
+            if was_late and self.active_mode is None and self._out_of_phase():
                 ended = self.engine.next_step
                 self._wait_until(lambda: self.engine.next_step > ended, 1.5 * self._typical_s)
                 if not self.engine.needs_fetch:  # Else others apply it only when they like, maybe after this rank came.
-                    self._settle()
+                    self._change_mode()
         if was_late:
             self.engine.note_joined()
         self._start_step()
@@ -400,11 +411,11 @@ class StepDriver:
     def _catch_up(self) -> None:
         # An epoch may end between two passes. Applying others' steps leaves their means in `grad`.
         kept = [(param, param.grad.clone()) for param in self.begun() if param.grad is not None]
-        self._come_up()
+        self._catch_up_to_others()
         for param, grad in kept:
             param.grad = grad
 
-    def _come_up(self) -> None:
+    def _catch_up_to_others(self) -> None:
         engine = self.engine
         target = engine.next_step
         limit_s = time.monotonic() + self._config.step_deadline_s
@@ -414,10 +425,10 @@ class StepDriver:
                     f"steps up to {target} did not end within {self._config.step_deadline_s:g} s on a rank at "
                     f"step {engine.version}; see the log of rank 0 for the rank that is missing"
                 )
-            if not self.handover.needs_state:
+            if not self.switcher.needs_state:
                 return  # A plan without this rank came into force; what it lacks comes from elsewhere.
             if engine.needs_fetch:
-                snapshot = self.handover.state_for(self.number)
+                snapshot = self.switcher.state_for(self.number)
                 if snapshot is not None and not engine.adopt(snapshot):
                     time.sleep(_POLL_S)
             else:
@@ -450,34 +461,31 @@ class StepDriver:
             self._last_close_s, self._typical_s = time.monotonic(), message.typical_compute_s
             self.engine.close(message.step)
         elif isinstance(message, messages.PlanMessage):
-            self._prepare(Plan.from_dict(message.plan))
+            self._offer(Plan.from_dict(message.plan))
         elif isinstance(message, Commit):
-            self.handover.commit(message.plan_id)
+            self.switcher.commit(message.plan_id)
         elif isinstance(message, PlanActive):
-            self.handover.moved(message.plan_id, message.step)
+            self.switcher.announce(message.plan_id, message.step)
         elif isinstance(message, messages.Abandon):
-            self.engine.agreement.abandon(message.plan_id)
-            self.handover.abandoned(message.plan_id)
+            self.switcher.abandon(message.plan_id)
 
-    def _prepare(self, plan: Plan) -> None:
+    def _offer(self, plan: Plan) -> None:
         unsuited = self.engine.unsuited(plan)
         if unsuited is not None:
-            self._tell_ready(plan, unsuited)
-            return
-        if self.handover.needs_preparing(plan):
-            self._preparer(lambda: self.handover.prepare(plan))
-            return
-        reason = self.engine.agreement.prepare(plan)
-        if reason is not None:
-            self._send(messages.ModeUnsupported(self.number, plan.plan_id, reason))
+            self._report_prepared(plan, unsuited)
+        else:
+            self.switcher.offer(plan)
 
-    def _tell_ready(self, plan: Plan, reason: str | None) -> None:
+    def _report_prepared(self, plan: Plan, reason: str | None) -> None:
         if reason is None:
             self._send(Prepared(self.number, plan.plan_id))
         elif self.engine.agreement.pinned:
-            self._send(messages.ModeUnsupported(self.number, plan.plan_id, reason))
+            self._report_unsupported(plan, reason)
         else:
             self._send(PrepareFailed(self.number, plan.plan_id, reason))
+
+    def _report_unsupported(self, plan: Plan, reason: str) -> None:
+        self._send(messages.ModeUnsupported(self.number, plan.plan_id, reason))
 
     def pin(self, reason: str) -> None:
         """Run exactly as Horovod from now on, because of `reason`."""
@@ -516,7 +524,7 @@ class StepDriver:
                         f"{self._config.step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
                     )
                 time.sleep(_POLL_DROPPED_S if self.dropped else _POLL_S)
-            except BaseException as error:  # The training thread raises it: a helper has nobody to tell.
+            except BaseException as error:  # The training thread raises it: a helper has no caller.
                 engine.fail(error)
 
     def _has_work(self) -> bool:
@@ -526,9 +534,7 @@ class StepDriver:
 
     def _on_switch(self, plan: Plan) -> None:
         """Under the engine's lock."""
-        self.handover.taken(plan)
-        if self.handover.told_early:
-            self._preparer(self.handover.switched)
+        self.switcher.taken_up(plan)
 
     def _named_failures(self) -> _NamedFailures:
         return _NamedFailures(self)

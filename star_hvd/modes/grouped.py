@@ -22,14 +22,14 @@ from star_hvd.threads import supervised
 
 __all__ = ["GroupSteps"]
 
-_IDLE_S = 0.005  # Pause of a stand-in whose whole group is away.
+_IDLE_S = 0.005  # Pause of a proxy whose whole group is inactive.
 _KINDS = ("params", "moved", "dropped")
 
 
 class GroupSteps(ServerSteps):
     """`grouped`: the same for a group, whose members sum their gradients first.
 
-    While a member is away its stand-in takes part with nothing, so that the others need not wait for it.
+    While a member is inactive its proxy, a thread, takes part with nothing, so that the others need not wait for it.
 
     Args:
         engine: See `ServerSteps`.
@@ -52,9 +52,9 @@ class GroupSteps(ServerSteps):
         self._collective = collective
         self._ranks = ranks
         self._one_at_a_time = threading.Lock()
-        self._away = threading.Event()
-        self._concluding = self._concluded = False
-        self._stand_in: threading.Thread | None = None
+        self._inactive = threading.Event()
+        self._shutting_down = self._shut_down = False
+        self._proxy: threading.Thread | None = None
 
     def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
         with self._turn():
@@ -62,15 +62,15 @@ class GroupSteps(ServerSteps):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """This thread's step of the group, behind that of the rank's other thread.
+        """The training thread and the proxy make steps of the group one after the other.
 
         Raises:
-            DeadlineError: The other thread's step did not end in time.
+            DeadlineError: The other one's step did not end.
         """
         if not self._one_at_a_time.acquire(timeout=self._deadline_s):
             raise DeadlineError(
-                f"a step of the group of ranks {self._ranks} did not end within {self._deadline_s:g} s; see the log of "
-                "rank 0 for a member or a server that is missing, or raise Config.step_deadline_s"
+                f"rank {self._engine.rank}: the step of the group of ranks {self._ranks} before this one did not end "
+                f"within {self._deadline_s:g} s; see the log of rank 0 for the member or server that is missing"
             )
         try:
             yield
@@ -82,22 +82,22 @@ class GroupSteps(ServerSteps):
         if self._collective is None:
             return self._push(flats, count=1)
         sums = [flat.clone() for flat in flats]
-        present_concluding = [float(fresh), float(self._concluding), 0.0, 0.0, 0.0, 0.0]
-        head = torch.tensor(present_concluding, dtype=torch.float32, device="cpu")
+        present_and_ending = [float(fresh), float(self._shutting_down), 0.0, 0.0, 0.0, 0.0]
+        head = torch.tensor(present_and_ending, dtype=torch.float32, device="cpu")
         self._reduce([("gh", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
-        present, concluding = round(float(head[0])), round(float(head[1]))
+        present, ending = round(float(head[0])), round(float(head[1]))
         outcome = self._lead(sums, present) if self._leads else None
         found = self._hand_out(outcome, sums)
-        self._concluded = concluding == len(self._ranks)
+        self._shut_down = ending == len(self._ranks)
         return found
 
     @property
     def over(self) -> bool:
         """The group ends together, in the step in which its leader learns of the end."""
-        return self._moved or self._concluded or (self._collective is None and not self.wanted)
+        return self._moved or self._shut_down or (self._collective is None and not self.wanted)
 
     @property
-    def _acts_on(self) -> int:
+    def acts_on(self) -> int:
         """Until it is over the members meet once more on their process set, though another plan be in force already."""
         return self._engine.plan.plan_id if self.over else self.plan.plan_id
 
@@ -108,14 +108,14 @@ class GroupSteps(ServerSteps):
     def _lead(self, sums: list[torch.Tensor], present: int) -> Outcome:
         if present:
             return self._push(sums, count=present)
-        time.sleep(_IDLE_S)  # Nobody in the group works: nothing to push.
+        time.sleep(_IDLE_S)  # No member works: nothing to push.
         if not self.wanted:
             return Outcome("moved", self._engine.version, self._engine.plan.plan_id, [], applied=False)
         reply = self.client.pull(self._deadline_s)
         return Outcome(reply.kind, reply.version, reply.plan_id, reply.params, applied=False)
 
     def _hand_out(self, outcome: Outcome | None, sums: list[torch.Tensor]) -> Outcome:
-        """The leader's parameters for all members: a sum in which nobody else has anything."""
+        """The leader's parameters for all members: a sum in which all others have zeros."""
         head = torch.zeros(8, dtype=torch.float64, device="cpu")
         for flat in sums:
             flat.zero_()
@@ -135,45 +135,50 @@ class GroupSteps(ServerSteps):
         handles = [self._collective.submit(f"{prefix}.{name}", tensor) for name, tensor in items]
         wait_all(self._collective, handles, self._deadline_s, f"a step of the group of ranks {self._ranks}")
 
-    def set_away(self, away: bool, *, settle: bool = True) -> None:
-        """While away, a stand-in takes part in the group's steps with nothing.
+    def set_inactive(self, inactive: bool) -> None:
+        """While inactive, a proxy takes part in the group's steps with nothing.
 
         On the way back the step it is in is not waited for: it ends with the other members' next one, and they may be
         waiting for this rank meanwhile, outside this package. This rank's own next step waits for it.
         """
         if self._collective is None:
-            super().set_away(away, settle=settle)
+            super().set_inactive(inactive)
             return
-        if away:
-            if self._away.is_set():
+        if inactive:
+            if self._inactive.is_set():
                 return
-            self._away.set()
-            self._stand_in = supervised(self._take_part, "star-group", args=(self._stand_in,))
-            self._stand_in.start()
+            self._inactive.set()
+            self._proxy = supervised(self._take_part, "star-group", args=(self._proxy,))
+            self._proxy.start()
         else:
-            self._away.clear()
+            self._inactive.clear()
 
-    def finish(self) -> None:
+    def confirm_inactive(self) -> None:
+        """Wait for the servers where this rank is alone; the members of a group have its proxy."""
+        if self._collective is None:
+            super().confirm_inactive()
+
+    def drain(self) -> None:
         """Take part, with nothing, until the leader has learned of the end."""
         while not self.over and self._engine.failure is None:
             with self._turn():
                 outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
             self._moved = outcome.kind == "moved"
 
-    def conclude(self) -> None:
+    def shutdown(self) -> None:
         """Go on taking part until a step says that all members are here: the next step would wait for ever for the
         first of them to go."""
-        self._concluding = True
-        if self._stand_in is not None:
-            self._stand_in.join(self._deadline_s)
-            if self._stand_in.is_alive():
+        self._shutting_down = True
+        if self._proxy is not None:
+            self._proxy.join(self._deadline_s)
+            if self._proxy.is_alive():
                 raise DeadlineError(
                     f"the group of ranks {self._ranks} did not end within {self._deadline_s:g} s; some member has not "
                     "closed its optimizer. See which one in the log of rank 0, or raise Config.step_deadline_s"
                 )
 
     def _take_part(self, before: threading.Thread | None) -> None:
-        if before is not None:  # It may still be in a step, and goes on with the next while this rank is away again.
+        if before is not None:  # It may still be in a step, and goes on with the next one.
             before.join(self._deadline_s)
         with self._engine.streams.own():
             self._contribute_nothing()
@@ -181,17 +186,17 @@ class GroupSteps(ServerSteps):
     def _contribute_nothing(self) -> None:
         zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]
         try:
-            while (self._away.is_set() or self._concluding) and not self.over and self._engine.failure is None:
+            while (self._inactive.is_set() or self._shutting_down) and not self.over and self._engine.failure is None:
                 with self._turn():
                     outcome = self._group_step(zeros, fresh=False)
                 self._moved = outcome.kind == "moved"
         except Exception as error:
             self._engine.fail(error)
 
-    def bring_up(self) -> None:
+    def catch_up(self) -> None:
         """Get the newest parameters, together with the group."""
         if self._collective is None:
-            super().bring_up()
+            super().catch_up()
         elif not self.over:
             with self._turn():
                 outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)

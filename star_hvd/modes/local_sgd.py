@@ -27,10 +27,10 @@ _LEAST_WEIGHT = 1e-3  # Of a rank that made no step since the last averaging; if
 
 
 class LocalSteps:
-    """Local steps of one rank and their averaging through the engine's rounds.
+    """Local steps of one rank and their averaging through the engine.
 
     Args:
-        engine: The rank's engine; one averaging is one of its rounds.
+        engine: The rank's engine; one averaging is one of its steps.
         wait: Waits for the handles of the step this rank owns.
     """
 
@@ -49,17 +49,15 @@ class LocalSteps:
         return self
 
     @property
-    def gone(self) -> bool:
-        """Whether another plan is in force."""
-        return self.over
-
-    @property
     def over(self) -> bool:
         """Whether the plan in force is no longer one of local steps; plans change at averagings only."""
         return self._engine.plan.mode != "local"
 
-    def set_away(self, away: bool, *, settle: bool = True) -> None:
+    def set_inactive(self, inactive: bool) -> None:
         """The helper takes part in averagings meanwhile."""
+
+    def confirm_inactive(self) -> None:
+        """The engine knows that this rank is inactive."""
 
     def wake(self) -> None:
         """Nothing waits here that others could end."""
@@ -133,7 +131,7 @@ class LocalSteps:
         engine.weight = weight
         self._weight, self._steps, self._began_s = 0.0, 0, time.monotonic()
 
-    def bring_up(self) -> None:
+    def catch_up(self) -> None:
         """Average where all ranks meet: they leave an epoch, or an optimizer, with equal parameters."""
         self.take_over()
         if not self.over:
@@ -145,7 +143,7 @@ class LocalSteps:
         with engine.lock:  # The helper has a deadline, and fails the engine past it.
             while engine.helper_averages() and engine.failure is None:
                 engine.lock.wait(1.0)
-        if self._settle(self._write_live):
+        if self._use(self._write_live):
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.catch_up()  # The helper may have put it onto a shadow, with later steps behind it.
 
@@ -159,14 +157,14 @@ class LocalSteps:
         def shadow(result: Result, extras: list[torch.Tensor], weights: list[float]) -> None:
             self._engine.replica.shadow_with(lambda *copied: self._write(result, extras, weights, *copied))
 
-        return self._settle(shadow)
+        return self._use(shadow)
 
     @property
     def waiting(self) -> bool:
-        """Whether an averaging has ended that nobody has used yet."""
+        """Whether an averaging has ended whose result is not written yet."""
         return self._stood_in is not None
 
-    def _settle(self, use: Callable[[Result, list[torch.Tensor], list[float]], None]) -> bool:
+    def _use(self, use: Callable[[Result, list[torch.Tensor], list[float]], None]) -> bool:
         engine = self._engine
         while (found := self._stood_in) is not None:
             found[0].fence.order(*found[0].means, *found[1])
@@ -190,20 +188,20 @@ class LocalSteps:
     def refresh_state(self) -> None:
         """The optimizer's state is this rank's own between two averagings."""
 
-    def finish(self) -> None:
-        """Nobody waits for this rank here."""
+    def drain(self) -> None:
+        """Averagings end without the training thread: the helper takes part in them."""
 
-    def conclude(self) -> None:
-        """The helper averages for a rank that is away, until its engine ends."""
+    def shutdown(self) -> None:
+        """The helper averages for a rank that is inactive, until its engine ends."""
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """The mode has ended, right after an averaging."""
         self.take_over()
 
     # ---- averaging: the engine's side -------------------------------------------------------------------------
 
     def stand_in_flat(self, bucket: Bucket) -> torch.Tensor:
-        """What the helper contributes for a training thread that is away: its steps since the last averaging."""
+        """What the helper contributes for a training thread that is inactive: its steps since the last averaging."""
         return self._part(bucket)
 
     def _part(self, bucket: Bucket) -> torch.Tensor:

@@ -1,7 +1,13 @@
-"""Moves one rank between the families of modes: rounds, a subgroup's child, servers, local steps.
+"""Moves one rank between the families of modes: common steps, a subgroup's child, servers, local steps.
 
-Only the training thread enters and leaves, at the end of its step, when its parameters are those of the step at which
-the plan begins. Preparing happens in a thread of its own, orders come in the agent's thread.
+What to do when is decided by `SwitchMachine` (`switch_machine.py`); here its instructions are carried out, by the
+thread whose event asked for them, or by `star-prepare` where they wait or where the engine's lock is held. Only the
+training thread enters and leaves modes, at the end of its step, when its parameters are those of the step at which the
+plan begins.
+
+Locks: `_lock` is held while the machine takes an event in, and for nothing else. `_presence` is held around an event
+about the training thread's presence and what follows from it, so that the servers hear of absences in order; nothing
+waits under it.
 """
 
 from __future__ import annotations
@@ -9,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from scheduler.records import Plan
@@ -18,6 +24,8 @@ from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import EndedServers, StateSource, StateSources
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError, StarError
+from star_hvd.modes import switch_protocol as protocol
+from star_hvd.modes.switch_machine import SwitchMachine
 
 __all__ = ["ModeSwitcher", "Services", "Steps"]
 
@@ -27,40 +35,63 @@ _POLL_S = 0.001
 
 
 class Steps(Protocol):
-    """How a rank makes steps outside the rounds."""
+    """How a rank makes steps in a mode of its own, where its gradients are not reduced with those of all members."""
 
     @property
     def over(self) -> bool:
         """Whether this rank has nothing more to do here."""
         ...
 
-    @property
-    def gone(self) -> bool:
-        """Whether the plan in force asks for something else."""
+    def give(self, bucket: Bucket) -> None:
+        """The training thread's gradient of a bucket is whole."""
         ...
 
-    def give(self, bucket: Bucket) -> None: ...
-    def step(self, *, skip: bool) -> Any: ...
-    def bring_up(self) -> None: ...
-    def refresh_state(self) -> None: ...
-    def set_away(self, away: bool, *, settle: bool = True) -> None: ...
-    def wake(self) -> None: ...
-    def finish(self) -> None:
-        """Take part, with nothing, until the end that others wait for."""
+    def step(self, *, skip: bool) -> Any:
+        """Make a whole step with it."""
         ...
 
-    def conclude(self) -> None:
-        """All ranks have made their last step: nobody who still takes part may wait for one who does not any more."""
+    def catch_up(self) -> None:
+        """Get the newest parameters of this mode. Waits."""
         ...
 
-    def leave(self) -> None: ...
+    def refresh_state(self) -> None:
+        """Get parameters and optimizer state, for a checkpoint. Waits."""
+        ...
+
+    def set_inactive(self, inactive: bool) -> None:
+        """The training thread delivers no gradients from now on, or does again. Never waits."""
+        ...
+
+    def confirm_inactive(self) -> None:
+        """Wait until the others have taken in that it is inactive."""
+        ...
+
+    def wake(self) -> None:
+        """A wait here is to look whether something has changed."""
+        ...
+
+    def drain(self) -> None:
+        """Take part, with nothing, until the end that other ranks wait for. Waits."""
+        ...
+
+    def shutdown(self) -> None:
+        """All ranks have made their last step: no rank that still takes part may wait for one that does not. Waits."""
+        ...
+
+    def exit(self) -> None:
+        """The training thread has left: let go of connections."""
+        ...
 
 
 class Services(Protocol):
-    """What the process offers to a handover; see `star_hvd.runtime.mode_services`."""
+    """What the process offers to a switch; see `star_hvd.runtime.mode_services`."""
 
     def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
         """Get process sets, servers and connections ready; blocks. A reason why not, or None."""
+        ...
+
+    def session(self, optimizer_id: int, plan: Plan) -> int | None:
+        """The session of servers that a prepared plan begins or continues, None where it has no servers."""
         ...
 
     def give_up(self, optimizer_id: int, plan_id: int) -> None:
@@ -68,7 +99,7 @@ class Services(Protocol):
         ...
 
     def steps(self, optimizer_id: int, plan: Plan) -> Steps:
-        """The steps of a prepared plan that does not run in rounds."""
+        """What makes the steps of a prepared plan other than local ones."""
         ...
 
     def seed(self, optimizer_id: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
@@ -95,12 +126,18 @@ class ModeSwitcher:
         number: Number of the optimizer.
         engine: Its engine.
         services: Of the process.
-        ready: Tells the coordinator that a plan is prepared, or why it cannot be.
+        report: Sends the coordinator that a plan is prepared, or why it cannot be.
+        unsupported: Sends the coordinator why the program forbids a plan.
         ranks: The other ranks as a source of state.
         local: Makes the steps of `local`.
         later: Runs something in the preparer's thread.
-        deadline_s: Longest wait for orders.
+        deadline_s: Longest wait for a state.
         push_deadline_s: Longest wait for the end of a mode: the last push in it may come over a slow link.
+
+    Attributes:
+        active_mode: What makes this rank's steps where its gradients are not reduced with those of all members, else
+            None. The training thread sets it.
+        ranks: As given.
     """
 
     def __init__(
@@ -109,280 +146,318 @@ class ModeSwitcher:
         engine: StepEngine,
         services: Services,
         *,
-        ready: Callable[[Plan, str | None], None],
+        report: Callable[[Plan, str | None], None],
+        unsupported: Callable[[Plan, str], None],
         ranks: StateSource,
         local: Callable[[], Steps],
         later: Callable[[Callable[[], None]], None],
         deadline_s: float,
         push_deadline_s: float,
     ) -> None:
-        self.outside: Steps | None = None
+        self.active_mode: Steps | None = None
         self._number = number
         self._engine = engine
         self._services = services
-        self._ready = ready
-        self._ranks = ranks
+        self._report = report
+        self._unsupported = unsupported
+        self.ranks = ranks
         self._local = local
         self._later = later
-        self._seeded = -1  # Epoch of the plan whose servers here began without the training thread.
         self._deadline_s, self._push_deadline_s = deadline_s, push_deadline_s
-        self._held: dict[int, Plan] = {}
-        self._early: dict[int, int] = {}  # Epochs told to be in force before this rank read so itself: first steps.
         self._lock = threading.Lock()
-        self._steps_lock = threading.RLock()
-        self._made: dict[int, Steps] = {}
-        self._ended: tuple[Plan, int] | None = None
-        self._postponed: Plan | None = None  # Prepared once the training thread has left what it is still in.
-        self._away = False
-
-    # ---- preparer and agent threads -----------------------------------------------------------------------------
-
-    def needs_preparing(self, plan: Plan) -> bool:
-        """Whether a plan takes more than a flag in the next steps' headers."""
-        return not (plan.family == self._engine.plan.family == "rounds")
-
-    def prepare(self, plan: Plan) -> None:
-        """Get ready for a plan; blocks, in the preparer's thread."""
-        if self._postpone(plan):
-            return
-        reason = self._engine.agreement.refusal(plan) or self._services.prepare(self._number, plan)
-        if reason is None:
-            with self._lock:
-                self._held = {plan_id: held for plan_id, held in self._held.items() if plan_id >= plan.plan_id - 8}
-                self._held[plan.plan_id] = plan
-        self._ready(plan, reason)
-
-    def _postpone(self, plan: Plan) -> bool:
-        """Whether other servers have to wait: nobody may be more than one mode of servers behind.
-
-        Connections and states of the last one are kept for those who were busy when it ended, of earlier ones not.
-        """
-        with self._steps_lock:
-            session = plan.family in ("ps", "grouped") and not (plan.family == self._engine.plan.family == "ps")
-            behind = session and any(steps.gone for steps in self._made.values())
-            self._postponed = plan if behind else None
-            return behind
-
-    def abandoned(self, plan_id: int) -> None:
-        """A plan is given up."""
-        self._services.give_up(self._number, plan_id)
-        with self._steps_lock:
-            if self._postponed is not None and self._postponed.plan_id == plan_id:
-                self._postponed = None
-
-    def commit(self, plan_id: int) -> None:
-        """All ranks are ready for a plan: raise flags, or let the servers end."""
-        plan = self.plan_of(plan_id)
-        if plan is None:
-            return
-        present = self._engine.plan
-        if present.family in ("ps", "grouped"):
-            self._services.end(self._number, present, plan)
-        elif self._engine.taking_part:
-            self._engine.agreement.prepare(plan)
-
-    def plan_of(self, plan_id: int) -> Plan | None:
-        """A plan that was prepared here."""
-        with self._lock:
-            return self._held.get(plan_id)
-
-    def moved(self, plan_id: int, step: int) -> None:
-        """A plan is in force from a step on; ranks that do not agree to it in band have to follow.
-
-        Whoever takes part in the reductions has agreed, but may not have read so yet: others are a moment ahead. To
-        follow this word of it would void a state that it has and others, who begin with it, wait for.
-        """
-        with self._engine.lock:
-            if self._engine.taking_part and self._engine.plan.plan_id < plan_id:
-                self._early[plan_id] = step
-                return
-        self._follow(plan_id, step)
-
-    @property
-    def told_early(self) -> bool:
-        """Whether something waits for `switched`."""
-        return bool(self._early)
-
-    def switched(self) -> None:
-        """A plan was taken up in band: follow what was told before. In the preparer's thread."""
-        with self._engine.lock:
-            early, self._early = self._early, {}
-        for plan_id, step in sorted(early.items()):
-            self.moved(plan_id, step)
-
-    def _follow(self, plan_id: int, step: int) -> None:
-        plan = self.plan_of(plan_id)
-        if plan is None:
-            self._engine.fail(StarError(f"the plan of epoch {plan_id} is in force and was never prepared here"))
-            return
-        present = self._engine.plan
-        if present.plan_id < plan_id:
-            self._ended = (present, step) if present.family in ("ps", "grouped") else None
-            if self._ended is not None and self.rank in plan.servers:
-                # From servers to servers: the training thread may be in a collective of the user's for long.
-                self._seeded = plan_id
-                self._later(lambda: self._pass_on(plan))
-        if self._engine.resume(plan, step) and self.outside is not None:
-            self.outside.wake()
-
-    def _pass_on(self, plan: Plan) -> None:
-        ended = self._ended_servers()
-        assert ended is not None and self._ended is not None
-        snapshot = ended.snapshot(ended.step, self._deadline_s)
-        if snapshot is None:
-            self._engine.fail(StarError(f"the last state of {self._ended[0].label} is lost; {plan.label} cannot begin"))
-            return
-        self._services.seed(self._number, plan, lambda: snapshot)
-
-    # ---- training thread ----------------------------------------------------------------------------------------
-
-    def leave(self) -> None:
-        """At the end of a step: leave what the plan in force does not ask for any more."""
-        if self.outside is not None and self.outside.over:
-            self._leave(self.outside)
-        if self.outside is None and self._made:
-            with self._steps_lock:
-                passed = [steps for plan_id, steps in self._made.items() if plan_id != self._engine.plan.plan_id]
-            for steps in passed:
-                steps.finish()  # A mode that began and ended while this rank was busy; others wait for it there.
-            with self._steps_lock:
-                self._made = {plan_id: steps for plan_id, steps in self._made.items() if steps not in passed}
-        with self._steps_lock:
-            plan = self._postponed if self.outside is None else None
-            if plan is not None:
-                self._postponed = None
-                self._later(lambda: self.prepare(plan))
-
-    @property
-    def needs_state(self) -> bool:
-        """Whether this rank, at the end of its step, must have the state of the step the others are at."""
-        plan = self._engine.plan
-        return self.outside is None and (self._engine.taking_part or self._brings_state(plan))
-
-    def _brings_state(self, plan: Plan) -> bool:
-        """Whether others wait for the state that this rank's training thread has."""
-        return self.rank in plan.sources and self._seeded != plan.plan_id
-
-    def enter(self) -> None:
-        """At the end of a step: enter what the plan in force asks for, once this rank is where it begins."""
-        engine = self._engine
-        if self.outside is not None:
-            return
-        with engine.lock:
-            plan, behind = engine.plan, engine.version != engine.next_step or not engine.replica.state.in_common_steps
-            inside = engine.taking_part and plan.mode != "local"
-        if inside or (behind and (plan.mode == "local" or self._brings_state(plan))):
-            if not inside:
-                logger.debug(
-                    "rank %d: step %d of %d: too far behind for %s (%s)",
-                    self.rank,
-                    engine.version,
-                    engine.next_step,
-                    plan.label,
-                    engine.replica.state.name,
-                )
-            return  # While behind, its gradients are late; it comes here again.
-        logger.debug("rank %d: step %d: enters %s, behind %s", self.rank, engine.version, plan.label, behind)
-        if plan.mode == "local":
-            self.outside = self._local()
-        else:
-            if self.rank in plan.servers and self._brings_state(plan):
-                version = engine.version
-                self._services.seed(self._number, plan, lambda: self._own_state(version))
-            outside = self.outside = self._steps_of(plan)
-            with engine.replica.apply_lock, engine.lock:
-                # Word that the next plan is in force may just have come: then what it said of the state here holds.
-                entered = not outside.gone
-                if entered:
-                    engine.leave_rounds()
-            if entered and behind:
-                self._begin_behind(outside)
-
-    def _steps_of(self, plan: Plan) -> Steps:
-        """The steps of a plan, made once: by the training thread, or for it while it is away."""
-        with self._steps_lock:
-            if plan.plan_id not in self._made:
-                self._made[plan.plan_id] = self._services.steps(self._number, plan)
-            return self._made[plan.plan_id]
-
-    def taken(self, plan: Plan) -> None:
-        """A plan is in force here. In whatever thread learns of it."""
-        if plan.family in ("ps", "grouped"):
-            self._services.begun(self._number, plan)
-            self._later(lambda: self._served(plan))
-
-    def _served(self, plan: Plan) -> None:
-        """While the training thread is away nobody may wait for it. In the preparer."""
-        with self._steps_lock:
-            grouped = plan.mode == "grouped"  # Its members wait for this rank until their leader learns of its end.
-            if grouped or (self._away and self._engine.plan.plan_id == plan.plan_id):
-                steps = self._steps_of(plan)
-                if self._away:
-                    steps.set_away(True, settle=False)
-
-    def _begin_behind(self, outside: Steps) -> None:
-        """Parameters to begin with: of the servers that have just ended, or from those who go on."""
-        ended = self._ended_servers()
-        if ended is not None and self._engine.next_step == ended.step:
-            snapshot = ended.snapshot(ended.step, self._deadline_s)
-            if snapshot is not None:
-                self._engine.adopt_state(snapshot)
-                return
-        outside.bring_up()
+        self._presence = threading.Lock()
+        self._machine = SwitchMachine(engine.rank, engine.plan)
+        self._note_answers()
+        self._steps: dict[int, Steps] = {}  # By session; filled and emptied under `_lock`.
 
     @property
     def rank(self) -> int:
         """This rank."""
         return self._engine.rank
 
+    # ---- events of the coordinator, in the agent's thread ---------------------------------------------------------
+
+    def offer(self, plan: Plan) -> None:
+        """The coordinator publishes a plan."""
+        self._take_in(protocol.PlanOffered(plan))
+
+    def commit(self, plan_id: int) -> None:
+        """All ranks are ready for a plan."""
+        self._take_in(protocol.PlanCommitted(plan_id))
+
+    def abandon(self, plan_id: int) -> None:
+        """The coordinator gives a plan up."""
+        self._take_in(protocol.PlanAbandoned(plan_id))
+
+    def announce(self, plan_id: int, step: int) -> None:
+        """A plan is in force from a step on; ranks that do not agree to it in band have to follow."""
+        self._take_in(protocol.PlanActivated(plan_id, step))
+
+    # ---- events of the engine, in whatever thread takes a plan up -------------------------------------------------
+
+    def taken_up(self, plan: Plan) -> None:
+        """A plan is in force here. Under the engine's lock: what follows from it is left to the preparer's thread."""
+        instructions = self._decide(protocol.PlanInForce(plan))
+        if instructions:
+            self._later(lambda: self._carry_out(instructions))
+
+    # ---- events of the training thread ----------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """At the end of a step: leave what the plan in force does not ask for any more."""
+        over = self.active_mode is not None and self.active_mode.over
+        if over or not self._at_rest:
+            self._take_in(protocol.StepEnded(over))
+
+    def enter(self) -> None:
+        """At the end of a step: enter what the plan in force asks for, once this rank is where it begins."""
+        if self._at_rest:
+            return
+        engine = self._engine
+        with engine.lock:
+            behind = engine.version != engine.next_step or not engine.replica.state.in_common_steps
+            instructions = self._decide(protocol.StateChecked(behind))
+        self._carry_out(instructions)
+
+    def set_inactive(self, inactive: bool) -> None:
+        """The training thread delivers no gradients from now on, or does again. Does not wait; see
+        `confirm_inactive`."""
+        with self._presence:
+            self._take_in(protocol.ThreadInactive() if inactive else protocol.ThreadActive())
+
+    def confirm_inactive(self) -> None:
+        """Wait until the servers of the active mode know that the training thread is inactive."""
+        active = self.active_mode
+        if active is not None:
+            active.confirm_inactive()
+
+    def shutdown(self) -> None:
+        """All ranks are inactive and will make no step again; returns when no rank waits for this one any more."""
+        with self._lock:
+            steps = list(self._steps.values())
+        for each in steps:
+            if not each.over:
+                each.shutdown()
+
+    # ---- questions ------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether this rank, at the end of its step, must have the state of the step the others are at."""
+        return self._needs_state
+
+    @property
+    def must_drain(self) -> bool:
+        """Whether a mode was passed meanwhile that has to be left before the plan in force can be entered."""
+        return self._must_drain
+
+    def plan_of(self, plan_id: int) -> Plan | None:
+        """A plan that was prepared here."""
+        with self._lock:
+            return self._machine.plan(plan_id)
+
+    def describe(self) -> str:
+        """The states of the last plans and the active mode, for logs."""
+        with self._lock:
+            states = ", ".join(f"{plan_id} {state.name}" for plan_id, state in self._machine.states().items())
+            opened = sorted(self._steps)
+        active = "none" if self.active_mode is None else type(self.active_mode).__name__
+        return f"plans {states}; active mode {active}; sessions opened {opened}"
+
+    # ---- states ---------------------------------------------------------------------------------------------------
+
+    def state_for(self, optimizer_id: int) -> Snapshot | None:
+        """The state this rank lacks. None where a change of mode made it superfluous."""
+        with self._lock:
+            ended = self._machine.ended_servers
+        if ended is not None and self._engine.next_step != ended.step:
+            ended = None  # Other ranks have later steps by now.
+        sources = StateSources(ended=self._source_of(ended) if ended is not None else None, ranks=self.ranks)
+        return sources.require(self.rank, self._engine.least_useful_step, self._deadline_s, lambda: self.needs_state)
+
+    def _source_of(self, ended: protocol.EndedServers) -> EndedServers:
+        """Servers that have ended as a source of state."""
+
+        def read(limit_s: float) -> Snapshot | None:
+            return self._services.final_state(self._number, ended.plan, ended.step, limit_s)
+
+        return EndedServers(ended.step, read)
+
     def _own_state(self, version: int) -> Snapshot:
         snapshot = self._engine.replica.snapshot(version)
         assert snapshot is not None and snapshot.version == version, "a server's first state is not that of its step"
         return snapshot
 
-    def _leave(self, outside: Steps) -> None:
-        """Wait until the coordinator has told where the next plan begins; the servers' answer may come earlier."""
-        began_s = time.monotonic()
-        while not outside.gone:
+    # ---- carrying out ---------------------------------------------------------------------------------------------
+
+    def _take_in(self, event: protocol.Event) -> None:
+        self._carry_out(self._decide(event))
+
+    def _decide(self, event: protocol.Event) -> list[protocol.Instruction]:
+        with self._lock:
+            instructions = self._machine.handle(event)
+            self._note_answers()
+            return instructions
+
+    def _note_answers(self) -> None:
+        """What the training thread asks in every step, without the lock."""
+        machine = self._machine
+        self._at_rest, self._needs_state, self._must_drain = machine.at_rest, machine.needs_state, machine.must_drain
+
+    def _carry_out(self, instructions: Sequence[protocol.Instruction]) -> None:
+        for each in instructions:
+            logger.debug("rank %d: %s", self.rank, each)
+            self._prepare_or_follow(each)
+
+    def _prepare_or_follow(self, each: protocol.Instruction) -> None:
+        """Instructions about plans; the others are `_serve_or_step`'s."""
+        number, services, agreement = self._number, self._services, self._engine.agreement
+        match each:
+            case protocol.QueuePreparation(plan_id):
+                self._later(lambda: self._take_in(protocol.PreparationBegins(plan_id)))
+            case protocol.Prepare(plan):
+                self._prepare(plan)
+            case protocol.ReportPrepared(plan):
+                self._report(plan, None)
+            case protocol.ReportRefused(plan, reason, unsupported):
+                (self._unsupported if unsupported else self._report)(plan, reason)
+            case protocol.RaiseFlag(plan, offered):
+                refusal = agreement.prepare(plan)
+                if refusal is not None and offered:
+                    self._take_in(protocol.PlanRefused(plan.plan_id, refusal))
+            case protocol.LowerFlag(plan_id):
+                agreement.abandon(plan_id)
+            case protocol.GiveUp(plan_id):
+                services.give_up(number, plan_id)
+            case protocol.EndServers(present, plan):
+                services.end(number, present, plan)
+            case protocol.FollowPlan(plan, step):
+                if self._engine.resume(plan, step) and self.active_mode is not None:
+                    self.active_mode.wake()
+            case protocol.Fail(reason):
+                self._engine.fail(StarError(reason))
+            case _:
+                self._serve_or_step(each)
+
+    def _serve_or_step(self, each: protocol.Instruction) -> None:
+        number, services = self._number, self._services
+        match each:
+            case protocol.BeginServers(plan):
+                services.begun(number, plan)
+            case protocol.QueueServing(plan_id):
+                self._later(lambda: self._serve(plan_id))
+            case protocol.SeedFromServers(plan, ended):
+                self._later(lambda: self._seed_from_servers(plan, ended))
+            case protocol.SeedServers(plan):
+                version = self._engine.version
+                services.seed(number, plan, lambda: self._own_state(version))
+            case protocol.OpenMode(plan, session):
+                self._open(plan, session)
+            case protocol.AnnouncePresence(session, inactive):
+                self._announce_presence(session, inactive)
+            case protocol.EnterMode(plan, session, behind):
+                self._enter(plan, session, behind)
+            case protocol.CatchUp(session, ended_servers):
+                self._catch_up(session, ended_servers)
+            case protocol.AwaitPlan(plan, session):
+                self._await_plan(plan, session)
+            case protocol.ExitMode(session):
+                self._exit(session)
+            case protocol.DrainMode(plan, session):
+                self._open(plan, session).drain()
+                self._exit(session)
+                self._take_in(protocol.ModeDrained(session))
+            case _:
+                raise StarError(f"an instruction that is unknown here: {each}; please report this")
+
+    def _prepare(self, plan: Plan) -> None:
+        reason = self._engine.agreement.refusal(plan) or self._services.prepare(self._number, plan)
+        if reason is not None:
+            self._take_in(protocol.PlanRefused(plan.plan_id, reason))
+        else:
+            self._take_in(protocol.PlanPrepared(plan.plan_id, self._services.session(self._number, plan)))
+
+    def _serve(self, plan_id: int) -> None:
+        with self._presence:
+            self._take_in(protocol.ServingDue(plan_id))
+
+    def _seed_from_servers(self, plan: Plan, ended: protocol.EndedServers) -> None:
+        snapshot = self._source_of(ended).snapshot(ended.step, self._deadline_s)
+        if snapshot is None:
+            self._engine.fail(
+                StarError(
+                    f"{plan.label} (plan {plan.plan_id}) cannot begin on rank {self.rank}: the state with which the "
+                    f"servers of {ended.plan.label} ended at step {ended.step} was not to be had within "
+                    f"{self._deadline_s:g} s; see the logs of ranks {list(ended.plan.servers)}, which ran them, and "
+                    "start again from the last checkpoint"
+                )
+            )
+            return
+        self._services.seed(self._number, plan, lambda: snapshot)
+
+    # ---- steps of a mode ------------------------------------------------------------------------------------------
+
+    def _open(self, plan: Plan, session: int) -> Steps:
+        """What makes the steps of a session; where two threads make it at once, the first one's is used."""
+        with self._lock:
+            found = self._steps.get(session)
+        if found is None:
+            made = self._local() if plan.mode == "local" else self._services.steps(self._number, plan)
+            with self._lock:
+                found = self._steps.setdefault(session, made)
+        return found
+
+    def _announce_presence(self, session: int, inactive: bool) -> None:
+        with self._lock:
+            steps = self._steps.get(session)
+        if steps is not None and not steps.over:
+            steps.set_inactive(inactive)
+
+    def _enter(self, plan: Plan, session: int, behind: bool) -> None:
+        engine, steps = self._engine, self._open(plan, session)
+        with engine.replica.apply_lock, engine.lock:
+            # The next plan may have come into force this very moment: then what that said of the state here holds.
+            instructions = self._decide(protocol.ModeOpened(session, behind))
+            for use in (each for each in instructions if isinstance(each, protocol.UseMode)):
+                self.active_mode = steps
+                if use.elsewhere:
+                    engine.leave_rounds()
+        logger.debug("rank %d: step %d: enters %s: %s", self.rank, engine.version, plan.label, instructions)
+        self._carry_out([each for each in instructions if not isinstance(each, protocol.UseMode)])
+
+    def _catch_up(self, session: int, ended: protocol.EndedServers | None) -> None:
+        """Parameters to begin with: of the servers that have just ended, or from the ranks that go on."""
+        if ended is not None and self._engine.next_step == ended.step:
+            snapshot = self._source_of(ended).snapshot(ended.step, self._deadline_s)
+            if snapshot is not None:
+                self._engine.adopt_state(snapshot)
+                return
+        with self._lock:
+            steps = self._steps[session]
+        steps.catch_up()
+
+    def _await_plan(self, plan: Plan, session: int) -> None:
+        """The servers' answer that they have ended may come before the coordinator says where the next plan begins."""
+        limit_s = time.monotonic() + self._push_deadline_s
+        while self._is_current(session):
             if self._engine.failure is not None:
                 raise self._engine.failure
-            if time.monotonic() - began_s > self._push_deadline_s:
-                raise DeadlineError(f"the mode ended, and no plan followed within {self._push_deadline_s:g} s")
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"rank {self.rank}: {plan.label} (plan {plan.plan_id}) has ended, but within "
+                    f"{self._push_deadline_s:g} s the coordinator did not announce the plan that follows; see the log "
+                    "of rank 0 for a server or a rank that is missing, or raise Config.step_deadline_s"
+                )
             time.sleep(_POLL_S)
-        outside.leave()
-        self.outside = None
+        self._take_in(protocol.StepEnded(mode_over=True))
 
-    def state_for(self, optimizer_id: int) -> Snapshot | None:
-        """The state this rank lacks. None where a change of mode made it superfluous."""
-        ended = self._ended_servers()
-        if ended is not None and self._engine.next_step != ended.step:
-            ended = None  # Other ranks have later steps by now.
-        sources = StateSources(ended=ended, ranks=self._ranks)
-        return sources.require(
-            self.rank, self._engine.least_useful_step, self._deadline_s, lambda: self.needs_state
-        )
+    def _is_current(self, session: int) -> bool:
+        with self._lock:
+            return self._machine.is_current(session)
 
-    def _ended_servers(self) -> EndedServers | None:
-        """The servers of the mode before, where it was one of servers."""
-        if self._ended is None:
-            return None
-        plan, step = self._ended
-        return EndedServers(step, lambda limit_s: self._services.final_state(self._number, plan, step, limit_s))
-
-    def conclude(self) -> None:
-        """All ranks are away and will make no step again; returns when nobody waits for this rank any more."""
-        with self._steps_lock:
-            concerned = [steps for steps in self._made.values() if not steps.over]
-        for steps in concerned:
-            steps.conclude()
-
-    def set_away(self, away: bool) -> None:
-        """The training thread, which calls this, delivers no gradients for now."""
-        with self._steps_lock:
-            self._away = away
-            plan = self._engine.plan
-            if away and plan.family in ("ps", "grouped"):
-                self._steps_of(plan)  # It may have begun this very moment.
-            concerned = [steps for steps in self._made.values() if not steps.over]
-        for steps in concerned:
-            steps.set_away(away, settle=steps is self.outside)
+    def _exit(self, session: int) -> None:
+        with self._lock:
+            steps = self._steps.pop(session)
+        if self.active_mode is steps:
+            self.active_mode = None
+        steps.exit()

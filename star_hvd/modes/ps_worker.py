@@ -73,7 +73,7 @@ class ServerSteps:
     """See the module's text.
 
     Args:
-        engine: This rank's engine; its rounds rest meanwhile.
+        engine: This rank's engine; it reduces nothing meanwhile.
         plan: The plan.
         client: Connection to the servers.
         deadline_s: Longest wait for the servers.
@@ -113,17 +113,12 @@ class ServerSteps:
         return plan.plan_id == self.plan.plan_id or self._same_session(self.plan, plan)
 
     @property
-    def gone(self) -> bool:
-        """Whether the plan in force is served by others."""
-        return not self.wanted
-
-    @property
     def over(self) -> bool:
         """Whether this rank has nothing more to do with these servers."""
         return self._moved or not self.wanted
 
     @property
-    def _acts_on(self) -> int:
+    def acts_on(self) -> int:
         """Epoch of the newest plan of which nothing earlier is left to do here."""
         return self._engine.plan.plan_id
 
@@ -136,12 +131,12 @@ class ServerSteps:
     def step(self, *, skip: bool) -> Any:
         """Push this rank's gradient, wait for parameters.
 
-        If a rank is late: nobody waits for it longer than the servers' rule says; its gradient becomes part of a
+        If a rank is late: the others wait for it no longer than the servers' rule says; its gradient becomes part of a
         later update.
         """
         engine = self._engine
         engine.own_steps += 1
-        engine.applier.clip()  # Nobody ever has the averaged gradient in one piece.
+        engine.applier.clip()  # The averaged gradient is never in one piece.
         flats, version = self._contribution(), engine.version
         if self.over:  # The mode ended while this rank was computing.
             engine.keep_late([flat.clone() for flat in flats], version)
@@ -154,7 +149,7 @@ class ServerSteps:
         else:
             self._write(outcome)
             staleness = max(0, outcome.version - 1 - version)
-            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self._acts_on))
+            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self.acts_on))
         return None
 
     def _contribution(self) -> list[torch.Tensor]:
@@ -242,7 +237,7 @@ class ServerSteps:
             if plan is not None and plan.family == self.plan.family == "ps":
                 engine.adopt_plan(plan)
 
-    def bring_up(self) -> None:
+    def catch_up(self) -> None:
         """Get the newest parameters, at the end of an epoch for example."""
         if not self.over:
             reply = self.client.pull(self._deadline_s)
@@ -254,28 +249,26 @@ class ServerSteps:
         if not self.over:
             self._engine.adopt_state(self.client.state(self._deadline_s))
 
-    def set_away(self, away: bool, *, settle: bool = True) -> None:
-        """This rank delivers no gradients for now: servers do not wait for it.
+    def set_inactive(self, inactive: bool) -> None:
+        """The servers do not wait for this rank's gradients while it is inactive."""
+        self.client.absent(inactive)
 
-        Args:
-            away: Whether it leaves or is back.
-            settle: Wait until the servers have taken it in.
-        """
-        self.client.absent(away)
-        if away and settle and not self.over:
-            self.client.pull(self._deadline_s)  # Answered after the word: whoever comes here later finds it taken.
+    def confirm_inactive(self) -> None:
+        """Wait until the servers have taken that in: what they are asked afterwards is answered afterwards."""
+        if not self.over:
+            self.client.pull(self._deadline_s)
 
     def wake(self) -> None:
         """Something changed that a wait should notice."""
         self.client.wake()
 
-    def finish(self) -> None:
-        """Nobody waits for this rank here."""
+    def drain(self) -> None:
+        """No other rank waits for this one here."""
 
-    def conclude(self) -> None:
-        """Nobody waits for this rank here."""
+    def shutdown(self) -> None:
+        """No other rank waits for this one here."""
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """The mode has ended; the client stays until the final state has been fetched."""
 
 

@@ -25,7 +25,7 @@ __all__ = ["Send", "StepLog", "StepReporter"]
 logger = logging.getLogger("star_hvd")
 
 _NO_TIMES = StepTimes(0.0)
-_FIRST_ARRIVALS = 8  # All of which are news to the coordinator.
+_FIRST_ARRIVALS = 8  # All of which are reported at once.
 _LATEST = 8  # Updates that a mean for the log is of.
 _SMOOTHING = 0.2  # Weight of the newest step in what is usual for this rank.
 
@@ -37,7 +37,7 @@ class Send(Protocol):
 
 
 class StepLog(Protocol):
-    """Takes what the run log is told; never blocks."""
+    """Takes what goes into the run log; never blocks."""
 
     def step(self, report: StepReport) -> None: ...
 
@@ -60,8 +60,8 @@ class StepReporter:
         log: Its run log, None before there is one.
         timeline: One entry per step on the rank that leads it: step, time_s, members, mode, folds, weight.
         mismatches: Steps after which the ranks' parameters differed.
-        steps_logged: Steps of this rank's own that the run log was told of, or would have been if there were one.
-        hurry: Somebody waits for steps to end: messages are not held back.
+        steps_logged: Steps of this rank's own that went into the run log, or would have if there were one.
+        immediately: Some rank waits for steps to end: messages are not held back.
         batch: Samples per batch of the loader that feeds the training, 0 before it has given one.
         reference_samples: Samples that count as weight 1, 0 likewise.
         times: This rank's own work in its latest step.
@@ -77,7 +77,7 @@ class StepReporter:
         self.timeline: deque[dict[str, Any]] = deque(maxlen=100_000)
         self.mismatches = 0
         self.steps_logged = 0
-        self.hurry = False
+        self.immediately = False
         self.batch = 0
         self.reference_samples = 0.0
         self._loader = -1
@@ -115,7 +115,7 @@ class StepReporter:
             self._samples += samples
 
     def note_step(self, info: StepInfo) -> None:
-        """A step outside the rounds has ended."""
+        """A step of the active mode has ended."""
         loss, self.engine.loss = self.engine.loss, math.nan
         self.wait_s = info.comm_s
         self.log_step(info.version, loss, info.comm_s, late=info.staleness > 0)
@@ -125,7 +125,7 @@ class StepReporter:
         )
 
     def note_updates(self, notes: Sequence[Any]) -> None:
-        """What servers told of their updates."""
+        """The servers' notes of their updates."""
         if self.engine.rank != 0:
             return
         for note in notes:
@@ -183,15 +183,15 @@ class StepReporter:
             send()
 
     def _send_arrive(self, step: int, plan_id: int) -> None:
-        news = self._is_news(self.times.compute_s)
+        urgent = self._is_urgent(self.times.compute_s)
         arrive = messages.Arrive(self.number, step, plan_id, self.times, self.wait_s)
-        self._send(arrive, urgent=news or self._urgent())
+        self._send(arrive, urgent=urgent or self._urgent())
 
     def _urgent(self) -> bool:
-        return self.engine.plan.may_close or self.hurry
+        return self.engine.plan.may_close or self.immediately
 
-    def _is_news(self, compute_s: float) -> bool:
-        """Whether a step in `sync` tells of a rank that is slow all of a sudden; at the beginning all are news."""
+    def _is_urgent(self, compute_s: float) -> bool:
+        """Whether to report an arrival in `sync` at once: of a rank that is slow suddenly, or one of the first."""
         usual_s, self._arrivals = self._usual_s, self._arrivals + 1
         self._usual_s = compute_s if self._arrivals == 1 else usual_s + _SMOOTHING * (compute_s - usual_s)
         return self._arrivals <= _FIRST_ARRIVALS or compute_s > slow_limit_s(usual_s)

@@ -47,7 +47,7 @@ class ChildSteps:
     """See the module's text.
 
     Args:
-        engine: This rank's engine; its rounds rest meanwhile.
+        engine: This rank's engine; it reduces nothing meanwhile.
         plan: The plan, which may be in force no more.
         link: Connection to the parent.
         ranks: The other ranks, for a state that the parent does not have.
@@ -77,11 +77,6 @@ class ChildSteps:
         self._answered = True
 
     @property
-    def gone(self) -> bool:
-        """Whether another plan is in force."""
-        return self.over
-
-    @property
     def over(self) -> bool:
         """Whether another plan is in force."""
         return self._engine.plan.plan_id != self.plan.plan_id
@@ -93,7 +88,7 @@ class ChildSteps:
     def step(self, *, skip: bool) -> Any:
         """Send this rank's gradient to the parent and take the parameters of the step that contains it.
 
-        If a rank is late: this one always is; nobody waits for it.
+        If a rank is late: this one always is; the members do not wait for it.
         """
         engine = self._engine
         engine.own_steps += 1
@@ -136,7 +131,7 @@ class ChildSteps:
             raise self._engine.failure
         return not self.over
 
-    def bring_up(self) -> None:
+    def catch_up(self) -> None:
         """Get the parent's parameters, at the end of an epoch for example."""
         if not self.over:
             self._receive(self._engine.version, _MEETING_PATIENCE_S)
@@ -153,18 +148,21 @@ class ChildSteps:
             if snapshot is not None and not self.over:
                 self._engine.adopt_state(snapshot)
 
-    def set_away(self, away: bool, *, settle: bool = True) -> None:
-        """Nobody waits for a child anyway."""
+    def set_inactive(self, inactive: bool) -> None:
+        """The members never wait for a child."""
+
+    def confirm_inactive(self) -> None:
+        """The members never wait for a child."""
 
     def wake(self) -> None:
         """Waits here look for the end of the mode themselves."""
 
-    def finish(self) -> None:
-        """Nobody waits for this rank here."""
+    def drain(self) -> None:
+        """No other rank waits for this one here."""
 
-    def conclude(self) -> None:
-        """Nobody waits for this rank here."""
+    def shutdown(self) -> None:
+        """No other rank waits for this one here."""
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """The mode has ended."""
         self._link.close()

@@ -127,7 +127,12 @@ class SwitchMachine:
     def must_drain(self) -> bool:
         """Whether other ranks may wait for this one in a mode that was passed. They do not come to the plan in force
         before that has ended, so until then the training thread may not wait for them there."""
-        return bool(self._in(S.UNDRAINED))
+        return bool(self._in(S.UNDRAINED)) and self._active() is None
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether the end of a step changes nothing, unless the active mode is over: the usual case, in every step."""
+        return self._current.state is S.ENTERED and not self._in(S.ENDED, S.UNDRAINED, S.WAITING)
 
     def state(self, plan_id: int) -> PlanState:
         """How far a plan has come."""

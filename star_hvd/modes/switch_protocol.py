@@ -242,14 +242,14 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class ReportPrepared:
-    """Tell the coordinator."""
+    """Report it to the coordinator."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRefused:
-    """Tell the coordinator. `unsupported`: for good, since within `rounds` nothing but the program forbids a plan."""
+    """Report it. `unsupported`: for good, since within `rounds` nothing but the program forbids a plan."""
 
     plan: Plan
     reason: str

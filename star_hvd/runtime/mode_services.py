@@ -106,13 +106,13 @@ class ModeServices:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception:  # The plan is abandoned for want of this rank's word.
+            except Exception:  # The plan is abandoned, since this rank does not report.
                 logger.exception("rank %d: preparing a plan failed", self._rank)
 
     def on_message(self, message: Message) -> None:
         """An order of the coordinator, in the agent's thread."""
         if isinstance(message, (MakeSet, DropSet)):
-            with self._changed:  # What was told of it before does not hold any more.
+            with self._changed:  # What is known of it does not hold any more.
                 self._set_reasons.pop(tuple(message.ranks), None)
             (self.sets.add if isinstance(message, MakeSet) else self.sets.remove)(message.ranks)
         elif isinstance(message, WarmServers):
@@ -172,12 +172,12 @@ class ModeServices:
     def _await_sets(self, optimizer_id: int, plan: Plan) -> str | None:
         limit_s = time.monotonic() + self._config.plan_deadline_s
 
-        def is_told(ranks: Ranks) -> bool:
+        def is_known(ranks: Ranks) -> bool:
             return ranks in self._set_reasons or plan.plan_id <= self._given_up.get(optimizer_id, -1)
 
         for ranks in plan.sets:
             with self._changed:
-                self._changed.wait_for(functools.partial(is_told, ranks), max(0.0, limit_s - time.monotonic()))
+                self._changed.wait_for(functools.partial(is_known, ranks), max(0.0, limit_s - time.monotonic()))
                 if plan.plan_id <= self._given_up.get(optimizer_id, -1):
                     return f"{plan.label} was given up"
                 if ranks not in self._set_reasons:
@@ -187,7 +187,7 @@ class ModeServices:
                 return reason
         return None
 
-    # ---- for handovers ----------------------------------------------------------------------------------------
+    # ---- for switches ------------------------------------------------------------------------------------------
 
     def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
         """Get process sets, servers and connections of a plan ready. A reason why not, or None; blocks."""
@@ -196,8 +196,12 @@ class ModeServices:
             reason = self.house.prepare(optimizer_id, plan)
         return reason
 
+    def session(self, optimizer_id: int, plan: Plan) -> int | None:
+        """The session of servers that a prepared plan begins or continues, None where it has no servers."""
+        return self.house.session_number(optimizer_id, plan) if plan.family in ("ps", "grouped") else None
+
     def steps(self, optimizer_id: int, plan: Plan) -> Steps:
-        """The steps of a prepared plan that does not run in rounds."""
+        """What makes the steps of a prepared plan other than those of `rounds`."""
         driver = self._drivers[optimizer_id]
         deadline_s = self._config.step_deadline_s
         if plan.family == "subgroup":
@@ -225,7 +229,7 @@ class ModeServices:
             "deadline_s": deadline_s,
             "on_step": driver.reporter.note_step,
             "on_notes": driver.reporter.note_updates,
-            "plan_of": driver.handover.plan_of,
+            "plan_of": driver.switcher.plan_of,
             "same_session": lambda one, other: self.house.same_session(optimizer_id, one, other),
         }
         client = self.house.client(optimizer_id, plan)

@@ -52,6 +52,7 @@ from star_hvd.modes.driver import StepDriver
 from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
 from star_hvd.runtime.coordinator_client import CoordinatorClient
+from star_hvd.runtime.inactivity import Inactivity
 from star_hvd.runtime.job_log import JobLog, check_curves
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
@@ -119,8 +120,8 @@ class Runtime:
 
     def __init__(self, config: Config) -> None:
         # Here, on every rank: a name that is none must end the job, not only what rank 0's coordinator does.
-        told = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
-        changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
+        chosen = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
+        changes: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
         self.config = dataclasses.replace(config, **changes)
         self.rank = int(mpi_ops.rank())
         self.world_size = int(mpi_ops.size())
@@ -133,15 +134,14 @@ class Runtime:
         self.client: CoordinatorClient
         self.tensors: TensorServer
         self.services: ModeServices
-        self.job = ""  # Its name, the same on all ranks.
+        self.run_name = ""  # Of the run log, equal on all ranks.
         self._folder: PrivateFolder | None = None
         self._ranker: ModelLoader | None = None
         self._sampler: ResourceSampler | None = None
         self._curves: set[str] = set()
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
-        self._away_depth = 0
-        self._away_lock = threading.Lock()
+        self._inactivity = Inactivity(self.drivers, lambda message: self.agent.send(message))
         self._had_dropped = self._had_mixed = False
         self._training_thread = threading.get_ident()
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
@@ -164,7 +164,7 @@ class Runtime:
         job = new_run_name() if self.rank == 0 else None
         gathered = allgather_object((own, job, own_build()), name="star.peers")
         require_equal(build for _, _, build in gathered)
-        peers, self.job = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
+        peers, self.run_name = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()
@@ -215,7 +215,7 @@ class Runtime:
         )
 
     def attach(self, driver: StepDriver, engine: StepEngine, initial: Plan, plan: Plan | None) -> None:
-        """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
+        """Start an optimizer's engine and register it: its first plan, and what the user asked for."""
         if driver.number > 0:
             gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
         self.drivers[driver.number] = driver
@@ -228,7 +228,7 @@ class Runtime:
         facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}
         ranker = None if plan else self._ranker
         reporter = driver.reporter
-        reporter.log = JobLog(self.job, reporter, hosts, self.coordinator, facts, ranker, self._curves)
+        reporter.log = JobLog(self.run_name, reporter, hosts, self.coordinator, facts, ranker, self._curves)
         reporter.log.start()
         if self._sampler is None:
             self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
@@ -256,7 +256,7 @@ class Runtime:
     def detach(self, driver: StepDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
         with self.meeting(messages.CLOSE, out_of_data=True):
-            driver.conclude()
+            driver.shutdown()
             # Whoever runs a server keeps it until the last group has had its last answer.
             self.client.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
         self._end(driver)
@@ -273,7 +273,7 @@ class Runtime:
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer, or was one that ended by being dropped, of which ranks hear one by one."""
+        """Whether there is an optimizer, or was one that ended by being dropped, which ranks learn one by one."""
         return bool(self.drivers) or self._had_dropped
 
     @property
@@ -281,10 +281,10 @@ class Runtime:
         """Whether ranks may be at different steps, as all of them know after the same one of their own."""
         return self._had_mixed or any(driver.engine.agreement.mixed for driver in list(self.drivers.values()))
 
-    # ---- the training thread is elsewhere -----------------------------------------------------------------------
+    # ---- the training thread is inactive ------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def away(self, reason: str, *, out_of_data: bool = True) -> Iterator[None]:
+    def inactive(self, reason: str, *, out_of_data: bool = True) -> Iterator[None]:
         """The calling thread delivers no gradients inside the block; others go on without waiting for it.
 
         Args:
@@ -292,33 +292,32 @@ class Runtime:
             out_of_data: There is nothing to train on for now. False inside a collective of the user's.
         """
         began_s = time.monotonic()
-        self.enter_away(reason, out_of_data=out_of_data)
         try:
-            yield
+            with self._inactivity.during(reason, out_of_data=out_of_data):
+                yield
         finally:
-            self.leave_away(reason)
             for driver in self.drivers.values():
                 driver.timer.add_outside(time.monotonic() - began_s)
 
     @contextlib.contextmanager
     def meeting(self, reason: str, *, out_of_data: bool = False) -> Iterator[None]:
-        """Away, with all ranks: inside the block all replicas are the same, at the furthest step.
+        """Inactive, with all ranks: inside the block all replicas are the same, at the furthest step.
 
-        Collective. Ranks in the middle of a step take part and stay as they are. Inside another time away, and in
+        Collective. Ranks in the middle of a step take part and stay as they are. Inside another such time, and in
         threads that do not train, it is no more than that.
 
         Raises:
             DeadlineError: Not all ranks came, or they did not get to one step, within `step_deadline_s`.
         """
-        with self.away(reason, out_of_data=out_of_data):
-            if self._away_depth == 1 and threading.get_ident() == self._training_thread:
+        with self.inactive(reason, out_of_data=out_of_data):
+            if not self._inactivity.nested and threading.get_ident() == self._training_thread:
                 self._meet(reason, self.config.step_deadline_s, out_of_data=out_of_data)
             yield
 
     def _meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
         limit_s, asked = time.monotonic() + deadline_s, False
         while True:
-            # Of one that was dropped nobody has a reference, and its helper may have ended on some ranks already.
+            # One that was dropped has no reference left, and its helper may have ended on some ranks already.
             own = [driver.position() for driver in list(self.drivers.values()) if not driver.dropped]
             found = gather_positions(own, self.raise_failure, deadline_s, reason)
             if settled(found, asked=asked):
@@ -331,53 +330,33 @@ class Runtime:
                     f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}"
                 )
             if asked:
-                time.sleep(_MEETING_POLL_S)  # Something is on its way: a step that ends, or word of it.
+                time.sleep(_MEETING_POLL_S)  # Something is on its way: a step that ends, or the message that it has.
             self._catch_up_together(own, reason, out_of_data=out_of_data)
             asked = True
 
     def _catch_up_together(self, own: list[Position], reason: str, *, out_of_data: bool) -> None:
         """Present, as long as nothing forbids it: an averaging of local steps, for one, is made of those present."""
-        stays_away = any(position.mid_step for position in own)
-        if not stays_away:
-            self.leave_away(reason)
+        stays_inactive = any(position.mid_step for position in own)
+        if not stays_inactive:
+            self._inactivity.leave(reason)
         try:
             for position in own:
                 driver = self.drivers.get(position.optimizer)
                 if driver is not None and not position.mid_step:
                     behind = not position.outside and position.step < position.next_step
-                    driver.bring_up()
-                    if behind and driver.outside is None:
+                    driver.catch_up()
+                    if behind and driver.active_mode is None:
                         driver.engine.note_joined()
         finally:
-            if not stays_away:
-                self.enter_away(reason, out_of_data=out_of_data)
-
-    def enter_away(self, reason: str, *, out_of_data: bool = True) -> None:
-        """Begin of a time without gradients; may be nested."""
-        with self._away_lock:
-            self._away_depth += 1
-            if self._away_depth == 1:
-                self._set_away(True, out_of_data, reason)
-
-    def leave_away(self, reason: str) -> None:
-        """End of it."""
-        with self._away_lock:
-            self._away_depth -= 1
-            if self._away_depth == 0:
-                self._set_away(False, False, reason)
-
-    def _set_away(self, away: bool, out_of_data: bool, reason: str) -> None:
-        for driver in self.drivers.values():
-            driver.set_away(away)
-        if self.drivers:
-            self.agent.send(messages.Away(away, out_of_data, reason))
+            if not stays_inactive:
+                self._inactivity.enter(reason, out_of_data=out_of_data)
 
     # ---- looking after the job -----------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
         """Bring the parameters of all optimizers up to date; only outside forward and backward."""
         for driver in self.drivers.values():
-            driver.bring_up()
+            driver.catch_up()
 
     def note_batch(self, weight: float, input_s: float) -> None:
         """The loader hands out a batch: its weight, and how long the training thread waited for it."""
@@ -389,7 +368,7 @@ class Runtime:
         """Steps the parameters here have had, of the first optimizer; -1 where ranks do not count them alike."""
         for driver in list(self.drivers.values()):
             if not driver.dropped:
-                return driver.engine.version if driver.outside is None else -1
+                return driver.engine.version if driver.active_mode is None else -1
         return -1
 
     def batch_weight(self, passes: int) -> float:
@@ -413,11 +392,11 @@ class Runtime:
         )
         for driver in list(self.drivers.values()):
             driver.engine.fail(self.thread_failure)
-            if driver.outside is not None:
-                driver.outside.wake()
+            if driver.active_mode is not None:
+                driver.active_mode.wake()
 
     def diagnose(self) -> str:
-        """Which rank is gone, as far as signs of life tell. Waits a moment for the silence to show."""
+        """Which rank is gone, as far as signs of life show. Waits a moment for the silence to show."""
         time.sleep(2.5 * self.config.heartbeat_s)
         silent_for_s = 2.0 * self.config.heartbeat_s
         if self.coordinator is None:
@@ -438,7 +417,7 @@ class Runtime:
         """Stop the threads and close the sockets.
 
         Args:
-            drain: First wait until all ranks have finished; until then the helpers stand in for this rank.
+            drain: First wait until all ranks have finished; until then the helpers contribute for this rank.
         """
         if self._stopped or os.getpid() != self._pid:
             return
@@ -465,7 +444,7 @@ class Runtime:
             self._folder.close()
 
     def _drain(self) -> None:
-        self.enter_away("finished")
+        self._inactivity.enter("finished", out_of_data=True)
         self.agent.send(messages.Finished(self.rank))
         limit_s = time.monotonic() + self.config.shutdown_deadline_s
         while not self._bye.wait(0.2):
@@ -500,7 +479,7 @@ class Runtime:
             self.client.on_message(message)
         elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):
-                driver.reporter.hurry = message.now
+                driver.reporter.immediately = message.now
         elif isinstance(message, messages.StateSource):
             self._sources.put(message)
         elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerRestarted, Presence, Probe)):
@@ -544,9 +523,9 @@ def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
             ranks of one host are to use those.
     """
     folder = PrivateFolder()
-    told = allgather_object((wanted, str(folder.path)), name="star.folders")
+    folders = allgather_object((wanted, str(folder.path)), name="star.folders")
     # In containers ranks may share a host's name and address, and no files.
-    reached = all(each and PrivateFolder.is_own(path) for each, path in told)
+    reached = all(each and PrivateFolder.is_own(path) for each, path in folders)
     if all(allgather_object(reached, name="star.reached")):
         return folder
     folder.close()

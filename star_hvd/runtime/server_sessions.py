@@ -274,6 +274,10 @@ class ServerSessions:
         else:
             self._process.cut(optimizer_id, new.plan_id)
 
+    def session_number(self, optimizer_id: int, plan: Plan) -> int:
+        """The session that a prepared plan begins or continues."""
+        return self._serves[optimizer_id, plan.plan_id]
+
     def same_session(self, optimizer_id: int, one: Plan, other: Plan) -> bool:
         """Whether two plans are served by the same servers without an end between them."""
         with self._changed:
@@ -350,8 +354,8 @@ class ServerSessions:
         for number, driver in list(self._drivers.items()):
             if optimizer_id in (-1, number):
                 driver.engine.fail(error)
-                if driver.outside is not None:
-                    driver.outside.wake()
+                if driver.active_mode is not None:
+                    driver.active_mode.wake()
 
 
 def _to_parts(endpoint: Endpoint) -> list[str]:

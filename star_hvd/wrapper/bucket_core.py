@@ -299,7 +299,7 @@ class BucketCore:
         if running is None or not self.attached_to(running):
             return
         if self.driver.state_is_elsewhere:
-            with running.away("load_state_dict"):
+            with running.inactive("load_state_dict"):
                 running.client.await_all("load_state_dict", self._config.step_deadline_s)
             self.driver.bring_state_home()
 
@@ -334,9 +334,9 @@ class BucketCore:
         self._end_synchronized()
         for param in self.requires_update - self._given:
             self._give(param)
-        if self.driver.outside is not None:  # The gradients stay local; `apply` makes the whole step.
+        if self.driver.active_mode is not None:  # The gradients stay this rank's own; `apply` makes the whole step.
             self._reset()
-            self._outcome = "outside"
+            self._outcome = "in mode"
             return
         result = self.driver.synchronize(manual=manual)
         if result is not None:
@@ -358,13 +358,13 @@ class BucketCore:
         if outcome == "member" and result is not None:
             step = (lambda row: None) if skip else None
             value = engine.apply_own(result, step)
-            self.driver.catch_up(was_late=False)
-        elif outcome == "outside":
+            self.driver.end_of_step(was_late=False)
+        elif outcome == "in mode":
             with _hooks_around(self.optimizer):
-                value = self.driver.step_outside(skip=skip)
+                value = self.driver.step_in_mode(skip=skip)
         elif outcome == "late":
             with _hooks_around(self.optimizer):
-                self.driver.catch_up(was_late=True)
+                self.driver.end_of_step(was_late=True)
         else:  # step() inside skip_synchronize() without a synchronize(): a purely local step, as in Horovod.
             with engine.replica.writing():
                 value = engine.applier.step(None, clip=False)
@@ -382,7 +382,7 @@ class BucketCore:
             return mean_loss(loss, f"{self.driver.engine.prefix}.loss")
 
         value = self.base.step(self.optimizer, reduced)
-        self.driver.catch_up(was_late=False)
+        self.driver.end_of_step(was_late=False)
         return value
 
     # ---- life -----------------------------------------------------------------------------------------------

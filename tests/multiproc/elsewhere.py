@@ -13,6 +13,8 @@ import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
+from star_hvd.engine.records import Snapshot
+from star_hvd.engine.state_source import StateSource
 from tests.multiproc.modes import CONFIG, OwnSGD, deadline, finish, publish, within
 from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, model
 from tests.support.inside import driver_of
@@ -130,19 +132,24 @@ def averaged(base: type[torch.optim.SGD] | None) -> Facts:
     return job.finish(mode=job.optimizer.mode)
 
 
+class SlowLink:
+    """A source of state behind a slow link."""
+
+    def __init__(self, source: StateSource) -> None:
+        self._source = source
+
+    def snapshot(self, min_step: int, deadline_s: float) -> Snapshot | None:
+        time.sleep(0.4)
+        return self._source.snapshot(min_step, deadline_s)
+
+
 def excluded(mode: str) -> Facts:
     """A late rank is fetching the state, since nobody can replay its optimizer, when a plan without it comes."""
     job = Job(OwnSGD)
     job.step_until("partial(3)")
-    handover, late = driver_of(job.optimizer).handover, job.rank == 3
-    fetch = handover._fetch
-
-    def slowly(*arguments: Any) -> Any:
-        time.sleep(0.4)  # A slow link.
-        return fetch(*arguments)
-
+    switcher, late = driver_of(job.optimizer).switcher, job.rank == 3
     if late:
-        handover._fetch = slowly
+        switcher.ranks = SlowLink(switcher.ranks)
     began_s = time.monotonic()
     while within(began_s):  # Servers take seconds to start.
         publish(job.optimizer, mode)

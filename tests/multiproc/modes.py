@@ -265,7 +265,7 @@ def _tell_state() -> None:
     run = runtime.current()
     for driver in list(run.drivers.values()) if run is not None else ():
         engine = driver.engine
-        for part in (driver, engine, engine.replica, driver.handover):
+        for part in (driver, engine, engine.replica, driver.switcher):
             print(f"modes.py: rank {engine.rank}: {_fields_of(part)}", file=sys.stderr, flush=True)
     if run is not None and run.coordinator is not None:
         with run.coordinator.board() as board:

@@ -54,7 +54,7 @@ def main(steps: int, die: bool) -> None:
             mark("acted")
         acted = acted or marked("acted")
     said.append(hvd.explain())
-    name, dropped = run.job, log.dropped if log is not None else -1
+    name, dropped = run.run_name, log.dropped if log is not None else -1
     began_s = time.monotonic()
     hvd.shutdown()
     facts = {"name": name, "steps": step + 1, "dropped": dropped, "said": said}

@@ -43,7 +43,7 @@ def senders() -> list[psutil.Process]:
         try:
             words = process.cmdline()
             # A child of this process is the sender's first one, which ends at once, having left its work to its own.
-            ours = bool(words) and words[-1].endswith(run.job) and process.ppid() != os.getpid()
+            ours = bool(words) and words[-1].endswith(run.run_name) and process.ppid() != os.getpid()
             if ours and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
@@ -91,7 +91,7 @@ def main(count: int) -> None:
         optimizer.close()
     run = runtime.current()
     assert run is not None
-    name = run.job
+    name = run.run_name
     if rank == 0:
         found |= {"last": [process.pid for process in senders()], "starts": dispatch.starts()}
     hvd.shutdown()

@@ -125,7 +125,7 @@ def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, St
         engine.agreement.plan = plan
     engine = world.engines[0]
     made = StepDriver(0, Config(), heard, cast(Any, None), str, lambda task: None)
-    made.engine, made.handover = engine, cast(Any, SimpleNamespace(outside=None))
+    made.engine, made.switcher = engine, cast(Any, SimpleNamespace(active_mode=None))
     made.reporter.start(engine)
     engine._listener = engine.agreement._listener = made.reporter
     world.engines[1].set_away(True)

@@ -15,16 +15,24 @@ from star_hvd.modes.driver import StepDriver
 
 def driver(engine: Any, *, needs_state: Any = lambda: True, state_for: Any = None) -> StepDriver:
     made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+    engine.replica = SimpleNamespace(reuse_buckets=lambda: None)
     made.engine = engine
 
-    class ModeSwitcher:
-        needs_state = property(lambda self: made_needs())
+    class Switcher:
+        active_mode = None
+        must_drain = False
+        needs_state = property(lambda self: needs_state())
+
+        def leave(self) -> None:
+            """No mode is active."""
+
+        enter = leave
 
         def state_for(self, number: int) -> Any:
             return state_for()
 
-    made_needs = needs_state
-    made.handover = cast(Any, ModeSwitcher())
+    made.switcher = cast(Any, Switcher())
+    made.local = cast(Any, SimpleNamespace(take_over=lambda: None))
     return made
 
 
@@ -40,13 +48,13 @@ def test_gradients_of_a_step_that_takes_several_passes_outlive_the_steps_of_othe
 
     made = driver(SimpleNamespace(next_step=3, version=2, catch_up=catch_up))
     made.begun = lambda: [begun]
-    made._catch_up()
+    made.end_of_step(was_late=False)
     assert torch.equal(cast(Any, begun.grad), torch.tensor([1.0, 2.0]))
     assert torch.equal(cast(Any, other.grad), torch.tensor([9.0, 9.0])), "it holds what was applied, as in Horovod"
 
 
 def test_a_rank_stops_fetching_a_state_that_a_change_of_mode_made_superfluous() -> None:
-    wanted, asked = [True, True, False], list[int]()
+    wanted, asked = [True, True, True, False], list[int]()
     engine = SimpleNamespace(
         next_step=3, version=2, needs_fetch=True, catch_up=lambda target: False, adopt=lambda snapshot: False,
         lock=threading.Condition(),
@@ -56,7 +64,7 @@ def test_a_rank_stops_fetching_a_state_that_a_change_of_mode_made_superfluous() 
         asked.append(1)
         return object() if len(asked) == 1 else None  # One of a step that did not begin here, and none any more.
 
-    driver(engine, needs_state=lambda: wanted.pop(0), state_for=state_for)._catch_up()
+    driver(engine, needs_state=lambda: wanted.pop(0), state_for=state_for).end_of_step(was_late=False)
     assert len(asked) == 2 and not wanted
 
 
@@ -67,6 +75,6 @@ def test_the_end_of_a_job_does_not_wait_for_an_averaging_that_its_helper_can_no_
         helper_averages=lambda: True, failure=None,
     )
     made = driver(engine)
-    made.local = cast(Any, SimpleNamespace(leave=lambda: pytest.fail("it waits for the helper, which has ended")))
-    made.handover.outside = made.local
+    made.local = cast(Any, SimpleNamespace(exit=lambda: pytest.fail("it waits for the helper, which has ended")))
+    made.switcher.active_mode = made.local
     made.stop()

@@ -71,7 +71,14 @@ class Served:
         return SimpleNamespace(kind="params", version=self.version, plan_id=1, params=[torch.ones(3)])
 
 
-def member(rank: int, ranks: tuple[int, ...], meeting: Meeting) -> GroupSteps:
+def member(
+    rank: int,
+    ranks: tuple[int, ...],
+    meeting: Meeting | None,
+    *,
+    deadline_s: float = DEADLINE_S,
+    engines: list[Any] | None = None,
+) -> GroupSteps:
     bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4))
     plan = Plan.grouped(len(ranks), [ranks]).replace(plan_id=1)
     engine = SimpleNamespace(
@@ -79,13 +86,15 @@ def member(rank: int, ranks: tuple[int, ...], meeting: Meeting) -> GroupSteps:
         streams=Streams([]),
     )
     engine.fail = lambda error: setattr(engine, "failure", error)
+    if engines is not None:
+        engines.append(engine)
     return GroupSteps(
         engine,  # type: ignore[arg-type]
         plan,
         Served(),  # type: ignore[arg-type]
-        MemoryCollective(meeting),  # type: ignore[arg-type]
+        None if meeting is None else MemoryCollective(meeting),  # type: ignore[arg-type]
         ranks,
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
         on_step=lambda info: None,
         on_notes=lambda notes: None,
         plan_of=lambda plan_id: None,
@@ -103,12 +112,12 @@ def test_members_that_end_at_different_moments_all_end(size: int, seed: int) -> 
 
     def close(rank: int, waits_s: list[float]) -> None:
         time.sleep(waits_s[0])
-        steps[rank].set_away(True)
+        steps[rank].set_inactive(True)
         met.wait(DEADLINE_S)  # What `CoordinatorClient.await_all` does.
         time.sleep(waits_s[1])
-        steps[rank].conclude()
+        steps[rank].shutdown()
         time.sleep(waits_s[2])
-        steps[rank].set_away(False)
+        steps[rank].set_inactive(False)
         ended.append(rank)
 
     threads = [
@@ -128,15 +137,16 @@ def test_without_members_at_the_end_of_their_loops_nothing_ends() -> None:
     ranks, meeting = (0, 1), Meeting(2)
     steps = [member(rank, ranks, meeting) for rank in ranks]
     for each in steps:
-        each.set_away(True)
-    steps[0]._concluding = True  # Rank 1 is at the end of an epoch only.
+        each.set_inactive(True)
+    ending = threading.Thread(target=steps[0].shutdown, daemon=True)  # Rank 1 is at the end of an epoch only.
+    ending.start()
     before = len(meeting.given)
     limit_s = time.monotonic() + DEADLINE_S
     while len(meeting.given) < before + 40 and time.monotonic() < limit_s:
         time.sleep(0.005)
     assert len(meeting.given) >= before + 40 and not any(each.over for each in steps)
-    steps[1].conclude()
-    steps[0].conclude()
+    steps[1].shutdown()
+    ending.join(DEADLINE_S)
     assert all(each.over for each in steps)
 
 
@@ -145,19 +155,42 @@ def test_a_thread_does_not_wait_for_its_turn_for_ever() -> None:
     steps._deadline_s = 0.05
     text = r"a step of the group of ranks \(0, 1\) did not end"
     with steps._turn(), ThreadPoolExecutor(1) as other, pytest.raises(DeadlineError, match=text):
-        other.submit(steps.bring_up).result(DEADLINE_S)
+        other.submit(steps.catch_up).result(DEADLINE_S)
     steps._deadline_s = DEADLINE_S
     with steps._turn():
         pass  # Whoever did not get it has not left it taken.
 
 
 def test_a_group_acts_on_its_own_plan_until_it_has_met_for_the_last_time() -> None:
-    """Or its process set would be taken for one that nobody needs."""
-    steps, alone = member(0, (0, 1), Meeting(2)), member(0, (0,), Meeting(1))
-    alone._collective = None
-    for each in (steps, alone):
-        assert each._acts_on == 1
-        each._engine.plan = Plan.sync(2).replace(plan_id=2)
-    assert steps._acts_on == 1 and alone._acts_on == 2, "one has to meet the other member, to learn of the end together"
-    steps._moved = True
-    assert steps._acts_on == 2
+    """Or its process set would be taken for one that no rank needs."""
+    meeting, engines = Meeting(2), list[Any]()
+    both = [member(rank, (0, 1), meeting, engines=engines) for rank in (0, 1)]
+    alone = member(0, (0,), None, engines=engines)
+    assert [each.acts_on for each in (*both, alone)] == [1, 1, 1]
+    for engine in engines:
+        engine.plan = Plan.sync(2).replace(plan_id=2)
+    assert [each.acts_on for each in both] == [1, 1], "they have to meet, to learn of the end together"
+    assert alone.acts_on == 2
+    threads = [threading.Thread(target=each.drain, daemon=True) for each in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert [each.acts_on for each in both] == [2, 2] and all(each.over for each in both)
+
+
+def test_a_step_that_waits_for_another_of_its_own_rank_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, goes_on = threading.Event(), threading.Event()
+
+    def stuck(self: MemoryCollective, name: str, tensor: torch.Tensor) -> int:
+        entered.set()
+        assert goes_on.wait(DEADLINE_S), "inside the collective library"
+        raise DeadlineError("the test is over")
+
+    monkeypatch.setattr(MemoryCollective, "submit", stuck)
+    steps = member(0, (0, 1), Meeting(2), deadline_s=0.2)
+    steps.set_inactive(True)  # Its proxy takes part.
+    assert entered.wait(DEADLINE_S)
+    with pytest.raises(DeadlineError, match="before this one did not end within 0.2 s"):
+        steps.drain()
+    goes_on.set()

@@ -1,9 +1,11 @@
-"""Word of a switch that comes before a rank has read of it itself."""
+"""The switcher carries out what the state machine decides: announcements, postponed plans, absences, a mode's end."""
 
 from __future__ import annotations
 
 import itertools
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +15,9 @@ import torch
 
 from scheduler.plan.plan import Plan
 from star_hvd.engine.records import Snapshot
+from star_hvd.engine.replica import ReplicaState
 from star_hvd.engine.step_engine import StepEngine
+from star_hvd.errors import DeadlineError
 from star_hvd.modes.mode_switcher import ModeSwitcher
 from star_hvd.modes.ps_worker import ServerSteps, StepInfo
 from star_hvd.modes.subgroup_child import ChildSteps
@@ -23,79 +27,58 @@ SYNC = Plan.sync(4)
 SUBGROUP = Plan.subgroup(4, (0, 1, 2), plan_id=1)
 SERVED = Plan.ps(4, 3, servers=(1,), plan_id=2)
 BACK = Plan.sync(4, plan_id=3)
+OTHER = Plan.ps(4, 2, servers=(2,), plan_id=4)
+DEADLINE_S = 10.0
 
 
 class Engine:
     """As much of a rank's engine as a switch is about."""
 
-    def __init__(self, rank: int, plan: Plan) -> None:
+    def __init__(self, rank: int, plan: Plan = SYNC) -> None:
         self.lock = threading.Condition(threading.RLock())
         self.rank, self.plan = rank, plan
+        self.version = self.next_step = 0
+        self.replica = SimpleNamespace(
+            state=ReplicaState.CURRENT, apply_lock=threading.RLock(), snapshot=lambda min_step: None
+        )
+        self.agreement = SimpleNamespace(refusal=lambda plan: None, prepare=lambda plan: None, abandon=lambda i: None)
+        self.failure: BaseException | None = None
         self.voided: list[int] = []
+        self.taken_up: Callable[[Plan], None] = lambda plan: None
 
-    @property
-    def taking_part(self) -> bool:
-        return self.plan.family == "rounds" or self.rank in self.plan.members
+    def take_up(self, plan: Plan) -> None:
+        """All ranks agreed in band, or `resume`."""
+        with self.lock:
+            self.plan = plan
+            self.taken_up(plan)
 
     def resume(self, plan: Plan, step: int) -> bool:
-        if plan.plan_id <= self.plan.plan_id:
-            return False
-        self.voided.append(plan.plan_id)
-        self.plan = plan
-        return True
+        with self.lock:
+            if plan.plan_id <= self.plan.plan_id:
+                return False
+            self.voided.append(plan.plan_id)
+            self.take_up(plan)
+            return True
 
-    def fail(self, error: Exception) -> None:
-        raise error
+    def leave_rounds(self) -> None:
+        """Parameters come from elsewhere."""
 
-
-def handover(engine: Engine) -> ModeSwitcher:
-    made = ModeSwitcher(
-        0, cast(Any, engine), cast(Any, None), ready=lambda plan, reason: None, ranks=cast(Any, None),
-        local=cast(Any, None), later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
-    )
-    made._held = {plan.plan_id: plan for plan in (SUBGROUP, SERVED, BACK)}
-    return made
+    def fail(self, error: BaseException) -> None:
+        self.failure = error
 
 
-def in_band(engine: Engine, made: ModeSwitcher, plan: Plan) -> None:
-    """The rank reads the header of the step that all agreed in, as `StepDriver.on_switch` is told."""
-    with engine.lock:
-        engine.plan = plan
-    if made.told_early:
-        made.switched()
+class Recorded:
+    """Steps that write down what they are asked."""
 
+    def __init__(self) -> None:
+        self.over = False
+        self.asked: list[Any] = []
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_member_keeps_its_state_whoever_is_first(rank: int) -> None:
-    engine = Engine(rank, SUBGROUP)
-    made = handover(engine)
-    made.moved(SERVED.plan_id, 57)
-    assert engine.plan is SUBGROUP and engine.voided == []
-    in_band(engine, made, SERVED)
-    assert engine.plan is SERVED and engine.voided == [] and not made.told_early
+    def set_inactive(self, inactive: bool) -> None:
+        self.asked.append(inactive)
 
-
-def test_a_child_follows_at_once() -> None:
-    engine = Engine(3, SUBGROUP)
-    handover(engine).moved(SERVED.plan_id, 57)
-    assert engine.plan is SERVED and engine.voided == [SERVED.plan_id]
-
-
-def test_what_was_told_early_is_followed_in_the_end() -> None:
-    """In any order of what a slow member hears: it ends in the last plan, and voids no state that it brings along."""
-    events = {"moved to servers": 0, "in band to servers": 1, "moved back": 2}
-    for order in itertools.permutations(events):
-        if order.index("moved to servers") > order.index("moved back"):
-            continue  # The coordinator's messages keep their order.
-        engine = Engine(1, SUBGROUP)
-        made = handover(engine)
-        for event in order:
-            if event == "in band to servers":
-                in_band(engine, made, SERVED)
-            else:
-                plan = SERVED if event == "moved to servers" else BACK
-                made.moved(plan.plan_id, 57 if plan is SERVED else 60)
-        assert engine.plan is BACK and engine.voided == [BACK.plan_id], order
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        return lambda: self.asked.append(name)
 
 
 class Servers:
@@ -103,60 +86,220 @@ class Servers:
 
     def __init__(self) -> None:
         self.prepared: list[int] = []
+        self.made: dict[int, Recorded] = {}
 
     def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
         self.prepared.append(plan.plan_id)
         return None
 
-    def give_up(self, optimizer_id: int, plan_id: int) -> None:
-        """Nothing waits here."""
+    def session(self, optimizer_id: int, plan: Plan) -> int | None:
+        return plan.plan_id
+
+    def steps(self, optimizer_id: int, plan: Plan) -> Any:
+        return self.made.setdefault(plan.plan_id, Recorded())
+
+    def seed(self, *unused: Any) -> None:
+        """Nothing begins here."""
+
+    begun = end = give_up = seed
+
+
+class Rank:
+    """A switcher with what is around it; the thread that prepares runs when the test says so."""
+
+    def __init__(self, rank: int, engine: Any = None, services: Any = None) -> None:
+        self.engine = engine or Engine(rank)
+        self.services = services or Servers()
+        self.tasks: deque[Callable[[], None]] = deque()
+        self.ready: list[int] = []
+        self.switcher = ModeSwitcher(
+            0, self.engine, self.services, report=lambda plan, reason: self.ready.append(plan.plan_id),
+            unsupported=lambda plan, reason: None, ranks=cast(Any, None), local=cast(Any, None),
+            later=self.tasks.append, deadline_s=1.0, push_deadline_s=0.05,
+        )  # fmt: skip
+        self.engine.taken_up = self.switcher.taken_up
+
+    def run_tasks(self) -> None:
+        while self.tasks:
+            self.tasks.popleft()()
+
+    def offer(self, *plans: Plan) -> Rank:
+        for plan in plans:
+            self.switcher.offer(plan)
+            self.run_tasks()
+        return self
+
+    def under(self, *plans: Plan) -> Rank:
+        """All of these were in force, the last one is."""
+        for plan in plans:
+            self.offer(plan)
+            self.engine.take_up(plan)
+            self.run_tasks()
+        self.engine.voided.clear()
+        return self
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_member_keeps_its_state_whichever_rank_is_first(rank: int) -> None:
+    made = Rank(rank).under(SUBGROUP).offer(SERVED)
+    made.switcher.announce(SERVED.plan_id, 57)
+    assert made.engine.plan is SUBGROUP and made.engine.voided == []
+    made.engine.take_up(SERVED)
+    made.run_tasks()
+    assert made.engine.plan is SERVED and made.engine.voided == []
+
+
+def test_a_child_follows_at_once() -> None:
+    made = Rank(3).under(SUBGROUP).offer(SERVED)
+    made.switcher.announce(SERVED.plan_id, 57)
+    assert made.engine.plan is SERVED and made.engine.voided == [SERVED.plan_id]
+
+
+def test_what_was_announced_early_is_followed_in_the_end() -> None:
+    """In any order of what a slow member hears: it ends in the last plan, and voids no state that it brings along."""
+    events = {"servers announced": 0, "in band to servers": 1, "end announced": 2}
+    for order in itertools.permutations(events):
+        if order.index("servers announced") > order.index("end announced"):
+            continue  # The coordinator's messages keep their order.
+        made = Rank(1).under(SUBGROUP).offer(SERVED, BACK)
+        for event in order:
+            if event == "in band to servers":
+                made.engine.take_up(SERVED)
+            else:
+                plan = SERVED if event == "servers announced" else BACK
+                made.switcher.announce(plan.plan_id, 57 if plan is SERVED else 60)
+            made.run_tasks()
+        assert made.engine.plan is BACK and made.engine.voided == [BACK.plan_id], order
 
 
 def test_other_servers_wait_for_a_training_thread_that_is_one_mode_of_servers_behind() -> None:
-    engine, servers, tasks = Engine(3, SERVED), Servers(), list[Callable[[], None]]()
-    ready: list[int] = []
-    made = handover(engine)
-    made._services, made._later = cast(Any, servers), tasks.append
-    made._ready = lambda plan, reason: ready.append(plan.plan_id)
-    engine.agreement = SimpleNamespace(refusal=lambda plan: None)  # type: ignore[attr-defined]
-    steps = SimpleNamespace(gone=False, over=False, finish=lambda: None)
-    made._made = {SERVED.plan_id: cast(Any, steps)}
     groups = Plan.grouped(4, [(0, 1), (2, 3)]).replace(plan_id=3, servers=(0,))
+    made = Rank(3).under(SUBGROUP, SERVED)
+    made.switcher.enter()
+    made.offer(groups)
+    assert made.ready == [1, 2, 3], "its servers are in force"
+    made.engine.take_up(groups)
+    made.run_tasks()
+    made.services.made[2].over = True  # The training thread computes on.
+    made.offer(OTHER)
+    assert made.ready == made.services.prepared == [1, 2, 3] and not made.tasks
+    made.switcher.leave()  # It comes, and leaves what was.
+    made.run_tasks()
+    assert made.ready == made.services.prepared == [1, 2, 3, 4] and made.switcher.active_mode is None
 
-    made.prepare(groups)
-    assert ready == [3], "its servers are in force"
-    engine.plan, steps.gone = groups, True  # The training thread computes on.
-    other = Plan.ps(4, 2, servers=(2,), plan_id=4)
-    made.prepare(other)
-    assert ready == servers.prepared == [3] and tasks == []
-    made.leave()  # It comes, and leaves what was.
-    (again,) = tasks
-    again()
-    assert ready == servers.prepared == [3, 4]
 
-
-def a_mode_behind() -> tuple[ModeSwitcher, Servers, list[Callable[[], None]]]:
-    """A rank whose training thread is inside a mode that has ended, and was told of other servers."""
-    servers, tasks = Servers(), list[Callable[[], None]]()
-    made = handover(Engine(3, BACK))
-    made._services, made._later = cast(Any, servers), tasks.append
-    made._made = {SERVED.plan_id: cast(Any, SimpleNamespace(gone=True, over=True, finish=lambda: None))}
-    made.prepare(Plan.ps(4, 2, servers=(2,), plan_id=4))
-    return made, servers, tasks
+def one_mode_behind() -> Rank:
+    """A rank whose training thread is inside a mode that has ended, and to which other servers were offered."""
+    made = Rank(3).under(SUBGROUP, SERVED)
+    made.switcher.enter()
+    made.under(BACK)
+    made.services.made[2].over = True
+    return made.offer(OTHER)
 
 
 def test_a_plan_that_was_given_up_is_not_prepared_afterwards() -> None:
-    made, servers, tasks = a_mode_behind()
-    made.abandoned(4)
-    made.leave()
-    assert servers.prepared == [] and tasks == []
+    made = one_mode_behind()
+    made.switcher.abandon(4)
+    made.switcher.leave()
+    assert 4 not in made.services.prepared and not made.tasks
 
 
 def test_a_postponed_plan_is_handed_on_once() -> None:
-    made, _, tasks = a_mode_behind()
+    made = one_mode_behind()
     for _ in range(3):  # Steps, while the preparer is busy with something else.
-        made.leave()
-    assert len(tasks) == 1
+        made.switcher.leave()
+    assert len(made.tasks) == 1
+
+
+def test_an_announcement_of_a_plan_that_is_unknown_here_says_what_was_expected() -> None:
+    made = Rank(3).under(SUBGROUP)
+    made.switcher.announce(7, 99)
+    text = str(made.engine.failure)
+    assert "plan 7" in text and "step 99" in text and SUBGROUP.label in text and "report" in text
+
+
+def test_the_end_of_a_mode_without_a_plan_that_follows_names_both_and_what_to_do() -> None:
+    made = Rank(3).under(SUBGROUP, SERVED)
+    made.switcher.enter()
+    made.services.made[2].over = True
+    with pytest.raises(DeadlineError, match=r"ps\(3.*plan 2.*0\.05 s.*log of rank 0.*step_deadline_s"):
+        made.switcher.leave()
+
+
+def test_a_step_ends_once_the_next_plan_is_announced() -> None:
+    made = Rank(3).under(SUBGROUP, SERVED).offer(BACK)
+    made.switcher.enter()
+    steps = made.services.made[2]
+    steps.over = True
+    teller = threading.Timer(0.01, lambda: made.switcher.announce(3, 60))
+    teller.start()
+    made.switcher.leave()
+    assert made.switcher.active_mode is None and steps.asked[-1] == "exit" and made.switcher.needs_state
+
+
+# ---- a training thread that is inactive ---------------------------------------------------------------------------
+
+
+def test_an_absence_is_told_to_a_mode_that_comes_into_force_meanwhile() -> None:
+    made = Rank(3).under(SUBGROUP).offer(SERVED)
+    made.switcher.set_inactive(True)
+    made.engine.take_up(SERVED)
+    made.run_tasks()
+    assert made.services.made[2].asked == [True]
+    made.switcher.set_inactive(False)
+    assert made.services.made[2].asked == [True, False]
+
+
+def test_the_return_of_a_training_thread_is_not_overtaken_by_its_absence() -> None:
+    """The thread that prepares opens the mode for an absent training thread, which comes back at that very moment."""
+
+    class Slow(Servers):
+        def steps(self, optimizer_id: int, plan: Plan) -> Any:
+            opening.set()
+            time.sleep(0.05)  # The training thread's turn, if nothing keeps it.
+            return super().steps(optimizer_id, plan)
+
+    opening = threading.Event()
+    made = Rank(3, services=Slow()).under(SUBGROUP).offer(SERVED)
+    made.switcher.set_inactive(True)
+    made.engine.take_up(SERVED)
+    preparer = threading.Thread(target=made.run_tasks, daemon=True)
+    preparer.start()
+    assert opening.wait(DEADLINE_S)
+    made.switcher.set_inactive(False)
+    preparer.join(DEADLINE_S)
+    assert made.services.made[2].asked[-1] is False
+
+
+def test_no_lock_is_held_while_the_servers_confirm_an_absence() -> None:
+    made = Rank(3).under(SUBGROUP, SERVED)
+    made.switcher.enter()
+    confirming, confirmed = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        confirming.set()
+        assert confirmed.wait(DEADLINE_S)
+
+    made.services.made[2].confirm_inactive = wait
+
+    def leave_loop() -> None:
+        made.switcher.set_inactive(True)
+        made.switcher.confirm_inactive()
+
+    thread = threading.Thread(target=leave_loop, daemon=True)
+    thread.start()
+    assert confirming.wait(DEADLINE_S)
+    others = threading.Thread(
+        target=lambda: (made.offer(BACK), made.switcher.set_inactive(False), made.switcher.describe()), daemon=True
+    )
+    others.start()
+    others.join(DEADLINE_S / 2.0)
+    assert not others.is_alive() and made.ready[-1] == 3
+    confirmed.set()
+    thread.join(DEADLINE_S)
+
+
+# ---- single modes -------------------------------------------------------------------------------------------------
 
 
 class Line:
@@ -166,6 +309,9 @@ class Line:
         return None
 
     def wake(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -201,27 +347,29 @@ def server_steps(engine: StepEngine, plan: Plan) -> ServerSteps:
     ("first", "make"),
     [(Plan.subgroup(3, (0, 1), plan_id=1), child_steps), (Plan.ps(3, 1, servers=(0,), plan_id=1), server_steps)],
 )
-def test_word_of_the_next_mode_in_the_very_moment_a_rank_enters_one(first: Plan, make: Callable[..., Any]) -> None:
+def test_the_next_plan_is_announced_in_the_very_moment_a_rank_enters_a_mode(
+    first: Plan, make: Callable[..., Any]
+) -> None:
     world = World(1, world_size=3)
     engine = world.engines[2]
     back = Plan.sync(3, plan_id=2)
 
     class Interrupted(Servers):
-        def steps(self, number: int, plan: Plan) -> Any:
-            made.moved(2, 7)  # The agent's thread.
+        def steps(self, optimizer_id: int, plan: Plan) -> Any:
+            made.switcher.announce(2, 7)  # The agent's thread.
+            made.switcher.taken_up(engine.plan)  # The engine's listener is the world's.
             return make(engine, plan)
 
-    made = ModeSwitcher(
-        0, engine, cast(Any, Interrupted()), ready=lambda plan, reason: None, ranks=cast(Any, None),
-        local=cast(Any, None), later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
-    )
-    made._held = {1: first, 2: back}
+    made = Rank(2, engine=engine, services=Interrupted()).offer(first)
     with engine.lock:
         engine.agreement.plan = first
-    made.enter()
-    assert made.outside is not None and made.outside.over and engine.plan is back
-    made.outside = None  # As `leave` does.
-    assert made.needs_state and engine.needs_fetch and not engine.catch_up(engine.next_step), "it lacks step 7"
+        made.switcher.taken_up(first)
+    made.offer(back)
+    made.switcher.enter()
+    assert made.switcher.active_mode is None and engine.plan is back and made.switcher.must_drain
+    made.switcher.leave()
+    assert made.switcher.needs_state and engine.needs_fetch, "it lacks step 7"
+    assert not engine.catch_up(engine.next_step)
 
 
 def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +386,7 @@ def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkey
     assert torch.equal(engine.applier.buckets[0].params[0], given.params[0])
 
 
-def test_a_childs_step_during_which_the_mode_ends_is_told_as_one_of_its_own_mode() -> None:
+def test_a_childs_step_during_which_the_mode_ends_is_reported_as_one_of_its_own_mode() -> None:
     """Else the coordinator takes the step to contain it for one of the next mode and closes none before it."""
     world = World(1, world_size=3)
     engine = world.engines[2]
@@ -247,7 +395,7 @@ def test_a_childs_step_during_which_the_mode_ends_is_told_as_one_of_its_own_mode
     class Parent(Line):
         def push(self, flats: Any, version: int) -> int:
             with engine.lock:
-                engine.agreement.plan = after  # Word of it comes while the gradient is on its way.
+                engine.agreement.plan = after  # It comes into force while the gradient is on its way.
             return version + 2
 
     with engine.lock:

@@ -166,6 +166,13 @@ def test_a_waiting_plan_that_is_abandoned_is_not_prepared_afterwards() -> None:
     assert made.handle(p.ModeDrained(2)) == [] and made.state(4) is S.ABANDONED
 
 
+def test_a_waiting_plan_is_prepared_as_soon_as_the_mode_that_was_passed_is_drained() -> None:
+    made = machine("grouped", "sync")
+    ready(made, plan_of("ssp", 3))
+    assert made.handle(p.StepEnded()) == [p.DrainMode(plan_of("grouped", 1), 1)], "not yet: others wait there"
+    assert made.handle(p.ModeDrained(1)) == [p.QueuePreparation(3)]
+
+
 def test_a_plan_that_continues_the_servers_continues_the_training_threads_mode() -> None:
     made, ps2 = machine("ps"), plan_of("ps2", 2)
     enter(made)
@@ -259,7 +266,7 @@ class Rank(RuleBasedStateMachine):
             case p.Fail():
                 raise AssertionError(each.reason)
             case p.RaiseFlag(plan=plan, offered=offered):
-                if offered and plan.plan_id % 11 == 10:
+                if offered and plan.plan_id % 5 == 4:
                     self.feed(p.PlanRefused(plan.plan_id, "a gradient is sparse"))
                 else:
                     self.flag = plan

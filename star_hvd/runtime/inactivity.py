@@ -1,0 +1,82 @@
+"""Times in which the training thread delivers no gradients: at the end of its data, or in a collective of the user's.
+
+They may be nested, and any thread may enter and leave one. Engines, servers and the coordinator hear of the outermost
+one alone, of begin and end in this order. Servers confirm that they have heard of a begin, so that a rank which leaves
+the user's collective finds that they wait for no other; this wait is outside the lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from star_hvd.channel.messages.base import Away, Message
+
+__all__ = ["Inactivity"]
+
+
+class Driver(Protocol):
+    """The part of `star_hvd.modes.driver.StepDriver` used here."""
+
+    def set_inactive(self, inactive: bool) -> None: ...
+    def confirm_inactive(self) -> None: ...
+
+
+class Inactivity:
+    """See the module's text.
+
+    Args:
+        drivers: Of all optimizers, by number; others fill it.
+        send: Sends a message to the coordinator.
+    """
+
+    def __init__(self, drivers: Mapping[int, Driver], send: Callable[[Message], None]) -> None:
+        self._drivers = drivers
+        self._send = send
+        self._lock = threading.Lock()
+        self._depth = 0
+
+    @property
+    def nested(self) -> bool:
+        """Whether one time is inside another."""
+        return self._depth > 1
+
+    @contextlib.contextmanager
+    def during(self, reason: str, *, out_of_data: bool) -> Iterator[None]:
+        """One lasts as long as the block."""
+        try:
+            self.enter(reason, out_of_data=out_of_data)
+            yield
+        finally:
+            self.leave(reason)
+
+    def enter(self, reason: str, *, out_of_data: bool) -> None:
+        """One begins; it is to be left even where this raises.
+
+        Raises:
+            DeadlineError: The servers did not confirm it.
+        """
+        with self._lock:
+            self._depth += 1
+            outermost = self._depth == 1
+            if outermost:
+                self._tell(True, out_of_data, reason)
+        if outermost:
+            for driver in list(self._drivers.values()):
+                driver.confirm_inactive()
+
+    def leave(self, reason: str) -> None:
+        """One ends."""
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._tell(False, False, reason)
+
+    def _tell(self, inactive: bool, out_of_data: bool, reason: str) -> None:
+        """Under the lock, which keeps the order; nothing here waits."""
+        for driver in list(self._drivers.values()):
+            driver.set_inactive(inactive)
+        if self._drivers:
+            self._send(Away(inactive, out_of_data, reason))

@@ -1,0 +1,85 @@
+"""Nested absences of several threads: told in order, and confirmed without holding any other thread up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from star_hvd.errors import DeadlineError
+from star_hvd.runtime.inactivity import Inactivity
+
+DEADLINE_S = 10.0
+
+
+class Driver:
+    def __init__(self, confirm: Callable[[], None] = lambda: None) -> None:
+        self.told: list[bool] = []
+        self._confirm = confirm
+
+    def set_inactive(self, inactive: bool) -> None:
+        self.told.append(inactive)
+
+    def confirm_inactive(self) -> None:
+        assert self.told[-1] is True
+        self._confirm()
+
+
+def test_only_the_outermost_absence_is_told() -> None:
+    driver, sent = Driver(), list[Any]()
+    made = Inactivity({0: driver}, sent.append)
+    made.enter("end of epoch", out_of_data=True)
+    made.enter("barrier", out_of_data=False)
+    assert made.nested
+    made.leave("barrier")
+    assert not made.nested and driver.told == [True]
+    made.leave("end of epoch")
+    assert driver.told == [True, False]
+    assert [(message.away, message.out_of_data) for message in sent] == [(True, True), (False, False)]
+
+
+def test_nothing_is_sent_before_there_is_an_optimizer() -> None:
+    sent = list[Any]()
+    made = Inactivity({}, sent.append)
+    made.enter("barrier", out_of_data=False)
+    made.leave("barrier")
+    assert sent == []
+
+
+def test_a_thread_does_not_wait_for_the_servers_that_another_one_asks() -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def confirm() -> None:
+        asked.set()
+        assert answered.wait(DEADLINE_S), "a server that does not answer for long"
+
+    driver = Driver(confirm)
+    made = Inactivity({0: driver}, lambda message: None)
+    slow = threading.Thread(target=lambda: made.enter("barrier", out_of_data=False), daemon=True)
+    slow.start()
+    assert asked.wait(DEADLINE_S)
+
+    def nested() -> None:
+        made.enter("allreduce", out_of_data=False)
+        made.leave("allreduce")
+
+    other = threading.Thread(target=nested, daemon=True)
+    other.start()
+    other.join(DEADLINE_S / 2.0)
+    assert not other.is_alive(), "it waits with the first thread"
+    answered.set()
+    slow.join(DEADLINE_S)
+    assert driver.told == [True]
+
+
+def test_an_absence_that_is_not_confirmed_ends_with_its_block() -> None:
+    def confirm() -> None:
+        raise DeadlineError("no answer")
+
+    driver = Driver(confirm)
+    made = Inactivity({0: driver}, lambda message: None)
+    with pytest.raises(DeadlineError), made.during("barrier", out_of_data=False):
+        pytest.fail("it has not begun")
+    assert driver.told == [True, False]
