@@ -9,7 +9,6 @@ import itertools
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -148,17 +147,6 @@ def test_without_members_at_the_end_of_their_loops_nothing_ends() -> None:
     steps[1].shutdown()
     ending.join(DEADLINE_S)
     assert all(each.over for each in steps)
-
-
-def test_a_thread_does_not_wait_for_its_turn_for_ever() -> None:
-    steps = member(0, (0, 1), Meeting(2))
-    steps._deadline_s = 0.05
-    text = r"a step of the group of ranks \(0, 1\) did not end"
-    with steps._turn(), ThreadPoolExecutor(1) as other, pytest.raises(DeadlineError, match=text):
-        other.submit(steps.catch_up).result(DEADLINE_S)
-    steps._deadline_s = DEADLINE_S
-    with steps._turn():
-        pass  # Whoever did not get it has not left it taken.
 
 
 def test_a_group_acts_on_its_own_plan_until_it_has_met_for_the_last_time() -> None:
