@@ -28,6 +28,8 @@ from tests.unit.star_hvd.ps.test_cluster import assert_equal_state
 
 pytestmark = pytest.mark.timeout(900)
 
+pytestmark = pytest.mark.slow
+
 RECOVERY_S = 20.0  # Two seconds are promised; a test machine may be busy.
 
 
