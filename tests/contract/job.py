@@ -39,7 +39,7 @@ __all__ = ["case_ids"]
 NUMBERS = (cases_values, cases_gradients)
 MODULES = (*NUMBERS, cases_api, cases_step, cases_scaler, cases_features, cases_state, cases_ranks)
 CASE_LIMIT_S = 240.0  # Of a case that hangs, on a busy machine.
-RENEWED_EVERY = 24
+RENEWED_EVERY = 6  # Cases; those that follow take longer the more optimizers were left before them.
 
 
 def case_ids(ranks: int) -> list[str]:

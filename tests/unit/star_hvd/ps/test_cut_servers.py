@@ -26,7 +26,7 @@ from tests.support.ps_cluster import DEADLINE_S, Cluster, plain_steps, run_all
 from tests.unit.star_hvd.channel.test_channel import within
 from tests.unit.star_hvd.ps.test_cluster import assert_equal_state
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RECOVERY_S = 20.0  # Two seconds are promised; a test machine may be busy.
 

@@ -330,6 +330,7 @@ def test_a_job_that_is_gone_is_noticed_though_the_line_is_open(
     line.end()
 
 
+@pytest.mark.slow
 def test_other_ranks_get_a_moment_to_end_their_files(tmp_path: Path, fake: type[FakeSender]) -> None:
     run, line = a_run(tmp_path, "one"), Line()
     (run / layout.RUN).touch()
