@@ -100,7 +100,8 @@ def _deadline_s(spec: RunSpec) -> float:
     slowest_s += spec.input_s_per_sample * spec.batch_samples * slowdown + model_bytes(spec) / BYTES_PER_S
     if spec.link_bits_per_s:
         slowest_s += 2.0 * 8.0 * model_bytes(spec) * slowdown / spec.link_bits_per_s
-    return SETUP_ALLOWANCE_S + 3.0 * spec.steps * slowest_s * len(spec.trained) * len(spec.seeds)
+    jobs = len(spec.trained) * len(spec.seeds) if spec.scenario == "killed-worker" else 1
+    return jobs * SETUP_ALLOWANCE_S + 3.0 * spec.steps * slowest_s * len(spec.trained) * len(spec.seeds)
 
 
 def versions() -> dict[str, str]:

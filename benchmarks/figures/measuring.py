@@ -126,9 +126,15 @@ def _entry(row: Row, ledger: Ledger, quick: bool) -> dict[str, Any]:
     if path.is_file():  # A benchmark that finds its limit broken has figures too.
         result = json.loads(path.read_text(encoding="utf-8"))
         return {"state": MEASURED, **entry, "status": status, "figures": row.pick(result)}
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    reason = next((line for line in reversed(lines) if line.strip()), "no output")
-    return {"state": SKIPPED if status == EXIT_SKIPPED else FAILED, **entry, "status": status, "reason": reason.strip()}
+    reason = _reason(log.read_text(encoding="utf-8", errors="replace"))
+    return {"state": SKIPPED if status == EXIT_SKIPPED else FAILED, **entry, "status": status, "reason": reason}
+
+
+def _reason(log: str) -> str:
+    """The line in which a benchmark says why it has no figures, else its last one."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    said = [line for line in lines if line.startswith(("error: ", "skipped: "))]
+    return (said or lines or ["no output"])[-1]
 
 
 def _shown(arguments: Sequence[str], folder: Path) -> list[str]:

@@ -19,6 +19,7 @@ from benchmarks.scenarios import ScenarioError, input_slowdown, make_scenario
 from benchmarks.spec import PLAIN_VARIANTS, RunSpec
 from benchmarks.tasks import SlowSamples, defaults_for, load_task
 from benchmarks.training import _equal_shares, _loader, make_clock
+from benchmarks.tta import SETUP_ALLOWANCE_S, _deadline_s
 from tests.tools.lab_runs import some_records, spec_of
 
 
@@ -291,3 +292,9 @@ class TestDeviceOptions:
 def test_bad_options_of_overhead(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert overhead(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_every_job_has_time_to_start() -> None:
+    """A scenario whose trainings are jobs of their own needs the allowance once per training."""
+    one = _deadline_s(spec_of(scenario="killed-server", seeds=(0,)))
+    assert _deadline_s(spec_of(scenario="killed-worker", seeds=(0,))) - one == pytest.approx(4 * SETUP_ALLOWANCE_S)

@@ -88,7 +88,7 @@ class TestMeasuring:
             if "--raise" in arguments:
                 raise RuntimeError("it broke")
             if "--skip" in arguments:
-                sys.stderr.write("skipped: no such machine\n")
+                sys.stderr.write("skipped: no such machine\n    (the log)\n")
                 return 77
             write_json(Path(arguments[-1]), {"ratio": len(calls), "rest": [1]})
             return 0
