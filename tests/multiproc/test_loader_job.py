@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +50,7 @@ def test_ranges_of_work_are_handed_out_once(jobs: tuple[JobResult, JobResult]) -
     for call in range(2):
         ranges = together([each["ranges"][call] for each in jobs[0].results])
         assert ranges[0][0] == 0 and ranges[-1][1] == SAMPLES
-        assert all(one[1] == other[0] for one, other in zip(ranges, ranges[1:], strict=False))
+        assert all(one[1] == other[0] for one, other in itertools.pairwise(ranges))
 
 
 def test_an_epoch_goes_on_behind_a_checkpoint_with_another_number_of_ranks(jobs: tuple[JobResult, JobResult]) -> None:
