@@ -306,7 +306,7 @@ def test_what_a_slow_rank_has_loaded_and_not_begun_is_called_back_at_the_end() -
         1600, 4, 4, lambda rank, now_s: 3.0 if rank == 3 and now_s > slow_from else 0.1, ahead=9, load_s=0.05
     )
     assert job.positions() == list(range(1600)) and job.thrown_away > 0
-    assert max(job.ends_s) <= 10.5 + 3.0 + 0.5, "the batch in work, and not nine more"
+    assert max(job.ends_s) <= 11.0 + 3.0 + 0.5, "the batch in work, and not nine more"
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)))
