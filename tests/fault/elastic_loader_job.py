@@ -1,4 +1,4 @@
-"""An elastic training on samples of `shard`, one rank of which is killed: `python -m tests.fault.elastic_loader_job DIR`.
+"""An elastic training on samples of `shard`; a rank is killed: `python -m tests.fault.elastic_loader_job DIR`.
 
 Every rank writes down which samples it had for which step, so that those of the rank that dies are known as well.
 """
