@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch import elastic as _elastic
 from horovod.torch.elastic import ElasticSampler
+from horovod.torch.elastic import state as _state
 
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError
+from star_hvd.functions import broadcast_object
+from star_hvd.loader import ShardLoader
 from star_hvd.runtime import runtime
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
@@ -19,8 +24,34 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 logger = logging.getLogger("star_hvd")
 
 
+class _LoaderHandler(_state.StateHandler):  # type: ignore[misc]  # Horovod is untyped.
+    """A loader of `shard` in the state of an elastic job: after a reset its epoch goes on behind the last commit."""
+
+    def __init__(self, value: ShardLoader) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        """Ask the coordinator what all ranks have consumed; at a commit, behind a step."""
+        self._saved = self.value.state_dict()
+
+    def restore(self) -> None:
+        """Go back to the last commit."""
+        self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        """All ranks go on from what the new rank 0 has; a new rank knows nothing of the epoch."""
+        self._saved = broadcast_object(self._saved, 0, name="star.loader")
+        self.restore()
+
+
+_state.set_handler_registry([*_state.get_handler_registry(), (ShardLoader, _LoaderHandler)])
+
+
 class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyped.
     """State of an elastic job; see `horovod.torch.elastic.TorchState`.
+
+    A loader of `shard` among the keyword arguments continues in the middle of its epoch after a reset, every sample once.
 
     If a rank is late: a commit is collective. Ranks that wait in it are inactive, so that others do not wait for their
     gradients.
@@ -29,11 +60,17 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
     def check_host_updates(self) -> None:
         """Check whether hosts were added or removed. Collective."""
         running = runtime.current()
-        if running is None or not running.drivers:
-            super().check_host_updates()
-            return
-        with running.inactive("commit", out_of_data=False):
-            super().check_host_updates()
+        inactive: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if running is not None and running.drivers:
+            inactive = running.inactive("commit", out_of_data=False)
+        try:
+            with inactive:
+                super().check_host_updates()
+        except HostsUpdatedInterrupt:  # Parameters stay as they are: loaders must not go back to the last commit.
+            for handler in self._handlers.values():
+                if isinstance(handler, _LoaderHandler):
+                    handler.save()
+            raise
 
     def restore(self) -> None:
         """Return to the last commit after a failure of the world, without communication with it.

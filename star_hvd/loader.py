@@ -209,7 +209,6 @@ class ShardLoader:
         if self._run.reference_samples == 0:
             self._run.reference_samples = float(reference)
         self._reference_samples = self._run.reference_samples
-        self._ask_for_next()
 
     def __len__(self) -> int:
         positions = self._positions
@@ -246,7 +245,7 @@ class ShardLoader:
         finally:
             stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
             if self._feeder is not None:
-                self._feeder.end()
+                self._feeder.end(stock)
         self._open = None
         self._ask_for_next()
         _end_epoch(self._run, self._number, stock.epoch)
@@ -403,7 +402,8 @@ class ShardLoader:
         self._open = None
         if self._next_stock is not None and runtime.current() is self._run:
             self._next_stock.close()
-        self._next_stock, self._passes = None, self._passes + 1  # Not all ranks need have asked for that one.
+        self._next_stock = None
+        self._passes += self._passes > 0  # Not all ranks need have asked for that one; none has before the first.
 
 
 class _Interrupted:

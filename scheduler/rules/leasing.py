@@ -94,6 +94,8 @@ class _Holder:
         forecast_s: Seconds per batch given to `forecast`, NaN without one.
         ended: The epoch is over for it, or it left.
         recalled: It was asked to return its positions that are not begun.
+        keep: Positions of these that it was to keep.
+        keeps: Positions it kept beyond these, because it has nothing else to work on; they are not recalled again.
         waits: It holds nothing and waits for positions that others return, or for the end.
     """
 
@@ -108,6 +110,8 @@ class _Holder:
     forecast_s: float = math.nan
     ended: bool = False
     recalled: bool = False
+    keep: int = 0
+    keeps: int = 0
     waits: bool = False
 
     @property
@@ -224,6 +228,7 @@ class LeaseQueue:
             raise ValueError(f"rank {rank} gives back samples that it had not begun")
         self._confirm(rank, begun, now_s)
         holder.recalled = False
+        holder.keeps = kept if kept > holder.keep else 0
         self._free.extendleft(reversed(self._behind(holder, kept)))
         if undone:
             holder.done = without(holder.done, undone)
@@ -261,7 +266,8 @@ class LeaseQueue:
                 gains = [each for each in waiting if self._would_gain(each, holder, now_s)]
                 if gains and not holder.recalled:
                     holder.recalled = True
-                    yield rank, self._keeps(holder, min(self._next_s(each, now_s) for each in gains), now_s)
+                    holder.keep = self._keeps(holder, min(self._next_s(each, holder, now_s) for each in gains), now_s)
+                    yield rank, holder.keep
 
     def _holder(self, rank: int) -> _Holder:
         if not 0 <= rank < len(self._holders):
@@ -280,6 +286,7 @@ class LeaseQueue:
             holder.paces_s.append((now_s - holder.heard_s) * self.batch_size / count)
         holder.begun, holder.heard_s = begun, now_s
         if count:
+            holder.keeps = max(0, holder.keeps - count)
             taken = self._first_held(holder, count)
             holder.held = deque(self._behind(holder, count))
             holder.done = joined([*holder.done, *taken])
@@ -346,7 +353,9 @@ class LeaseQueue:
             if other != rank and not each.ended and not self._overdue(each, now_s):
                 pace_s = each.pace_s
                 rate += 1.0 if math.isnan(own_s) or math.isnan(pace_s) else own_s / pace_s
-        return max(min(max(most, 2 * ahead), int(left / rate / 2.0)), min(ahead, int(left / rate)))
+        share = left / rate
+        half = share / 2.0 if rate > 1.0 else share  # All of it where nobody is there to share with.
+        return max(min(max(most, 2 * ahead), int(half)), min(ahead, int(share)))
 
     def _overdue(self, holder: _Holder, now_s: float) -> bool:
         """Whether a rank's report is long overdue; never before its first report."""
@@ -360,18 +369,21 @@ class LeaseQueue:
         pace_s = holder.pace_s
         if math.isnan(pace_s):
             return math.inf
-        return max(now_s, holder.heard_s + (self._batches(holder.held) + 1) * pace_s)
+        end_s = holder.heard_s + (self._batches(holder.held) + 1) * pace_s
+        return end_s if end_s >= now_s else 2.0 * now_s - holder.heard_s  # Overdue: it takes as long again, maybe.
 
-    def _next_s(self, waiting: _Holder, now_s: float) -> float:
+    def _next_s(self, waiting: _Holder, holder: _Holder, now_s: float) -> float:
         """When a rank with nothing to do would have ended another's batch, with a batch's time to spare."""
         own_s = waiting.pace_s
-        return now_s + waiting.load_s + (0.0 if math.isnan(own_s) else 2.0 * own_s)
+        if math.isnan(own_s):  # It has work for a time that is not known, unless it has not begun anything.
+            own_s = holder.pace_s if waiting.begun else 0.0
+        return now_s + waiting.load_s + (math.inf if math.isnan(own_s) else 2.0 * own_s)
 
     def _would_gain(self, waiting: _Holder, holder: _Holder, now_s: float) -> bool:
         """Whether the waiting rank would finish the holder's last batch before the holder."""
-        if holder is waiting or holder.ended or not holder.held:
+        if holder is waiting or holder.ended or sum(stop - start for start, stop in holder.held) <= holder.keeps:
             return False
-        return self._ends_s(holder, now_s) > self._next_s(waiting, now_s)
+        return self._ends_s(holder, now_s) > self._next_s(waiting, holder, now_s)
 
     def _keeps(self, holder: _Holder, until_s: float, now_s: float) -> int:
         """Positions that a rank has ended, or begun, before another could have: its workers may have loaded them."""

@@ -109,9 +109,10 @@ class Feeder:
         self._sampler.restart()
         self._batches = iter(self._loader)
 
-    def end(self) -> None:
-        """The epoch is over, or its loop was left: workers end, unless they are to be kept."""
-        self._sampler.end()
+    def end(self, stock: LeaseStock) -> None:
+        """The epoch of this stock is over, or its loop was left: workers end, unless they are to be kept."""
+        if not self._sampler.end(stock):
+            return  # The next one has begun already: the loop was left by an error that was kept for a while.
         self._batches = iter(())
         if not self._persistent:
             self._loader = None
@@ -134,9 +135,12 @@ class _Sampler:
         self.on_their_way.clear()
         self._was_dry = False
 
-    def end(self) -> None:
+    def end(self, stock: LeaseStock) -> bool:
+        if self._source is None or self._source[0] is not stock:
+            return False
         self._source = None
         self.on_their_way.clear()
+        return True
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self

@@ -120,6 +120,7 @@ class LeaseStock:
         self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans of batches.
         self._level = 0  # Samples in stock behind the last answer.
         self._asked = self._over = self._exhausted = False
+        self._idle = False  # The training thread has nothing to work on, until a batch is begun.
         self._short = self._nothing_more = False  # There are fewer samples than a batch needs; no more come for now.
         self._refused = ""
 
@@ -139,6 +140,7 @@ class LeaseStock:
     def ready(self, limit_s: float) -> bool:
         """Wait until there is a batch or the epoch is over for this rank; whether it came to that in time."""
         with self._changed:
+            self._idle = True
             return self._changed.wait_for(self._is_ready, limit_s)
 
     def _is_ready(self) -> bool:
@@ -169,14 +171,16 @@ class LeaseStock:
         Raises:
             DeadlineError: The coordinator did not answer.
         """
-        if not self.wait(deadline_s, check, silent_s, longest_s=longest_s):
-            return None
-        with self._changed:
-            span = self._pop(self.batch)
-            self._begun += span[1] - span[0]
-            self._note((span,), -1)
-            self._ask_ahead()
-            return span
+        while self.wait(deadline_s, check, silent_s, longest_s=longest_s):
+            with self._changed:
+                if self._spans:  # Not called back meanwhile.
+                    self._idle = False
+                    span = self._pop(self.batch)
+                    self._begun += span[1] - span[0]
+                    self._note((span,), -1)
+                    self._ask_ahead()
+                    return span
+        return None
 
     def wait(
         self,
@@ -201,6 +205,7 @@ class LeaseStock:
         began_s = time.monotonic()
         while True:
             with self._changed:
+                self._idle = True
                 if self._changed.wait_for(self._is_ready, _LOOK_S):
                     if self._refused:
                         raise ValueError(self._refused)
@@ -262,6 +267,7 @@ class LeaseStock:
             if self._in_order:
                 self._begun += batch.samples
             self._delivered += 1
+            self._idle = False
             self._note(batch.spans, step)
             self._ask_ahead()
             return batch
@@ -353,8 +359,13 @@ class LeaseStock:
         return sum(batch.samples for batch in self._formed.values())
 
     def _give_back(self, keep: int) -> int:
-        """Forget all but the first `keep` samples that were not begun, whole batches of those formed; what is left."""
-        kept = 0
+        """Forget all but the first `keep` samples that were not begun, whole batches of those formed; what is left.
+
+        While there is nothing in work here the first batch stays: ranks would take it from each other for ever.
+        """
+        kept, first = 0, next(iter(self._formed.values()), None)
+        if self._idle and (first is None or self._in_order):
+            keep = max(keep, self.batch if first is None else first.samples)
         if self._in_order:
             for number, batch in list(self._formed.items()):
                 if kept + batch.samples > keep:

@@ -1,8 +1,10 @@
-"""Ranks of a loader in one process: their clients, and the coordinator's desk, without sockets or threads."""
+"""Ranks of a loader in one process: their clients, and the coordinator's desk in a thread of its own."""
 
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -19,6 +21,8 @@ from star_hvd.runtime import runtime
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 
 __all__ = ["Numbers", "World"]
+
+PATIENCE_S = 300.0
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -40,18 +44,28 @@ class World:
 
     Args:
         ranks: How many.
-        monkeypatch: Of pytest; the loaders take the runtime of the rank that is `rank`.
+        monkeypatch: Of pytest; a loader takes the runtime of the rank that the calling thread is.
     """
 
     def __init__(self, ranks: int, monkeypatch: Any) -> None:
         self.desk = LeaseDesk(ranks, self._to_rank)
-        self.now_s = 0.0
         self.weights: list[float] = []
         self.steps = [-1] * ranks
-        self.rank = 0
+        self._here = threading.local()
+        self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self.runs = [self._run(rank, ranks) for rank in range(ranks)]
         monkeypatch.setattr(runtime, "ensure", lambda config=None: self.runs[self.rank])
         monkeypatch.setattr(runtime, "current", lambda: self.runs[self.rank])
+        threading.Thread(target=self._coordinate, daemon=True).start()
+
+    @property
+    def rank(self) -> int:
+        """Which rank the calling thread is."""
+        return getattr(self._here, "rank", 0)
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._here.rank = rank
 
     def loaders(self, *args: Any, **options: Any) -> list[ShardLoader]:
         """The loader of every rank."""
@@ -62,21 +76,32 @@ class World:
         return found
 
     def next(self, rank: int, batches: Iterator[Any]) -> Any:
-        """The next batch of a rank; None at the end of its epoch, which it must not have to wait for."""
+        """The next batch of a rank; None at the end of its epoch."""
         self.rank = rank
-        self.now_s += 0.1
         return next(batches, None)
+
+    def epoch(self, loaders: list[ShardLoader], until: int | None = None) -> list[list[Any]]:
+        """The batches all ranks together take of an epoch, or of its first `until` batches of each rank."""
+        found: list[list[Any]] = [[] for _ in loaders]
+
+        def work(rank: int) -> None:
+            self.rank = rank
+            batches = iter(loaders[rank])
+            while len(found[rank]) != until and (batch := next(batches, None)) is not None:
+                found[rank].append(batch)
+            batches.close()  # type: ignore[attr-defined]
+
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(loaders))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+        return found
 
     def _run(self, rank: int, ranks: int) -> SimpleNamespace:
         def send(message: Message, *, urgent: bool = True) -> None:
-            if isinstance(message, LeaseAsk):
-                self.desk.ask(rank, message, None, self.now_s)
-            elif isinstance(message, LeaseReturn):
-                self.desk.give_back(rank, message, self.now_s)
-            elif isinstance(message, ConsumedRequest):
-                self.desk.request_consumed(rank, message)
-            elif isinstance(message, Consumed):
-                self.desk.consumed(rank, message)
+            self._inbox.put((rank, message))
 
         agent = SimpleNamespace(send=send, last_heard_s=time.monotonic())
         client = CoordinatorClient(Config(), rank, agent, lambda: None)  # type: ignore[arg-type]
@@ -92,6 +117,18 @@ class World:
             away=lambda reason: contextlib.nullcontext(),
         )
 
+    def _coordinate(self) -> None:
+        while True:
+            rank, message = self._inbox.get()
+            now_s = time.monotonic()
+            if isinstance(message, LeaseAsk):
+                self.desk.ask(rank, message, None, now_s)
+            elif isinstance(message, LeaseReturn):
+                self.desk.give_back(rank, message, now_s)
+            elif isinstance(message, ConsumedRequest):
+                self.desk.request_consumed(rank, message)
+            elif isinstance(message, Consumed):
+                self.desk.consumed(rank, message)
+
     def _to_rank(self, rank: int, message: Message) -> None:
-        if hasattr(self, "runs"):
-            self.runs[rank].client.on_message(message)  # type: ignore[arg-type]
+        self.runs[rank].client.on_message(message)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
-from star_hvd.loader import shard
+from star_hvd.loader import ShardLoader, shard, work
+from star_hvd.runtime.sample_order import SamplerOrder
 from tests.support.loaders import Numbers, World
 
 
@@ -41,4 +48,207 @@ def test_all_of_a_loader_s_options_are_kept_and_every_sample_is_there_once(
         found += numbers(batches)
         assert loader._feeder._loader is inner  # type: ignore[union-attr]
     assert found[:50] != found[50:100]
-    assert list(loader.lease_waits) == [0, 0, 0]
+    assert list(loader.lease_waits)[1:] == [0, 0], "the first lease of the job is waited for"
+
+
+def epoch_of(world: World, loaders: list[ShardLoader], until: int | None = None) -> list[int]:
+    """The numbers that all ranks take of an epoch, or of its first `until` batches of each rank."""
+    return [i for batches in world.epoch(loaders, until) for i in numbers(batches)]
+
+
+def test_orders_of_torch_s_own_samplers_are_taken_over(alone: World, caplog: pytest.LogCaptureFixture) -> None:
+    data = Numbers(20)
+    assert numbers(shard(DataLoader(data, batch_size=3))) == list(range(20)), "not shuffled"
+    assert numbers(shard(DataLoader(data, batch_size=3, drop_last=True))) == list(range(18))
+    assert numbers(shard(DataLoader(data, batch_size=3, shuffle=True), seed=4)) == numbers(shard(data, 3, seed=4))
+    shared = DistributedSampler(data, num_replicas=2, rank=1, seed=4)
+    with caplog.at_level("INFO", "star_hvd"):
+        loader = shard(DataLoader(data, batch_size=3, sampler=shared))
+    assert "replaces a DistributedSampler" in caplog.text
+    assert numbers(loader) == numbers(shard(data, 3, seed=4))
+
+
+def test_other_samplers_give_the_order_equally_on_all_ranks(alone: World) -> None:
+    weighted = WeightedRandomSampler([1.0] * 10 + [5.0] * 10, 50)
+    state = torch.get_rng_state()
+    orders = [SamplerOrder(weighted, 3).of(epoch) for epoch in (0, 0, 1)]
+    assert torch.equal(torch.get_rng_state(), state), "the program's own generator is as it was"
+    assert orders[0].digest == orders[1].digest != orders[2].digest
+    loader = shard(DataLoader(Numbers(20), batch_size=4, sampler=weighted), seed=3)
+    assert len(loader) == 13
+    assert numbers(loader) == orders[0].indices(0, 50) and numbers(loader) == orders[2].indices(0, 50)
+
+
+def test_a_batch_sampler_s_batches_are_handed_out_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, monkeypatch)
+    batches = [[0, 1, 2], [9], [3, 4], [5, 6, 7, 8], [10, 11]]
+    loaders = world.loaders(DataLoader(Numbers(12), batch_sampler=batches))
+    assert sorted(epoch_of(world, loaders)) == list(range(12))
+    assert sorted(weight * world.runs[0].reference_samples for weight in world.weights) == [1, 2, 2, 3, 4]
+
+
+class Wrong(torch.utils.data.Sampler[int]):
+    """It does not have the length it says."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """One rank's share."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._length))
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "error", "message"),
+    [
+        (Numbers(4), {}, ValueError, "batch_size is None"),
+        (Numbers(4), {"batch_size": 0}, ValueError, "expected a positive number"),
+        (DataLoader(Numbers(4), batch_size=None), {}, ValueError, "batch_size=None; give it a batch_size"),
+        (Stream(4), {"batch_size": 2}, ValueError, "pass batches="),
+        (Stream(4), {"batch_size": 2, "batches": -1}, ValueError, "expected 0 or more"),
+        (Numbers(4), {"batch_size": 2, "batches": 3}, ValueError, "for an IterableDataset only"),
+        (iter([1]), {"batch_size": 2}, ValueError, "map-style dataset with a length"),
+        (Numbers(4), {"batch_size": 2, "batch_sampler": [[1]]}, ValueError, "leave them out"),
+        (Numbers(4), {"batch_size": 2, "workers": 2}, TypeError, "workers"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_do(
+    alone: World, data: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        shard(data, **options)
+
+
+def test_a_sampler_that_contradicts_its_length_is_refused(alone: World) -> None:
+    with pytest.raises(ValueError, match="has the length 7 and gives 5 items"):
+        list(shard(Numbers(9), 2, sampler=Wrong()))
+
+
+def test_ranks_with_different_orders_or_lengths_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other_order, other_length = range(5, -1, -1), range(5)
+    for samplers, message in (((range(6), other_order), "different orders"), ((range(6), other_length), "of the same")):
+        world = World(2, monkeypatch)
+        batches = []
+        for world.rank, sampler in enumerate(samplers):
+            batches.append(iter(shard(Numbers(6), 2, sampler=sampler)))
+        assert world.next(0, batches[0]) is not None
+        with pytest.raises(ValueError, match=message):
+            world.next(1, batches[1])
+
+
+def test_a_stream_goes_on_until_the_queue_has_counted_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, monkeypatch)
+    loaders = world.loaders(Stream(100), 4, batches=10)
+    assert len(loaders[0]) == 5
+    for _ in range(3):
+        assert len(epoch_of(world, loaders)) == 40
+    short = world.loaders(Stream(8), 4, batches=10)
+    assert len(epoch_of(world, short)) == 16, "both shares are used up before"
+    assert len(epoch_of(world, short)) == 16
+    batches = iter(short[0])
+    assert world.next(0, batches) is not None
+    with pytest.raises(ValueError, match="cannot say where its ranks are"):
+        short[0].state_dict()
+
+
+class Growing:
+    """Batch sizes 1, 2, 3, ..."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def size(self, batch_index: int) -> int:
+        self.asked.append(batch_index)
+        return batch_index + 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_hook_says_the_size_of_every_batch(alone: World, workers: int) -> None:
+    loader = shard(Numbers(30), 4, num_workers=workers)
+    loader.batch_sizer = sizer = Growing()
+    sizes = [len(batch) for batch in loader]
+    assert sizes[:-1] == list(range(1, len(sizes))) and sum(sizes) == 30
+    assert list(dict.fromkeys(sizer.asked)) == list(range(len(sizes)))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    samples=st.integers(0, 60),
+    batch=st.integers(1, 7),
+    ranks=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    until=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+    sampler=st.booleans(),
+)
+def test_an_epoch_goes_on_from_its_state_with_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, samples: int, batch: int, ranks: list[int], until: list[int], sampler: bool
+) -> None:
+    """Interrupted again and again, each time with another number of ranks."""
+    found: list[int] = []
+    state: dict[str, Any] | None = None
+    order = random.Random(3).sample(range(samples), samples)
+    for part, count in enumerate(ranks):
+        world = World(count, monkeypatch)
+        options = {"sampler": order} if sampler else {"seed": 2}
+        loaders = world.loaders(Numbers(samples), batch, **options)
+        if state is not None:
+            for world.rank, loader in enumerate(loaders):
+                loader.load_state_dict(state)
+        last = part == len(ranks) - 1
+        found += epoch_of(world, loaders, None if last else until[part])
+        world.rank = 0
+        state = loaders[0].state_dict()
+        if state["epoch"] == 1:  # They came to the end of the epoch before they were to be interrupted.
+            break
+    assert sorted(found) == list(range(samples))
+    assert state is not None and state["consumed"] == [] and state["epoch"] == 1
+
+
+def test_only_batches_for_the_steps_of_the_checkpoint_count_as_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, monkeypatch)
+    loaders = world.loaders(Numbers(40), 4, shuffle=False)
+    batches = [iter(loader) for loader in loaders]
+    seen: list[int] = []
+    for step in range(2):
+        world.steps = [step, step]
+        seen += [i for rank in (0, 1) for i in numbers([world.next(rank, batches[rank])])]
+    world.steps = [2, 2]
+    assert world.next(1, batches[1]) is not None, "rank 1 has begun its third step, rank 0 saves after its second"
+    world.rank = 0
+    consumed = loaders[0].state_dict()["consumed"]
+    spans = zip(consumed[::2], consumed[1::2], strict=True)
+    assert sorted(p for start, stop in spans for p in range(start, stop)) == sorted(seen)
+
+
+def test_a_state_of_another_loader_is_refused(alone: World) -> None:
+    state = shard(Numbers(8), 2, seed=1).state_dict()
+    with pytest.raises(ValueError, match="make the loader as it was"):
+        shard(Numbers(8), 2).load_state_dict(state)
+    with pytest.raises(ValueError, match="version None"):
+        shard(Numbers(8), 2).load_state_dict({})
+    loader = shard(Numbers(8), 2, shuffle=False)
+    next(iter(loader))
+    other = shard(Numbers(9), 2)
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="epoch of 8 samples, the data has 9"):
+        list(other)
+
+
+def test_ranges_of_work(alone: World) -> None:
+    for _ in range(3):
+        assert list(work(10, 4)) == [(0, 4), (4, 8), (8, 10)]
+    outer = work(100, 4)
+    assert next(outer) == (0, 4)
+    for _ in range(3):
+        assert sum(stop - start for start, stop in work(7, 3)) == 7, "evaluated inside the loop"
+    assert [start for start, _ in outer] == list(range(4, 100, 4))
+    with pytest.raises(ValueError, match="expected at least 0 and at least 1"):
+        work(5, 0)

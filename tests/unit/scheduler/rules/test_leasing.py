@@ -15,14 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.rules.leasing import Answer, LeaseQueue
+from scheduler.rules.leasing import Answer, LeaseQueue, joined, without
 from star_hvd.channel.messages.base import EpochEnd, Message
 from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn
 from star_hvd.config import Config
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.runtime.coordinator_client import CoordinatorClient
-from star_hvd.runtime.lease_stock import LeaseStock
+from star_hvd.runtime.lease_stock import ConstantBatches, LeaseStock
 
 LATENCY_S = 0.001
 
@@ -36,6 +36,10 @@ class Job:
         pace: Seconds of a batch, by rank and time.
         frozen: Times from when to when the coordinator hears and says nothing.
         leaves: By rank the time at which it leaves its loop.
+        ahead: Batches that the workers of a rank load ahead; each takes `load_s` and a worker of its own.
+        in_order: Whether they come out in the order in which they were formed.
+        done: Positions consumed before.
+        load_s: Seconds to load a batch.
     """
 
     def __init__(
@@ -47,7 +51,14 @@ class Job:
         *,
         frozen: tuple[float, float] = (math.inf, math.inf),
         leaves: dict[int, float] | None = None,
+        ahead: int = 0,
+        in_order: bool = True,
+        done: list[tuple[int, int]] | None = None,
+        load_s: float = 0.0,
     ) -> None:
+        self.ahead, self.in_order, self.done, self.load_s = ahead, in_order, done or [], load_s
+        self.on_their_way: list[list[tuple[int, float]]] = [[] for _ in range(ranks)]  # Numbers, and when loaded.
+        self.thrown_away = 0
         self.now_s, self.frozen, self.pace, self.leaves = 0.0, frozen, pace, leaves or {}
         self.events: list[Any] = []
         self.order = itertools.count()
@@ -61,7 +72,7 @@ class Job:
         self.stocks = [self.stock(rank, samples, batch) for rank in range(ranks)]
         for rank in range(ranks):
             self.waiting[rank] = 0.0
-            self.stocks[rank].open()
+            self.stocks[rank].begin(17, [bound for span in self.done for bound in span])
         while self.events:
             self.now_s, _, work = heapq.heappop(self.events)
             work()
@@ -70,7 +81,10 @@ class Job:
         def send(message: Message) -> None:
             self.to_desk(rank, message)
 
-        return LeaseStock(rank, 0, 0, samples=samples, batch=batch, drop_last=False, send=send)
+        return LeaseStock(
+            rank, 0, 0, samples=samples, batch=batch, drop_last=False, send=send, ahead=self.ahead,
+            in_order=self.in_order,
+        )  # fmt: skip
 
     def at(self, time_s: float, work: Callable[[], None]) -> None:
         heapq.heappush(self.events, (time_s, next(self.order), work))
@@ -109,17 +123,47 @@ class Job:
             stock.close()
             self.waiting.pop(rank, None)
             return
-        if not stock.ready(0.0):
+        if not stock.ready(0.0) and not self.on_their_way[rank]:
             self.waiting.setdefault(rank, self.now_s)
             return
         self.idle_s[rank] = max(self.idle_s[rank], self.now_s - self.waiting.pop(rank, self.now_s))
+        taken = self.loaded(rank) if self.ahead else self.taken(stock)
+        if taken is None:
+            return
+        self.begun[rank] += taken
+        self.ends_s[rank] = self.now_s + self.pace(rank, self.now_s)
+        self.at(self.ends_s[rank], lambda: self.work(rank))
+
+    def taken(self, stock: LeaseStock) -> list[tuple[int, int]] | None:
         taken = stock.next(0.0, lambda: None, lambda: 0.0)
         if taken is None:
             stock.close()
-            return
-        self.begun[rank].append(taken)
-        self.ends_s[rank] = self.now_s + self.pace(rank, self.now_s)
-        self.at(self.ends_s[rank], lambda: self.work(rank))
+            return None
+        return [taken]
+
+    def loaded(self, rank: int) -> list[tuple[int, int]] | None:
+        """The next batch out of the workers; None where this rank has to wait, or has come to the end."""
+        stock, numbers = self.stocks[rank], self.on_their_way[rank]
+        while len(numbers) < self.ahead and (batch := stock.form(ConstantBatches(stock.batch))) is not None:
+            numbers.append((batch.number, self.now_s + self.load_s * (1 + batch.number * 7 % 3)))
+        if not numbers:
+            if not stock.ready(0.0):
+                self.waiting[rank] = self.now_s
+            elif stock.wait(0.0, lambda: None, lambda: 0.0) or stock.in_stock:
+                self.at(self.now_s + LATENCY_S, lambda: self.work(rank))  # It lacks the rest of a batch.
+            else:
+                stock.close()
+            return None
+        first = numbers[0] if self.in_order else min(numbers, key=lambda each: each[1])
+        if first[1] > self.now_s:
+            self.at(first[1], lambda: self.work(rank))
+            return None
+        numbers.remove(first)
+        batch = stock.take(first[0])
+        if batch is None:
+            self.thrown_away += 1
+            return self.loaded(rank)
+        return list(batch.spans)
 
     def positions(self) -> list[int]:
         return sorted(p for spans in self.begun for start, stop in spans for p in range(start, stop))
@@ -202,6 +246,80 @@ def test_every_sample_once_and_nobody_left_waiting(
     assert job.over | leaves.keys() == set(range(len(paces))) and not job.waiting
     if len(leaves) < len(paces):
         assert positions == list(range(samples)), "what one leaves is for the others, whenever it leaves"
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    samples=st.integers(0, 400),
+    batch=st.integers(1, 9),
+    paces=st.lists(st.floats(0.01, 20.0), min_size=1, max_size=5),
+    factor=st.floats(0.1, 30.0),
+    ahead=st.integers(1, 9),
+    in_order=st.booleans(),
+    load_s=st.floats(0.0, 5.0),
+    leaves=st.dictionaries(st.integers(0, 4), st.floats(0.0, 60.0), max_size=4),
+    consumed=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 60)), max_size=4),
+)
+def test_every_sample_once_with_batches_loaded_ahead(
+    samples: int,
+    batch: int,
+    paces: list[float],
+    factor: float,
+    ahead: int,
+    in_order: bool,
+    load_s: float,
+    leaves: dict[int, float],
+    consumed: list[tuple[int, int]],
+) -> None:
+    """What was loaded and never delivered is delivered by another rank, and what a state says is left out."""
+    leaves = {rank: at_s for rank, at_s in leaves.items() if rank < len(paces)}
+    done = without([(0, samples)], without([(0, samples)], [(at, at + length) for at, length in consumed]))
+    job = Job(
+        samples,
+        batch,
+        len(paces),
+        lambda rank, now_s: paces[rank] * (factor if rank == 0 and now_s > 10.0 else 1.0),
+        leaves=leaves,
+        ahead=ahead,
+        in_order=in_order,
+        done=done,
+        load_s=load_s,
+    )
+    positions = job.positions()
+    assert len(positions) == len(set(positions)), "delivered twice"
+    assert job.over | leaves.keys() == set(range(len(paces))) and not job.waiting
+    if len(leaves) < len(paces):
+        before = {p for start, stop in done for p in range(start, stop)}
+        assert positions == [p for p in range(samples) if p not in before]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_ranks_of_equal_pace_end_together_though_their_workers_load_ahead(in_order: bool) -> None:
+    job = Job(1600, 4, 4, steady(0.1, 0.1, 0.1, 0.1), ahead=9, load_s=0.05, in_order=in_order)
+    assert job.positions() == list(range(1600))
+    assert max(job.ends_s) - min(job.ends_s) < 0.5 and job.thrown_away <= 16
+
+
+def test_what_a_slow_rank_has_loaded_and_not_begun_is_called_back_at_the_end() -> None:
+    slow_from = 8.0
+    job = Job(
+        1600, 4, 4, lambda rank, now_s: 3.0 if rank == 3 and now_s > slow_from else 0.1, ahead=9, load_s=0.05
+    )
+    assert job.positions() == list(range(1600)) and job.thrown_away > 0
+    assert max(job.ends_s) <= 11.0 + 3.0 + 0.5, "the batch in work, and not nine more"
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)))
+
+
+@given(SPANS, SPANS)
+def test_spans_are_sets_of_positions(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+    def positions(spans: list[tuple[int, int]]) -> set[int]:
+        return {p for start, stop in spans for p in range(start, stop)}
+
+    assert positions(joined(one)) == positions(one)
+    assert positions(without(one, other)) == positions(one) - positions(other)
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(joined(one)))
 
 
 def test_claims_that_cannot_be_are_refused_and_change_nothing() -> None:
