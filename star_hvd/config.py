@@ -34,6 +34,8 @@ class Config:
         decide_interval_s: How often `auto` looks at the measurements.
         noise_interval_steps: Every how many steps the gradient norms for the noise scale are taken.
         replay_queue: Closed steps kept for a rank that is inside `step()`, before the job waits for it.
+        replica_mismatch: What follows where the ranks' parameters differ after a switch of modes: `log` an error, or
+            `raise` `ReplicaMismatchError` on all ranks. GPUs of different kinds may differ in the last bit.
         encryption: `network` encrypts whatever leaves a host: if all ranks share one, tensors and parameter servers
             use Unix sockets there that only this user can open, unencrypted. `all` encrypts those too. Control is
             always encrypted. Measured on one host: an exchange of 100 MB with a server takes 2.5 to 5 times as long
@@ -64,6 +66,7 @@ class Config:
     decide_interval_s: float = 0.1
     noise_interval_steps: int = 8
     replay_queue: int = 8
+    replica_mismatch: str = "log"
     encryption: str = "network"
     chunk_bytes: int = 1024 * 1024
     server_chunk_bytes: int = 1024 * 1024
@@ -101,6 +104,7 @@ _MAX_CHUNK_BYTES = 4 * 1024 * 1024
 _CHOICES = {
     "policy": ("learned", "cost", "rule"),
     "damping": ("inverse", "none"),
+    "replica_mismatch": ("log", "raise"),
     "encryption": ("all", "network"),
 }
 

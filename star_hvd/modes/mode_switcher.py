@@ -269,32 +269,32 @@ class ModeSwitcher:
         if self.outside is not None:
             return
         with engine.lock:
-            plan, behind = engine.plan, engine.version != engine.next_step or not engine.replica.state.in_common_steps
+            plan, behind = engine.plan, engine.step != engine.next_step or not engine.replica.state.in_common_steps
             inside = engine.taking_part and plan.mode != "local"
         if inside or (behind and (plan.mode == "local" or self._brings_state(plan))):
             if not inside:
                 logger.debug(
                     "rank %d: step %d of %d: too far behind for %s (%s)",
                     self.rank,
-                    engine.version,
+                    engine.step,
                     engine.next_step,
                     plan.label,
                     engine.replica.state.name,
                 )
             return  # While behind, its gradients are late; it comes here again.
-        logger.debug("rank %d: step %d: enters %s, behind %s", self.rank, engine.version, plan.label, behind)
+        logger.debug("rank %d: step %d: enters %s, behind %s", self.rank, engine.step, plan.label, behind)
         if plan.mode == "local":
             self.outside = self._local()
         else:
             if self.rank in plan.servers and self._brings_state(plan):
-                version = engine.version
+                version = engine.step
                 self._services.seed(self._number, plan, lambda: self._own_state(version))
             outside = self.outside = self._steps_of(plan)
             with engine.replica.apply_lock, engine.lock:
                 # Word that the next plan is in force may just have come: then what it said of the state here holds.
                 entered = not outside.gone
                 if entered:
-                    engine.leave_rounds()
+                    engine.leave_common_steps()
             if entered and behind:
                 self._begin_behind(outside)
 
@@ -337,7 +337,7 @@ class ModeSwitcher:
 
     def _own_state(self, version: int) -> Snapshot:
         snapshot = self._engine.replica.snapshot(version)
-        assert snapshot is not None and snapshot.version == version, "a server's first state is not that of its step"
+        assert snapshot is not None and snapshot.step == version, "a server's first state is not that of its step"
         return snapshot
 
     def _leave(self, outside: Steps) -> None:

@@ -264,8 +264,8 @@ def _tell_state() -> None:
         engine, handover = driver.engine, driver.handover
         replica, inflight = engine.replica, engine._inflight
         state = {
-            "plan": f"{engine.plan.label} {engine.plan.plan_id}", "version": engine.version, "next": engine.next_step,
-            "close_upto": engine._close_upto, "away": engine.away, "part": engine.taking_part,
+            "plan": f"{engine.plan.label} {engine.plan.plan_id}", "version": engine.step, "next": engine.next_step,
+            "close_upto": engine._close_upto, "away": engine.inactive, "part": engine.taking_part,
             "state": replica.state.name, "queue": len(replica.queue),
             "computing": replica.computing, "shadow": replica._shadow is not None,
             "inflight": inflight and (inflight.number, inflight.owner),
