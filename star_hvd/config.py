@@ -35,6 +35,8 @@ class Config:
         decide_interval_s: Interval of the windows on which `auto` decides.
         noise_interval_steps: Steps between two measurements of the gradient norms for the noise scale.
         replay_queue: Closed steps queued for a rank that is inside `step()`, before the job waits for it.
+        replica_mismatch: What follows if the ranks' parameters differ after a switch of modes: `log` an error, or
+            `raise` `ReplicaMismatchError` on all ranks. GPUs of different kinds may differ in the last bit.
         encryption: `network` encrypts connections between hosts; if all ranks share one host, tensors and parameter
             servers use unencrypted Unix sockets that only this user can open. `all` encrypts those too. Control is
             always encrypted. Measured on one host: an exchange of 100 MB with a server takes 2.5 to 5 times as long
@@ -65,6 +67,7 @@ class Config:
     decide_interval_s: float = 0.1
     noise_interval_steps: int = 8
     replay_queue: int = 8
+    replica_mismatch: str = "log"
     encryption: str = "network"
     chunk_bytes: int = 1024 * 1024
     server_chunk_bytes: int = 1024 * 1024
@@ -100,6 +103,7 @@ _MAX_CHUNK_BYTES = 4 * 1024 * 1024
 _CHOICES = {
     "policy": ("learned", "cost", "rule"),
     "damping": ("inverse", "none"),
+    "replica_mismatch": ("log", "raise"),
     "encryption": ("all", "network"),
 }
 

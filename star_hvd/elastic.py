@@ -51,7 +51,8 @@ _state.set_handler_registry([*_state.get_handler_registry(), (ShardLoader, _Load
 class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyped.
     """State of an elastic job; see `horovod.torch.elastic.TorchState`.
 
-    A loader of `shard` among the keyword arguments continues in the middle of its epoch after a reset, every sample once.
+    A loader of `shard` among the keyword arguments continues in the middle of its epoch after a reset, with every
+    sample once.
 
     If a rank is late: a commit is collective. Ranks that wait in it are inactive, so that others do not wait for their
     gradients.

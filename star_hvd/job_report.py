@@ -149,7 +149,7 @@ def record_metric(
     number = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
     for driver in run.drivers.values():
         if driver.reporter.log is not None:
-            driver.reporter.log.metric(name, number, driver.engine.version if step is None else step, monotonic_s)
+            driver.reporter.log.metric(name, number, driver.engine.step if step is None else step, monotonic_s)
 
 
 def explain(optimizer: int | None = None) -> str:

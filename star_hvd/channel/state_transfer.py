@@ -74,7 +74,7 @@ def pack_snapshot(snapshot: Snapshot) -> tuple[bytes, bytes]:
         {k: describe(v, f"state {k!r} of parameter {i}") for k, v in entry.items()}
         for i, entry in enumerate(snapshot.state)
     ]
-    return bytes(msgpack.packb([snapshot.version, params, state])), b"".join(blobs)
+    return bytes(msgpack.packb([snapshot.step, params, state])), b"".join(blobs)
 
 
 def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
@@ -233,7 +233,7 @@ class Caller:
         self._requests = secrets.randbits(32) << 31
 
     def begin(self) -> int:
-        """A new request begins: its number. What befell the connection before does not matter to it."""
+        """A new request begins: its number. What happened to the connection before does not matter to it."""
         self.reopened()
         self._requests += 1
         return self._requests

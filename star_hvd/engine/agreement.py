@@ -93,18 +93,18 @@ class Agreement:
         self.codec = HeaderCodec(self.plan.world_size, self._applier.hyper.size)
         self._row = None
 
-    def contribution(self, step: OpenStep, own_steps: int, *, fresh: bool, away: bool = False) -> Contribution:
+    def contribution(self, step: OpenStep, own_steps: int, *, fresh: bool, inactive: bool = False) -> Contribution:
         """This rank's part of the header: flag, leadership, folds and, of a fresh rank, the checksum when due."""
         item = Contribution(fresh=fresh, own_steps=own_steps)
         # Two own steps first: what forbids relaxed modes (a GradScaler, sparse gradients) shows itself in the first.
-        if self.prepared is not None and self._may_flag(self.prepared, own_steps, fresh=fresh, away=away):
+        if self.prepared is not None and self._may_flag(self.prepared, own_steps, fresh=fresh, inactive=inactive):
             item.flag_plan_id_delta = self.prepared.plan_id - self.plan.plan_id
             step.flagged = self.prepared
         if self._leader == self.rank:
             # A leader that is late after all repeats what was agreed last; its own values may have moved on.
             own_wanted = fresh or self._row is None
             item.hyper = self._applier.hyper.read(self._applier.optimizer.param_groups) if own_wanted else self._row
-        item.folds = step.folded / max(1, len(step.flats))
+        item.folds = step.folded / max(1, len(step.buffers))
         if fresh and self.checksum_due(step.number):
             taken, value = self.checksum
             item.checksum = value if taken == step.number else self._applier.checksum()
@@ -114,12 +114,12 @@ class Agreement:
         """Whether the header of a step takes a checksum over the parameters along."""
         return self._checksum_round == number and self.plan.mode != "local"
 
-    def _may_flag(self, prepared: Plan, own_steps: int, *, fresh: bool, away: bool) -> bool:
+    def _may_flag(self, prepared: Plan, own_steps: int, *, fresh: bool, inactive: bool) -> bool:
         if own_steps < 2 and prepared.relaxed:
             return False
-        if away and prepared.family != self.plan.family:
+        if inactive and prepared.family != self.plan.family:
             return False  # A training thread has to be there to enter another family; it comes back soon.
-        # Whoever brings the state into the next plan must have that of the very step it begins with.
+        # A rank that brings the state into the next plan must have that of the step it begins with.
         return fresh or prepared.family == self.plan.family or self.rank not in prepared.sources
 
     def read(self, step: OpenStep, header: Header, mean_sqr: float) -> tuple[float, ...] | None:
@@ -144,7 +144,7 @@ class Agreement:
         delta = header.agreed_plan_id_delta(len(self.members))
         if delta is None:
             return
-        # Everybody raised the flag for this plan in this very step, so everybody takes it up now, even if it has
+        # All members raised the flag for this plan in this step, so all of them take it up now, even if it has
         # been abandoned or followed by a newer one while the step was in flight.
         flagged = step.flagged
         assert flagged is not None and flagged.plan_id - self.plan.plan_id == delta

@@ -1,8 +1,8 @@
 """Applying a reduced step to parameters: to the live ones, or to a shadow copy while their rank computes on them.
 
-A rank that is behind still computes on old parameters, so nobody may change them. Its helper applies the closed steps
-to a shadow, made only then, with the same optimizer class, state and hyperparameters; the rank takes the shadow over
-at its next step. The same sequence of the same operations on the same numbers gives bit-equal replicas.
+A rank that is behind still computes on old parameters, so no other thread may change them. Its helper applies the
+closed steps to a shadow, made only then, with the same optimizer class, state and hyperparameters; the rank takes the
+shadow over at its next step. The same sequence of the same operations on the same numbers gives bit-equal replicas.
 """
 
 from __future__ import annotations

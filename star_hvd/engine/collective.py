@@ -67,7 +67,7 @@ class HorovodCollective:
 
 
 # Horovod's own wait spins until the end and shows 110 % CPU on waiting ranks: on a host with fewer cores than ranks
-# that slows the very rank everybody waits for. So we sleep between looks. Where every rank has a core, the looks of the
+# that slows the rank that all others wait for. So we sleep between looks. Where every rank has a core, the looks of the
 # first milliseconds, as long as an ordinary reduction takes, only give way to others: measured at 2 ranks on 2 cores
 # that brings a step from 1.034 to 1.016 of Horovod's.
 _POLL_S = 0.0001

@@ -17,7 +17,7 @@ All hand-overs, by the name of their fence (T training thread and autograd's, H 
 | `kept`        | H, T, S | H, T    | a late gradient until its bucket is next submitted  | `LateGradients`         |
 | `bucket`      | H, T    | T       | a bucket's own buffer, for the next backward pass   | `Replica.reuse_buckets` |
 | `means`       | H       | T, H    | means of a step that ended without T                | `Replica.push`          |
-| `averaged`    | H       | T, H    | an averaging of `local` that ended without T        | `LocalSteps.stood_in`   |
+| `averaged`    | H       | T, H    | an averaging of `local` that ended without T | `LocalSteps.ended_by_proxy` |
 | `params`      | T       | H, S    | live parameters and optimizer state, to copy        | `Replica.writing`       |
 | `copied`      | H, S    | T       | the same, copied: they may be changed again         | `Replica.copying`       |
 | `shadow`      | H       | T, S    | parameters, state and gradients of the shadow       | `Replica.replay_one`    |
@@ -26,7 +26,7 @@ All hand-overs, by the name of their fence (T training thread and autograd's, H 
 
 No row is needed where the same thread gives and takes, where nothing but host memory passes (the preparer's states, a
 parameter server's answers, everything behind `ps.Client`, headers), and for Horovod: a reduction begins after an event
-that Horovod records on the current stream of the thread that submits, and whoever collects it (`finish`) finds it
+that Horovod records on the current stream of the thread that submits; the thread that collects it (`finish`) finds it
 complete, or has its own current stream wait for it. The stand-in thread of `grouped` submits buffers of its own, and
 leaves nothing behind but counts.
 """
@@ -99,7 +99,7 @@ class Backend(Protocol):
         ...
 
     def register(self, tensor: torch.Tensor, name: str) -> None:
-        """Tell the allocator that the calling thread's current stream uses this tensor's memory."""
+        """Record with the allocator that the calling thread's current stream uses this tensor's memory."""
         ...
 
     def own_streams(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:

@@ -3,7 +3,8 @@
 Every rank adds its own numbers and all ranks read the same sums in the same step, so whatever is decided from them is
 decided everywhere alike, without another message. Layout, float32: `_FIXED` common slots, then four slots per
 hyperparameter (the 64 bits of a float64 in four exact 16-bit pieces, filled by one rank only, the leader), then one
-slot per rank: its number of own steps plus one, positive when its gradient is fresh, negative when its helper stood in.
+slot per rank: its number of own steps plus one, positive when its gradient is fresh, negative when its helper
+contributed for it.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class Contribution:
         own_steps: Gradients the rank has computed so far.
         flag_plan_id_delta: Id of the prepared plan minus the active one, None when no plan is prepared.
         manual: Whether helpers cannot replay this step (the user works between `synchronize` and `step`).
-        loss: Loss of the batch; NaN where none was told, infinite where it was no number.
+        loss: Loss of the batch; NaN where none was recorded, infinite where it was no number.
         weight: Weight of the fresh gradient.
         local_sqr: Weight times squared norm of the local gradient, None when not sampled.
         folds: Part of the buckets into which a late gradient was folded.
-        hyper: The leader's hyperparameters, None for everybody else.
+        hyper: The leader's hyperparameters, None for the other ranks.
         checksum: 24 bits over the parameters, None when not due.
         waited: Whether gradients waited for this header: the user works between `backward` and `step`.
         manual_before: `manual` of the step before, where that became known after its header was on its way.
@@ -107,7 +108,7 @@ class Header:
         return max(members, key=lambda rank: self.own_steps[rank] if self.fresh[rank] else -2 - self.own_steps[rank])
 
     def agreed_plan_id_delta(self, world_size: int) -> int | None:
-        """The prepared plan all ranks agree on: everybody raised the flag, and for the same epoch.
+        """The prepared plan all ranks agree on: all members raised the flag, and for the same plan.
 
         Equal counts and equal sums could hide different epochs; a vanishing variance cannot.
         """

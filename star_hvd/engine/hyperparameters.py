@@ -1,7 +1,7 @@
 """Hyperparameters as a flat row of numbers, so that a step can use the leader's on every rank.
 
 Ranks that make different numbers of steps advance their learning-rate schedulers differently. The step's leader sends
-its values in band and everybody applies the step with them; a rank's own `param_groups` are put back afterwards, so
+its values in band and all ranks apply the step with them; a rank's own `param_groups` are put back afterwards, so
 its scheduler and the user's own view stay consistent.
 """
 

@@ -26,7 +26,7 @@ def damping_factor(plan: Plan, staleness: int) -> float:
 @dataclass(slots=True)
 class _Kept:
     flat: torch.Tensor  # w * g, then w.
-    version: int  # Oldest parameters behind it.
+    computed_on: int  # Oldest parameters behind it.
     weight: float  # w, known without a look at the device.
     fence: Fence  # Behind what wrote `flat`.
 
@@ -51,26 +51,26 @@ class LateGradients:
         """Weight that waits, averaged over the buckets."""
         return sum(kept.weight for kept in self._kept.values()) / max(1, len(self._buckets))
 
-    def keep(self, bucket: Bucket, weight: float, version: int) -> None:
-        """Keep the gradient that is in `bucket.flat`, computed on the parameters of step `version`."""
+    def keep(self, bucket: Bucket, weight: float, computed_on: int) -> None:
+        """Keep the gradient that is in `bucket.flat`, computed on the parameters of step `computed_on`."""
         flat = bucket.flat.clone()
         if weight != 1.0:
             flat[:-1].mul_(weight)
         flat[-1] = weight
-        self.keep_whole(bucket, flat, version, weight)
+        self.keep_whole(bucket, flat, computed_on, weight)
 
-    def keep_whole(self, bucket: Bucket, flat: torch.Tensor, version: int, weight: float) -> None:
+    def keep_whole(self, bucket: Bucket, flat: torch.Tensor, computed_on: int, weight: float) -> None:
         """Keep `flat`, gradients times weight and the weight, which belongs to this object from now on.
 
-        The calling thread has made it, or has ordered itself behind whoever did.
+        The calling thread has made it, or has ordered itself behind the thread that did.
         """
         older = self._kept.get(bucket.index)
         if older is None:
-            self._kept[bucket.index] = _Kept(flat, version, weight, self._streams.give_one(KEPT, flat))
+            self._kept[bucket.index] = _Kept(flat, computed_on, weight, self._streams.give_one(KEPT, flat))
         else:
             older.fence.order(older.flat)
             older.flat.add_(flat)
-            older.version, older.weight = min(older.version, version), older.weight + weight
+            older.computed_on, older.weight = min(older.computed_on, computed_on), older.weight + weight
             older.fence = self._streams.give_one(KEPT, older.flat)
 
     def drop_all(self) -> None:
@@ -96,7 +96,7 @@ class LateGradients:
         kept = self._kept.pop(bucket.index, None)
         if kept is None:
             return False
-        staleness = step - kept.version
+        staleness = step - kept.computed_on
         factor = damping_factor(plan, staleness)
         weight = kept.weight / len(self._buckets)
         last = bucket.index == len(self._buckets) - 1

@@ -2,7 +2,7 @@
 
 In a relaxed mode ranks reach the user's collective at different steps, and steps go on while the first of them wait.
 Once the last rank is here no step begins any more, so what is furthest is fixed; but a rank may still have it on a
-shadow, in a queue, at servers, or on its way. So ranks tell each other where they are, catch up, and ask again until
+shadow, in a queue, at servers, or on its way. So ranks gather their positions, catch up, and gather again until
 all are at one step. In the usual case, all there already, that is one small all-gather.
 """
 
@@ -54,7 +54,7 @@ def settled(positions: Sequence[Position], *, asked: bool) -> bool:
     Args:
         positions: Of all optimizers on all ranks. An optimizer in the middle of a step is left out: its rank takes
             part in the meeting and changes nothing.
-        asked: Whether all ranks have caught up since they met; outside the rounds a rank cannot know before.
+        asked: Whether all ranks have caught up since they met; outside the common steps a rank cannot know before.
     """
     free = [position for position in positions if not position.mid_step]
     if any(not position.whole or position.step != position.next_step for position in free):

@@ -19,15 +19,15 @@ __all__ = ["Averaging", "Counters", "Listener", "Result", "OpenStep", "Snapshot"
 class Averaging(Protocol):
     """What `local` averages besides the parameters."""
 
-    def stand_in_flat(self, bucket: Bucket) -> torch.Tensor:
-        """What the helper contributes for a training thread that is away."""
+    def proxy_contribution(self, bucket: Bucket) -> torch.Tensor:
+        """What the helper contributes for a training thread that is inactive."""
         ...
 
     def extras(self) -> list[tuple[str, torch.Tensor]]:
         """Names and tensors to sum, times this rank's weight."""
         ...
 
-    def stood_in(self, result: Result, extras: list[torch.Tensor]) -> None:
+    def ended_by_proxy(self, result: Result, extras: list[torch.Tensor]) -> None:
         """An averaging has ended without this rank's training thread; called under the engine's lock."""
         ...
 
@@ -79,8 +79,8 @@ class OpenStep:
 
     Attributes:
         number: The step.
-        flats: Per bucket the flat buffer that was submitted, None while nobody has.
-        wires: Per bucket the tensor that travels, `flats[i]` itself unless its type changes.
+        buffers: Per bucket the flat buffer that was submitted, None before that.
+        reduced_buffers: Per bucket the tensor that travels, `buffers[i]` itself unless its type changes.
         handles: Per bucket the handle of the reduction; the carrier's is the header's.
         owner: `trainer` or `helper` once the header is claimed; the owner completes the step.
         early: The training thread has claimed it within backward and has not arrived yet.
@@ -94,8 +94,8 @@ class OpenStep:
     """
 
     number: int
-    flats: list[torch.Tensor | None]
-    wires: list[torch.Tensor | None]
+    buffers: list[torch.Tensor | None]
+    reduced_buffers: list[torch.Tensor | None]
     handles: list[int | None]
     owner: str = ""
     early: bool = False
@@ -109,12 +109,12 @@ class OpenStep:
 
     @classmethod
     def open(cls, number: int, n_buckets: int) -> OpenStep:
-        """A step nobody has submitted anything for."""
+        """A step for which nothing has been submitted."""
         return cls(number, [None] * n_buckets, [None] * n_buckets, [None] * n_buckets)
 
     def claimed(self, index: int) -> bool:
         """Whether a bucket has been given to this step."""
-        return self.flats[index] is not None
+        return self.buffers[index] is not None
 
     def all_handles(self) -> list[int]:
         """Handles of all buckets and the header, after the header was claimed."""
@@ -126,8 +126,8 @@ class OpenStep:
 class Result:
     """A reduced step: averaged gradients, one flat buffer per bucket, and the hyperparameters to apply it with.
 
-    `row` is None where every rank uses its own hyperparameters, exactly as in Horovod. Whoever did not make it orders
-    itself behind `fence` before it uses the means.
+    `row` is None where every rank uses its own hyperparameters, exactly as in Horovod. A thread that did
+    not make it orders itself behind `fence` before it uses the means.
     """
 
     step: int
@@ -138,8 +138,8 @@ class Result:
 
 @dataclass(slots=True)
 class Snapshot:
-    """Parameters and optimizer state after `version` steps, for a rank that cannot replay."""
+    """Parameters and optimizer state after `step` steps, for a rank that cannot replay."""
 
-    version: int
+    step: int
     params: list[torch.Tensor]
     state: list[dict[str, object]]

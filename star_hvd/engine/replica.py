@@ -98,7 +98,7 @@ class Replica:
         applier: Steps the live parameters.
         lock: The engine's.
         counters: Where replays and fetches are counted.
-        changed: Wakes whoever waits for a change; called under the lock.
+        changed: Wakes the threads that wait for a change; called under the lock.
     """
 
     def __init__(
@@ -235,8 +235,8 @@ class Replica:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """The caller copies live parameters or state inside the block, which nobody may change meanwhile: under
-        `apply_lock`, or, while the training thread is away, under the engine's."""
+        """The caller copies live parameters or state inside the block, which no thread may change meanwhile: under
+        `apply_lock`, or, while the training thread is inactive, under the engine's."""
         if self._streams.devices:
             self._written.order(*self.applier.tensors())
         yield
@@ -306,10 +306,10 @@ class Replica:
         if not self.state.needs_fetch:
             return False
         self.load(snapshot)
-        self.step = snapshot.version
+        self.step = snapshot.step
         self._counters.fetched += 1
         # Steps that ended here after the snapshot was taken are still missing; the next step fetches again.
-        self.state = ReplicaState.STALE if snapshot.version < ended else ReplicaState.CURRENT
+        self.state = ReplicaState.STALE if snapshot.step < ended else ReplicaState.CURRENT
         return True
 
     def overwritten(self) -> None:

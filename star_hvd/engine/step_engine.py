@@ -3,9 +3,9 @@
 One `StepEngine` per optimizer and rank. All methods return at once; the training thread and the helper thread loop
 around them (`driver.py`), and a test drives them in any interleaving it likes.
 
-State, all under one lock. `version` counts the steps applied to the live parameters, `next_step` is the first step
+State, all under one lock. `step` counts the steps applied to the live parameters, `next_step` is the first step
 this rank has not wholly submitted. They are equal while the training thread computes a gradient that can still be
-fresh. Whoever claims the header, always the last tensor of a step, owns the step's completion:
+fresh. The thread that claims the header, always the last tensor of a step, owns the step's completion:
 
 * The training thread claims it when its gradient is whole (`arrive`), waits, averages, applies.
 * The helper claims it, with every bucket not yet submitted, when the coordinator closes the step. It submits what is
@@ -39,7 +39,7 @@ from star_hvd.engine.late_gradients import LateGradients
 from star_hvd.engine.means import LocalNorm, divide, norm
 from star_hvd.engine.records import Averaging, Counters, Listener, OpenStep, Result, Snapshot
 from star_hvd.engine.replica import Replica, ReplicaState
-from star_hvd.errors import StarError
+from star_hvd.errors import ReplicaMismatchError, StarError
 
 __all__ = ["StepEngine"]
 
@@ -53,7 +53,7 @@ class StepEngine:
         applier: Steps the live parameters.
         collective: Reduces tensors over all ranks.
         collective_of: Gives the collective of a subgroup's members; the process set must exist.
-        listener: Is told what happens.
+        listener: Is called at the events of `Listener`.
         prefix: Names of the collectives start with it; unique per optimizer and equal on all ranks.
         scale_by_ranks: Whether the result is the mean times the number of ranks (`op=Sum`).
         can_replay: Whether the optimizer's steps can be replayed on a copy.
@@ -61,6 +61,7 @@ class StepEngine:
         noise_interval_steps: Every how many steps the local gradient norm is taken.
         early_after_steps: Complete steps in a row, once steps have ever been incomplete, after which headers are sent
             within backward again.
+        raise_on_mismatch: Whether training ends where the replicas' checksums differ after a switch.
         clock: The time in seconds; only differences count.
     """
 
@@ -79,6 +80,7 @@ class StepEngine:
         replay_queue: int = 8,
         noise_interval_steps: int = 8,
         early_after_steps: int = 8,
+        raise_on_mismatch: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
@@ -91,7 +93,7 @@ class StepEngine:
         self.counters = Counters()
         self.next_step = 0
         self.own_steps = 0
-        self.away = False
+        self.inactive = False
         self.weight = 1.0
         self.loss = math.nan
         self.failure: BaseException | None = None
@@ -106,6 +108,7 @@ class StepEngine:
         self._scale_by_ranks = scale_by_ranks
         self._can_replay = can_replay
         self._replay_queue = replay_queue
+        self._raise_on_mismatch = raise_on_mismatch
         self._norm = LocalNorm(self.streams, noise_interval_steps)
         self._deferred: dict[int, Fence] = {}
         self._late = LateGradients(applier.buckets, self.counters, self.streams)
@@ -131,7 +134,7 @@ class StepEngine:
         return self.plan.family == "rounds" or self.rank in self.plan.members
 
     @property
-    def version(self) -> int:
+    def step(self) -> int:
         """Steps applied to the live parameters."""
         return self.replica.step
 
@@ -151,14 +154,14 @@ class StepEngine:
     def gradient_ready(self, index: int) -> None:
         """The training thread's gradient of one bucket is whole in the bucket's `flat`.
 
-        Submits it as this step's contribution when nobody has, else keeps it for a later step.
+        Submits it as this step's contribution unless the helper has, else keeps it for a later step.
         """
         with self.lock:
             self._raise_failure()
             bucket = self.applier.buckets[index]
             self.counters.produced_weight += self.weight / len(self.applier.buckets)
-            if self._out_of_rounds() or self._current.claimed(index):
-                self._late.keep(bucket, self.weight, self.version)
+            if self._out_of_common_steps() or self._current.claimed(index):
+                self._late.keep(bucket, self.weight, self.step)
                 self.replica.note_bucket_use()
             else:
                 self._submit_fresh(bucket)
@@ -175,7 +178,7 @@ class StepEngine:
     def flush_deferred(self) -> bool:
         """Submit the deferred buckets that are whole by now. Whether none is left to wait for.
 
-        One that has lost its step is kept once it is whole, no earlier: whoever keeps it works on another stream.
+        One that has lost its step is kept once it is whole, no earlier: another stream works on what is kept.
         """
         with self.lock:
             self._raise_failure()
@@ -202,18 +205,18 @@ class StepEngine:
                 step.early = False
                 if manual and not self._ever_manual:
                     self._untold_manual = step.number
-            elif self._out_of_rounds():
+            elif self._out_of_common_steps():
                 self.counters.late += 1
-                self._listener.on_late(self.version, self.plan.plan_id)
+                self._listener.on_late(self.step, self.plan.plan_id)
                 return False
             else:
                 missing = [i for i in range(len(self.applier.buckets)) if not self._current.claimed(i)]
                 if missing:
-                    raise StarError(f"buckets {missing} of step {self.version} were not submitted before arrive()")
+                    raise StarError(f"buckets {missing} of step {self.step} were not submitted before arrive()")
                 self._claim_header("trainer", manual=manual or not self._can_replay)
             self._ever_manual = self._ever_manual or manual
             self.counters.fresh += 1
-            self._listener.on_arrive(self.version, self.plan.plan_id)
+            self._listener.on_arrive(self.step, self.plan.plan_id)
             return True
 
     def _read_devices(self) -> None:
@@ -235,7 +238,7 @@ class StepEngine:
         with self.lock:
             self._raise_failure()
             step = self._current
-            step.flats[bucket.index] = step.wires[bucket.index] = average
+            step.buffers[bucket.index] = step.reduced_buffers[bucket.index] = average
             step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.a{bucket.index}", average)
 
     def arrive_average(self) -> None:
@@ -244,10 +247,10 @@ class StepEngine:
             self._raise_failure()
             self.replica.computing = False
             self._claim_header("trainer")
-            self._listener.on_arrive(self.version, self.plan.plan_id)
+            self._listener.on_arrive(self.step, self.plan.plan_id)
 
     def averaged(self) -> None:
-        """`local`: the training thread computes again; from here on the helper may work for it while it is away."""
+        """`local`: the training thread computes again; from here on the helper may work for it while it is inactive."""
         with self.lock:
             self.replica.computing = True
             self._changed()
@@ -319,7 +322,7 @@ class StepEngine:
             incomplete = state in (ReplicaState.REPLAYABLE, ReplicaState.STALE) or (
                 self._inflight is not None and state is not ReplicaState.AVERAGE_PENDING
             )
-            if state is ReplicaState.STATELESS or (incomplete and self.version < target):
+            if state is ReplicaState.STATELESS or (incomplete and self.step < target):
                 return False
             self.replica.computing = True
             self._norm.clear()
@@ -336,7 +339,7 @@ class StepEngine:
         """
         snapshot = self.replica.placed(snapshot)
         with self.replica.apply_lock, self.lock:  # A step that ends meanwhile would be neither in them nor queued.
-            if not self.version <= snapshot.version <= self.next_step:
+            if not self.step <= snapshot.step <= self.next_step:
                 return False
             ended = self._inflight.number if self._inflight is not None else self.next_step
             return self.replica.adopt(snapshot, ended)
@@ -345,17 +348,17 @@ class StepEngine:
     def least_useful_step(self) -> int:
         """The least step whose state would get this rank any further."""
         with self.lock:
-            return self.version + (self.replica.state is ReplicaState.STALE)
+            return self.step + (self.replica.state is ReplicaState.STALE)
 
     def note_joined(self) -> None:
-        """Tell that the training thread, which was behind, starts on the parameters of step `version`."""
+        """Report that the training thread, which was behind, starts on the parameters of `step`."""
         with self.lock:
-            self._listener.on_join(self.version)
+            self._listener.on_join(self.step)
 
     def layout_changed(self, hyper: HyperRow) -> None:
-        """Buckets were added on all ranks after the same step, in lockstep; headers and rounds take their new form."""
+        """Buckets were added on all ranks after the same step, in lockstep; headers and steps take their new form."""
         with self.replica.apply_lock, self.lock:
-            if self.version != self.next_step or self._inflight is not None or self.replica.queue:
+            if self.step != self.next_step or self._inflight is not None or self.replica.queue:
                 raise StarError("parameters were added while a step was in flight; add them between two steps")
             self.applier.hyper = hyper
             self.streams.renew()
@@ -395,7 +398,7 @@ class StepEngine:
             return self.helper_owns() and self._inflight is not None and self._inflight.averaging is not None
 
     def must_poll(self) -> bool:
-        """Whether the helper waits for something that nobody announces: a reduction or a device."""
+        """Whether the helper waits for something that is not announced: a reduction or a device."""
         with self.lock:
             return self.helper_owns() or bool(self._deferred)
 
@@ -411,7 +414,7 @@ class StepEngine:
             owns = self.helper_owns()
             step = self._collected() if owns else None
             if not owns and self._may_close():
-                self._stand_in()
+                self._submit_proxy()
                 return True
         if owns:
             return step is not None and self._end_inflight(step)
@@ -419,9 +422,9 @@ class StepEngine:
             return True
         return self.replica.replay_one()
 
-    # ---- outside the rounds: servers, a subgroup's children ---------------------------------------------------
+    # ---- outside the common steps: servers, children ---------------------------------------------------
 
-    def leave_rounds(self) -> None:
+    def leave_common_steps(self) -> None:
         """From here on this rank's parameters come from elsewhere, without the optimizer's state."""
         with self.replica.apply_lock, self.lock:
             self.replica.leave()
@@ -432,42 +435,42 @@ class StepEngine:
             self._raise_failure()
             self.counters.produced_weight += self.weight / len(self.applier.buckets)
 
-    def note_outside(self, version: int) -> None:
-        """The live parameters are those of step `version`, received from elsewhere."""
+    def note_step(self, step: int) -> None:
+        """The live parameters are those of step `step`, received from elsewhere."""
         with self.lock:
             if not self.taking_part:
-                self.replica.step = self.next_step = version
+                self.replica.step = self.next_step = step
 
     def adopt_state(self, snapshot: Snapshot) -> None:
-        """Take over parameters and optimizer state of one version, for a checkpoint; the mode goes on as before."""
+        """Take over parameters and optimizer state of one step, for a checkpoint; the mode goes on as before."""
         snapshot = self.replica.placed(snapshot)
         with self.replica.apply_lock:
             self.replica.load(snapshot)
-            self.note_outside(snapshot.version)
+            self.note_step(snapshot.step)
 
     def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
         """Add what was kept for a bucket to a contribution outside a reduced step; who sends it counts it."""
         with self.lock:
-            return self._late.fold(bucket, flat, self.version, self.plan, count=False)
+            return self._late.fold(bucket, flat, self.step, self.plan, count=False)
 
     def keep_late(
         self,
         flats: Sequence[torch.Tensor],
-        version: int,
+        computed_on: int,
         *,
-        foreign: bool = False,
+        taken_over: bool = False,
         weights: Sequence[float] | None = None,
     ) -> int:
-        """Keep contributions (gradients times weight, then the weight), computed on step `version`, for the next step.
+        """Keep contributions (gradients times weight, then the weight), computed for an earlier step, for the next one.
 
         Args:
             flats: One buffer per bucket, made by the calling thread; this object's from now on.
-            version: Of the parameters behind them.
-            foreign: They are another rank's, which this rank has taken over.
+            computed_on: The step of the parameters behind them.
+            taken_over: They are another rank's, which this rank has taken over.
             weights: The weights in them, read from their devices where left out.
 
         Returns:
-            The first version that will contain them.
+            The first step whose parameters will contain them.
         """
         if weights is None:
             self.streams.await_host()
@@ -475,9 +478,9 @@ class StepEngine:
         with self.lock:
             self._raise_failure()
             for bucket, flat, weight in zip(self.applier.buckets, flats, weights, strict=True):
-                if foreign:
+                if taken_over:
                     self.counters.produced_weight += weight / len(self.applier.buckets)
-                self._late.keep_whole(bucket, flat, min(version, self.version), weight)
+                self._late.keep_whole(bucket, flat, min(computed_on, self.step), weight)
             # A bucket of the current step may have been submitted already; it then goes with the next one.
             begun = any(self._current.claimed(bucket.index) for bucket in self.applier.buckets)
             return self.next_step + (2 if begun else 1)
@@ -486,7 +489,7 @@ class StepEngine:
         """Servers have changed their rule under way: the plan of this id is in force."""
         with self.lock:
             if plan.plan_id > self.plan.plan_id:
-                self.agreement.resume(plan, self.version)
+                self.agreement.resume(plan, self.step)
 
     def resume(self, plan: Plan, step: int) -> bool:
         """Step `step` is the first under `plan`; its state is elsewhere and has to be fetched.
@@ -520,18 +523,18 @@ class StepEngine:
     def close(self, step: int) -> None:
         """The coordinator closes `step`.
 
-        Outside a relaxed plan the order is carried out only while this rank really is away: a rank that came back
+        Outside a relaxed plan the order is carried out only while this rank really is inactive: a rank that came back
         before the order reached it delivers its gradient itself, so `sync` stays exact.
         """
         with self.lock:
             self._close_upto = max(self._close_upto, step)
             self._changed()
 
-    def set_away(self, away: bool) -> None:
+    def set_inactive(self, inactive: bool) -> None:
         """Whether the training thread, which calls this, leaves its training loop and delivers no gradient for now."""
         self.replica.written()  # By the user, or in a collective of the user's; the helper may copy them from here on.
         with self.lock:
-            self.away = away
+            self.inactive = inactive
             self._changed()
 
     def drop(self) -> None:
@@ -541,7 +544,7 @@ class StepEngine:
             if step is not None and step.owner == "trainer":
                 step.owner = "helper"  # Handles that the training thread has collected count as ended.
             self.replica.drop(ended=self.next_step if step is None else step.number)
-        self.set_away(True)
+        self.set_inactive(True)
 
     def under_way(self) -> tuple[int, bool, bool]:
         """The first step not wholly submitted here, -1 outside common steps; whether a part of it is; whether the step
@@ -549,7 +552,7 @@ class StepEngine:
         with self.lock:
             if self.plan.family != "rounds":
                 return -1, False, False
-            begun = any(flat is not None for flat in self._current.flats)
+            begun = any(flat is not None for flat in self._current.buffers)
             return self.next_step, begun, self._inflight is not None
 
     def unsuited(self, plan: Plan) -> str | None:
@@ -609,21 +612,21 @@ class StepEngine:
         """Submit `flat`, with what was kept for the bucket folded in."""
         step = self._current
         step.folded += self._late.fold(bucket, flat, step.number, self.plan)
-        wire = bucket.to_wire(flat)
-        step.flats[bucket.index], step.wires[bucket.index] = flat, wire
+        reduced_buffer = bucket.to_wire(flat)
+        step.buffers[bucket.index], step.reduced_buffers[bucket.index] = flat, reduced_buffer
         if bucket is self._carrier and self._timing.alone:
-            wire[-bucket.tail :].zero_()  # What is left of an earlier header.
+            reduced_buffer[-bucket.tail :].zero_()  # What is left of an earlier header.
         if bucket is not self._carrier or self._timing.alone:
-            step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.b{bucket.index}", wire)
+            step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.b{bucket.index}", reduced_buffer)
 
-    def _stand_in(self) -> None:
+    def _submit_proxy(self) -> None:
         """Submit every bucket the training thread has not, then the header."""
         averaging = self.averaging if self.plan.mode == "local" else None
         for bucket in self.applier.buckets:
             if self._current.claimed(bucket.index):
                 continue
             if averaging is not None:
-                self.submit_average(bucket, averaging.stand_in_flat(bucket))
+                self.submit_average(bucket, averaging.proxy_contribution(bucket))
             else:
                 self._submit(bucket, bucket.new_flat())
         self._claim_header("helper")
@@ -632,10 +635,10 @@ class StepEngine:
     def _claim_header(self, owner: str, *, manual: bool = False) -> None:
         """Submit the header of the current step, which makes `owner` responsible for its completion."""
         step = self._current
-        # The last owner applied or queued its step before anybody can get here: one step in flight at a time.
+        # The last owner applied or queued its step before any thread can get here: one step in flight at a time.
         assert self._inflight is None, "two steps in flight"
         fresh = owner == "trainer"
-        item = self.agreement.contribution(step, self.own_steps, fresh=fresh, away=self.away)
+        item = self.agreement.contribution(step, self.own_steps, fresh=fresh, inactive=self.inactive)
         if fresh:
             item.manual, item.weight, item.loss = manual, self.weight, self.loss
             item.local_sqr = self.weight * self._norm.sqr if self._norm.due(step.number) else None
@@ -647,9 +650,9 @@ class StepEngine:
         if self._carrier is None or self._timing.alone or self.plan.mode == "local":
             whole = step.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
         else:
-            wire = step.wires[self._carrier.index]
-            assert wire is not None
-            whole, step.header, name = wire, wire[-codec.size :], f"{self.prefix}.b{self._carrier.index}"
+            carrier = step.reduced_buffers[self._carrier.index]
+            assert carrier is not None
+            whole, step.header, name = carrier, carrier[-codec.size :], f"{self.prefix}.b{self._carrier.index}"
         codec.write(self.rank, item, step.header.numpy())
         if self.averaging is not None and self.plan.mode == "local":
             step.averaging = self.averaging
@@ -690,16 +693,23 @@ class StepEngine:
             self._untold_manual = None  # There is no helper whom it would concern.
         before = self.plan
         row = self.agreement.read(step, header, mean_sqr)
+        if header.checksum_ok is False and self._raise_on_mismatch:
+            self.fail(
+                ReplicaMismatchError(
+                    f"parameters differ between ranks at step {step.number}, compared after a switch; call "
+                    "hvd.broadcast_parameters before training and change parameters on all ranks alike"
+                )
+            )
         if self.plan is not before:
             self._plan_taken()
         return Result(step.number, means, row)
 
     def _mean(self, bucket: Bucket, step: OpenStep) -> torch.Tensor:
-        flat, wire = step.flats[bucket.index], step.wires[bucket.index]
-        assert flat is not None and wire is not None
-        self.streams.use(wire, flat)  # Another thread may have submitted them.
+        flat, reduced_buffer = step.buffers[bucket.index], step.reduced_buffers[bucket.index]
+        assert flat is not None and reduced_buffer is not None
+        self.streams.use(reduced_buffer, flat)  # Another thread may have submitted them.
         if step.averaging is None:
-            bucket.from_wire(wire, flat)
+            bucket.from_wire(reduced_buffer, flat)
         return divide(flat, self.streams, self.world_size if self._scale_by_ranks else 1)
 
     def _collected(self) -> OpenStep | None:
@@ -720,7 +730,7 @@ class StepEngine:
             self._inflight = None
             if step.averaging is not None:
                 if self.replica.replaced(result.step + 1):
-                    step.averaging.stood_in(result, step.extras)
+                    step.averaging.ended_by_proxy(result, step.extras)
             else:
                 self.replica.push(result)
             self.replica.note_bucket_use()
@@ -755,20 +765,20 @@ class StepEngine:
         if self.failure is not None:
             raise self.failure
 
-    def _out_of_rounds(self) -> bool:
+    def _out_of_common_steps(self) -> bool:
         """Whether the training thread's gradient is none of the current step: it computes on other parameters, or the
         step is made of something else (`local`, which it has not entered yet)."""
         elsewhere = not self.taking_part or self.plan.mode == "local"
-        return elsewhere or self.version != self.next_step or not self.replica.state.in_common_steps
+        return elsewhere or self.step != self.next_step or not self.replica.state.in_common_steps
 
     def _may_take_over(self) -> bool:
         """Whether others wait for the step after one that the training thread has claimed and does not complete."""
         claimed = self._inflight is not None and self._inflight.early
-        return claimed and self.away and self._close_upto >= self.next_step
+        return claimed and self.inactive and self._close_upto >= self.next_step
 
     def _may_close(self) -> bool:
-        """Whether the helper may stand in for the training thread in the current step."""
+        """Whether the helper may submit what is missing of the current step."""
         if self._inflight is not None or self._close_upto < self.next_step or not self.taking_part:
             return False
         # A training thread that hangs inside step() must not let the queue grow without bound: the job waits for it.
-        return len(self.replica.queue) < self._replay_queue and (self.away or self.plan.may_close)
+        return len(self.replica.queue) < self._replay_queue and (self.inactive or self.plan.may_close)

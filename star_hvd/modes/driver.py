@@ -185,7 +185,7 @@ class StepDriver:
         """Give the step this rank's gradient and wait for its mean; None when the gradient came too late for it."""
         with self._named_failures():
             self._await_deferred()
-            loss, step = self.engine.loss, self.engine.version
+            loss, step = self.engine.loss, self.engine.step
             self.reporter.begin_timing()
             self._look_at_device()
             if not self.engine.arrive(manual=manual):
@@ -204,7 +204,7 @@ class StepDriver:
         while not self.engine.flush_deferred():
             if time.monotonic() > limit_s:
                 raise DeadlineError(
-                    f"the device did not finish the gradient of step {self.engine.version} within "
+                    f"the device did not finish the gradient of step {self.engine.step} within "
                     f"{self._config.step_deadline_s:g} s; a kernel hangs, or other processes have the device"
                 )
             time.sleep(_POLL_S)
@@ -234,7 +234,7 @@ class StepDriver:
             self.engine.collective,
             self.engine.own_handles(),
             self._config.step_deadline_s,
-            f"the reduction of step {self.engine.version}",
+            f"the reduction of step {self.engine.step}",
             self._look_at_device if self.reporter.timing else None,
         )
 
@@ -251,7 +251,7 @@ class StepDriver:
             # The coordinator gets local steps at averagings, the log each; and the log alone gets a gradient that
             # came when its servers' mode had ended, and is folded into a step of the next one.
             if self.reporter.steps_logged == logged:
-                self.reporter.log_step(self.engine.version, loss, 0.0, late=active is not self.local)
+                self.reporter.log_step(self.engine.step, loss, 0.0, late=active is not self.local)
             self._change_mode()
         self._start_step()
         return value
@@ -284,7 +284,7 @@ class StepDriver:
             return Position(
                 rank=engine.rank,
                 optimizer=self.number,
-                step=engine.version,
+                step=engine.step,
                 next_step=engine.next_step,
                 whole=whole and not self.local.waiting,
                 outside=active is not None or not reduced,
@@ -329,7 +329,7 @@ class StepDriver:
         with self.engine.streams.own():
             buckets = self.engine.applier.buckets
             flats = [part.to(bucket.flat.device) for part, bucket in zip(parts, buckets, strict=True)]
-            return self.engine.keep_late(flats, version, foreign=True, weights=weights)
+            return self.engine.keep_late(flats, version, taken_over=True, weights=weights)
 
     @property
     def state_is_elsewhere(self) -> bool:
@@ -362,7 +362,7 @@ class StepDriver:
         """The training thread, which calls this, leaves its training loop, or is back. Does not wait for others."""
         if self.dropped:
             return  # It never comes back to this optimizer.
-        self.engine.set_away(inactive)
+        self.engine.set_inactive(inactive)
         self.switcher.set_inactive(inactive)
 
     def confirm_inactive(self) -> None:
@@ -423,7 +423,7 @@ class StepDriver:
             if time.monotonic() > limit_s:
                 raise DeadlineError(
                     f"steps up to {target} did not end within {self._config.step_deadline_s:g} s on a rank at "
-                    f"step {engine.version}; see the log of rank 0 for the rank that is missing"
+                    f"step {engine.step}; see the log of rank 0 for the rank that is missing"
                 )
             if not self.switcher.needs_state:
                 return  # A plan without this rank came into force; what it lacks comes from elsewhere.

@@ -110,7 +110,7 @@ class GroupSteps(ServerSteps):
             return self._push(sums, count=present)
         time.sleep(_IDLE_S)  # No member works: nothing to push.
         if not self.wanted:
-            return Outcome("moved", self._engine.version, self._engine.plan.plan_id, [], applied=False)
+            return Outcome("moved", self._engine.step, self._engine.plan.plan_id, [], applied=False)
         reply = self.client.pull(self._deadline_s)
         return Outcome(reply.kind, reply.version, reply.plan_id, reply.params, applied=False)
 

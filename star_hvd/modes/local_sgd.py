@@ -77,7 +77,7 @@ class LocalSteps:
         engine.own_steps += 1
         if self.over:  # The mode ended while this rank was elsewhere.
             flats = [self._weighted(bucket, weight).clone() for bucket in engine.applier.buckets]
-            engine.keep_late(flats, engine.version)
+            engine.keep_late(flats, engine.step)
             return None
         self.take_over()
         for bucket in engine.applier.buckets:
@@ -200,7 +200,7 @@ class LocalSteps:
 
     # ---- averaging: the engine's side -------------------------------------------------------------------------
 
-    def stand_in_flat(self, bucket: Bucket) -> torch.Tensor:
+    def proxy_contribution(self, bucket: Bucket) -> torch.Tensor:
         """What the helper contributes for a training thread that is inactive: its steps since the last averaging."""
         return self._part(bucket)
 
@@ -228,7 +228,7 @@ class LocalSteps:
                     found.append((f"m{bucket.index}.{key}", own))
         return found
 
-    def stood_in(self, result: Result, extras: list[torch.Tensor]) -> None:
+    def ended_by_proxy(self, result: Result, extras: list[torch.Tensor]) -> None:
         """Keep an averaging that the helper completed."""
         result.fence = self._engine.streams.give(AVERAGED)
         self._stood_in = (result, extras)

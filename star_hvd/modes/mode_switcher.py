@@ -215,7 +215,7 @@ class ModeSwitcher:
             return
         engine = self._engine
         with engine.lock:
-            behind = engine.version != engine.next_step or not engine.replica.state.in_common_steps
+            behind = engine.step != engine.next_step or not engine.replica.state.in_common_steps
             instructions = self._decide(protocol.StateChecked(behind))
         self._carry_out(instructions)
 
@@ -285,7 +285,7 @@ class ModeSwitcher:
 
     def _own_state(self, version: int) -> Snapshot:
         snapshot = self._engine.replica.snapshot(version)
-        assert snapshot is not None and snapshot.version == version, "a server's first state is not that of its step"
+        assert snapshot is not None and snapshot.step == version, "a server's first state is not that of its step"
         return snapshot
 
     # ---- carrying out ---------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ class ModeSwitcher:
             case protocol.SeedFromServers(plan, ended):
                 self._later(lambda: self._seed_from_servers(plan, ended))
             case protocol.SeedServers(plan):
-                version = self._engine.version
+                version = self._engine.step
                 services.seed(number, plan, lambda: self._own_state(version))
             case protocol.OpenMode(plan, session):
                 self._open(plan, session)
@@ -421,8 +421,8 @@ class ModeSwitcher:
             for use in (each for each in instructions if isinstance(each, protocol.UseMode)):
                 self.active_mode = steps
                 if use.elsewhere:
-                    engine.leave_rounds()
-        logger.debug("rank %d: step %d: enters %s: %s", self.rank, engine.version, plan.label, instructions)
+                    engine.leave_common_steps()
+        logger.debug("rank %d: step %d: enters %s: %s", self.rank, engine.step, plan.label, instructions)
         self._carry_out([each for each in instructions if not isinstance(each, protocol.UseMode)])
 
     def _catch_up(self, session: int, ended: protocol.EndedServers | None) -> None:

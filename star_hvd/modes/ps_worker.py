@@ -137,7 +137,7 @@ class ServerSteps:
         engine = self._engine
         engine.own_steps += 1
         engine.applier.clip()  # The averaged gradient is never in one piece.
-        flats, version = self._contribution(), engine.version
+        flats, version = self._contribution(), engine.step
         if self.over:  # The mode ended while this rank was computing.
             engine.keep_late([flat.clone() for flat in flats], version)
             return None
@@ -172,7 +172,7 @@ class ServerSteps:
         self._pushes += 1
         self.client.push(
             step=self._pushes,
-            version=engine.version,
+            version=engine.step,
             flats=flats,
             weight=total,
             count=count,
@@ -231,7 +231,7 @@ class ServerSteps:
                 for bucket, flat in zip(engine.applier.buckets, outcome.params, strict=True):
                     for param, view in zip(bucket.params, bucket.split(flat), strict=True):
                         param.copy_(view)
-            engine.note_outside(outcome.version)
+            engine.note_step(outcome.version)
         if outcome.plan_id > engine.plan.plan_id:
             plan = self._plan_of(outcome.plan_id)
             if plan is not None and plan.family == self.plan.family == "ps":

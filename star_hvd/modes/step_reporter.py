@@ -253,7 +253,7 @@ class StepReporter:
         """This rank's counters, and the steps that have ended here."""
         with self.engine.lock:
             values: dict[str, float] = dataclasses.asdict(self.engine.counters)
-            values["steps"] = self.engine.version
+            values["steps"] = self.engine.step
             values["pending_weight"] = self.engine.pending_weight
             values["mismatches"] = self.mismatches
         return values

@@ -53,7 +53,7 @@ class ChildSteps:
         ranks: The other ranks, for a state that the parent does not have.
         deadline_s: Longest wait for the parent.
         state_deadline_s: Longest wait for the optimizer's state.
-        on_step: Told about every step.
+        on_step: Called with every step.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ChildSteps:
         engine = self._engine
         engine.own_steps += 1
         engine.applier.clip()
-        weight, version = engine.weight, engine.version
+        weight, version = engine.weight, engine.step
         for bucket in engine.applier.buckets:
             if weight != 1.0:
                 bucket.flat[:-1].mul_(weight)
@@ -124,7 +124,7 @@ class ChildSteps:
             snapshot = self._engine.replica.placed(snapshot)
             with self._engine.replica.apply_lock:
                 self._engine.replica.load(snapshot)
-                self._engine.note_outside(snapshot.version)
+                self._engine.note_step(snapshot.step)
 
     def _wanted(self) -> bool:
         if self._engine.failure is not None:
@@ -134,7 +134,7 @@ class ChildSteps:
     def catch_up(self) -> None:
         """Get the parent's parameters, at the end of an epoch for example."""
         if not self.over:
-            self._receive(self._engine.version, _MEETING_PATIENCE_S)
+            self._receive(self._engine.step, _MEETING_PATIENCE_S)
 
     def refresh_state(self) -> None:
         """The optimizer's state is the members'; a checkpoint of this rank needs theirs.
@@ -144,7 +144,7 @@ class ChildSteps:
         if not self.over:
             engine = self._engine
             sources = StateSources(parent=Parent(self._link, state_too=True), ranks=self._ranks)
-            snapshot = sources.require(engine.rank, engine.version, self._state_deadline_s, self._wanted)
+            snapshot = sources.require(engine.rank, engine.step, self._state_deadline_s, self._wanted)
             if snapshot is not None and not self.over:
                 self._engine.adopt_state(snapshot)
 

@@ -221,8 +221,8 @@ class Runtime:
         self.drivers[driver.number] = driver
         driver.start(engine, self.services)
         if self._ranker is not None and plan is None:
-            first = engine.version
-            self._ranker.load_after(lambda: engine.version > first)
+            first = engine.step
+            self._ranker.load_after(lambda: engine.step > first)
         wanted = plan.to_dict() if plan is not None else {}
         hosts = [peer.host for peer in self.keyring.peers]
         facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}
@@ -368,7 +368,7 @@ class Runtime:
         """Steps the parameters here have had, of the first optimizer; -1 where ranks do not count them alike."""
         for driver in list(self.drivers.values()):
             if not driver.dropped:
-                return driver.engine.version if driver.active_mode is None else -1
+                return driver.engine.step if driver.active_mode is None else -1
         return -1
 
     def batch_weight(self, passes: int) -> float:
@@ -494,7 +494,7 @@ class Runtime:
         driver = self.drivers.get(optimizer_id)
         if driver is None:
             return None
-        if driver.engine.away and not state_too:
+        if driver.engine.inactive and not state_too:
             min_step = 0  # A child goes on with what is here: nothing newer comes while no rank trains.
         with driver.engine.streams.own():
             return driver.engine.replica.snapshot(min_step, state_too=state_too)

@@ -1,6 +1,6 @@
 """The parameter servers that this rank runs, and its connections to all servers, for every optimizer.
 
-A session is what lies between entering a mode of servers and leaving it; its number is the epoch of the plan that
+A session lasts from entering a mode of servers to leaving it; its number is the `plan_id` of the plan that
 began it. Server processes stay for the next one.
 """
 
@@ -70,9 +70,9 @@ class ServerSessions:
         self._changed = threading.Condition()
         self._found: dict[tuple[int, int], list[Endpoint]] = {}
         self._sessions: dict[int, list[_Session]] = {}
-        self._serves: dict[tuple[int, int], int] = {}  # (optimizer, epoch of a plan) -> session
+        self._serves: dict[tuple[int, int], int] = {}  # (optimizer, plan_id) -> session
         self._absent: set[int] = set()
-        self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
+        self._given_up: dict[int, int] = {}  # Per optimizer, the last plan that nothing waits for any more.
         self._stopped = False
 
     def stop(self) -> None:
@@ -169,11 +169,11 @@ class ServerSessions:
     def warm(self) -> None:
         """Start this rank's server before any plan wants it."""
         if not self._stopped:
-            with contextlib.suppress(DeadlineError):  # A plan that wants it tries again, and tells.
+            with contextlib.suppress(DeadlineError):  # A plan that wants it tries again, and reports.
                 self._process.ensure(self._config.plan_deadline_s)
 
     def _connect(self, client: Client, optimizer_id: int, plan: Plan) -> list[Endpoint]:
-        """Tell where this rank's children find it, learn where all are, start; the servers' endpoints."""
+        """Announce where this rank's children find it, learn where all are, start; the servers' endpoints."""
         count = len(plan.servers)
         if self._rank in plan.relays:
             own = client.adopt(plan.children_of(self._rank), self._host)
@@ -300,11 +300,11 @@ class ServerSessions:
         session = self._session_of(optimizer_id, plan)
         index = plan.servers.index(self._rank)
         self._process.open(
-            optimizer_id, session.number, index, session.endpoints, session.layout, plan, session.spec, snapshot.version
+            optimizer_id, session.number, index, session.endpoints, session.layout, plan, session.spec, snapshot.step
         )
         self._process.seed(optimizer_id, session.number, snapshot)
         if index == 0:
-            for rank in self._absent - {self._rank}:  # Told of while nothing was open.
+            for rank in self._absent - {self._rank}:  # Announced while nothing was open.
                 self._process.member(optimizer_id, rank, "absent")
                 if rank not in self._absent:  # Back in this very moment: its own word may have been overtaken.
                     self._process.member(optimizer_id, rank, "present")
@@ -313,7 +313,7 @@ class ServerSessions:
         """The state with which the servers of a plan ended at `version`, None where it is not to be had any more."""
         with contextlib.suppress(ChannelError, DeadlineError, StarError):
             snapshot = self._session_of(optimizer_id, plan).client.state(deadline_s)
-            if snapshot.version == version:
+            if snapshot.step == version:
                 return snapshot
         return None
 

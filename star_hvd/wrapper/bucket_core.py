@@ -186,6 +186,7 @@ class BucketCore:
             can_replay=replayable(self.base),
             replay_queue=self._config.replay_queue,
             noise_interval_steps=self._config.noise_interval_steps,
+            raise_on_mismatch=self._config.replica_mismatch == "raise",
         )
         plan = self._plan
         if plan is not None and plan.world_size != run.world_size:  # Elastic: keep the number that may be late.

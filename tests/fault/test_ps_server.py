@@ -32,7 +32,7 @@ def train(made: Cluster, rank: int, steps: int) -> None:
 def assert_equals_plain(made: Cluster, steps: int, ranks: int) -> None:
     plain_steps(made, steps, ranks)
     found = made.clients[0].state(DEADLINE_S)
-    assert found.version == steps
+    assert found.step == steps
     for mine, param, state in zip(found.params, made.ordered, found.state, strict=True):
         assert torch.equal(mine, param.detach())
         assert torch.equal(state["momentum_buffer"], made.optimizer.state[param]["momentum_buffer"])
@@ -129,7 +129,7 @@ def test_a_kill_before_the_seed_or_after_the_cut_loses_nothing() -> None:
         made.clients[1].push(step=2, version=2, flats=made.gradients(1, 2), weight=1.0)
         reply = made.clients[1].wait(DEADLINE_S)
         assert (reply.kind, reply.version, reply.plan_id) == ("moved", event["version"], 4)
-        assert made.clients[0].state(DEADLINE_S).version == event["version"]
+        assert made.clients[0].state(DEADLINE_S).step == event["version"]
 
 
 def test_a_server_ends_with_its_owner_and_leaves_nothing_behind() -> None:

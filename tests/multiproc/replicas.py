@@ -36,7 +36,7 @@ COLLECTIVES: dict[str, Callable[[], Any]] = {
 def differences(net: torch.nn.Module, optimizer: Any) -> list[str]:
     """What differs between ranks now, and whether a rank is behind a step that has ended."""
     engine = driver_of(optimizer).engine
-    seen = horovod.allgather_object((digest(net), engine.version, engine.next_step), name="compare")
+    seen = horovod.allgather_object((digest(net), engine.step, engine.next_step), name="compare")
     furthest = max(step for _, _, step in seen)
     wrong = [f"ranks at {[step for _, step, _ in seen]}"] if len({one for one, _, _ in seen}) > 1 else []
     return wrong + [f"rank {r} at {step} of {furthest}" for r, (_, step, _) in enumerate(seen) if step < furthest]

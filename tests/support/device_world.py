@@ -176,7 +176,7 @@ class DeviceWorld(World):
             engine.replica.reuse_buckets()
             if not member:
                 engine.note_joined()
-        engine.set_away(True)
+        engine.set_inactive(True)
         self.inbox.append(("leave", rank, ()))
 
     def _own_step(self, engine: StepEngine) -> Iterator[None]:
@@ -207,7 +207,7 @@ class DeviceWorld(World):
                 return None
             self.snapshots += 1
             sent = unpack_snapshot(*pack_snapshot(snapshot))
-        self.check_params(sent.params, sent.version, f"a snapshot of rank {engine.rank}")
+        self.check_params(sent.params, sent.step, f"a snapshot of rank {engine.rank}")
         return sent
 
     def _advance(self, rank: int) -> None:
@@ -249,7 +249,7 @@ class DeviceWorld(World):
                 return
             engine.streams.await_host()
             sent = unpack_snapshot(*pack_snapshot(copy))
-        self.check_params(sent.params, sent.version, f"a snapshot of rank {engine.rank}")
+        self.check_params(sent.params, sent.step, f"a snapshot of rank {engine.rank}")
 
     def _run_kernels(self) -> None:
         name = self.random.choice(list(self.hurry))
@@ -313,10 +313,10 @@ class DeviceWorld(World):
         """
         for engine in self.engines:
             params = [p.inner for bucket in engine.applier.buckets for p in bucket.params]  # type: ignore[attr-defined]
-            self.check_params(params, engine.version, f"the replica of rank {engine.rank}")
+            self.check_params(params, engine.step, f"the replica of rank {engine.rank}")
         first = self.engines[0]
         for engine, ears in zip(self.engines, self.ears, strict=True):
-            assert engine.version == engine.next_step == first.version and ears.mismatches == []
+            assert engine.step == engine.next_step == first.step and ears.mismatches == []
             assert isinstance(ears, DeviceEars)
             self._check_norms(ears)
 

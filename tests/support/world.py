@@ -182,13 +182,13 @@ class World:
         """The training thread of one rank; every `yield` is a place where others may go on."""
         engine = self.engines[rank]
         for number in range(self.lengths[rank]):
-            manual = self._works_on_mean(engine.version)
+            manual = self._works_on_mean(engine.step)
             for bucket in self.random.sample(engine.applier.buckets, len(engine.applier.buckets)):
                 yield
                 bucket.flat.zero_()
                 place = rank * self.max_steps + number
                 bucket.flat[place] = 1.0
-                self.given[(bucket.index, rank, number)] = engine.version
+                self.given[(bucket.index, rank, number)] = engine.step
                 engine.gradient_ready(bucket.index)
                 for param, view in zip(bucket.params, bucket.views, strict=True):
                     param.grad = view
@@ -212,7 +212,7 @@ class World:
                 engine.note_joined()
             # A learning-rate schedule of the rank's own steps, so that ranks disagree unless the leader's is used.
             engine.applier.optimizer.param_groups[0]["lr"] = 0.1 / (2 + number)
-        engine.set_away(True)
+        engine.set_inactive(True)
         self.inbox.append(("leave", rank, ()))
 
     def _works_on_mean(self, step: int) -> bool:
@@ -290,7 +290,7 @@ class World:
             if not any(self.programs) and self._quiet():
                 self._settle()
                 return
-        state = [(e.version, e.next_step, p is None) for e, p in zip(self.engines, self.programs, strict=True)]
+        state = [(e.step, e.next_step, p is None) for e, p in zip(self.engines, self.programs, strict=True)]
         raise AssertionError(f"no end: (version, next round, finished) of the ranks is {state}")
 
     def _tick(self) -> None:

@@ -400,7 +400,7 @@ class ServerProcess:
         for chunk in opened.layout.of_server(opened.message["index"]):
             params = opened.layout.cut_params(opened.seed.params, chunk)
             states = opened.layout.cut_state(opened.seed.state, chunk)
-            record = make_record(params, states, opened.seed.version)
+            record = make_record(params, states, opened.seed.step)
             head = {**_named(opened.message), "do": "seed", "chunk": chunk.index}
             self._send(functools.partial(_with_record, head, record))
 

@@ -285,7 +285,7 @@ def assert_served(ranks: Ranks) -> None:
         thread.join()
     assert len(got) == 2
     for snapshot in got:
-        assert snapshot is not None and snapshot.version == 3 and snapshot.state == [{"n": 1}]
+        assert snapshot is not None and snapshot.step == 3 and snapshot.state == [{"n": 1}]
         assert torch.equal(snapshot.params[0], ranks.snapshot.params[0])
 
 

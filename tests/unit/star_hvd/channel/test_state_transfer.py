@@ -44,7 +44,7 @@ def equal(a: Any, b: Any) -> bool:
 def same(a: Snapshot, b: Snapshot) -> bool:
     states = zip(a.state, b.state, strict=True)
     return (
-        a.version == b.version
+        a.step == b.step
         and all(equal(x, y) for x, y in zip(a.params, b.params, strict=True))
         and all(x.keys() == y.keys() and all(equal(x[k], y[k]) for k in x) for x, y in states)
     )
@@ -132,7 +132,7 @@ def read_or_refused(manifest: bytes, body: bytes) -> None:
     except ChannelError:
         return
     assert all(isinstance(p, torch.Tensor) for p in snapshot.params)
-    assert len(snapshot.params) == len(snapshot.state) and snapshot.version >= 0
+    assert len(snapshot.params) == len(snapshot.state) and snapshot.step >= 0
     for entry in snapshot.state:
         assert all(v is None or isinstance(v, (torch.Tensor, bool, int, float, str)) for v in entry.values())
 
@@ -163,7 +163,7 @@ def test_fetching_in_chunks() -> None:
             assert fetch(client, 0, 3, 20.0) is None, "it is behind itself"
             for _ in range(30):  # One after the other, without a pause: the server must not mix up the connections.
                 got = fetch(client, 0, 2, 60.0)
-                assert got is not None and got.version == 7
+                assert got is not None and got.step == 7
             assert server.served == 32
         finally:
             server.stop()
@@ -196,7 +196,7 @@ def test_other_ranks_as_a_source() -> None:
         source = OtherRanks(client, 2, coordinator.send, coordinator.answers, lambda: None)
         assert source.snapshot(7, 60.0) is None and asked == [], "the coordinator knows of no rank"
         found = source.snapshot(7, 60.0)
-        assert found is not None and found.version == 7
+        assert found is not None and found.step == 7
         assert source.snapshot(8, 60.0) is None
         assert asked == [(2, True, 7), (2, True, 8)]
         server.stop()

@@ -128,7 +128,7 @@ def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, St
     made.engine, made.switcher = engine, cast(Any, SimpleNamespace(active_mode=None))
     made.reporter.start(engine)
     engine._listener = engine.agreement._listener = made.reporter
-    world.engines[1].set_away(True)
+    world.engines[1].set_inactive(True)
     world.engines[1].close(0)
     with device.on("H1"):
         world.engines[1].helper_tick()

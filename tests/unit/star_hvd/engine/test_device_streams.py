@@ -177,7 +177,7 @@ def pushed_to_servers(device: FakeDevice) -> list[float]:
     world = relaxed_pair(device, Plan.ps(2, 1, servers=(0,)).replace(plan_id=1))
     engine, client = world.engines[0], HostClient()
     with device.on("T0"):
-        engine.leave_rounds()
+        engine.leave_common_steps()
         steps = ServerSteps(
             engine, engine.plan, cast(Any, client), deadline_s=5.0, on_step=lambda info: None,
             on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
@@ -215,7 +215,7 @@ def pushed_to_a_parent(device: FakeDevice) -> list[float]:
     world = relaxed_pair(device, Plan.subgroup(2, (0,)).replace(plan_id=1))
     engine, link = world.engines[1], HostLink()
     with device.on("T1"):
-        engine.leave_rounds()
+        engine.leave_common_steps()
         steps = ChildSteps(
             engine, engine.plan, cast(Any, link), ranks=cast(Any, None), deadline_s=5.0, state_deadline_s=5.0,
             on_step=lambda info: None,
@@ -327,7 +327,7 @@ class LocalWorld(DeviceWorld):
             engine.streams.await_host()  # As `StepDriver.step_outside` does.
             steps.step(skip=False)
             engine.replica.reuse_buckets()
-        engine.set_away(True)
+        engine.set_inactive(True)
         self.inbox.append(("leave", rank, ()))
 
     def check_params(self, params: Sequence[torch.Tensor], version: int, where: str) -> None:

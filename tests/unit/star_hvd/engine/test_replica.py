@@ -279,9 +279,9 @@ class Calls(RuleBasedStateMachine):
         if snapshot is None:
             return
         assert self.replica.state.servable and not self.replica.queue
-        assert same((snapshot.params, snapshot.state), self.history[snapshot.version]), "it is of no step of the job"
-        assert self.replica.snapshot(snapshot.version) is not None
-        assert self.replica.snapshot(snapshot.version + 1) is None, "less than was asked for"
+        assert same((snapshot.params, snapshot.state), self.history[snapshot.step]), "it is of no step of the job"
+        assert self.replica.snapshot(snapshot.step) is not None
+        assert self.replica.snapshot(snapshot.step + 1) is None, "less than was asked for"
         bare = self.replica.snapshot(state_too=False)
         assert bare is not None and not any(bare.state)
 
@@ -328,7 +328,7 @@ def test_a_dropped_rank_keeps_the_steps_behind_an_averaging_that_its_helper_has_
     replica.push(a_step(replica, 2))
     assert replica.replay_one() and replica.replay_one()
     given = replica.snapshot()
-    assert given is not None and given.version == 3
+    assert given is not None and given.step == 3
 
 
 def test_an_averaging_that_a_later_one_has_replaced_leaves_that_one_pending() -> None:
@@ -347,3 +347,17 @@ def test_steps_behind_an_averaging_are_not_applied_to_what_was_before_it() -> No
     replica.push(a_step(replica, 1))
     replica.catch_up()
     assert same(before, values_of(replica.applier)) and len(replica.queue) == 1
+
+
+def test_a_step_that_fetched_parameters_contain_already_is_not_applied_again() -> None:
+    """Their source saw its end before this rank did."""
+    replica = ready()
+    replica.cannot_replay(0)
+    with replica.apply_lock, replica.lock:
+        params, state = values_of(replica.applier)
+        assert replica.adopt(Snapshot(2, params, state), ended=1)
+    replica.push(a_step(replica, 1))
+    assert replica.state is ReplicaState.CURRENT and not replica.queue
+    replica.push(a_step(replica, 2))
+    replica.catch_up()
+    assert replica.state is ReplicaState.CURRENT and replica.step == 3

@@ -41,7 +41,7 @@ def test_the_order_of_trial() -> None:
     log: list[str] = []
     servers, parent, ranks = Source("servers", log, NEVER), Source("parent", log, 2), Source("ranks", log, 2)
     found = StateSources(ended=servers, parent=parent, ranks=ranks).find(5, DEADLINE_S, lambda: True)
-    assert found is not None and found.version == 5
+    assert found is not None and found.step == 5
     assert log == ["servers", "parent", "ranks", "servers", "parent"]
 
 
@@ -88,4 +88,4 @@ def test_servers_that_ended_before_are_not_asked() -> None:
     servers = EndedServers(7, read)
     assert servers.snapshot(8, 1.0) is None and asked == []
     found = servers.snapshot(7, 1.0)
-    assert found is not None and found.version == 7 and asked == [1.0]
+    assert found is not None and found.step == 7 and asked == [1.0]

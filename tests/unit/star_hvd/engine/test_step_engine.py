@@ -100,7 +100,7 @@ def test_in_partial_the_last_bucket_waits_for_its_header_only_until_ranks_say_th
 def test_a_program_that_works_on_the_mean_for_the_first_time_says_so_where_a_helper_made_the_step() -> None:
     """Rank 1 is away; its helper replays a step whose mean rank 0's program halves, which the header cannot know."""
     network, (member, away) = engines(Plan.sync(2), Clock())
-    away.set_away(True)
+    away.set_inactive(True)
     away.close(0)
     gradients(member)
     assert away.helper_tick()
@@ -124,7 +124,7 @@ def test_whoever_waits_for_the_next_step_gets_the_claimed_one_from_the_helper_of
     for engine in (waiting, elsewhere):
         gradients(engine)
     reduce_all(network)
-    elsewhere.set_away(True)  # A collective of the user's between backward and step.
+    elsewhere.set_inactive(True)  # A collective of the user's between backward and step.
     assert waiting.arrive()
     finish(waiting)
     assert not elsewhere.helper_tick(), "nobody needs it yet"
@@ -135,7 +135,7 @@ def test_whoever_waits_for_the_next_step_gets_the_claimed_one_from_the_helper_of
         reduce_all(network)
     assert waiting.arrive()
     finish(waiting)
-    elsewhere.set_away(False)
+    elsewhere.set_inactive(False)
     assert not elsewhere.arrive(), "its gradient is in step 0; others are two steps on"
     while not elsewhere.catch_up(elsewhere.next_step):
         elsewhere.helper_tick()

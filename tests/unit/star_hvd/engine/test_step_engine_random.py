@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scheduler.records import Plan
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
+from star_hvd.errors import ReplicaMismatchError
 from tests.support.effort import cases
 from tests.support.world import World
 
@@ -25,7 +26,7 @@ def check(world: World) -> None:
     """Everything that must hold once a world has come to rest."""
     first = world.engines[0]
     for engine, ears in zip(world.engines, world.ears, strict=True):
-        assert engine.version == engine.next_step == first.version
+        assert engine.step == engine.next_step == first.step
         assert engine.plan == first.plan
         assert ears.mismatches == []
         assert ears.switches == world.ears[0].switches
@@ -33,7 +34,7 @@ def check(world: World) -> None:
             for a, b in zip(mine.params, theirs.params, strict=True):
                 assert torch.equal(a, b), "replicas differ"
                 check_state(engine.applier.optimizer.state[a], first.applier.optimizer.state[b])
-        assert [r for r, _ in ears.headers] == list(range(first.version)), "a header was seen twice or not at all"
+        assert [r for r, _ in ears.headers] == list(range(first.step)), "a header was seen twice or not at all"
     check_gradients(world)
 
 
@@ -144,7 +145,7 @@ def test_sync_never_leaves_a_rank_that_is_not_away() -> None:
         world.run()
         check(world)
         assert all(engine.counters.late == engine.counters.folds == 0 for engine in world.engines)
-        assert world.engines[0].version == 4
+        assert world.engines[0].step == 4
 
 
 class Resting(World):
@@ -165,7 +166,7 @@ def test_a_rank_that_is_away_gives_what_it_has_even_on_its_shadow() -> None:
         check(world)
         on_shadows += world.on_shadows
         for engine, snapshot in zip(world.engines, world.seen, strict=True):
-            assert snapshot is not None and snapshot.version == engine.next_step
+            assert snapshot is not None and snapshot.step == engine.next_step
             params = [param for bucket in engine.applier.buckets for param in bucket.params]
             for param, value, state in zip(params, snapshot.params, snapshot.state, strict=True):
                 assert torch.equal(param, value)
@@ -177,14 +178,14 @@ def test_what_was_here_when_the_rounds_were_left_is_good_until_other_parameters_
     world = World(1, world_size=2)
     world.run()
     engine = world.engines[0]
-    engine.leave_rounds()
+    engine.leave_common_steps()
     kept = engine.replica.snapshot()
-    assert kept is not None and kept.version == engine.version
+    assert kept is not None and kept.step == engine.step
     assert torch.equal(kept.params[0], engine.applier.buckets[0].params[0])
     with engine.replica.apply_lock:
         engine.replica.overwritten()
     assert engine.replica.snapshot() is None
-    engine.leave_rounds()
+    engine.leave_common_steps()
     assert engine.replica.snapshot() is None, "what is here came from elsewhere"
 
 
@@ -215,6 +216,21 @@ def test_a_state_from_beyond_what_began_here_is_left_alone() -> None:
     engine = world.engines[0]
     snapshot = engine.replica.snapshot()
     assert snapshot is not None
-    for wrong in (engine.next_step + 1, engine.version - 1):
-        snapshot.version = wrong
-        assert not engine.adopt(snapshot) and engine.version == engine.next_step
+    for wrong in (engine.next_step + 1, engine.step - 1):
+        snapshot.step = wrong
+        assert not engine.adopt(snapshot) and engine.step == engine.next_step
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_replicas_that_differ_after_a_switch_are_told_of_and_may_end_the_job(raises: bool) -> None:
+    world = World(2, world_size=2, steps=8, plans=[Plan.sync(2, plan_id=1)], uneven=False)
+    for engine in world.engines:
+        engine._raise_on_mismatch = raises
+    with torch.no_grad():
+        world.engines[1].applier.buckets[0].params[0].add_(1.0)
+    if raises:
+        with pytest.raises(ReplicaMismatchError, match="parameters differ between ranks at step"):
+            world.run()
+        return
+    world.run()
+    assert all(ears.mismatches for ears in world.ears)

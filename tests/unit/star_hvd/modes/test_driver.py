@@ -46,7 +46,7 @@ def test_gradients_of_a_step_that_takes_several_passes_outlive_the_steps_of_othe
             param.grad.fill_(9.0)  # The others' mean.
         return True
 
-    made = driver(SimpleNamespace(next_step=3, version=2, catch_up=catch_up))
+    made = driver(SimpleNamespace(next_step=3, step=2, catch_up=catch_up))
     made.begun = lambda: [begun]
     made.end_of_step(was_late=False)
     assert torch.equal(cast(Any, begun.grad), torch.tensor([1.0, 2.0]))
@@ -56,7 +56,7 @@ def test_gradients_of_a_step_that_takes_several_passes_outlive_the_steps_of_othe
 def test_a_rank_stops_fetching_a_state_that_a_change_of_mode_made_superfluous() -> None:
     wanted, asked = [True, True, True, False], list[int]()
     engine = SimpleNamespace(
-        next_step=3, version=2, needs_fetch=True, catch_up=lambda target: False, adopt=lambda snapshot: False,
+        next_step=3, step=2, needs_fetch=True, catch_up=lambda target: False, adopt=lambda snapshot: False,
         lock=threading.Condition(),
     )
 

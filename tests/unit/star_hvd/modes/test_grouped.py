@@ -81,7 +81,7 @@ def member(
     bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4))
     plan = Plan.grouped(len(ranks), [ranks]).replace(plan_id=1)
     engine = SimpleNamespace(
-        rank=rank, prefix="s", plan=plan, version=0, failure=None, applier=SimpleNamespace(buckets=[bucket]),
+        rank=rank, prefix="s", plan=plan, step=0, failure=None, applier=SimpleNamespace(buckets=[bucket]),
         streams=Streams([]),
     )
     engine.fail = lambda error: setattr(engine, "failure", error)

@@ -56,22 +56,22 @@ def test_an_averaging_of_the_training_thread_waits_for_the_device_without_a_lock
 ) -> None:
     _, engine, steps = alone()
     before = [param.detach().clone() for bucket in engine.applier.buckets for param in bucket.params]
-    free, step = watch_waits(engine, monkeypatch), engine.version
+    free, step = watch_waits(engine, monkeypatch), engine.step
     steps.average()
     assert free and all(free), "the helper and the tensor server wait for a device here"
     after = [param for bucket in engine.applier.buckets for param in bucket.params]
-    assert engine.version == step + 1
+    assert engine.step == step + 1
     assert all(torch.allclose(a, b) for a, b in zip(before, after, strict=True)), "the mean of one rank is its own"
 
 
 def averaging_without_the_training_thread(world: World, engine: StepEngine) -> None:
-    engine.set_away(True)
+    engine.set_inactive(True)
     engine.close(engine.next_step)
     while engine.helper_has_work() and engine.replica.state is not ReplicaState.AVERAGE_PENDING:
         engine.helper_tick()
         for name in world.network.ready():
             world.network.end(name)
-    engine.set_away(False)
+    engine.set_inactive(False)
 
 
 @pytest.mark.parametrize("by_helper", [True, False])
@@ -86,5 +86,5 @@ def test_an_averaging_that_ended_without_it_waits_for_the_device_without_a_lock(
         assert steps.absorb() and not steps.waiting
         assert engine.replica.snapshot() is not None, "what the helper has on its shadow may be fetched"
     steps.take_over()
-    assert engine.replica.state is ReplicaState.CURRENT and engine.version == engine.next_step
+    assert engine.replica.state is ReplicaState.CURRENT and engine.step == engine.next_step
     assert free and free[0], "the other threads wait for a device here"

@@ -37,7 +37,7 @@ class Engine:
     def __init__(self, rank: int, plan: Plan = SYNC) -> None:
         self.lock = threading.Condition(threading.RLock())
         self.rank, self.plan = rank, plan
-        self.version = self.next_step = 0
+        self.step = self.next_step = 0
         self.replica = SimpleNamespace(
             state=ReplicaState.CURRENT, apply_lock=threading.RLock(), snapshot=lambda min_step: None
         )
@@ -60,7 +60,7 @@ class Engine:
             self.take_up(plan)
             return True
 
-    def leave_rounds(self) -> None:
+    def leave_common_steps(self) -> None:
         """Parameters come from elsewhere."""
 
     def fail(self, error: BaseException) -> None:
@@ -382,7 +382,7 @@ def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkey
 
     ranks = OtherRanks(given)
     child_steps(engine, plan, ranks).refresh_state()
-    assert ranks.asked == [engine.version] and given is not None
+    assert ranks.asked == [engine.step] and given is not None
     assert torch.equal(engine.applier.buckets[0].params[0], given.params[0])
 
 
@@ -405,3 +405,41 @@ def test_a_childs_step_during_which_the_mode_ends_is_reported_as_one_of_its_own_
     steps._on_step = told.append
     steps.step(skip=False)
     assert [info.plan_id for info in told] == [1] and steps.over
+
+
+class LastState(Servers):
+    """Servers that ended with a state, if they still have it."""
+
+    def __init__(self, given: Snapshot | None) -> None:
+        super().__init__()
+        self.given, self.asked = given, list[int]()
+
+    def final_state(self, optimizer_id: int, plan: Plan, step: int, deadline_s: float) -> Snapshot | None:
+        self.asked.append(step)
+        return self.given
+
+
+def behind_servers(ended_at: int, given: Snapshot | None) -> tuple[ModeSwitcher, LastState, OtherRanks]:
+    """A rank that follows the end of servers at step 6 and has not fetched its state yet."""
+    engine = World(1, world_size=3).engines[2]
+    servers, ranks = LastState(given), OtherRanks(Snapshot(6, [], []))
+    made = ModeSwitcher(
+        0, engine, cast(Any, servers), ready=lambda plan, reason: None, ranks=ranks, local=cast(Any, None),
+        later=lambda task: None, deadline_s=30.0, push_deadline_s=1.0,
+    )
+    assert engine.resume(Plan.sync(3, plan_id=2), 6) and made.needs_state
+    made._ended = (Plan.ps(3, 1, servers=(0,), plan_id=1), ended_at)
+    return made, servers, ranks
+
+
+def test_a_state_is_asked_of_the_servers_that_ended_and_then_of_other_ranks() -> None:
+    given = Snapshot(6, [], [])
+    made, servers, ranks = behind_servers(6, given)
+    assert made.state_for(0) is given and servers.asked == [6] and ranks.asked == []
+    made, servers, ranks = behind_servers(6, None)
+    assert made.state_for(0) is ranks.given and servers.asked == [6] and ranks.asked == [0]
+
+
+def test_servers_are_not_asked_once_other_ranks_have_later_steps() -> None:
+    made, servers, ranks = behind_servers(5, Snapshot(5, [], []))
+    assert made.state_for(0) is ranks.given and servers.asked == []

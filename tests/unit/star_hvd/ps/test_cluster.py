@@ -222,7 +222,7 @@ def test_after_the_cut_everybody_hears_that_it_has_moved() -> None:
         made.clients[1].push(step=2, version=2, flats=made.gradients(1, 2), weight=1.0)
         second = made.clients[1].wait(DEADLINE_S)
         assert (first.kind, second.kind) == ("moved", "moved") and first.plan_id == second.plan_id == 7
-        assert first.version == second.version == event["version"] == made.clients[0].state(DEADLINE_S).version
+        assert first.version == second.version == event["version"] == made.clients[0].state(DEADLINE_S).step
         assert not second.applied and first.applied == (event["version"] == 3)
 
 
@@ -302,7 +302,7 @@ def test_the_guard_rejects_what_points_against_the_recent_updates() -> None:
             made.clients[0].push(step=step, version=0, flats=flats, weight=1.0)
             kinds.append(made.clients[0].wait(DEADLINE_S).kind)
         assert kinds == ["params", "params", "dropped", "params"]
-        assert made.clients[0].state(DEADLINE_S).version == 3
+        assert made.clients[0].state(DEADLINE_S).step == 3
 
 
 def test_a_gradient_of_the_future_is_refused_with_a_reason() -> None:

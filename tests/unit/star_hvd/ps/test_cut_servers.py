@@ -196,7 +196,7 @@ def test_reads_presence_and_the_end_of_a_mode_survive() -> None:
         made.clients[0].push(step=10, version=6, flats=made.gradients(0, 10), weight=1.0)
         made.servers[0].cut(0, 1)
         assert made.clients[0].wait(DEADLINE_S).kind == "moved"
-        assert made.clients[1].state(DEADLINE_S).version == made.clients[0].state(DEADLINE_S).version
+        assert made.clients[1].state(DEADLINE_S).step == made.clients[0].state(DEADLINE_S).step
 
 
 def test_a_half_open_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
