@@ -107,14 +107,14 @@ class Servers:
 class Rank:
     """A switcher with what is around it; the thread that prepares runs when the test says so."""
 
-    def __init__(self, rank: int, engine: Any = None, services: Any = None) -> None:
+    def __init__(self, rank: int, engine: Any = None, services: Any = None, ranks: Any = None) -> None:
         self.engine = engine or Engine(rank)
         self.services = services or Servers()
         self.tasks: deque[Callable[[], None]] = deque()
         self.ready: list[int] = []
         self.switcher = ModeSwitcher(
             0, self.engine, self.services, report=lambda plan, reason: self.ready.append(plan.plan_id),
-            unsupported=lambda plan, reason: None, ranks=cast(Any, None), local=cast(Any, None),
+            unsupported=lambda plan, reason: None, ranks=ranks, local=cast(Any, None),
             later=self.tasks.append, deadline_s=1.0, push_deadline_s=0.05,
         )  # fmt: skip
         self.engine.taken_up = self.switcher.taken_up
@@ -420,16 +420,20 @@ class LastState(Servers):
 
 
 def behind_servers(ended_at: int, given: Snapshot | None) -> tuple[ModeSwitcher, LastState, OtherRanks]:
-    """A rank that follows the end of servers at step 6 and has not fetched its state yet."""
+    """A rank that follows the end of servers, has not fetched their state yet, and goes on at step 6."""
     engine = World(1, world_size=3).engines[2]
     servers, ranks = LastState(given), OtherRanks(Snapshot(6, [], []))
-    made = ModeSwitcher(
-        0, engine, cast(Any, servers), ready=lambda plan, reason: None, ranks=ranks, local=cast(Any, None),
-        later=lambda task: None, deadline_s=30.0, push_deadline_s=1.0,
-    )
-    assert engine.resume(Plan.sync(3, plan_id=2), 6) and made.needs_state
-    made._ended = (Plan.ps(3, 1, servers=(0,), plan_id=1), ended_at)
-    return made, servers, ranks
+    served, back = Plan.ps(3, 1, servers=(0,), plan_id=1), Plan.sync(3, plan_id=2)
+    made = Rank(2, engine=engine, services=servers, ranks=ranks).offer(served)
+    with engine.lock:
+        engine.agreement.plan = served
+        made.switcher.taken_up(served)
+    made.offer(back).switcher.announce(2, ended_at)
+    with engine.lock:
+        made.switcher.taken_up(engine.plan)  # The engine's listener is the world's.
+        engine.next_step = 6
+    assert made.switcher.needs_state
+    return made.switcher, servers, ranks
 
 
 def test_a_state_is_asked_of_the_servers_that_ended_and_then_of_other_ranks() -> None:
