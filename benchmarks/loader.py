@@ -130,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure both data sets."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loader", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--epochs", type=int, default=9, help="timed epochs of each side")
-    parser.add_argument("--samples", type=int, default=1600, help="samples of an epoch")
+    parser.add_argument("--epochs", type=int, default=7, help="timed epochs of each side")
+    parser.add_argument("--samples", type=int, default=3200, help="samples of an epoch")
     args = parser.parse_args(argv)
     for name in ("epochs", "samples"):
         if not 1 <= getattr(args, name) <= 1_000_000:

@@ -13,9 +13,9 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch import elastic as _elastic
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic import state as _state
+from horovod.torch.functions import broadcast_object
 
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError
-from star_hvd.functions import broadcast_object
 from star_hvd.loader import ShardLoader
 from star_hvd.runtime import runtime
 
@@ -41,7 +41,7 @@ class _LoaderHandler(_state.StateHandler):  # type: ignore[misc]  # Horovod is u
 
     def sync(self) -> None:
         """All ranks go on from what the new rank 0 has; a new rank knows nothing of the epoch."""
-        self._saved = broadcast_object(self._saved, 0, name="star.loader")
+        self._saved = broadcast_object(self._saved, 0)
         self.restore()
 
 

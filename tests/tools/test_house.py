@@ -39,8 +39,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("doctor", "modes", "ps.common"),
         ("ps.worker", "ps.server", "ps.owner", "coordinator", "run_log"),
         ("runtime",),
-        ("wrapper", "loader", "functions", "elastic", "job_report"),
-        ("optimizer",),
+        ("wrapper", "loader", "functions", "job_report"),
+        ("optimizer", "elastic"),
     ),
 }
 
