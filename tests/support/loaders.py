@@ -114,7 +114,7 @@ class World:
             catch_up=lambda: None,
             steps_made=lambda: self.steps[rank],
             note_batch=lambda weight, input_s: self.weights.append(weight),
-            away=lambda reason: contextlib.nullcontext(),
+            inactive=lambda reason: contextlib.nullcontext(),
         )
 
     def _coordinate(self) -> None:
