@@ -31,6 +31,7 @@ class Config:
         heartbeat_s: Interval of the sign of life every rank gives.
         lost_after_s: A rank silent for this long is reported as lost.
         plan_deadline_s: A plan not taken up after this is abandoned.
+        max_batch: Most samples that a rank may have in a batch under `sync(balanced)`, 0 for what fits in memory.
         decide_interval_s: How often `auto` looks at the measurements.
         noise_interval_steps: Every how many steps the gradient norms for the noise scale are taken.
         replay_queue: Closed steps kept for a rank that is inside `step()`, before the job waits for it.
@@ -61,6 +62,7 @@ class Config:
     heartbeat_s: float = 0.5
     lost_after_s: float = 10.0
     plan_deadline_s: float = 60.0
+    max_batch: int = 0
     decide_interval_s: float = 0.1
     noise_interval_steps: int = 8
     replay_queue: int = 8

@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import default_collate
 
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
-from star_hvd.runtime.lease_stock import LeaseStock
+from star_hvd.runtime.lease_stock import LeaseStock, Spans
 
 __all__ = ["ShardLoader", "shard"]
 
@@ -137,6 +137,7 @@ class ShardLoader:
             self._run = runtime.ensure(self._config)
             self._number, self._passes = self._run.client.loader_number(), 0
             self._run.reference_samples = self._run.reference_samples or self._reference_samples
+        self._run.check_shares(self.batch_size)
         order, self.epoch = self._order(self.epoch), self.epoch + 1
         epoch, self._passes = self._passes, self._passes + 1
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
@@ -144,7 +145,7 @@ class ShardLoader:
         stock = self._run.client.open_stock(self._number, epoch, self._n, self.batch_size, self._drop_last)
         try:
             while (taken := self._begin_batch(stock)) is not None:
-                yield self._load(order, *taken)
+                yield self._load(order, taken, stock.batches - 1)
         finally:
             stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
         with self._run.away("end of epoch"):
@@ -153,7 +154,7 @@ class ShardLoader:
             with self._run.meeting("the end of an epoch"):
                 pass
 
-    def _begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
+    def _begin_batch(self, stock: LeaseStock) -> Spans | None:
         """The next batch's positions; None when the epoch is over for this rank."""
         self._began_s = time.monotonic()
         if not stock.ready(_SOON_S):
@@ -162,12 +163,14 @@ class ShardLoader:
                 return self._run.client.begin_batch(stock)
         return self._run.client.begin_batch(stock)
 
-    def _load(self, order: torch.Tensor, start: int, stop: int) -> Any:
-        batch = self._collate([self.dataset[int(i)] for i in order[start:stop]])
-        self.samples_taken += stop - start
-        self._run.note_batch((stop - start) / self._run.reference_samples, time.monotonic() - self._began_s)
+    def _load(self, order: torch.Tensor, spans: Spans, index: int) -> Any:
+        batch = self._collate([self.dataset[int(i)] for start, stop in spans for i in order[start:stop]])
+        count = sum(stop - start for start, stop in spans)
+        self.samples_taken += count
+        self._run.client.batch_sizes(self._number).delivered(index)
+        self._run.note_batch(count / self._run.reference_samples, time.monotonic() - self._began_s)
         for driver in self._run.drivers.values():
-            driver.reporter.note_samples(self._number, stop - start, self.batch_size, self._run.reference_samples)
+            driver.reporter.note_samples(self._number, count, self.batch_size, self._run.reference_samples)
         return batch
 
     def _order(self, epoch: int) -> torch.Tensor:

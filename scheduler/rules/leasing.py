@@ -11,6 +11,9 @@ rules see to the rest:
 - The epoch is over for no rank while another holds what it has not begun: a rank may leave its loop at any time,
   and what it gives back needs a taker. Nothing can be left over as long as one rank goes on to the end.
 
+Where batch shares are in force (`LeaseQueue.entitle`) one number for every rank replaces all of this, what it gets of
+the epoch, so that all ranks take their share in every step and end at the same one.
+
 A position is always in exactly one place: free, held by one rank, or begun by one rank, which it never leaves again.
 """
 
@@ -20,7 +23,7 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["LEASE_S", "Answer", "LeaseQueue", "Span"]
@@ -110,6 +113,7 @@ class LeaseQueue:
         self._free: deque[Span] = deque([(0, stop)] if stop else [])
         self._holders = [_Holder() for _ in range(world_size)]
         self._lease_s = lease_s
+        self._totals: tuple[int, ...] | None = None
 
     @property
     def free(self) -> int:
@@ -129,6 +133,16 @@ class LeaseQueue:
         if not 0.0 < seconds_per_batch < math.inf:
             raise ValueError(f"forecast of rank {rank} is {seconds_per_batch} s; expected a positive number")
         self._holder(rank).forecast_s = seconds_per_batch
+
+    def entitle(self, totals: Sequence[int] | None) -> None:
+        """Say how many positions of the epoch every rank gets in all, None for as many as it gets done.
+
+        Raises:
+            ValueError: Not one number for each rank.
+        """
+        if totals is not None and len(totals) != len(self._holders):
+            raise ValueError(f"{len(totals)} totals for {len(self._holders)} ranks; expected one for each")
+        self._totals = None if totals is None else tuple(totals)
 
     def ask(self, rank: int, begun: int, now_s: float) -> Span | Answer:
         """A rank asks for more.
@@ -188,7 +202,9 @@ class LeaseQueue:
     def recalls(self, now_s: float) -> Iterator[int]:
         """Ranks to be asked now for what they have not begun."""
         waiting = [holder for holder in self._holders if holder.waits]
-        if waiting and not self._free:
+        if self._totals is not None:
+            yield from self._recalls_of_shares()
+        elif waiting and not self._free:
             for rank, holder in enumerate(self._holders):
                 if not holder.recalled and any(self._would_gain(each, holder, now_s) for each in waiting):
                     holder.recalled = True
@@ -219,14 +235,51 @@ class LeaseQueue:
                 holder.held.appendleft((start + taken, stop))
             count -= taken
 
+    def _wanted(self, rank: int) -> int:
+        """Positions of its share of the epoch that a rank neither holds nor has begun; below 0 where it holds more."""
+        assert self._totals is not None
+        return self._totals[rank] - self._holders[rank].begun - self.held(rank)
+
+    def _recalls_of_shares(self) -> Iterator[int]:
+        """Ranks that hold more than their share, where another has too little."""
+        ranks = range(len(self._holders))
+        if not self._free and any(self._holders[r].waits and self._wanted(r) > 0 for r in ranks):
+            for rank in ranks:
+                holder = self._holders[rank]
+                if holder.held and not holder.recalled and self._wanted(rank) < 0:
+                    holder.recalled = True
+                    yield rank
+
+    def _decide_share(self, rank: int) -> Span | Answer:
+        """Half of what a rank still gets of the epoch, toward the end all of it."""
+        holder, wanted = self._holders[rank], self._wanted(rank)
+        if wanted > 0 and self._free:
+            least = _FIRST * self.batch_size
+            holder.held.append(self._pop(wanted if wanted <= least else max(least, wanted // 2)))
+            return holder.held[-1]
+        others = [r for r, each in enumerate(self._holders) if not each.ended and r != rank]
+        missing = wanted > 0 and any(self._wanted(other) < 0 for other in others)  # It comes back from there.
+        if holder.held and not missing:
+            return Answer.LATER
+        if self._free and all(self._wanted(other) <= 0 for other in others):
+            holder.held.append(self._pop(self.batch_size))  # A rank left its loop, and what it gave back is left over.
+            return holder.held[-1]
+        if self._free or any(each.held for each in self._holders):
+            holder.waits = True
+            return Answer.WAIT
+        holder.ended = True
+        return Answer.END
+
     def _decide(self, rank: int, now_s: float) -> Span | Answer:
+        if self._totals is not None:
+            return self._decide_share(rank)
         holder, held = self._holders[rank], self._batches(self._holders[rank].held)
         if self._free:
             wanted = self._allowed(rank, now_s) - held
             if wanted < 1 and not held and not self._drained(rank, now_s):
                 wanted = 1
             if wanted >= 1:
-                holder.held.append(self._pop(wanted))
+                holder.held.append(self._pop(wanted * self.batch_size))
                 return holder.held[-1]
         if held:
             return Answer.LATER
@@ -239,9 +292,9 @@ class LeaseQueue:
     def _batches(self, spans: deque[Span]) -> int:
         return sum(-(-(stop - start) // self.batch_size) for start, stop in spans)
 
-    def _pop(self, batches: int) -> Span:
+    def _pop(self, count: int) -> Span:
         start, end = self._free.popleft()
-        stop = min(end, start + batches * self.batch_size)
+        stop = min(end, start + count)
         if stop < end:
             self._free.appendleft((stop, end))
         return start, stop

@@ -35,6 +35,7 @@ from star_hvd.channel.messages.base import (
     Unregister,
 )
 from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.shares import ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -53,6 +54,7 @@ from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.coordinator.set_ledger import SetLedger
+from star_hvd.coordinator.share_control import ShareControl
 from star_hvd.coordinator.validation import check
 from star_hvd.errors import ChannelError
 
@@ -106,6 +108,8 @@ class JobState:
         self._ranker = ranker
         self._epochs: dict[tuple[int, int], _Epoch] = {}
         self._leases = LeaseDesk(world_size, lambda to, message: self.outbox.append((to, message)))
+        self.shares = ShareControl(world_size, self._broadcast)
+        self._leases.totals = self.shares.desk.opens
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size
         self._said_bye = False
@@ -156,7 +160,10 @@ class JobState:
                     self._broadcast(OptimizerOver(message.optimizer_id))
                     self._forget(message.optimizer_id)
             case Arrive():
-                self._engine(message.optimizer_id).arrive(rank, message, now_s)
+                engine = self._engine(message.optimizer_id)
+                engine.arrive(rank, message, now_s)
+                if engine is self._fed:
+                    self.shares.note(rank, message.step, message.compute_s)
             case Late():
                 self._engine(message.optimizer_id).late(rank, message, now_s)
             case Join():
@@ -194,6 +201,8 @@ class JobState:
                 self._leases.give_back(rank, message, now_s)
                 if message.leaves:
                     self._over((message.loader, message.epoch), rank, early=message.early, now_s=now_s)
+            case ShareReady():
+                self._share_ready(rank, message, now_s)
             case FindStateSource():
                 self._source(rank, message)
             case Finished():
@@ -217,6 +226,8 @@ class JobState:
         if now_s >= self._tidy_at_s:
             self._tidy_at_s = now_s + _TIDY_S
             self.outbox.extend((ALL, message) for message in self._sets.tidy(now_s))
+        if self._fed is not None:
+            self.shares.tick(self._fed.active, now_s)
         for engine in self.engines.values():
             if engine.decides(now_s):
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
@@ -341,6 +352,19 @@ class JobState:
         for engine in self.engines.values():
             engine.has_queue = engine.has_queue or message.samples > 0
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
+
+    @property
+    def _fed(self) -> OptimizerState | None:
+        """The optimizer whose steps the batches of `shard` are counted by: the first one."""
+        return next(iter(self.engines.values()), None)
+
+    def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
+        engine = self._fed
+        change = self.shares.ready(rank, message, 0 if engine is None else engine.rule.step + 1)
+        if change is None or engine is None:
+            return
+        self._leases.entitle(self.shares.desk.loader, change.epoch, change.totals, now_s)
+        logger.warning("step %d: %s", change.step, self.shares.sentence() or "all ranks get equal batches")
 
     def _over(self, key: tuple[int, int], rank: int, *, early: bool, now_s: float) -> None:
         """A rank has ended an epoch, or left it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from scheduler.rules.leasing import Answer, LeaseQueue, Span
 from star_hvd.channel.messages.base import Message
@@ -26,6 +26,7 @@ class LeaseDesk:
         self._world_size = world_size
         self._send = send
         self._queues: dict[Key, LeaseQueue] = {}
+        self.totals: Callable[[LeaseAsk], Sequence[int] | None] = lambda _: None  # What ranks get of a new epoch.
         self._pace_s: dict[tuple[int, int], float] = {}  # Of a loader's batches on a rank.
 
     def ask(self, rank: int, message: LeaseAsk, pace_s: float | None, now_s: float) -> None:
@@ -51,6 +52,13 @@ class LeaseDesk:
             raise ChannelError(str(error)) from error
         self._answer(key, rank, answer)
         self._serve(key, queue, now_s)
+
+    def entitle(self, loader: int, epoch: int, totals: Sequence[int] | None, now_s: float) -> None:
+        """What every rank gets of an epoch from now on, see `LeaseQueue.entitle`."""
+        queue = self._queues.get((loader, epoch))
+        if queue is not None:
+            queue.entitle(totals)
+            self._serve((loader, epoch), queue, now_s)
 
     def give_back(self, rank: int, message: LeaseReturn, now_s: float) -> None:
         """A rank gives back what it has not begun.
@@ -84,6 +92,7 @@ class LeaseDesk:
         for (other, rank), pace_s in self._pace_s.items():
             if other == loader:
                 queue.forecast(rank, pace_s)
+        queue.entitle(self.totals(message))
         self._queues[key] = queue
         return queue
 

@@ -49,6 +49,7 @@ the bytes it looks at."""
 _OUTCOMES = 256  # Kept for the report, and for the log where there is none.
 _MAX_UNLOGGED_PREDICTIONS = 64  # Plans whose predictions are kept for the log.
 _SOONER = 0.25  # Part of the interval between two windows after which an alarm may have the next one.
+_FED_BY = 8  # Steps within which a loader of `shard` has shown itself.
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
@@ -99,6 +100,7 @@ class OptimizerState:
         self.closed = 0
         self.folds = 0.0  # Late gradients that joined a later step, of all ranks.
         self.has_queue = False
+        self.unfed = ""  # Why batch shares are not possible, where nothing feeds the ranks.
         self.dropped: dict[int, OptimizerDropped] = {}  # Ranks that have no use for it any more: their latest word.
         self.closing = False  # Some ranks have made their last step: a new plan would only be in the way.
         self._config = config
@@ -142,9 +144,10 @@ class OptimizerState:
             logger.warning("ranks %s ask for another mode than rank 0; rank 0's is used on all ranks", differing)
         if wanted is None:
             self.choice = Choice(self.world_size, self._config, self._hosts, self._ranker)
-        elif wanted.mode != self.active.mode:
+        elif wanted.mode != self.active.mode or wanted.uneven:
             self._wanted = wanted
-            self.publish(wanted, now_s)
+            if not wanted.uneven:  # Else once a loader feeds the ranks.
+                self.publish(wanted, now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
         """A fresh gradient."""
@@ -348,8 +351,8 @@ class OptimizerState:
         return (self.choice.explain() if self.choice is not None else "") or self._plain_reason()
 
     def _plain_reason(self) -> str:
-        if self.refused is not None:
-            return f"{self.active.label}: {self.refused}"
+        if self.refused is not None or (self.unfed and not self.has_queue):
+            return f"{self.active.label}: {self.refused or self.unfed}"
         return f"{self.active.label}: {self.active.reason or 'asked for'}"
 
     @property
@@ -469,10 +472,20 @@ class OptimizerState:
         wanted = self._wanted
         if wanted is None or self._again is not None:  # A state is being loaded; the plan comes after that.
             return
-        if self.active.mode != wanted.mode and wanted.mode not in self.barred:
+        if wanted.uneven and not self.has_queue:
+            self._say_unfed(wanted)
+            return
+        same = self.active.mode == wanted.mode and self.active.uneven == wanted.uneven
+        if not same and wanted.mode not in self.barred:
             self.publish(wanted, now_s)
             if self._switch is None:  # It makes no sense here, and that was said.
                 self.barred.bar(wanted.mode, now_s)
+
+    def _say_unfed(self, wanted: Plan) -> None:
+        """Batch shares are asked for and the ranks' batches are the user's own: say so once some steps were made."""
+        if self.rule.step >= _FED_BY and not self.unfed:
+            self.unfed = f"{wanted.label} needs hvd.shard, which forms the batches; without it the sizes are the user's"
+            logger.warning("optimizer %d stays in sync: %s", self.engine, self.unfed)
 
     def _regroup(self, now_s: float) -> None:
         """Form the groups anew, where the user left them open, once other ones have fitted better for a while."""

@@ -27,6 +27,7 @@ from star_hvd.channel.messages.base import (
     Unregister,
 )
 from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.shares import EPOCH_START, ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -65,6 +66,7 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     HeaderNote,
     ServerRestarted,
     ServerUp,
+    ShareReady,
     FindStateSource,
     StepNote,
     Switched,
@@ -170,6 +172,12 @@ def _lease_return(message: LeaseReturn, _: int) -> None:
         raise ChannelError(f"a rank that has begun {message.begun} samples gives leases back")
 
 
+def _share_ready(message: ShareReady, _: int) -> None:
+    least = min(message.loader, message.number, message.epoch, message.step - EPOCH_START, message.batches - 1)
+    if min(least, message.taken, message.most) < 0:
+        raise ChannelError(f"a rank would change its batches at step {message.step} of epoch {message.epoch}")
+
+
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Register: _register,
     ServerUp: _address,
@@ -179,4 +187,5 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     RequestBatch: _take,
     LeaseAsk: _lease_ask,
     LeaseReturn: _lease_return,
+    ShareReady: _share_ready,
 }

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.leases import Lease, LeaseRecall
+from star_hvd.channel.messages.shares import ShareOrder, ShareProposal
 from star_hvd.config import Config
 from star_hvd.errors import DeadlineError
-from star_hvd.runtime.lease_stock import LeaseStock
+from star_hvd.runtime.batch_sizes import BatchSizes
+from star_hvd.runtime.lease_stock import LeaseStock, Spans
 
 __all__ = ["CoordinatorClient"]
 
@@ -28,14 +30,26 @@ class CoordinatorClient:
         rank: This rank.
         agent: The connection to the coordinator.
         raise_failure: Raises what stopped this process, if anything did; called while an answer is waited for.
+        step: The step that the training thread is at.
+        most_samples: Most samples that fit in a batch by memory, 0 where unknown.
     """
 
-    def __init__(self, config: Config, rank: int, agent: Agent, raise_failure: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        agent: Agent,
+        raise_failure: Callable[[], None],
+        step: Callable[[], int] = lambda: 0,
+        most_samples: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._config = config
         self._rank = rank
         self._agent = agent
         self._raise_failure = raise_failure
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
+        self._step, self._most_samples = step, most_samples
+        self._sizes: dict[int, BatchSizes] = {}  # By loader.
         self._stocks: dict[tuple[int, int], LeaseStock] = {}  # By loader and epoch, of the last two epochs.
         # Epochs whose end came while something else was waited for.
         self._ended: dict[tuple[int, int], messages.EpochEnd] = {}
@@ -49,19 +63,41 @@ class CoordinatorClient:
         self._next_loader += 1
         return self._next_loader - 1
 
+    def batch_sizes(self, loader: int) -> BatchSizes:
+        """How many samples the batches of a loader have."""
+        if loader not in self._sizes:
+            send = self._agent.send
+            found = BatchSizes(
+                self._rank,
+                loader,
+                send=lambda message: send(message),
+                step=self._step,
+                deadline_s=self._config.control_deadline_s,
+                most=self._most_samples,
+            )
+            self._sizes = {**self._sizes, loader: found}
+        return self._sizes[loader]
+
     def open_stock(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> LeaseStock:
         """This rank's stock of samples of an epoch; the one of the loader's epoch before may still be in use."""
         send = self._agent.send
         stock = LeaseStock(
-            self._rank, loader, epoch, samples=samples, batch=batch, drop_last=drop_last, send=lambda m: send(m)
+            self._rank,
+            loader,
+            epoch,
+            samples=samples,
+            batch=batch,
+            drop_last=drop_last,
+            send=lambda m: send(m),
+            sizes=self.batch_sizes(loader),
         )
         kept = {key: each for key, each in self._stocks.items() if key[0] != loader or key[1] >= epoch - 1}
         self._stocks = {**kept, (loader, epoch): stock}
         stock.open()
         return stock
 
-    def begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
-        """The next range of an epoch's permutation, None when the epoch is over for this rank.
+    def begin_batch(self, stock: LeaseStock) -> Spans | None:
+        """The next ranges of an epoch's permutation, None when the epoch is over for this rank.
 
         Raises:
             DeadlineError: The coordinator did not answer.
@@ -73,8 +109,13 @@ class CoordinatorClient:
             longest_s=self._config.step_deadline_s,
         )
 
-    def on_message(self, message: Lease | LeaseRecall | messages.Grant | messages.EpochEnd) -> None:
+    def on_message(
+        self, message: Lease | LeaseRecall | ShareProposal | ShareOrder | messages.Grant | messages.EpochEnd
+    ) -> None:
         """An answer, in the agent's thread."""
+        if isinstance(message, (ShareProposal, ShareOrder)):
+            self.batch_sizes(message.loader).on_message(message)
+            return
         if isinstance(message, (messages.Grant, messages.EpochEnd)):
             self._grants.put(message)
             return

@@ -29,6 +29,7 @@ from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.leases import Lease, LeaseRecall
+from star_hvd.channel.messages.shares import ShareOrder, ShareProposal
 from star_hvd.channel.messages.switch import (
     Commit,
     DropSet,
@@ -55,7 +56,7 @@ from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.job_log import JobLog, check_curves
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
-from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity
+from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity, samples_in_memory
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
@@ -128,6 +129,7 @@ class Runtime:
         self.keyring = Keyring()
         self.coordinator: Coordinator | None = None
         self.drivers: dict[int, StepDriver] = {}
+        self._asked: dict[int, Plan] = {}  # By optimizer, what the user asked for.
         self.batch_weights: list[float] = []
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
@@ -183,7 +185,9 @@ class Runtime:
             self._on_message,
             self.config.heartbeat_s,
         )
-        self.client = CoordinatorClient(self.config, self.rank, self.agent, self.raise_failure)
+        self.client = CoordinatorClient(
+            self.config, self.rank, self.agent, self.raise_failure, self._first_step, self._most_samples
+        )
         self.services = ModeServices(
             self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers
         )
@@ -220,6 +224,8 @@ class Runtime:
         if driver.number > 0:
             gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
         self.drivers[driver.number] = driver
+        if plan is not None:
+            self._asked[driver.number] = plan
         driver.start(engine, self.services)
         if self._ranker is not None and plan is None:
             first = engine.version
@@ -266,6 +272,7 @@ class Runtime:
     def _end(self, driver: StepDriver) -> None:
         """Let go of an optimizer for which no rank waits any more."""
         self.drivers.pop(driver.number, None)
+        self._asked.pop(driver.number, None)
         self._had_dropped |= driver.dropped
         self._had_mixed |= driver.engine.agreement.mixed
         driver.stop()
@@ -386,6 +393,35 @@ class Runtime:
         for driver in self.drivers.values():
             driver.timer.add_input(input_s)
 
+    def check_shares(self, batch: int) -> None:
+        """Whether the batch shares that the user asked for fit a loader's batches.
+
+        Raises:
+            ValueError: They make another global batch.
+        """
+        for plan in self._asked.values():
+            total = self.world_size * batch
+            if plan.batch_shares and not plan.balanced and sum(plan.batch_shares) != total:
+                raise ValueError(
+                    f"batch shares {plan.batch_shares} sum to {sum(plan.batch_shares)}, and {self.world_size} ranks "
+                    f"with batch_size {batch} make {total} samples in a step; give shares that sum to {total}, or "
+                    "another batch_size to hvd.shard"
+                )
+
+    def _first_step(self) -> int:
+        """The step of the first optimizer: what batches of a loader are counted by."""
+        return next((driver.engine.version for driver in list(self.drivers.values())), 0)
+
+    def _most_samples(self) -> int:
+        """Most samples in a batch: what the user set, or fits in the device's memory; 0 where unknown."""
+        known = [count for count in (self.config.max_batch, samples_in_memory(self._batch_samples())) if count]
+        return min(known, default=0)
+
+    def _batch_samples(self) -> int:
+        """Samples of the largest recent batch."""
+        recent = list(self.batch_weights)
+        return round(max(recent, default=0.0) * self.reference_samples)
+
     def batch_weight(self, passes: int) -> float:
         """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
         recent = self.batch_weights[-passes:]
@@ -490,7 +526,7 @@ class Runtime:
             driver = self.drivers.get(message.optimizer_id)
             if driver is not None:
                 driver.on_message(message)
-        elif isinstance(message, (Lease, LeaseRecall, messages.Grant, messages.EpochEnd)):
+        elif isinstance(message, (Lease, LeaseRecall, ShareProposal, ShareOrder, messages.Grant, messages.EpochEnd)):
             self.client.on_message(message)
         elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):

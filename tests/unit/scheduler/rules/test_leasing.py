@@ -117,7 +117,7 @@ class Job:
         if taken is None:
             stock.close()
             return
-        self.begun[rank].append(taken)
+        self.begun[rank].extend(taken)
         self.ends_s[rank] = self.now_s + self.pace(rank, self.now_s)
         self.at(self.ends_s[rank], lambda: self.work(rank))
 
@@ -251,7 +251,7 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
     with pytest.raises(DeadlineError, match=r"rank 2 waited \d s .* coordinator on rank 0 was last heard 7.0 s ago"):
         stock.next(0.0, lambda: None, lambda: 7.0)
     stock.on_message(Lease(0, 1, 0, 40, False))
-    assert [stock.next(1.0, lambda: None, lambda: 0.0) for _ in range(2)] == [(0, 4), (4, 8)]
+    assert [stock.next(1.0, lambda: None, lambda: 0.0) for _ in range(2)] == [[(0, 4)], [(4, 8)]]
     stock.on_message(LeaseRecall(0, 1))
     assert sent[1:] == [LeaseReturn(0, 1, 8, False), LeaseAsk(0, 1, 100, 4, False, 8)]
     stock.on_message(Lease(0, 1, 96, 100, False))
@@ -269,7 +269,7 @@ def test_an_answer_that_comes_at_once_finds_its_stock() -> None:
 
     agent = SimpleNamespace(send=answer, last_heard_s=0.0)
     requests = CoordinatorClient(Config(), 0, agent, lambda: None)  # type: ignore[arg-type]
-    assert requests.begin_batch(requests.open_stock(3, 0, 4, 4, False)) == (0, 4)
+    assert requests.begin_batch(requests.open_stock(3, 0, 4, 4, False)) == [(0, 4)]
 
 
 def stocked() -> CoordinatorClient:
@@ -296,7 +296,7 @@ def test_the_end_of_another_loader_s_epoch_is_kept_for_who_waits_for_it() -> Non
 def test_two_epochs_of_a_loader_may_be_open_at_once() -> None:
     requests = stocked()
     one, other = requests.open_stock(3, 0, 4, 4, False), requests.open_stock(3, 1, 4, 4, False)
-    assert requests.begin_batch(other) == (0, 4) and requests.begin_batch(one) == (0, 4)
+    assert requests.begin_batch(other) == [(0, 4)] and requests.begin_batch(one) == [(0, 4)]
     assert requests.begin_batch(one) is None and requests.begin_batch(other) is None
 
 
@@ -304,7 +304,7 @@ def test_while_the_coordinator_is_heard_another_rank_is_waited_for_longer() -> N
     stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=lambda message: None)
     stock.open()
     threading.Timer(1.5, lambda: stock.on_message(Lease(0, 1, 0, 4, False))).start()
-    assert stock.next(1.0, lambda: None, lambda: 0.1, longest_s=600.0) == (0, 4)
+    assert stock.next(1.0, lambda: None, lambda: 0.1, longest_s=600.0) == [(0, 4)]
     with pytest.raises(DeadlineError):
         stock.next(0.5, lambda: None, lambda: 0.4, longest_s=600.0)
 

@@ -1,0 +1,179 @@
+"""The coordinator's end of batch shares: a change takes effect at a step of which no rank has formed its batch. Pure.
+
+Two phases, as `star_hvd.channel.messages.shares` has it: proposed to all ranks, ordered once all have answered. Only
+one change is on its way at a time; it is given up where a rank does not answer.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from scheduler.balance.batch_shares import divide
+from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.leases import LeaseAsk
+from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
+from star_hvd.errors import ChannelError
+
+__all__ = ["Change", "ShareDesk"]
+
+_ANSWER_S = 20.0
+"""A third of the time that a rank waits for the order: it never waits in vain for one that was given up."""
+
+_KEPT = 256  # Changes of which the first step is remembered.
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Batch shares that were ordered.
+
+    Attributes:
+        step: From which on.
+        shares: Samples of every rank, empty for equal batches.
+        epoch: Of the loader.
+        totals: What every rank gets of that epoch, None where it takes what it gets done.
+    """
+
+    step: int
+    shares: tuple[int, ...]
+    epoch: int
+    totals: tuple[int, ...] | None
+
+
+@dataclass(slots=True)
+class _Proposal:
+    number: int
+    shares: tuple[int, ...]
+    deadline_s: float
+    answers: dict[int, ShareReady] = field(default_factory=dict)
+
+
+class ShareDesk:
+    """See the module's text.
+
+    Args:
+        world_size: Number of ranks.
+        send: Sends a message to all ranks.
+
+    Attributes:
+        loader: The loader that feeds the training, -1 before there is one.
+        batch: Samples in each of its batches where all are equal.
+        shares: What was ordered last, empty for equal batches.
+        most: Most samples of every rank by its memory or the user's limit, 0 where it names none.
+    """
+
+    def __init__(self, world_size: int, send: Callable[[Message], None]) -> None:
+        self.loader, self.batch = -1, 0
+        self.shares: tuple[int, ...] = ()
+        self.most = [0] * world_size
+        self._world_size = world_size
+        self._send = send
+        self._samples: dict[int, int] = {}  # Of an epoch, of which none is left out.
+        self._proposal: _Proposal | None = None
+        self._proposals = 0
+        self._steps: list[int] = []
+        self._ordered: list[tuple[int, ...]] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether a change is on its way."""
+        return self._proposal is not None
+
+    def opens(self, message: LeaseAsk) -> tuple[int, ...] | None:
+        """An epoch of a loader begins: what every rank gets of it, None where it takes what it gets done."""
+        if self.loader < 0 and message.samples > 0:
+            self.loader, self.batch = message.loader, message.batch
+        if message.loader != self.loader:
+            return None
+        rest = message.samples % message.batch if message.drop_last else 0
+        self._samples = {message.epoch: message.samples - rest, **self._samples}
+        self._samples.pop(message.epoch - 2, None)
+        return self._totals(self.shares, message.samples - rest, [0] * self._world_size)
+
+    def propose(self, shares: Sequence[int], now_s: float) -> None:
+        """Ask all ranks from where on they can have other shares; empty for equal batches."""
+        self._proposals += 1
+        self._proposal = _Proposal(self._proposals, tuple(shares), now_s + _ANSWER_S)
+        self._send(ShareProposal(self.loader, self._proposals, list(shares)))
+
+    def ready(self, rank: int, message: ShareReady, next_step: int) -> Change | None:
+        """A rank's answer; with the last one the change is ordered.
+
+        Args:
+            rank: The rank.
+            message: Its answer.
+            next_step: The first step of an epoch that no rank has begun.
+
+        Raises:
+            ChannelError: The answer says what it cannot.
+        """
+        if message.loader != self.loader or message.batches < 1:
+            raise ChannelError(f"a share_ready message is of loader {message.loader}; {self.loader} was asked")
+        proposal = self._proposal
+        if proposal is None or message.number != proposal.number:
+            return None
+        self.most[rank] = message.most
+        proposal.answers[rank] = message
+        if len(proposal.answers) < self._world_size:
+            return None
+        self._proposal = None
+        found = None if self._too_much(proposal.shares) else self._place(proposal, next_step)
+        if found is None:
+            self._give_up(proposal)
+            return None
+        order, change = found
+        self.shares = proposal.shares
+        self._steps, self._ordered = [*self._steps, change.step][-_KEPT:], [*self._ordered, self.shares][-_KEPT:]
+        self._send(order)
+        return change
+
+    def tick(self, now_s: float) -> None:
+        """Give up a proposal that not all ranks have answered."""
+        if self._proposal is not None and now_s > self._proposal.deadline_s:
+            proposal, self._proposal = self._proposal, None
+            self._give_up(proposal)
+
+    def samples(self, rank: int, step: int) -> int:
+        """Samples of a rank in a step, the last one of an epoch aside."""
+        at = bisect.bisect_right(self._steps, step) - 1
+        shares = self._ordered[at] if at >= 0 else ()
+        return shares[rank] if shares else self.batch
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _too_much(self, shares: Sequence[int]) -> bool:
+        return any(0 < most < share for share, most in zip(shares, self.most, strict=False))
+
+    def _give_up(self, proposal: _Proposal) -> None:
+        self._send(ShareOrder(self.loader, proposal.number, False, [], 0, 0, 0))
+
+    def _place(self, proposal: _Proposal, next_step: int) -> tuple[ShareOrder, Change] | None:
+        """Where the change begins; None where that cannot be said now: some ranks are between two epochs."""
+        answers = [proposal.answers[rank] for rank in range(self._world_size)]
+        epoch = max(each.epoch for each in answers)
+        there = [each for each in answers if each.epoch == epoch]
+        started = [each for each in there if each.step != EPOCH_START]
+        if started and (len(started) < self._world_size or len({each.batches for each in started}) > 1):
+            return None
+        samples = next(iter(self._samples.values()), 0)  # All epochs of a loader have as many.
+        step, remaining, taken = EPOCH_START, samples, [0] * self._world_size
+        if started:
+            step = max(each.step for each in started)
+            taken = [
+                each.taken + each.batches * sum(self.samples(rank, one) for one in range(each.step, step))
+                for rank, each in enumerate(answers)
+            ]
+            remaining = samples - sum(taken)
+            if remaining < sum(proposal.shares or self.shares or (self.batch * self._world_size,)):
+                return None  # The next epoch is soon enough.
+        order = ShareOrder(self.loader, proposal.number, True, list(proposal.shares), epoch, step, remaining)
+        at = step if started else next_step
+        return order, Change(at, proposal.shares, epoch, self._totals(proposal.shares, remaining, taken))
+
+    def _totals(self, shares: Sequence[int], remaining: int, taken: Sequence[int]) -> tuple[int, ...] | None:
+        if not shares:
+            return None
+        steps, rest = divmod(remaining, sum(shares))
+        last = divide(rest, shares)
+        return tuple(before + steps * share + one for before, share, one in zip(taken, shares, last, strict=True))
