@@ -15,6 +15,7 @@ from torch.utils.data.dataloader import default_collate
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
 from star_hvd.runtime.lease_stock import LeaseStock, Spans
+from star_hvd.wrapper.batch_norm import warn_of_shares
 
 __all__ = ["ShardLoader", "shard"]
 
@@ -167,7 +168,9 @@ class ShardLoader:
         batch = self._collate([self.dataset[int(i)] for start, stop in spans for i in order[start:stop]])
         count = sum(stop - start for start, stop in spans)
         self.samples_taken += count
-        self._run.client.batch_sizes(self._number).delivered(index)
+        if self._run.batch_delivered(self._number, index) and self._run.rank == 0:
+            optimizers = [driver.engine.applier.optimizer for driver in self._run.drivers.values()]
+            warn_of_shares(p for each in optimizers for group in each.param_groups for p in group["params"])
         self._run.note_batch(count / self._run.reference_samples, time.monotonic() - self._began_s)
         for driver in self._run.drivers.values():
             driver.reporter.note_samples(self._number, count, self.batch_size, self._run.reference_samples)

@@ -14,24 +14,50 @@ from collections.abc import Sequence
 from scheduler.balance.batch_shares import balance
 from scheduler.balance.time_curves import LONG, SHORT, TimeCurves
 
-__all__ = ["SharePolicy", "share_sentence"]
+__all__ = ["FIXED", "SharePolicy", "share_factors", "share_sentence", "solve_shares"]
 
 GAIN = 0.03
 """Predicted gain below which shares stay."""
+
+FIXED = 0.1
+"""Part of a step's time taken not to depend on the batch where no change of size has told it: for predictions only."""
 
 _SIGMAS = 2.0  # Errors of the times that a gain has to exceed.
 _SOON, _CALM = 3, 12  # Times the look's reports: a change undone within is a flap; so long without one ends caution.
 
 
-def share_sentence(shares: Sequence[int], batch: int, ratio: float) -> str:
+def share_sentence(shares: Sequence[int], ratio: float) -> str:
     """`rank 2 gets 12 of 76 samples, step 0.62 of that with equal batches`; the ranks that get fewest are named."""
-    total = sum(shares)
     if not shares or max(shares) - min(shares) <= 1:
         return "all ranks get equal batches"
     least = min(shares)
     ranks = [rank for rank, share in enumerate(shares) if share == least][:4]
     names = f"rank {ranks[0]} gets" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} get"
-    return f"{names} {least} of {total} samples, step {ratio:.2f} of that with equal batches of {batch}"
+    return f"{names} {least} of {sum(shares)} samples, step {ratio:.2f} of that with equal batches"
+
+
+def share_factors(shares: Sequence[int], batch: int, fixed: float) -> list[float]:
+    """Time of every rank with its share over that with a usual batch."""
+    return [fixed + (1.0 - fixed) * share / batch for share in shares]
+
+
+def solve_shares(levels_s: Sequence[float], batch: int, fixed: float, most: Sequence[int] = ()) -> tuple[int, ...]:
+    """The best shares of `batch` times as many samples as ranks; equal ones where they are as good.
+
+    Args:
+        levels_s: Seconds of every rank for a usual batch.
+        batch: Its samples.
+        fixed: Part of that time that does not depend on the batch.
+        most: Most samples of every rank, 0 for no limit.
+    """
+    equal = (batch,) * len(levels_s)
+    total = sum(equal)
+    high = [min(total, limit) if limit else total for limit in most] if most else None
+    if high is not None and (sum(high) < total or min(high) < 1):
+        return equal
+    alpha, beta = [fixed * one for one in levels_s], [(1.0 - fixed) * one / batch for one in levels_s]
+    found = balance(alpha, beta, total, least=[1] * len(equal), most=high)
+    return equal if max(levels_s) <= (1.0 + GAIN) * found.time_s else found.sizes
 
 
 class SharePolicy:
@@ -67,23 +93,6 @@ class SharePolicy:
             if self._look > SHORT and self._since > _CALM * self._look:
                 self._look, self._since = max(SHORT, self._look // 2), 0
 
-    def solve(self, levels_s: Sequence[float], most: Sequence[int] = ()) -> tuple[int, ...]:
-        """The best shares for ranks that take so long for a usual batch; equal ones where that is as good.
-
-        Args:
-            levels_s: Seconds of every rank.
-            most: Most samples of every rank, 0 for no limit.
-        """
-        total = sum(self._equal)
-        alpha, beta = self.curves.lines(levels_s)
-        high = [min(total, limit) if limit else total for limit in most] if most else None
-        if high is not None and sum(high) < total:
-            return self._equal
-        found = balance(alpha, beta, total, least=[1] * len(self._equal), most=high).sizes
-        if self._time_s(levels_s, self._equal) <= (1.0 + GAIN) * self._time_s(levels_s, found):
-            return self._equal
-        return found
-
     def decide(self, present: Sequence[int], most: Sequence[int] = ()) -> tuple[int, ...] | None:
         """The shares to change to, None to keep `present` (empty for equal ones)."""
         now = tuple(present) or self._equal
@@ -93,7 +102,7 @@ class SharePolicy:
             levels_s = self.curves.levels_s(min(count, LONG))
             if levels_s is None:
                 return None
-            found = self.solve(levels_s, most)
+            found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most)
             present_s, found_s = self._time_s(levels_s, now), self._time_s(levels_s, found)
             least = max(GAIN, _SIGMAS * self.curves.scatter(min(count, LONG)))
             too_large = any(0 < limit < share for share, limit in zip(now, most, strict=False))
@@ -116,5 +125,5 @@ class SharePolicy:
         return taken[rank] > 0 and now[rank] - self._present[rank] > 0.5 * taken[rank]
 
     def _time_s(self, levels_s: Sequence[float], shares: Sequence[int]) -> float:
-        alpha, beta = self.curves.lines(levels_s)
-        return max(a + b * share for a, b, share in zip(alpha, beta, shares, strict=True))
+        factors = share_factors(shares, self.curves.batch, self.curves.fixed)
+        return max(one * factor for one, factor in zip(levels_s, factors, strict=True))

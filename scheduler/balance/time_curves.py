@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,8 +117,3 @@ class TimeCurves:
             # 1.4826 MAD is the standard deviation of normal values, 1.25 s / sqrt(n) the error of their median.
             worst = max(worst, 1.85 * float(np.median(np.abs(times - middle))) / middle / math.sqrt(len(times)))
         return worst
-
-    def lines(self, levels_s: Sequence[float]) -> tuple[list[float], list[float]]:
-        """(alpha_i, beta_i) of t_i(b) = alpha_i + beta_i b."""
-        fixed = self.fixed
-        return [fixed * one for one in levels_s], [(1.0 - fixed) * one / self.batch for one in levels_s]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.balance.share_policy import solve_shares
 from scheduler.cost.conditions import Array, Conditions
 from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate, worth_a_switch
 from scheduler.diagnosis.window_stats import slow_limit_s
@@ -144,13 +145,14 @@ def candidates(
         least_share: See `enough_ranks`.
     """
     n = conditions.world_size
-    offered = [active if active is not None and active.mode == "sync" else Plan.sync(n)]
+    offered = [active if active is not None and active.plain else Plan.sync(n)]
     if n > 1:
         trouble = find_trouble(conditions, least_share) if trouble is None else trouble
         most = most_left_out(n, least_share)
         offered += [active] if active is not None else []
         offered += [Plan.partial(n, n - out) for out in trouble.at_once if out < n]
         if trouble:
+            offered += _balanced(conditions, trouble)
             offered += _subgroups(conditions, trouble, most)
             offered += _grouped(conditions)
             # Where ranks wait for a processor already, a server takes time of one from them.
@@ -214,8 +216,19 @@ def same_plan(one: Plan, other: Plan) -> bool:
 
 def _key(plan: Plan) -> tuple[object, ...]:
     """What makes plans different. Servers that the coordinator is yet to place are no difference in `sync`."""
-    return (plan.mode, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack, plan.servers, plan.local_steps,
-            plan.local_s, plan.lr_rule)
+    shares = () if plan.balanced else plan.batch_shares  # Those that follow the ranks' speed are no other plan.
+    return (plan.mode, plan.balanced, shares, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack,
+            plan.servers, plan.local_steps, plan.local_s, plan.lr_rule)
+
+
+def _balanced(conditions: Conditions, trouble: StragglerSummary) -> list[Plan]:
+    """Batch shares by speed, where `shard` forms the batches and a rank is slow all the time."""
+    if not conditions.batch or not trouble.slow:
+        return []
+    shares = solve_shares(conditions.usual_s.tolist(), conditions.batch, conditions.fixed_part)
+    if max(shares) == min(shares):
+        return []
+    return [Plan.sync(conditions.world_size, balanced=True, batch_shares=shares)]
 
 
 def _subgroups(conditions: Conditions, trouble: StragglerSummary, most: int) -> list[Plan]:

@@ -152,6 +152,7 @@ class JobState:
                 plan = Plan.from_dict(message.plan) if message.plan else None
                 engine = self._engine(message.optimizer_id)
                 engine.gradient_bytes = message.gradient_bytes
+                engine.exact = message.exact
                 engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
             case Unregister():
                 self._forget(message.optimizer_id)
@@ -226,8 +227,10 @@ class JobState:
         if now_s >= self._tidy_at_s:
             self._tidy_at_s = now_s + _TIDY_S
             self.outbox.extend((ALL, message) for message in self._sets.tidy(now_s))
-        if self._fed is not None:
-            self.shares.tick(self._fed.active, now_s)
+        fed = self._fed
+        if fed is not None and self.shares.desk.batch:
+            fed.shares = self.shares
+            self.shares.tick(fed.active, now_s)
         for engine in self.engines.values():
             if engine.decides(now_s):
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
@@ -364,7 +367,8 @@ class JobState:
         if change is None or engine is None:
             return
         self._leases.entitle(self.shares.desk.loader, change.epoch, change.totals, now_s)
-        logger.warning("step %d: %s", change.step, self.shares.sentence() or "all ranks get equal batches")
+        logger.info("step %d: %s", change.step, self.shares.sentence() or "all ranks get equal batches")
+        engine.shares_changed(change.step, change.shares, self.shares.sentence())
 
     def _over(self, key: tuple[int, int], rank: int, *, early: bool, now_s: float) -> None:
         """A rank has ended an epoch, or left it."""

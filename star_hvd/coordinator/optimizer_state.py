@@ -37,6 +37,7 @@ from star_hvd.coordinator.prewarm import Readiness
 from star_hvd.coordinator.report_trigger import SlowReportTrigger
 from star_hvd.coordinator.reports import Arrivals, History, Losses
 from star_hvd.coordinator.set_ledger import SetLedger
+from star_hvd.coordinator.share_control import ShareControl
 from star_hvd.coordinator.switch import Switch
 
 __all__ = ["OptimizerState"]
@@ -49,6 +50,8 @@ the bytes it looks at."""
 _OUTCOMES = 256  # Kept for the report, and for the log where there is none.
 _MAX_UNLOGGED_PREDICTIONS = 64  # Plans whose predictions are kept for the log.
 _SOONER = 0.25  # Part of the interval between two windows after which an alarm may have the next one.
+_SHARES = "; now "
+_EXACT = frozenset(("sync",))  # Batch shares are a form of it.
 _FED_BY = 8  # Steps within which a loader of `shard` has shown itself.
 _REGROUP_AFTER = 20  # Decisions in a row that find other groups.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
@@ -100,6 +103,8 @@ class OptimizerState:
         self.closed = 0
         self.folds = 0.0  # Late gradients that joined a later step, of all ranks.
         self.has_queue = False
+        self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
+        self.exact = False  # Whether `auto` chooses only what changes nothing in the mathematics.
         self.unfed = ""  # Why batch shares are not possible, where nothing feeds the ranks.
         self.dropped: dict[int, OptimizerDropped] = {}  # Ranks that have no use for it any more: their latest word.
         self.closing = False  # Some ranks have made their last step: a new plan would only be in the way.
@@ -337,10 +342,13 @@ class OptimizerState:
                 link_bytes_per_s=self.links.rates(self.active),
                 silent_s=self.silent_s,
                 comm_s=tuple(self.arrivals.comm_s),
+                scale=self.shares.scale if self.shares is not None and self.shares.changes else None,
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
-            allowed=frozenset(MODES).difference(self.barred),
+            allowed=(_EXACT if self.exact else frozenset(MODES)).difference(self.barred),
+            batch=self.shares.desk.batch if self.shares is not None else 0,
+            fixed_part=self.shares.fixed_part if self.shares is not None else math.nan,
             losses=tuple(self.losses.values),
             loss_steps=tuple(self.losses.steps),
             now_s=now_s,
@@ -480,6 +488,14 @@ class OptimizerState:
             self.publish(wanted, now_s)
             if self._switch is None:  # It makes no sense here, and that was said.
                 self.barred.bar(wanted.mode, now_s)
+
+    def shares_changed(self, step: int, shares: tuple[int, ...], sentence: str) -> None:
+        """Batch shares change from a step on, under the same plan; the run log and `explain()` say so."""
+        if not self.active.balanced or shares == self.active.batch_shares:
+            return
+        why = self.active.reason.partition(_SHARES)[0]
+        self.active = self.active.replace(batch_shares=shares, reason=f"{why}{_SHARES}{sentence}")
+        self.plans.append((step, self.active))
 
     def _say_unfed(self, wanted: Plan) -> None:
         """Batch shares are asked for and the ranks' batches are the user's own: say so once some steps were made."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
 
 from scheduler.balance.share_policy import SharePolicy, share_sentence
 from scheduler.plan.plan import Plan
@@ -71,7 +75,18 @@ class ShareControl:
         """What the shares in force are, `rank 2 gets 12 of 76 samples` for example; empty for plain `sync`."""
         if not self.desk.shares or self.policy is None:
             return ""
-        return share_sentence(self.desk.shares, self.desk.batch, self.policy.ratio)
+        return share_sentence(self.desk.shares, self.policy.ratio)
+
+    @property
+    def fixed_part(self) -> float:
+        """Part of a rank's time that does not depend on its batch; NaN where no change of size has told it."""
+        return self.policy.curves.fixed if self.policy is not None and self.policy.curves.known else math.nan
+
+    def scale(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Time of a usual batch over that of the batches of these steps, shape (n_ranks, n_steps)."""
+        fixed = self.policy.curves.fixed if self.policy is not None else 0.0
+        ratio = self.desk.all_samples(steps) / max(1, self.desk.batch)
+        return np.asarray(1.0 / (fixed + (1.0 - fixed) * ratio))
 
     def _wanted(self, plan: Plan) -> tuple[int, ...] | None:
         """The shares to ask for, None to keep those in force."""

@@ -10,6 +10,9 @@ import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from scheduler.balance.batch_shares import divide
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import LeaseAsk
@@ -139,6 +142,14 @@ class ShareDesk:
         at = bisect.bisect_right(self._steps, step) - 1
         shares = self._ordered[at] if at >= 0 else ()
         return shares[rank] if shares else self.batch
+
+    def all_samples(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The same for many steps at once, shape (n_ranks, n_steps)."""
+        found = np.full(steps.shape, self.batch, dtype=np.int64)
+        for step, shares in zip(self._steps, self._ordered, strict=True):
+            own = np.array(shares or (self.batch,) * len(steps), dtype=np.int64)[:, None]
+            found = np.where(steps >= step, own, found)
+        return found
 
     # ---- inside ---------------------------------------------------------------------------------------------
 

@@ -127,6 +127,12 @@ class BatchSizes:
                 self._at = (index, step)
 
     @property
+    def uneven(self) -> bool:
+        """Whether batches of this epoch, or of the next, differ between ranks."""
+        with self._changed:
+            return len(set(self._shares)) > 1
+
+    @property
     def balanced(self) -> bool:
         """Whether batches of this epoch, or of the next, have shares of their own."""
         with self._changed:

@@ -131,6 +131,7 @@ class Runtime:
         self.drivers: dict[int, StepDriver] = {}
         self._asked: dict[int, Plan] = {}  # By optimizer, what the user asked for.
         self.batch_weights: list[float] = []
+        self._had_shares = False
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
         self.client: CoordinatorClient
@@ -219,7 +220,9 @@ class Runtime:
             self.services.later,
         )
 
-    def attach(self, driver: StepDriver, engine: StepEngine, initial: Plan, plan: Plan | None) -> None:
+    def attach(
+        self, driver: StepDriver, engine: StepEngine, initial: Plan, plan: Plan | None, *, exact: bool = False
+    ) -> None:
         """Start an optimizer's engine and tell the coordinator its first plan and what the user asked for."""
         if driver.number > 0:
             gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
@@ -241,7 +244,7 @@ class Runtime:
             self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
             self._sampler.start()
         size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
-        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size))
+        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact))
 
     def _note_resources(self, readings: Resources) -> None:
         """Once per second, in the sampler's thread."""
@@ -407,6 +410,14 @@ class Runtime:
                     f"with batch_size {batch} make {total} samples in a step; give shares that sum to {total}, or "
                     "another batch_size to hvd.shard"
                 )
+
+    def batch_delivered(self, loader: int, index: int) -> bool:
+        """A batch of a loader is given to the training loop. Whether it is the first one since batches differ."""
+        sizes = self.client.batch_sizes(loader)
+        sizes.delivered(index)
+        first = sizes.uneven and not self._had_shares
+        self._had_shares |= first
+        return first
 
     def _first_step(self) -> int:
         """The step of the first optimizer: what batches of a loader are counted by."""

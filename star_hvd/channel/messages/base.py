@@ -102,13 +102,15 @@ class Heartbeat(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Register(Message):
-    """A rank has made an optimizer. `initial` is its first plan, `plan` what the user asked for, empty for `auto`."""
+    """A rank has made an optimizer. `initial` is its first plan, `plan` what the user asked for, empty for `auto`.
+    `exact` says that `auto` is to choose among the exact modes only."""
 
     kind: ClassVar[str] = "register"
     optimizer_id: int
     initial: dict[str, Any]
     plan: dict[str, Any]
     gradient_bytes: int = 0
+    exact: bool = False
 
 
 @message_kind

@@ -105,16 +105,15 @@ def test_a_step_tells_the_samples_behind_it(teller: StepReporter) -> None:
 
 def test_shard_tells_what_it_hands_out(teller: StepReporter, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([[(0, 4)], [(4, 7)], None])
-    sizes = SimpleNamespace(delivered=lambda index: None)
     client = SimpleNamespace(
         loader_number=lambda: 5, begin_batch=lambda stock: next(taken), await_epoch_end=lambda *_: None,
         open_stock=lambda *_: SimpleNamespace(ready=lambda limit_s: True, close=lambda: None, batches=1),
-        batch_sizes=lambda loader: sizes,
     )  # fmt: skip
     run = SimpleNamespace(
         world_size=1, reference_samples=0.0, drivers={0: SimpleNamespace(reporter=teller)}, client=client,
         catch_up=lambda: None, note_batch=lambda *_: None, away=lambda _: contextlib.nullcontext(),
         meeting=lambda _: contextlib.nullcontext(), check_shares=lambda batch: None,
+        batch_delivered=lambda loader, index: False,
     )  # fmt: skip
     monkeypatch.setattr("star_hvd.runtime.runtime.ensure", lambda config: run)
     monkeypatch.setattr("star_hvd.runtime.runtime.current", lambda: run)
