@@ -171,10 +171,7 @@ class ShareDesk:
         step, remaining, taken = EPOCH_START, samples, [0] * self._world_size
         if started:
             step = max(each.step for each in started)
-            taken = [
-                each.taken + each.batches * sum(self.samples(rank, one) for one in range(each.step, step))
-                for rank, each in enumerate(answers)
-            ]
+            taken = [each.taken + _planned(each.ahead, (step - each.step) * each.batches) for each in answers]
             remaining = samples - sum(taken)
             if remaining < sum(proposal.shares or self.shares or (self.batch * self._world_size,)):
                 return None  # The next epoch is soon enough.
@@ -188,3 +185,10 @@ class ShareDesk:
         steps, rest = divmod(remaining, sum(shares))
         last = divide(rest, shares)
         return tuple(before + steps * share + one for before, share, one in zip(taken, shares, last, strict=True))
+
+
+def _planned(ahead: Sequence[int], batches: int) -> int:
+    """Samples in a rank's next batches, as its answer plans them."""
+    begins, sizes = ahead[::2], ahead[1::2]
+    ends = [min(batches, begin) for begin in (*begins[1:], batches)]
+    return sum(max(0, end - begin) * size for begin, end, size in zip(begins, ends, sizes, strict=True))

@@ -174,7 +174,8 @@ def _lease_return(message: LeaseReturn, _: int) -> None:
 
 def _share_ready(message: ShareReady, _: int) -> None:
     least = min(message.loader, message.number, message.epoch, message.step - EPOCH_START, message.batches - 1)
-    if min(least, message.taken, message.most) < 0:
+    planned = message.ahead
+    if min(least, message.taken, message.most, *planned) < 0 or not planned or len(planned) % 2 or planned[0]:
         raise ChannelError(f"a rank would change its batches at step {message.step} of epoch {message.epoch}")
 
 

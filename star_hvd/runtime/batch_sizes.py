@@ -152,7 +152,7 @@ class BatchSizes:
     def _answer(self, message: ShareProposal) -> None:
         if not self._open:
             self._held = _Held(message.number, self._epoch + 1, 0, EPOCH_START, self._batches)
-            taken = 0
+            taken, planned = 0, [0, 0]
         else:
             # The first batch of a step, behind the margin.
             at, step = self._at
@@ -160,9 +160,13 @@ class BatchSizes:
             index = at + steps * self._batches
             self._held = _Held(message.number, self._epoch, index, step + steps, self._batches)
             taken = self._taken + sum(self._size_of(i) for i in range(self._formed, index))
+            later = [each.index - index for each in self._sizes if each.index > index]
+            planned = [part for ahead in (0, *later) for part in (ahead, self._size_of(index + ahead))]
         held = self._held
         self._send(
-            ShareReady(self._loader, held.number, held.epoch, held.step, held.batches, taken, self._most())
+            ShareReady(
+                self._loader, held.number, held.epoch, held.step, held.batches, taken, planned, self._most()
+            )
         )
 
     def _follow(self, message: ShareOrder) -> None:

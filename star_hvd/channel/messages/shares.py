@@ -38,6 +38,7 @@ class ShareReady(Message):
         step: The first step of which it has formed nothing, `EPOCH_START` for the beginning of the epoch.
         batches: Batches of this rank in a step.
         taken: Samples of the epoch in its batches before that step.
+        ahead: Pairs of a number of batches after that and the size from there on, as they are planned; the first is 0.
         most: The most samples it can have in a batch, 0 where it knows no limit.
     """
 
@@ -48,6 +49,7 @@ class ShareReady(Message):
     step: int
     batches: int
     taken: int
+    ahead: list[int]
     most: int
 
 
