@@ -22,7 +22,8 @@ GAIN = 0.03
 FIXED = 0.1
 """Part of a step's time taken not to depend on the batch where no change of size has told it: for predictions only."""
 
-_SIGMAS = 2.0  # Errors of the times that a gain has to exceed.
+_SIGMAS = 3.0  # Errors of the times that a gain has to exceed.
+_FAR = 0.15  # Of the usual batch.
 _SOON, _CALM = 3, 12  # Times the look's reports: a change undone within is a flap; so long without one ends caution.
 
 
@@ -119,10 +120,10 @@ class SharePolicy:
         self._previous, self._present, self._since = self._present, now, 0
 
     def _undoes(self, now: Sequence[int]) -> bool:
-        """Whether the rank that the last change took most from gets most of that back."""
-        taken = [before - present for before, present in zip(self._previous, self._present, strict=True)]
-        rank = max(range(len(taken)), key=lambda one: taken[one])
-        return taken[rank] > 0 and now[rank] - self._present[rank] > 0.5 * taken[rank]
+        """Whether a rank whose share the last change moved far is now moved far the other way."""
+        far = _FAR * self.curves.batch
+        moves = zip(self._previous, self._present, now, strict=True)
+        return any(min(abs(b - a), abs(c - b)) > far and (b > a) != (c > b) for a, b, c in moves)
 
     def _time_s(self, levels_s: Sequence[float], shares: Sequence[int]) -> float:
         factors = share_factors(shares, self.curves.batch, self.curves.fixed)

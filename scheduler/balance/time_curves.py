@@ -109,11 +109,14 @@ class TimeCurves:
         ]
 
     def scatter(self, count: int) -> float:
-        """Standard error of those levels, relative, of the rank where it is largest."""
+        """Standard error of such a level, relative, of the rank where it is largest.
+
+        From all reports that are kept: a few of them may be alike by chance.
+        """
         fixed, worst = self.fixed, 0.0
         for reports in self._reports:
-            times = np.array([t / (fixed + (1.0 - fixed) * size) for size, t in list(reports.recent)[-count:]])
+            times = np.array([t / (fixed + (1.0 - fixed) * size) for size, t in reports.recent])
             middle = float(np.median(times))
             # 1.4826 MAD is the standard deviation of normal values, 1.25 s / sqrt(n) the error of their median.
-            worst = max(worst, 1.85 * float(np.median(np.abs(times - middle))) / middle / math.sqrt(len(times)))
+            worst = max(worst, 1.85 * float(np.median(np.abs(times - middle))) / middle / math.sqrt(count))
         return worst

@@ -126,6 +126,12 @@ class BatchSizes:
                 self._batches = max(1, round((index - index_before) / (step - step_before)))
                 self._at = (index, step)
 
+    def beyond(self, index: int) -> bool:
+        """Whether the epoch should have ended before this batch: only what others left over is still to be had."""
+        with self._changed:
+            sizes = self._at_index(index)
+            return sizes is not None and bool(sizes.shares) and self._left(sizes, index) <= 0
+
     @property
     def uneven(self) -> bool:
         """Whether batches of this epoch, or of the next, differ between ranks."""
@@ -192,10 +198,18 @@ class BatchSizes:
         return held is not None and (self._epoch, index) >= (held.epoch, held.index)
 
     def _size_of(self, index: int) -> int:
-        sizes = next((each for each in reversed(self._sizes) if each.index <= index), None)
+        sizes = self._at_index(index)
         if sizes is None or not sizes.shares:
             return self._batch
-        left = sizes.remaining - (index - sizes.index) * sum(sizes.shares)
+        left = self._left(sizes, index)
         if left <= 0 or left >= sum(sizes.shares):
             return sizes.shares[self._rank]  # Where something is left against all reckoning, it is given out too.
         return divide(left, sizes.shares)[self._rank]
+
+    def _at_index(self, index: int) -> _Sizes | None:
+        return next((each for each in reversed(self._sizes) if each.index <= index), None)
+
+    @staticmethod
+    def _left(sizes: _Sizes, index: int) -> int:
+        """Samples of the epoch from a batch on, for all ranks."""
+        return sizes.remaining - (index - sizes.index) * sum(sizes.shares)

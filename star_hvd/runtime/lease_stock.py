@@ -65,6 +65,8 @@ class LeaseStock:
         self._level = 0  # Samples in stock behind the last answer.
         self._asked = self._over = self._closed = self._exhausted = False
         self._asked_for = -1  # The batch for which more was asked because the stock is too small for it.
+        self._beyond = False  # The epoch should have ended before the next batch, and what is in stock is not for it.
+        self._gave_back = False  # And an answer to that has not come.
         self._no_more = False  # There is nothing to add to the stock for the next batch.
 
     def open(self) -> None:
@@ -88,17 +90,24 @@ class LeaseStock:
         """Samples of the next batch. Asked for without a lock: it may wait for a change of the batch shares."""
         if self._next_size is None:
             self._next_size = self._batch if self._sizes is None else self._sizes.size(self.batches)
+            self._beyond = self._sizes is not None and self._sizes.beyond(self.batches)
         return self._next_size
 
     def _can_begin(self, size: int) -> bool:
         """Whether there is a batch, or nothing will come any more."""
         if self._over or size == 0:
             return True
-        return bool(self._spans) and (not self._shared or self._no_more or self._left() >= size)
+        return bool(self._spans) and not self._beyond and (not self._shared or self._no_more or self._left() >= size)
 
     def _fill(self, size: int) -> None:
         """Ask for more where the stock is too small for the next batch and no answer is on its way."""
-        if self._shared and not (self._asked or self._over or self._no_more) and self._left() < size:
+        if not self._shared or self._asked or self._over or self._no_more:
+            return  # An answer is on its way, or none can help. Nothing may be given back that is on its way.
+        if self._beyond:
+            self._beyond, self._gave_back = False, True
+            self._spans.clear()
+            self._send(LeaseReturn(self.loader, self.epoch, self._begun, False))
+        if self._left() < size:
             self._asked_for = self.batches
             self._ask()
 
@@ -186,14 +195,14 @@ class LeaseStock:
             if self._closed:
                 return  # All was given back.
             if isinstance(message, Lease):
-                self._asked = False
+                self._asked = self._gave_back = False
                 self._over = message.over
                 # An older answer says nothing of what there is for this batch.
                 self._no_more = message.stop <= message.start and self._asked_for == self.batches
                 if message.stop > message.start:
                     self._spans.append((message.start, message.stop))
                 self._level = self._left()
-            elif isinstance(message, LeaseRecall):
+            elif isinstance(message, LeaseRecall) and not self._gave_back:  # Else that is what it got.
                 self._spans.clear()
                 self._send(LeaseReturn(self.loader, self.epoch, self._begun, False))
             if not self._spans and not self._over and not self._asked:
