@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["accuracy", "encryption", "host", "interface", "least_quorum", "mode", "policy", "relaxed_cuda", "tags", "target"]
+__all__ = ["accuracy", "encryption", "host", "interface", "least_quorum", "mode", "policy", "relaxed_cuda", "tags",
+           "target"]
 
 
 def mode() -> str | None:

@@ -83,7 +83,7 @@ def DistributedOptimizer(
     Horovod, in lockstep, with one line in the log.
 
     Raises:
-        ValueError: Parameters without names or with equal names, a bad number, an unknown mode or accuracy, m outside 1..n.
+        ValueError: Parameters without names or with equal names, a bad number, an unknown mode, m outside 1..n.
     """
     if gradient_predivide_factor != 1.0:
         check_predivide(op)

@@ -425,13 +425,10 @@ class Runtime:
 
     def _most_samples(self) -> int:
         """Most samples in a batch: what the user set, or fits in the device's memory; 0 where unknown."""
-        known = [count for count in (self.config.max_batch, samples_in_memory(self._batch_samples())) if count]
-        return min(known, default=0)
-
-    def _batch_samples(self) -> int:
-        """Samples of the largest recent batch."""
-        recent = list(self.batch_weights)
-        return round(max(recent, default=0.0) * self.reference_samples)
+        largest = round(max(list(self.batch_weights), default=0.0) * self.reference_samples)
+        buckets = [bucket for driver in list(self.drivers.values()) for bucket in driver.engine.applier.buckets]
+        by_memory = samples_in_memory(largest, buckets[0].flat.device) if buckets else 0
+        return min((count for count in (self.config.max_batch, by_memory) if count), default=0)
 
     def batch_weight(self, passes: int) -> float:
         """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""

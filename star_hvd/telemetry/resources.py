@@ -241,20 +241,19 @@ def gpu_identity(optimizer: Any) -> str | None:
     return None
 
 
-def samples_in_memory(batch: int) -> int:
-    """Samples in a batch with which the current GPU would be full, as if all it holds grew with the batch.
-
-    0 where no GPU is in use.
+def samples_in_memory(batch: int, device: Any) -> int:
+    """Samples in a batch with which a GPU would be full, as if all it holds grew with the batch; 0 for a CPU.
 
     Args:
         batch: Samples of the largest batch so far.
+        device: Where the parameters are, a `torch.device`.
     """
+    if batch < 1 or device.type != "cuda":
+        return 0
     import torch
 
-    if batch < 1 or not torch.cuda.is_initialized():
-        return 0
-    peak = torch.cuda.max_memory_allocated()
-    return max(batch, int(batch * _USABLE * torch.cuda.mem_get_info()[1] / peak)) if peak else 0
+    peak = torch.cuda.max_memory_allocated(device)
+    return max(batch, int(batch * _USABLE * torch.cuda.mem_get_info(device)[1] / peak)) if peak else 0
 
 
 class Gpu:
