@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import default_collate
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
 from star_hvd.runtime.lease_stock import LeaseStock, Spans
-from star_hvd.wrapper.batch_norm import warn_of_shares
+from star_hvd.runtime.share_warning import warn_of_shares
 
 __all__ = ["ShardLoader", "shard"]
 

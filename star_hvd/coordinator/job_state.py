@@ -54,7 +54,7 @@ from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.coordinator.set_ledger import SetLedger
-from star_hvd.coordinator.share_control import ShareControl
+from star_hvd.coordinator.share_desk import ShareControl
 from star_hvd.coordinator.validation import check
 from star_hvd.errors import ChannelError
 

@@ -37,7 +37,7 @@ from star_hvd.coordinator.prewarm import Readiness
 from star_hvd.coordinator.report_trigger import SlowReportTrigger
 from star_hvd.coordinator.reports import Arrivals, History, Losses
 from star_hvd.coordinator.set_ledger import SetLedger
-from star_hvd.coordinator.share_control import ShareControl
+from star_hvd.coordinator.share_desk import ShareControl
 from star_hvd.coordinator.switch import Switch
 
 __all__ = ["OptimizerState"]
