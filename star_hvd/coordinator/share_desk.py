@@ -271,6 +271,9 @@ class ShareControl:
     def _wanted(self, plan: Plan, now_s: float) -> tuple[int, ...] | None:
         """The shares to ask for, None to keep those in force."""
         assert self.policy is not None
+        # Equal shares keep ranks in step to the end of an epoch; ranks that take what they get done would not be.
+        if plan.plain and self.desk.shares:
+            return (self.desk.batch,) * self._world_size
         if not plan.uneven:
             return ()
         if not plan.balanced:

@@ -140,9 +140,9 @@ class BatchSizes:
 
     @property
     def balanced(self) -> bool:
-        """Whether batches of this epoch, or of the next, have shares of their own."""
+        """Whether batches of this epoch, or of the next, have or had shares of their own."""
         with self._changed:
-            return bool(self._shares)
+            return bool(self._shares) or any(each.shares for each in self._sizes)
 
     # ---- agent's thread -------------------------------------------------------------------------------------
 

@@ -11,15 +11,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
 from star_hvd.coordinator.lease_desk import LeaseDesk
-from star_hvd.coordinator.share_desk import ShareDesk
+from star_hvd.coordinator.share_desk import ShareControl, ShareDesk
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.runtime.batch_sizes import BatchSizes
 from star_hvd.runtime.lease_stock import LeaseStock
@@ -258,3 +260,63 @@ def test_ranks_between_two_epochs_are_asked_again_and_all_of_them_begin_the_next
     change = desk.ready(1, ShareReady(0, 2, 1, EPOCH_START, 1, 0, [0, 10], 0), 50)
     assert change is not None and sent[-1] == ShareOrder(0, 2, True, [15, 5], 1, EPOCH_START, 1000)
     assert change.totals == (750, 250)
+
+
+def _answers(control: ShareControl, sent: list[Message]) -> None:
+    """Both ranks answer the proposal that was sent last."""
+    proposal = sent[-1]
+    assert isinstance(proposal, ShareProposal)
+    for rank in range(2):
+        control.ready(rank, ShareReady(0, proposal.number, 0, 5, 1, 50, [0, 10], 0), 9)
+
+
+def test_what_the_plan_in_force_asks_for_is_proposed() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.tick(Plan.sync(2, balanced=True), 0.0)
+    assert not sent, "no loader feeds the ranks yet"
+    control.desk.opens(LeaseAsk(0, 0, 1000, 10, False, 0))
+    control.tick(Plan.sync(2), 1.0)
+    assert not sent
+    for step, (plan, shares) in enumerate(
+        [
+            (Plan.sync(2, balanced=True), [10, 10]),
+            (Plan.sync(2, batch_shares=(12, 8)), [12, 8]),
+            (Plan.sync(2), [10, 10]),  # Still in step with each other, as leases alone would not keep them.
+            (Plan.partial(2, 1), []),
+        ]
+    ):
+        control.tick(plan, 2.0 + step)
+        assert sent[-1] == ShareProposal(0, step + 1, shares)
+        control.tick(plan, 2.5 + step)
+        assert sent[-1] == ShareProposal(0, step + 1, shares), "one at a time"
+        _answers(control, sent)
+        assert control.desk.shares == tuple(shares)
+
+
+def test_shares_follow_the_reports() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0))
+    plan = Plan.sync(2, balanced=True)
+    control.tick(plan, 0.0)
+    _answers(control, sent)
+    for step in range(5, 20):
+        control.note(0, step, 1.0)
+        control.note(1, step, 3.0)
+    control.tick(plan, 1.0)
+    assert sent[-1] == ShareProposal(0, 2, [15, 5])
+    _answers(control, sent)
+    assert control.sentence() == "rank 1 gets 5 of 20 samples, step 0.50 of that with equal batches"
+
+
+def test_times_of_a_window_are_those_of_equal_batches() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0))
+    control.tick(Plan.sync(2, batch_shares=(15, 5)), 0.0)
+    _answers(control, sent)
+    steps = np.array([[4, 5, 6]] * 2)
+    assert control.desk.all_samples(steps).tolist() == [[10, 15, 15], [10, 5, 5]]
+    times = np.array([[1.0, 1.5, 1.5], [3.0, 1.5, 1.5]])
+    assert np.allclose(times * control.scale(steps), [[1.0] * 3, [3.0] * 3])
