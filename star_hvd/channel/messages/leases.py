@@ -21,6 +21,7 @@ class LeaseAsk(Message):
         digest: Of the order of the samples, equal on all ranks; 0 where it is not known yet.
         done: Starts and stops of spans that were consumed before the epoch was interrupted; in the first message.
         undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
+        fixed: The loader's batches keep their size: it takes no part in batch shares.
     """
 
     kind: ClassVar[str] = "lease_ask"
@@ -35,6 +36,7 @@ class LeaseAsk(Message):
     digest: int = 0
     done: list[int] = field(default_factory=list)
     undelivered: int = 0
+    fixed: bool = False
 
 
 @message_kind
@@ -78,6 +80,7 @@ class LeaseReturn(Message):
         undone: Starts and stops of spans that count as begun and were never delivered.
         leaves: It takes no more.
         early: Its program left the loop before it had heard that the epoch is over; it waits for nobody.
+        unasked: It was not recalled: the rank has had its share of the epoch.
     """
 
     kind: ClassVar[str] = "lease_return"
@@ -88,6 +91,7 @@ class LeaseReturn(Message):
     early: bool = False
     kept: int = 0
     undone: list[int] = field(default_factory=list)
+    unasked: bool = False
 
 
 @message_kind

@@ -22,7 +22,7 @@ from star_hvd.config import Config
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.runtime.coordinator_client import CoordinatorClient
-from star_hvd.runtime.lease_stock import ConstantBatches, LeaseStock
+from star_hvd.runtime.lease_stock import LeaseStock
 
 LATENCY_S = 0.001
 
@@ -144,7 +144,7 @@ class Job:
     def loaded(self, rank: int) -> list[tuple[int, int]] | None:
         """The next batch out of the workers; None where this rank has to wait, or has come to the end."""
         stock, numbers = self.stocks[rank], self.on_their_way[rank]
-        while len(numbers) < self.ahead and (batch := stock.form(ConstantBatches(stock.batch))) is not None:
+        while len(numbers) < self.ahead and (batch := stock.form()) is not None:
             numbers.append((batch.number, self.now_s + self.load_s * (1 + batch.number * 7 % 3)))
         if not numbers:
             if not stock.ready(0.0):
