@@ -224,7 +224,7 @@ class Window:
         loss_steps: The global steps they belong to, same length.
         batch: Samples of a rank's batch where `shard` feeds the ranks and all batches are equal; 0 without `shard`.
             Times are those of such a batch, whatever the batch shares were.
-        fixed_part: Part of such a time that does not depend on the batch, NaN where no change of size has told it.
+        fixed_part: Part of such a time that does not depend on the batch, NaN where no change of size has shown it.
         now_s: When the window was made, seconds on the clock of its process; NaN if unknown.
     """
 

@@ -20,7 +20,7 @@ GAIN = 0.03
 """Predicted gain below which shares stay."""
 
 FIXED = 0.1
-"""Part of a step's time taken not to depend on the batch where no change of size has told it: for predictions only."""
+"""Part of a step's time taken not to depend on the batch where no change of size has shown it: for predictions only."""
 
 _SIGMAS = 3.0  # Errors of the times that a gain has to exceed.
 _FAR = 0.15  # Of the usual batch.

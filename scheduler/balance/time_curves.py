@@ -62,7 +62,7 @@ class TimeCurves:
 
     @property
     def fixed(self) -> float:
-        """phi, the median of what changes of size told; 0 before the first."""
+        """phi, the median of what changes of size showed; 0 before the first."""
         if not self._fixed:
             return 0.0
         ordered = sorted(self._fixed)

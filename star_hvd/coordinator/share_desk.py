@@ -266,7 +266,7 @@ class ShareControl:
 
     @property
     def fixed_part(self) -> float:
-        """Part of a rank's time that does not depend on its batch; NaN where no change of size has told it."""
+        """Part of a rank's time that does not depend on its batch; NaN where no change of size has shown it."""
         return self.policy.curves.fixed if self.policy is not None and self.policy.curves.known else math.nan
 
     def scale(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -2,7 +2,7 @@
 
 All ranks change their shares at the same step. A loader forms batches ahead of the training, so a change takes effect
 at a step of which no rank has formed its batch yet: asked by the coordinator, a rank answers with the first such step
-of its own and forms nothing from there on until the coordinator has told the step for all. With a few batches of margin
+of its own and forms nothing from there on until the coordinator has said the step for all. With a few batches of margin
 no rank waits for that, as a rule.
 
 The size of a batch depends on its index in the epoch alone: a batch that is called back and formed again has the same.
