@@ -358,7 +358,7 @@ class ShardLoader:
         """Whether there is something in stock; False when the epoch is over for this rank."""
         if stock.ready(0.0):
             return self._run.client.await_samples(stock)
-        if stock.ready(_SOON_S):
+        if not stock.had_share and stock.ready(_SOON_S):
             more = self._run.client.await_samples(stock)
         else:  # Others still work on what was leased to them, and some of it may come back.
             with self._run.inactive("waiting for samples"):

@@ -227,6 +227,7 @@ class LeaseQueue:
         kept: int = 0,
         undone: Iterable[Span] = (),
         *,
+        undelivered: int = 0,
         unasked: bool = False,
     ) -> None:
         """A rank has given back what it has not begun.
@@ -237,6 +238,7 @@ class LeaseQueue:
             now_s: The time.
             kept: Positions behind these that it still holds.
             undone: Positions it had begun that were never delivered.
+            undelivered: Positions it has begun that may still come back.
             unasked: It was not recalled; a recall that is on its way to it is still to be answered.
 
         Raises:
@@ -249,6 +251,7 @@ class LeaseQueue:
         if without(undone, [*holder.done, *self._first_held(holder, count)]):
             raise ValueError(f"rank {rank} gives back samples that it had not begun")
         self._confirm(rank, begun, now_s)
+        holder.undelivered = undelivered
         if not unasked:
             holder.recalled = False
             holder.keeps = kept if kept > holder.keep else 0
@@ -361,7 +364,8 @@ class LeaseQueue:
             holder.held.append(self._pop(wanted if wanted <= least else max(least, wanted // 2)))
             return holder.held[-1]
         others = [r for r, each in enumerate(self._holders) if not each.ended and r != rank]
-        missing = wanted > 0 and any(self._wanted(other) < 0 for other in others)  # It comes back from there.
+        surplus = (self._wanted(other) < 0 and self._holders[other].held for other in others)
+        missing = wanted > 0 and any(surplus)  # It comes back from there.
         if (holder.held or holder.undelivered) and not missing:
             return Answer.LATER
         if self._free and all(self._wanted(other) <= 0 for other in others):

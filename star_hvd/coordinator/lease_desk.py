@@ -134,7 +134,15 @@ class LeaseDesk:
             return  # An epoch long over.
         try:
             undone = spans_of(message.undone)
-            queue.give_back(rank, message.begun, now_s, message.kept, undone, unasked=message.unasked)
+            queue.give_back(
+                rank,
+                message.begun,
+                now_s,
+                message.kept,
+                undone,
+                undelivered=message.undelivered,
+                unasked=message.unasked,
+            )
         except ValueError as error:
             raise ChannelError(str(error)) from error
         if message.leaves:

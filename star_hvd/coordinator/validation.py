@@ -180,7 +180,7 @@ def _lease_ask(message: LeaseAsk, _: int) -> None:
 
 
 def _lease_return(message: LeaseReturn, _: int) -> None:
-    if min(message.loader, message.epoch, message.begun, message.kept) < 0:
+    if min(message.loader, message.epoch, message.begun, message.kept, message.undelivered) < 0:
         raise _negative(message)
 
 

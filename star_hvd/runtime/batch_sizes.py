@@ -101,12 +101,12 @@ class BatchSizes(BatchSizer):
                 self._open = False
 
     def size(self, batch_index: int) -> int | None:
-        """See `BatchSizer`: 0 where this rank has no part in the epoch's last step, None while an order is awaited."""
+        """See `BatchSizer`: None while an order is awaited."""
         with self._lock:
             if self._holds(batch_index):
                 return None
             self._formed = batch_index + 1
-            return self._size_of(batch_index)
+            return self._size_of(batch_index) or self._shares_at(batch_index)[self._rank]
 
     def delivered(self, index: int) -> None:
         """The training loop is given the `index`-th batch of the epoch. In the training thread."""
@@ -118,10 +118,12 @@ class BatchSizes(BatchSizer):
                 self._at = (index, step)
 
     def beyond(self, batch_index: int) -> bool:
-        """See `BatchSizer`: behind the last step only what others have left over is still to be had."""
+        """See `BatchSizer`: behind the last step in which it has a part a rank gets only what others leave over."""
         with self._lock:
             sizes = self._at_index(batch_index)
-            return sizes is not None and bool(sizes.shares) and self._left(sizes, batch_index) <= 0
+            if sizes is None or not sizes.shares or self._holds(batch_index):
+                return False
+            return self._left(sizes, batch_index) <= 0 or self._size_of(batch_index) == 0
 
     @property
     def uneven(self) -> bool:
@@ -204,7 +206,12 @@ class BatchSizes(BatchSizer):
             taken += sum(self._size_of(sizes.index + i) for i in range(whole, count))
         return taken
 
+    def _shares_at(self, index: int) -> tuple[int, ...]:
+        sizes = self._at_index(index)
+        return sizes.shares if sizes is not None else ()
+
     def _size_of(self, index: int) -> int:
+        """Planned samples of a batch: 0 where this rank has no part in the epoch's last step."""
         sizes = self._at_index(index)
         if sizes is None or not sizes.shares:
             return self._batch

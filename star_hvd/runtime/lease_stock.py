@@ -41,9 +41,9 @@ class BatchSizer:
         return False
 
     def size(self, batch_index: int) -> int | None:
-        """Samples in a batch, asked for when it is to be formed, several batches before it is worked on; never waits.
+        """Samples in a batch, at least 1; asked for when it is to be formed, several batches before it is worked on.
 
-        0 where this rank has no more batches in the epoch, None where it cannot be said yet.
+        None where it cannot be said yet. Does not wait.
 
         Args:
             batch_index: Number of the batch in the sequence that this rank delivers in the epoch, from 0. If batches
@@ -168,7 +168,7 @@ class LeaseStock:
         if not self._spans and (self._over or not self._sizer.balanced):
             return self._over
         size = self._sizer.size(self._next_index)
-        return size == 0 or (size is not None and self._suffices(size))
+        return size is not None and self._suffices(size)
 
     def _suffices(self, size: int) -> bool:
         """Whether the next batch can be formed of what is in stock; returns or asks for samples where it cannot."""
@@ -191,8 +191,15 @@ class LeaseStock:
         """This rank has had its share: return what no batch was formed of. What is left over may come back."""
         if self._spans:
             self._spans.clear()
-            kept = self._on_their_way() if self._in_order else 0
-            self._send(LeaseReturn(self.loader, self.epoch, self._begun, False, kept=kept, unasked=True))
+            self._send_return(self._on_their_way() if self._in_order else 0, unasked=True)
+
+    def _send_return(self, kept: int, *, unasked: bool = False) -> None:
+        undelivered = 0 if self._in_order else self._on_their_way()
+        self._send(
+            LeaseReturn(
+                self.loader, self.epoch, self._begun, False, kept=kept, unasked=unasked, undelivered=undelivered
+            )
+        )
 
     @property
     def _next_index(self) -> int:
@@ -203,6 +210,12 @@ class LeaseStock:
         """Batches of the epoch that were begun."""
         with self._changed:
             return self._delivered
+
+    @property
+    def had_share(self) -> bool:
+        """Whether the next batch, if there is one, is of what other ranks leave over."""
+        with self._changed:
+            return self._sizer.beyond(self._next_index)
 
     def wake(self) -> None:
         """The sizes of batches may have changed."""
@@ -274,7 +287,7 @@ class LeaseStock:
                 if self._changed.wait_for(self._is_ready, _LOOK_S):
                     if self._refused:
                         raise ValueError(self._refused)
-                    self._exhausted = not self._spans or self._sizer.size(self._next_index) == 0
+                    self._exhausted = not self._spans
                     return not self._exhausted
                 undecided = bool(self._sizer.balanced or self._spans) and self._sizer.size(self._next_index) is None
             check()
@@ -301,10 +314,10 @@ class LeaseStock:
                 return None
             index = self._next_index
             wanted = self._sizer.size(index)
-            if wanted is None or wanted == 0:
+            if wanted is None:
                 return None
-            if wanted < 0:
-                raise ValueError(f"batch {index} of rank {self._rank} is to have {wanted} samples; expected at least 0")
+            if wanted < 1:
+                raise ValueError(f"batch {index} of rank {self._rank} is to have {wanted} samples; expected at least 1")
             if not self._suffices(wanted):
                 return None
             spans: list[Span] = []
@@ -420,7 +433,7 @@ class LeaseStock:
                 self._level = self._held()
             elif isinstance(message, LeaseRecall):
                 kept = self._give_back(message.keep)
-                self._send(LeaseReturn(self.loader, self.epoch, self._begun, False, False, kept))
+                self._send_return(kept)
             if not self._spans and not self._formed and not self._over and not self._asked:
                 self._ask()  # The answer was of a time when there still was something here.
             self._changed.notify_all()

@@ -81,6 +81,7 @@ class LeaseReturn(Message):
         leaves: It takes no more.
         early: Its program left the loop before it had heard that the epoch is over; it waits for nobody.
         unasked: It was not recalled: the rank has had its share of the epoch.
+        undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
     """
 
     kind: ClassVar[str] = "lease_return"
@@ -92,6 +93,7 @@ class LeaseReturn(Message):
     kept: int = 0
     undone: list[int] = field(default_factory=list)
     unasked: bool = False
+    undelivered: int = 0
 
 
 @message_kind
