@@ -135,13 +135,21 @@ class LeaseStock:
         """The epoch begins: say in which order this rank has the samples, and what was consumed before."""
         with self._changed:
             self._digest, self._done = digest, done
+            self._idle = True
             self._ask()
 
     def ready(self, limit_s: float) -> bool:
         """Wait until there is a batch or the epoch is over for this rank; whether it came to that in time."""
         with self._changed:
-            self._idle = True
+            self._note_idle()
             return self._changed.wait_for(self._is_ready, limit_s)
+
+    def _note_idle(self) -> None:
+        """The training thread has nothing to work on; a request that waits for other ranks is then made again."""
+        if not self._idle:
+            self._idle = True
+            if self._asked and not (self._spans or self._formed or self._over):
+                self._ask()
 
     def _is_ready(self) -> bool:
         return self._over or (bool(self._spans) and not self._short)
@@ -205,7 +213,7 @@ class LeaseStock:
         began_s = time.monotonic()
         while True:
             with self._changed:
-                self._idle = True
+                self._note_idle()
                 if self._changed.wait_for(self._is_ready, _LOOK_S):
                     if self._refused:
                         raise ValueError(self._refused)
@@ -323,6 +331,7 @@ class LeaseStock:
                 self._digest,
                 self._done,
                 0 if self._in_order else self._on_their_way(),
+                self._idle and not self._formed,
             )
         )
         self._done = []

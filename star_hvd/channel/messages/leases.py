@@ -21,6 +21,7 @@ class LeaseAsk(Message):
         digest: Of the order of the samples, equal on all ranks; 0 where it is not known yet.
         done: Starts and stops of spans that were consumed before the epoch was interrupted; in the first message.
         undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
+        idle: Its training thread has nothing to work on.
     """
 
     kind: ClassVar[str] = "lease_ask"
@@ -35,6 +36,7 @@ class LeaseAsk(Message):
     digest: int = 0
     done: list[int] = field(default_factory=list)
     undelivered: int = 0
+    idle: bool = False
 
 
 @message_kind
