@@ -8,6 +8,8 @@ pace, so that spans shrink to single batches and all ranks end together (guided 
 - A rank whose next batch would end after the others could have finished all free positions gets none.
 - When no position is free and a rank is idle, spans not begun are recalled from ranks that would end later, except
   what they would finish before that rank could.
+- No rank is asked twice to return positions unless meanwhile a batch was begun, a rank arrived or left, or one became
+  idle: ranks that do not train at the moment would take the last positions from each other endlessly.
 - The epoch ends for no rank while another holds positions it has not begun: a rank may leave its loop at any time, and
   another must take what it returns. All positions are processed as long as one rank continues to the end.
 
@@ -100,6 +102,8 @@ class _Holder:
         keep: Positions of these that it was to keep.
         keeps: Positions it kept beyond these, because it has nothing else to work on; they are not recalled again.
         waits: It holds nothing and waits for positions that others return, or for the end.
+        idle: Its training thread waits for them, too.
+        recalled_at: `LeaseQueue._progress` when it was last asked to return positions.
     """
 
     held: deque[Span] = field(default_factory=deque)
@@ -116,6 +120,8 @@ class _Holder:
     keep: int = 0
     keeps: int = 0
     waits: bool = False
+    idle: bool = False
+    recalled_at: int = -1
 
     @property
     def pace_s(self) -> float:
@@ -163,6 +169,7 @@ class LeaseQueue:
         self._holders = [_Holder() for _ in range(world_size)]
         self._lease_s = lease_s
         self._totals: tuple[int, ...] | None = None
+        self._progress = 0  # Counts what may make another recall from the same rank useful.
 
     @property
     def free(self) -> int:
@@ -194,9 +201,17 @@ class LeaseQueue:
         self._totals = None if totals is None else tuple(totals)
 
     def ask(
-        self, rank: int, begun: int, now_s: float, ahead: int = 0, load_s: float = 0.0, undelivered: int = 0
+        self,
+        rank: int,
+        begun: int,
+        now_s: float,
+        ahead: int = 0,
+        load_s: float = 0.0,
+        undelivered: int = 0,
+        idle: bool = False,
+        again: bool = False,
     ) -> Span | Answer:
-        """A rank asks for more.
+        """A rank asks for more; one without an answer asks again when it becomes idle.
 
         Args:
             rank: The rank.
@@ -205,13 +220,20 @@ class LeaseQueue:
             ahead: Batches that its workers load ahead.
             load_s: Seconds until its next batch would have been loaded, if none is on its way.
             undelivered: Positions it has begun that may still come back.
+            idle: Its training thread has nothing to work on.
+            again: It repeats its last request; no second answer if that was answered.
 
         Raises:
             ValueError: `begun` is impossible; nothing is changed.
         """
         holder = self._holder(rank)
+        first = math.isnan(holder.heard_s)
         self._confirm(rank, begun, now_s)
+        self._progress += first or (idle and not holder.idle)
+        holder.idle = idle
         holder.ahead, holder.load_s, holder.undelivered = ahead, load_s, undelivered
+        if again and not holder.waits:
+            return Answer.WAIT
         if holder.ended:
             return Answer.END
         if holder.recalled:  # Its positions are being returned; the answer follows that.
@@ -257,6 +279,7 @@ class LeaseQueue:
             holder.keeps = kept if kept > holder.keep else 0
         self._free.extendleft(reversed(self._behind(holder, kept)))
         if undone:
+            self._progress += 1
             holder.done = without(holder.done, undone)
             self._free.extendleft(reversed(undone))
 
@@ -268,6 +291,7 @@ class LeaseQueue:
     def leave(self, rank: int) -> None:
         """Remove a rank, which begins no more positions; those it holds become free."""
         holder = self._holder(rank)
+        self._progress += 1
         self._free.extendleft(reversed(holder.held))
         holder.held.clear()
         holder.undelivered = 0
@@ -277,7 +301,9 @@ class LeaseQueue:
         """Answers for ranks that wait: a span, or the end of the epoch."""
         waiting = [rank for rank, each in enumerate(self._holders) if each.waits and not each.recalled]
         pace_s = {rank: self._holders[rank].pace_s for rank in waiting}
-        waiting.sort(key=lambda rank: 0.0 if math.isnan(pace_s[rank]) else pace_s[rank])  # The fastest first.
+        idle = {rank: self._holders[rank].idle for rank in waiting}
+        # Those first that have nothing to work on, and the fastest of them.
+        waiting.sort(key=lambda rank: (not idle[rank], 0.0 if math.isnan(pace_s[rank]) else pace_s[rank]))
         for rank in waiting:
             self._holders[rank].waits = False
             answer = self._decide(rank, now_s)
@@ -292,8 +318,8 @@ class LeaseQueue:
         elif waiting and not self._free:
             for rank, holder in enumerate(self._holders):
                 gains = [each for each in waiting if self._would_gain(each, holder, now_s)]
-                if gains and not holder.recalled:
-                    holder.recalled = True
+                if gains and not holder.recalled and holder.recalled_at != self._progress:
+                    holder.recalled, holder.recalled_at = True, self._progress
                     holder.keep = self._keeps(holder, min(self._next_s(each, holder, now_s) for each in gains), now_s)
                     yield rank, holder.keep
 
@@ -314,6 +340,7 @@ class LeaseQueue:
             holder.paces_s.append((now_s - holder.heard_s) * self.batch_size / count)
         holder.begun, holder.heard_s = begun, now_s
         if count:
+            self._progress += 1
             holder.keeps = max(0, holder.keeps - count)
             taken = self._first_held(holder, count)
             holder.held = deque(self._behind(holder, count))
@@ -444,12 +471,16 @@ class LeaseQueue:
         own_s = waiting.pace_s
         if math.isnan(own_s):  # It has work for a time that is not known, unless it has not begun anything.
             own_s = holder.pace_s if waiting.begun else 0.0
+        if math.isnan(own_s) and waiting.idle:
+            own_s = 0.0
         return now_s + waiting.load_s + (math.inf if math.isnan(own_s) else 2.0 * own_s)
 
     def _would_gain(self, waiting: _Holder, holder: _Holder, now_s: float) -> bool:
         """Whether the waiting rank would finish the holder's last batch before the holder."""
         if holder is waiting or holder.ended or sum(stop - start for start, stop in holder.held) <= holder.keeps:
             return False
+        if not waiting.begun and not waiting.idle:
+            return False  # It does not train yet.
         return self._ends_s(holder, now_s) > self._next_s(waiting, holder, now_s)
 
     def _keeps(self, holder: _Holder, until_s: float, now_s: float) -> int:

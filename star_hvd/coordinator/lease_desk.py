@@ -99,7 +99,16 @@ class LeaseDesk:
             self._pace_s[message.loader, rank] = pace_s
             queue.forecast(rank, pace_s)
         try:
-            answer = queue.ask(rank, message.begun, now_s, message.ahead, message.load_s, message.undelivered)
+            answer = queue.ask(
+                rank,
+                message.begun,
+                now_s,
+                message.ahead,
+                message.load_s,
+                undelivered=message.undelivered,
+                idle=message.idle,
+                again=message.again,
+            )
         except ValueError as error:
             raise ChannelError(str(error)) from error
         self._answer(key, rank, answer)

@@ -155,13 +155,22 @@ class LeaseStock:
         """The epoch begins: say in which order this rank has the samples, and what was consumed before."""
         with self._changed:
             self._digest, self._done = digest, done
-            self._ask()
+            self._idle = True
+            self._send_ask(again=self._asked)
+            self._asked = True
 
     def ready(self, limit_s: float) -> bool:
         """Wait until there is a batch or the epoch is over for this rank; whether it came to that in time."""
         with self._changed:
-            self._idle = True
+            self._note_idle()
             return self._changed.wait_for(self._is_ready, limit_s)
+
+    def _note_idle(self) -> None:
+        """The training thread has nothing to work on; a request that waits for other ranks is then made again."""
+        if not self._idle:
+            self._idle = True
+            if self._asked and not (self._spans or self._formed or self._over):
+                self._send_ask(again=True)
 
     def _is_ready(self) -> bool:
         """Whether a batch can be formed, or no more come; asks for what the next one lacks."""
@@ -283,7 +292,7 @@ class LeaseStock:
         began_s = time.monotonic()
         while True:
             with self._changed:
-                self._idle = True
+                self._note_idle()
                 if self._changed.wait_for(self._is_ready, _LOOK_S):
                     if self._refused:
                         raise ValueError(self._refused)
@@ -395,6 +404,9 @@ class LeaseStock:
     def _ask(self, index: int = -1) -> None:
         """Ask for more samples, for the batch of this index if it lacks some."""
         self._asked, self._asked_for, self._nothing_more_for = True, index, -1
+        self._send_ask()
+
+    def _send_ask(self, *, again: bool = False) -> None:
         self._send(
             LeaseAsk(
                 self.loader,
@@ -409,6 +421,8 @@ class LeaseStock:
                 self._done,
                 0 if self._in_order else self._on_their_way(),
                 self._fixed,
+                self._idle and not self._formed,
+                again,
             )
         )
         self._done = []

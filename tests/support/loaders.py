@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -52,11 +53,12 @@ class World:
         self.weights: list[float] = []
         self.steps = [-1] * ranks
         self._here = threading.local()
-        self._inbox: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
         self.runs = [self._run(rank, ranks) for rank in range(ranks)]
         monkeypatch.setattr(runtime, "ensure", lambda config=None: self.runs[self.rank])
         monkeypatch.setattr(runtime, "current", lambda: self.runs[self.rank])
-        threading.Thread(target=self._coordinate, daemon=True).start()
+        threading.Thread(target=_coordinate, args=(weakref.ref(self), self._inbox), daemon=True).start()
+        weakref.finalize(self, self._inbox.put, None)
 
     @property
     def rank(self) -> int:
@@ -120,18 +122,27 @@ class World:
             inactive=lambda reason: contextlib.nullcontext(),
         )
 
-    def _coordinate(self) -> None:
-        while True:
-            rank, message = self._inbox.get()
-            now_s = time.monotonic()
-            if isinstance(message, LeaseAsk):
-                self.desk.ask(rank, message, None, now_s)
-            elif isinstance(message, LeaseReturn):
-                self.desk.give_back(rank, message, now_s)
-            elif isinstance(message, ConsumedRequest):
-                self.desk.request_consumed(rank, message)
-            elif isinstance(message, Consumed):
-                self.desk.consumed(rank, message)
+    def handle(self, rank: int, message: Message) -> None:
+        """A message of a rank, in the coordinator's thread."""
+        now_s = time.monotonic()
+        if isinstance(message, LeaseAsk):
+            self.desk.ask(rank, message, None, now_s)
+        elif isinstance(message, LeaseReturn):
+            self.desk.give_back(rank, message, now_s)
+        elif isinstance(message, ConsumedRequest):
+            self.desk.request_consumed(rank, message)
+        elif isinstance(message, Consumed):
+            self.desk.consumed(rank, message)
 
     def _to_rank(self, rank: int, message: Message) -> None:
         self.runs[rank].client.on_message(message)
+
+
+def _coordinate(world: weakref.ref[World], inbox: queue.SimpleQueue[tuple[int, Message] | None]) -> None:
+    """The coordinator's thread; it ends with its world."""
+    while (item := inbox.get()) is not None:
+        one = world()
+        if one is None:
+            return
+        one.handle(*item)
+        del one

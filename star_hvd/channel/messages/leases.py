@@ -22,6 +22,8 @@ class LeaseAsk(Message):
         done: Starts and stops of spans that were consumed before the epoch was interrupted; in the first message.
         undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
         fixed: The loader's batches keep their size: it takes no part in batch shares.
+        idle: Its training thread has nothing to work on.
+        again: It repeats, with news, a request that may not have been answered; if it was, there is no second answer.
     """
 
     kind: ClassVar[str] = "lease_ask"
@@ -37,6 +39,8 @@ class LeaseAsk(Message):
     done: list[int] = field(default_factory=list)
     undelivered: int = 0
     fixed: bool = False
+    idle: bool = False
+    again: bool = False
 
 
 @message_kind

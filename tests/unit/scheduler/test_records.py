@@ -102,7 +102,8 @@ def test_any_text_as_a_mode(text: str) -> None:
         assert plan is None or plan.world_size == 3
 
 
-SETTINGS = [item.name for item in dataclasses.fields(Config) if item.name not in ("damping", "encryption", "policy")]
+CHOICES = ("damping", "encryption", "policy", "replica_mismatch")
+SETTINGS = [item.name for item in dataclasses.fields(Config) if item.name not in CHOICES]
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -40,6 +42,7 @@ class Job:
         in_order: Whether they come out in the order in which they were formed.
         done: Positions consumed before.
         load_s: Seconds to load a batch.
+        begins: By rank the time at which its training thread begins the epoch, whose first samples it asks for at 0.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Job:
         in_order: bool = True,
         done: list[tuple[int, int]] | None = None,
         load_s: float = 0.0,
+        begins: dict[int, float] | None = None,
     ) -> None:
         self.ahead, self.in_order, self.done, self.load_s = ahead, in_order, done or [], load_s
         self.on_their_way: list[list[tuple[int, float]]] = [[] for _ in range(ranks)]  # Numbers, and when loaded.
@@ -71,11 +75,21 @@ class Job:
         self.waiting: dict[int, float] = {}
         self.stocks = [self.stock(rank, samples, batch) for rank in range(ranks)]
         for rank in range(ranks):
-            self.waiting[rank] = 0.0
-            self.stocks[rank].begin(17, [bound for span in self.done for bound in span])
+            begins_s = (begins or {}).get(rank, 0.0)
+            if begins_s > 0.0:
+                self.stocks[rank].open()
+            if begins_s < math.inf:
+                self.at(begins_s, functools.partial(self.begin, rank))
+        self.turns = 0
         while self.events:
+            self.turns += 1
+            assert self.turns < 200_000, "no end"
             self.now_s, _, work = heapq.heappop(self.events)
             work()
+
+    def begin(self, rank: int) -> None:
+        self.stocks[rank].begin(17, [bound for span in self.done for bound in span])
+        self.work(rank)
 
     def stock(self, rank: int, samples: int, batch: int) -> LeaseStock:
         def send(message: Message) -> None:
@@ -293,6 +307,29 @@ def test_every_sample_once_with_batches_loaded_ahead(
         assert positions == [p for p in range(samples) if p not in before]
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    samples=st.integers(0, 60),
+    batch=st.integers(1, 9),
+    begins=st.lists(st.sampled_from([0.0, 0.5, 3.0, math.inf]), min_size=2, max_size=5),
+    ahead=st.integers(0, 4),
+    load_s=st.floats(0.0, 1.0),
+)
+def test_ranks_that_do_not_train_exchange_no_messages_for_ever(
+    samples: int, batch: int, begins: list[float], ahead: int, load_s: float
+) -> None:
+    """Samples are asked for before the epoch begins; a rank may evaluate or save a checkpoint for long before it."""
+    job = Job(
+        samples, batch, len(begins), lambda rank, now_s: 0.1, ahead=ahead, load_s=load_s,
+        begins=dict(enumerate(begins)),
+    )  # fmt: skip
+    positions = job.positions()
+    train = {rank for rank, begins_s in enumerate(begins) if begins_s < math.inf}
+    assert len(positions) == len(set(positions)) and job.over == train and not job.waiting
+    if train:
+        assert positions == list(range(samples)), "those of ranks that never begin, too"
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_ranks_of_equal_pace_end_together_though_their_workers_load_ahead(in_order: bool) -> None:
     job = Job(1600, 4, 4, steady(0.1, 0.1, 0.1, 0.1), ahead=9, load_s=0.05, in_order=in_order)
@@ -371,13 +408,14 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
     stock.on_message(Lease(0, 1, 0, 40, False))
     assert [stock.next(1.0, lambda: None, lambda: 0.0) for _ in range(2)] == [(0, 4), (4, 8)]
     stock.on_message(LeaseRecall(0, 1))
-    assert sent[1:] == [LeaseReturn(0, 1, 8, False), LeaseAsk(0, 1, 100, 4, False, 8)]
+    assert sent[1] == replace(cast(LeaseAsk, sent[0]), idle=True, again=True), "asked for ahead, and now waited for"
+    assert sent[2:] == [LeaseReturn(0, 1, 8, False), LeaseAsk(0, 1, 100, 4, False, 8)]
     stock.on_message(Lease(0, 1, 96, 100, False))
     stock.close()
     stock.close()
     assert sent[-1] == LeaseReturn(0, 1, 8, True, early=True)
     stock.on_message(Lease(0, 1, 40, 44, False))  # It was on its way; the coordinator has it back already.
-    assert len(sent) == 4
+    assert len(sent) == 5
 
 
 def test_an_answer_that_comes_at_once_finds_its_stock() -> None:

@@ -184,7 +184,7 @@ def test_reads_presence_and_the_end_of_a_mode_survive() -> None:
                 for proxy in made.proxies:
                     proxy.arm(way, frames, inside=True)
                 pulled, state = made.clients[0].pull(DEADLINE_S), made.clients[1].state(DEADLINE_S)
-                assert pulled.version == state.version == frames + 1
+                assert pulled.version == state.step == frames + 1
                 for proxy in made.proxies:
                     proxy.disarm()
             made.proxies[0].arm(TO_SERVER, 0, inside=True)
