@@ -27,7 +27,7 @@ __all__ = ["ShardLoader", "shard", "work"]
 
 logger = logging.getLogger("star_hvd")
 
-_SOON_S = 0.25  # An answer takes milliseconds; a rank that waits for longer delivers no gradient, and others need not wait.
+_SOON_S = 0.25  # An answer takes milliseconds; a rank that waits for longer delivers no gradient, and says so.
 _EPOCHS_KEPT = 64  # Of which the waits for leases are known.
 _STATE = 1  # Version of `state_dict`.
 
