@@ -116,7 +116,7 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
         The record, complete on rank 0, and the snapshots, empty on other ranks.
     """
     spec, hvd = setting.spec, setting.hvd
-    if variant in spec.modes and not _plan(spec, variant).startswith("sync"):  # Those need no servers.
+    if variant in spec.modes:
         bring_into_force(hvd, _plan(spec, variant), setting.place)
     torch.manual_seed(seed)
     model = make_network(spec.dataset, spec.hidden_units, spec.network).to(setting.place)
@@ -255,7 +255,12 @@ def _plan(spec: RunSpec, variant: str) -> str:
 
 
 def bring_into_force(hvd: Any, mode: str, place: torch.device = CPU) -> None:
-    """Let a tiny optimizer get the mode ready: server processes take seconds to start, once per job."""
+    """Let a tiny optimizer get the mode ready: server processes take seconds to start, once per job.
+
+    `sync`, also with batch shares, needs nothing of that.
+    """
+    if mode.startswith("sync"):
+        return
     model = nn.Linear(4, 1).to(place)
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters(), mode=mode)

@@ -222,6 +222,9 @@ class Window:
         allowed: Modes this job can run now.
         losses: Recent training losses, averaged over the ranks, oldest first; empty if the user reports none.
         loss_steps: The global steps they belong to, same length.
+        batch: Samples of a rank's batch where `shard` feeds the ranks and all batches are equal; 0 without `shard`.
+            Times are those of such a batch, whatever the batch shares were.
+        fixed_part: Part of such a time that does not depend on the batch, NaN where no change of size has shown it.
         now_s: When the window was made, seconds on the clock of its process; NaN if unknown.
     """
 
@@ -232,6 +235,8 @@ class Window:
     allowed: frozenset[str] = frozenset(MODES)
     losses: tuple[float, ...] = ()
     loss_steps: tuple[int, ...] = ()
+    batch: int = 0
+    fixed_part: float = float("nan")
     now_s: float = float("nan")
     _table: RankTable | None = field(default=None, init=False, repr=False, compare=False)
 

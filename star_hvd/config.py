@@ -32,6 +32,7 @@ class Config:
         heartbeat_s: Interval of every rank's heartbeat.
         lost_after_s: A rank silent for this long counts as lost.
         plan_deadline_s: A plan that is not active after this is abandoned.
+        max_batch: Most samples that a rank may have in a batch under `sync(balanced)`, 0 for what fits in memory.
         decide_interval_s: Interval of the windows on which `auto` decides.
         noise_interval_steps: Steps between two measurements of the gradient norms for the noise scale.
         replay_queue: Closed steps queued for a rank that is inside `step()`, before the job waits for it.
@@ -64,6 +65,7 @@ class Config:
     heartbeat_s: float = 0.5
     lost_after_s: float = 10.0
     plan_deadline_s: float = 60.0
+    max_batch: int = 0
     decide_interval_s: float = 0.1
     noise_interval_steps: int = 8
     replay_queue: int = 8

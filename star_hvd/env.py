@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["encryption", "host", "interface", "least_quorum", "mode", "policy", "relaxed_cuda", "tags", "target"]
+__all__ = ["accuracy", "encryption", "host", "interface", "least_quorum", "mode", "policy", "relaxed_cuda", "tags",
+           "target"]
 
 
 def mode() -> str | None:
@@ -62,6 +63,13 @@ def target() -> str | None:
     `scheduler.target.Target` parses it; `JobLog` warns if it is invalid.
     """
     return os.environ.get("STAR_TARGET") or None
+
+
+def accuracy() -> str | None:
+    """`STAR_ACCURACY`: `exact` or `bounded`, instead of the `accuracy` argument of `DistributedOptimizer`. Default:
+    unset.
+    """
+    return os.environ.get("STAR_ACCURACY", "").strip() or None
 
 
 def tags() -> dict[str, str] | None:

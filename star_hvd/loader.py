@@ -15,12 +15,13 @@ from horovod.torch.elastic import ElasticSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from scheduler.rules.leasing import Span
+from scheduler.rules.leasing import Span, without
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
 from star_hvd.runtime.feeder import Feeder, loader_options
-from star_hvd.runtime.lease_stock import BatchSizer, ConstantBatches, LeaseStock
+from star_hvd.runtime.lease_stock import BatchSizer, LeaseStock
 from star_hvd.runtime.sample_order import BatchOrder, EpochOrder, Order, Permutation, SamplerOrder
+from star_hvd.runtime.share_warning import warn_of_shares
 
 __all__ = ["ShardLoader", "shard", "work"]
 
@@ -171,7 +172,8 @@ class ShardLoader:
     """The loader `shard` returns; `len()` is the number of batches of an epoch on ranks of equal speed.
 
     Attributes:
-        batch_sizer: Says the size of each batch of this rank; constant unless it is replaced between epochs.
+        batch_sizer: Says the size of each batch of this rank, where it was set between epochs; None for equal batches,
+            or batch shares.
         lease_waits: How often the training thread waited for a lease, per epoch; of the last epochs only.
     """
 
@@ -189,7 +191,7 @@ class ShardLoader:
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
-        self.batch_sizer: BatchSizer = ConstantBatches(batch_size)
+        self.batch_sizer: BatchSizer | None = None
         self.epoch = 0
         self.samples_taken = 0
         self.lease_waits: collections.deque[int] = collections.deque(maxlen=_EPOCHS_KEPT)
@@ -230,6 +232,8 @@ class ShardLoader:
             self._run = runtime.ensure(self._config)
             self._number, self._passes, self._next_stock = self._run.client.loader_number(), 0, None
             self._run.reference_samples = self._run.reference_samples or self._reference_samples
+        if self._has_shares:
+            self._run.check_shares(self.batch_size)
         epoch, order, done = self._next_order()
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
         self._run.catch_up()
@@ -240,12 +244,14 @@ class ShardLoader:
                 yield from self._tickets(stock, self._stream)
             else:
                 assert self._feeder is not None
-                self._feeder.begin(stock, order.indices, self.batch_sizer)
+                self._feeder.begin(stock, order.indices)
                 yield from self._samples(stock, order, self._feeder)
         finally:
             stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
             if self._feeder is not None:
                 self._feeder.end(stock)
+            if self._has_shares:
+                self._run.client.batch_sizes(self._number).end_epoch(stock.epoch)
         self._open = None
         self._ask_for_next()
         _end_epoch(self._run, self._number, stock.epoch)
@@ -273,9 +279,19 @@ class ShardLoader:
             stock = self._new_stock(len(order), ask=False)
         self._passes += 1
         self._positions = len(order)
+        if self._has_shares:
+            spans = list(zip(done[::2], done[1::2], strict=True))
+            end = len(order) - (len(order) % self.batch_size if self._drop_last else 0)
+            samples = sum(stop - start for start, stop in without([(0, end)], spans))
+            self._run.client.batch_sizes(self._number).begin_epoch(stock.epoch, samples, self.batch_size)
         self._open = _Interrupted(epoch, stock.epoch, order.saved, len(order))
         stock.begin(order.digest + len(done) + sum(done) % (1 << 32), done)
         return stock
+
+    @property
+    def _has_shares(self) -> bool:
+        """Whether batch shares may give the batches other sizes."""
+        return self._feeder is not None and self.batch_sizer is None
 
     def _new_stock(self, positions: int, *, ask: bool) -> LeaseStock:
         ahead, in_order = (self._feeder.ahead, self._feeder.in_order) if self._feeder is not None else (0, True)
@@ -288,6 +304,7 @@ class ShardLoader:
             ahead=ahead,
             in_order=in_order,
             load_s=self._load_s(),
+            sizer=self._run.client.batch_sizes(self._number) if self._has_shares else self.batch_sizer,
             ask=ask,
         )
 
@@ -308,6 +325,8 @@ class ShardLoader:
             if found is not None:
                 batch, data = found
                 self._note(order.samples(batch.spans))
+                if self._has_shares:
+                    self._note_delivery(stock.delivered - 1)
                 yield data
                 self._began_s = time.monotonic()
             elif self._await_samples(stock):
@@ -315,6 +334,12 @@ class ShardLoader:
             else:
                 feeder.load_s = stock.load_s
                 return
+
+    def _note_delivery(self, index: int) -> None:
+        """Batches differ from here on, maybe: what the user should know of it."""
+        if self._run.batch_delivered(self._number, index) and self._run.rank == 0:
+            optimizers = [driver.engine.applier.optimizer for driver in self._run.drivers.values()]
+            warn_of_shares(p for each in optimizers for group in each.param_groups for p in group["params"])
 
     def _tickets(self, stock: LeaseStock, stream: _Stream) -> Iterator[Any]:
         """Batches of this rank's own stream, as many as the queue allows."""
@@ -333,7 +358,7 @@ class ShardLoader:
         """Whether there is something in stock; False when the epoch is over for this rank."""
         if stock.ready(0.0):
             return self._run.client.await_samples(stock)
-        if stock.ready(_SOON_S):
+        if not stock.had_share and stock.ready(_SOON_S):
             more = self._run.client.await_samples(stock)
         else:  # Others still work on what was leased to them, and some of it may come back.
             with self._run.inactive("waiting for samples"):

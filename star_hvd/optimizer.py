@@ -20,7 +20,7 @@ from scheduler.records import Plan, parse_mode
 from star_hvd import env
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
-from star_hvd.wrapper.arguments import check_numbers, check_predivide, names_of
+from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_predivide, names_of
 from star_hvd.wrapper.bucket_core import BucketCore
 from star_hvd.wrapper.dropped import release_dropped
 from star_hvd.wrapper.lockstep_core import NativeCore
@@ -48,6 +48,7 @@ def DistributedOptimizer(
     mode: str | Plan = "auto",
     config: Config | None = None,
     max_grad_norm: float | None = None,
+    accuracy: str = "bounded",
 ) -> Any:
     """Wrap an optimizer so that gradients are averaged over the ranks, in modes that tolerate slow ranks.
 
@@ -72,6 +73,9 @@ def DistributedOptimizer(
             loader of the job.
         max_grad_norm: Norm to which the averaged gradient is clipped. Use it instead of clipping by hand, which a rank
             that catches up could not repeat.
+        accuracy: What `auto` may choose: `bounded` all modes, `exact` only those in which every step is the step of
+            Horovod with the same global batch, `sync` and `sync(balanced)`. The environment variable `STAR_ACCURACY`
+            overrides it.
 
     If a rank is late: in a relaxed mode the step goes on without it, its gradient is folded into a later step with a
     weight of 1 / (1 + staleness), and its `step()` brings its parameters up to date. Adasum, sparse gradients,
@@ -86,9 +90,15 @@ def DistributedOptimizer(
     groups = _groups_of(num_groups, groups)
     check_numbers(backward_passes_per_step, groups, max_grad_norm)
     settings = config or Config()
+    exact = check_accuracy(env.accuracy() or accuracy) == "exact"
     plan = parse_mode(
         env.mode() or mode, int(mpi_ops.size()), damping=settings.damping, max_staleness=settings.max_staleness
     )
+    if exact and plan is not None and plan.mode != "sync":
+        raise ValueError(
+            f"mode is {plan.label} with accuracy 'exact'; expected 'auto', 'sync' or 'sync(balanced)', or accuracy "
+            "'bounded'"
+        )
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
     return _wrapped(
@@ -104,6 +114,7 @@ def DistributedOptimizer(
         plan=plan,
         config=config,
         max_grad_norm=max_grad_norm,
+        exact=exact,
     )
 
 
@@ -211,7 +222,7 @@ class _Wrapper:
             "max_grad_norm": given["max_grad_norm"],
         }
         if (self.size == 1 and not _is_elastic()) or reason:
-            if reason and (given["plan"] is None or given["plan"].relaxed):
+            if reason and (given["plan"] is None or given["plan"].relaxed or given["plan"].uneven):
                 logger.warning("%s: runs in lockstep exactly as in Horovod; modes do not apply", reason)
             return NativeCore(
                 self.inner,
@@ -234,6 +245,7 @@ class _Wrapper:
             plan=given["plan"],
             run=None if _is_elastic() else runtime.ensure(given["config"]),
             config=given["config"] or Config(),
+            exact=given["exact"],
             names=given["names"],
             **common,
         )

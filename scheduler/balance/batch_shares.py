@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Balance", "balance", "fit_linear", "worth_changing"]
+__all__ = ["Balance", "balance", "divide", "fit_linear", "worth_changing"]
 
 Array = npt.NDArray[np.float64]
 
@@ -73,6 +73,30 @@ def balance(
         if sizes[i] > low[i]:
             heapq.heappush(heap, (-(alpha[i] + beta[i] * sizes[i]), i))
     return Balance(sizes=tuple(sizes.tolist()), time_s=_time_s(sizes, alpha, beta))
+
+
+def divide(total: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """`total` samples in the proportion of `shares`, by largest remainders; at least 1 for all where that is possible.
+
+    What the last step of an epoch has, equal on all ranks.
+
+    Raises:
+        ValueError: A negative total, or shares that are none.
+    """
+    whole = sum(shares)
+    if total < 0 or whole < 1 or min(shares) < 0:
+        raise ValueError(f"divide got {total} samples and shares {list(shares)}; expected 0 or more, and some above 0")
+    if total < len(shares):
+        first = sorted(range(len(shares)), key=lambda rank: (-shares[rank], rank))[:total]
+        return tuple(int(rank in first) for rank in range(len(shares)))
+    exact = [total * share / whole for share in shares]
+    parts = [max(1, int(value)) for value in exact]
+    order = sorted(range(len(shares)), key=lambda rank: (parts[rank] - exact[rank], rank))
+    for rank in order[: max(0, total - sum(parts))]:
+        parts[rank] += 1
+    while sum(parts) > total:  # Where many had less than one sample.
+        parts[parts.index(max(parts))] -= 1
+    return tuple(parts)
 
 
 def _least_time_s(

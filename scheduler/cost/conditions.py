@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.balance.share_policy import FIXED
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
 from scheduler.diagnosis.links import ring_bytes
@@ -55,6 +56,8 @@ class Conditions:
         crowded: Whether most ranks wait for a processor: a server would take CPU time from them, and times are known
             less precisely.
         early: Factor on the price of staleness at the beginning of a training; 1 later.
+        batch: Samples of a rank's batch where batch shares are possible, else 0.
+        fixed_part: Part of a rank's time that does not depend on its batch.
         price: Price of staleness, with the other assumptions on the network (rho and tolerable drift).
         usual_s: Mean time of every rank, shape (n_ranks,).
         typical_s: Lower median of `usual_s`.
@@ -71,6 +74,8 @@ class Conditions:
     freezing: tuple[int, ...] = ()
     crowded: bool = False
     early: float = 1.0
+    batch: int = 0
+    fixed_part: float = FIXED
     price: StalenessPrice = field(default_factory=StalenessPrice)
     usual_s: Array = field(init=False)
     typical_s: float = field(init=False)
@@ -120,6 +125,8 @@ class Conditions:
             starved=np.where(times.mean(axis=0) > 1.2 * readings.reference_s, starved, 0.0),
             early=1.0 + (_EARLY - 1.0) * max(0.0, 1.0 - window.step / _EARLY_STEPS),
             price=price or StalenessPrice(prior_of(window.comm_bytes)),
+            batch=window.batch,
+            fixed_part=window.fixed_part if math.isfinite(window.fixed_part) else FIXED,
         )
 
     def with_freezes(self, frozen_s: float, freezing: Collection[int], froze: Collection[int]) -> Conditions:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.balance.share_policy import share_factors, solve_shares
 from scheduler.cost.conditions import CYCLE_S, Array, Conditions
 from scheduler.cost.intervals import widened
 from scheduler.cost.progress import alignment, local_drift, update_progress
@@ -37,6 +38,7 @@ _OVERLAP = 0.4
 
 _WAY_S = 2e-4  # Latency of a message both ways, and a server's processing.
 _PAUSE_S = 0.05  # Half a cgroup period: mean delay of a collective by a starved helper.
+_USUAL_BATCH = 64  # Samples, if nothing is known of batches: what shares are rounded to.
 _FEW = 4  # Kinds of gradients in an update up to which a loop is faster than arrays.
 _SERVED = 0.7
 """Time of a push and its reply beyond their transfer, over that of a collective: measured with 4 ranks on 2 cores, 10
@@ -100,13 +102,13 @@ def predict(
 ) -> Prediction:
     """Predict for one plan. `basis` is the flow of `sync`, `shared` has flows computed before, by label."""
     flow = _flow(plan, conditions, shared or {})
-    sync = flow if plan.mode == "sync" else basis or _flow(Plan.sync(conditions.world_size), conditions, {})
+    sync = flow if plan.plain else basis or _flow(Plan.sync(conditions.world_size), conditions, {})
     gains = np.maximum(_progress(flow, conditions), 1e-6)
     relative = flow.interval_s / gains / sync.interval_s
     reach = _reach(flow.drift, conditions)
     missed = 1.0 - reach
     # Errors of interval and price are independent; the interval of sync correlates with the others.
-    scatter = flow.scatter if plan.mode != "sync" else 0.0
+    scatter = flow.scatter if not plan.plain else 0.0
     down = math.hypot(math.log(relative[0] / relative[1]), 1.645 * scatter)
     up = math.hypot(math.log(relative[2] / relative[0]), 1.645 * scatter)
     middle = float(relative[0])
@@ -198,9 +200,20 @@ def _flow(plan: Plan, conditions: Conditions, shared: dict[str, Flow]) -> Flow:
 
 
 def _sync(plan: Plan, conditions: Conditions) -> Flow:
-    steps = conditions.times_s.max(axis=1)
+    times = conditions.times_s * _share_factors(plan, conditions) if plan.uneven else conditions.times_s
+    steps = times.max(axis=1)
     interval_s = float(steps.mean()) + ring_s(conditions) + conditions.frozen_s
     return Flow.fresh(interval_s, conditions.world_size, float(steps.std()) / math.sqrt(len(steps)) / interval_s)
+
+
+def _share_factors(plan: Plan, conditions: Conditions) -> Array:
+    """Every rank's time with its batch share over that with a usual batch; `sync(balanced)` has the best shares."""
+    shares, batch = plan.batch_shares, conditions.batch or _USUAL_BATCH
+    if plan.balanced:
+        shares = solve_shares(conditions.usual_s.tolist(), batch, conditions.fixed_part)
+    else:
+        batch = round(sum(shares) / len(shares))
+    return np.array(share_factors(shares, batch, conditions.fixed_part))
 
 
 def _partials(candidates: Sequence[Plan], conditions: Conditions) -> dict[str, Flow]:

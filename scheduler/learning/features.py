@@ -132,7 +132,7 @@ def rows(
     """
     if len(predictions) != len(offered):
         raise ValueError(f"{len(predictions)} predictions for {len(offered)} candidates; expected one for each")
-    basis_s = next((p.interval_s for p in predictions if p.plan.mode == "sync"), conditions.typical_s)
+    basis_s = next((p.interval_s for p in predictions if p.plan.plain), conditions.typical_s)
     costs = np.log([speed(p) for p in predictions])
     found = np.empty((len(offered), len(FEATURES)))
     found[:, : len(MOMENT)] = _moment(conditions, window, active, offered, costs)

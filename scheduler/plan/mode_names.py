@@ -11,7 +11,8 @@ from scheduler.plan.plan import Plan, PlanError
 __all__ = ["parse_mode"]
 
 _EXPECTED = (
-    "'auto', 'sync', 'partial', 'partial(m)', 'subgroup(0,1,2)', 'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', "
+    "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
+    "'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', "
     "'ps(backup=b)', 'ps(tree=k)', 'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)' or a Plan"
 )
 _NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
@@ -21,7 +22,8 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
     """Turn the user's mode into a plan; returns `None` for `auto`.
 
     Args:
-        mode: `auto`, `sync`, `partial` (one rank may be late), `partial(m)`, `subgroup(0,1,2)` (its members),
+        mode: `auto`, `sync`, `sync(balanced)` (batch shares by speed), `sync(24,12,16,24)` (samples of every rank),
+            `partial` (one rank may be late), `partial(m)`, `subgroup(0,1,2)` (its members),
             `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`, `ps(backup=b)`, `ps(tree=k)` (x = n, through
             parents of k children each), `ssgd` (x = n), `asgd` (x = 1), `dynsgd`, `local(H)` (steps), `local(2.5s)`
             (seconds), or a `Plan`.
@@ -73,8 +75,12 @@ def _server_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_sync(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
-    _no_argument(argument)
-    return Plan.sync(n, **fields)
+    if argument is None:
+        return Plan.sync(n, **fields)
+    if argument == "balanced":
+        return Plan.sync(n, balanced=True, **fields)
+    shares = tuple(_whole(part, "of samples for every rank in 'sync(24,12,16,24)'") for part in argument.split(","))
+    return Plan.sync(n, batch_shares=shares, **fields)
 
 
 def _make_partial(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:

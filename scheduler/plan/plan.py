@@ -66,6 +66,9 @@ class Plan:
         lr_rule: `ps` and `grouped`: factor on an update of x of n gradients: `linear` x / n (STAR's division by
             n), `noise` (1 + phi / n) / (1 + phi / x), `none` 1.
         noise_scale: phi for `noise`, in gradients of one rank.
+        balanced: `sync`: batch shares follow the ranks' speed (`batch_shares`), the global batch stays as it is.
+        batch_shares: `sync`: samples of every rank in a step, one number for each rank. With `balanced` what they were
+            when the plan was made, empty for equal ones; without it they are the user's and stay.
         guard: What a server does with a gradient that points against the recent updates (after Zeno++, Xie et
             al. 2020): `none`, `damp` or `reject`.
         reason: One sentence for people.
@@ -90,6 +93,8 @@ class Plan:
     lr_rule: str = "linear"
     noise_scale: float = 0.0
     guard: str = "none"
+    balanced: bool = False
+    batch_shares: tuple[int, ...] = ()
     reason: str = ""
 
     def __post_init__(self) -> None:
@@ -103,6 +108,7 @@ class Plan:
         object.__setattr__(self, "parents", tuple(self._ranks("parents", pair) for pair in self._tuple("parents")))
         self._check_parents()
         self._check_groups()
+        self._check_shares()
         check: Callable[[], None] | None = getattr(self, f"_check_{self.mode}", None)
         if check is not None:
             check()
@@ -175,6 +181,26 @@ class Plan:
         count = sum(map(len, self.groups))
         if self.groups and not count == len(set().union(*self.groups)) == self.world_size:
             raise PlanError(f"plan groups is {self.groups}; expected every rank of 0..{self.world_size - 1} once")
+
+    def _check_shares(self) -> None:
+        if not isinstance(self.balanced, bool):
+            raise PlanError(f"plan balanced is {self.balanced!r}; expected True or False")
+        shares = self._tuple("batch_shares")
+        object.__setattr__(self, "batch_shares", shares)
+        if self.mode != "sync" and (shares or self.balanced):
+            raise PlanError(f"plan batch_shares is for mode sync; the mode is {self.mode}: leave it out")
+        if not shares:
+            return
+        if len(shares) != self.world_size:
+            raise PlanError(
+                f"plan batch_shares has {len(shares)} numbers; expected one for each of the {self.world_size} ranks"
+            )
+        bad = [b for b in shares if not isinstance(b, int) or isinstance(b, bool) or not 1 <= b < _MOST]
+        if bad:
+            raise PlanError(
+                f"plan batch_shares is {shares}; expected whole numbers of at least 1: a rank without samples has no "
+                "gradient, so leave it out of the job or give it 1"
+            )
 
     def _check_sync(self) -> None:
         if self.quorum != self.world_size:
@@ -284,6 +310,16 @@ class Plan:
         return not self.lockstep
 
     @property
+    def uneven(self) -> bool:
+        """Whether ranks may have batches of different sizes: `sync(balanced)`, or shares of the user's."""
+        return self.balanced or bool(self.batch_shares)
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is `sync` as Horovod has it, all batches of one size."""
+        return self.mode == "sync" and not self.uneven
+
+    @property
     def may_close(self) -> bool:
         """Whether the coordinator closes steps without late ranks: in `partial` only."""
         return self.mode == "partial" and self.quorum < self.world_size
@@ -316,6 +352,8 @@ class Plan:
     @property
     def label(self) -> str:
         """Short name for tables and logs, such as `partial(3)`; `parse_mode` accepts it."""
+        if self.uneven:
+            return "sync(balanced)" if self.balanced else f"sync({','.join(map(str, self.batch_shares))})"
         if self.mode == "partial":
             return f"partial({self.quorum})"
         if self.mode == "subgroup":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.balance.share_policy import solve_shares
 from scheduler.cost.conditions import Array, Conditions
 from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate, worth_a_switch
 from scheduler.diagnosis.window_stats import slow_limit_s
@@ -144,13 +145,14 @@ def candidates(
         least_share: See `enough_ranks`.
     """
     n = conditions.world_size
-    offered = [active if active is not None and active.mode == "sync" else Plan.sync(n)]
+    offered = [active if active is not None and active.plain else Plan.sync(n)]
     if n > 1:
         stragglers = summarize_stragglers(conditions, least_share) if stragglers is None else stragglers
         most = most_left_out(n, least_share)
         offered += [active] if active is not None else []
         offered += [Plan.partial(n, n - out) for out in stragglers.at_once if out < n]
         if stragglers:
+            offered += _balanced(conditions, stragglers)
             offered += _subgroups(conditions, stragglers, most)
             offered += _grouped(conditions)
             # Where ranks already wait for a processor, a server would take CPU time from them.
@@ -212,8 +214,19 @@ def same_plan(one: Plan, other: Plan) -> bool:
 
 def _key(plan: Plan) -> tuple[object, ...]:
     """The fields that distinguish plans."""
-    return (plan.mode, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack, plan.servers, plan.local_steps,
-            plan.local_s, plan.lr_rule)
+    shares = () if plan.balanced else plan.batch_shares  # Those that follow the ranks' speed are no other plan.
+    return (plan.mode, plan.balanced, shares, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack,
+            plan.servers, plan.local_steps, plan.local_s, plan.lr_rule)
+
+
+def _balanced(conditions: Conditions, stragglers: StragglerSummary) -> list[Plan]:
+    """Batch shares by speed, where `shard` forms the batches and a rank is slow all the time."""
+    if not conditions.batch or not stragglers.slow:
+        return []
+    shares = solve_shares(conditions.usual_s.tolist(), conditions.batch, conditions.fixed_part)
+    if max(shares) == min(shares):
+        return []
+    return [Plan.sync(conditions.world_size, balanced=True, batch_shares=shares)]
 
 
 def _subgroups(conditions: Conditions, stragglers: StragglerSummary, most: int) -> list[Plan]:

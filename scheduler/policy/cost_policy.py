@@ -194,7 +194,7 @@ class CostPolicy:
             return back
         self._calm_since = None if stragglers else window.step if self._calm_since is None else self._calm_since
         lost_s = self._freezes.take_lost_s()
-        if active.mode == "sync" and (not stragglers or self.guard.holds(window.step)):
+        if active.plain and (not stragglers or self.guard.holds(window.step)):
             self.coming = self._prepared_servers(window, conditions, stragglers)
             self._reset_rentals(window)
             self.last = []
@@ -247,7 +247,7 @@ class CostPolicy:
             return f"not every rank has reported yet: {active.label}"
         if self._going is not None:
             return self._going.reason
-        if active.mode != "sync":
+        if not active.plain:
             calm = f"; no rank is slow since step {self._calm_since}" if self._calm_since is not None else ""
             return f"{active.reason or active.label}{calm}{self._was(active)}"
         text = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
@@ -256,7 +256,7 @@ class CostPolicy:
         if self._waiting is not None:
             best, left_s = self._waiting
             return f"{text}: {comparison(self.last, best, None)}; sync until staying has cost {left_s:.2g} s more"
-        other = next((p for p in self.last if p.plan.mode != "sync"), None)
+        other = next((p for p in self.last if not p.plan.plain), None)
         if other is None:
             return f"{text}: sync, no other mode can run"
         speed = 1.0 / max(other.relative, 1e-9)
@@ -269,13 +269,13 @@ class CostPolicy:
         self, window: Window, conditions: Conditions, active: Plan, stragglers: StragglerSummary, lost_s: float
     ) -> Plan | None:
         now = next((p for p in self.last if same_plan(p.plan, active)), None)
-        sync = next((p for p in self.last if p.plan.mode == "sync"), None)
+        sync = next((p for p in self.last if p.plan.plain), None)
         sane = [p for p in self.last if p.high < _RISK or p is now or p is sync] or self.last
         sane = [p for p in sane if p is now or p is sync or not self._held(window, p, now)] or self.last
         best = _largest_quorum(sane)
         if now is None:
             return self._go(window, best, active, None, stragglers)
-        if sync is not None and active.mode != "sync" and self._calm(window, active, sync.relative / now.relative):
+        if sync is not None and not active.plain and self._calm(window, active, sync.relative / now.relative):
             self._reset_rentals(window)
             return self._safe(active, f"no rank was slow since step {self._calm_since}")
         if best is now or not best.relative < (1.0 - self._least_gain) * now.relative:
@@ -404,7 +404,7 @@ class CostPolicy:
     def _revert(self, window: Window, conditions: Conditions, active: Plan) -> Plan | None:
         """The plan that the active one replaced, if measurements show that it was better; else None."""
         expected = self._check.expected
-        if expected is None or active.mode == "sync":
+        if expected is None or active.plain:
             return None
         plans = {one.label: one for one in (active, expected.replaced, Plan.sync(self.world_size))}
         outcome = self._check.judge({label: _terms(one, conditions) for label, one in plans.items()})
@@ -417,7 +417,7 @@ class CostPolicy:
         self._backoff.hold(active.mode, outcome, self._shape, window.step, window.now_s)
         self._reset_rentals(window)
         before = plans[outcome.against]
-        if before.mode == "sync" or before.mode not in window.allowed or not reachable(before, active):
+        if before.plain or before.mode not in window.allowed or not reachable(before, active):
             return self._safe(active, outcome.sentence)
         back = before.replace(plan_id=active.plan_id + 1, reason=f"{outcome.sentence}: {before.label}")
         over_sync = expected.over_sync / expected.predicted

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from scheduler.balance.share_policy import share_sentence
 from scheduler.cost.cost_model import Prediction
 from scheduler.diagnosis.slow_episodes import first_slow_step
 from scheduler.diagnosis.stragglers import Readings, Straggler, find_stragglers
@@ -89,8 +90,8 @@ def comparison(predictions: Sequence[Prediction], best: Prediction, now: Predict
         best: That of the chosen plan.
         now: That of the active plan, None if it can no longer run.
     """
-    if best.plan.mode == "sync":
-        if now is None or now.plan.mode == "sync":
+    if best.plan.plain:
+        if now is None or now.plan.plain:
             return "sync is predicted fastest"
         return f"sync is predicted {_ratio(now.relative):.1f}x faster than {now.plan.label}"
     high, low = (1.0 / max(bound, 1e-9) for bound in best.reported_interval)
@@ -98,7 +99,10 @@ def comparison(predictions: Sequence[Prediction], best: Prediction, now: Predict
     text += f"90 % interval {low:.1f}-{high:.1f}"
     if best.bound:
         text += ", the upper bound of its mode"
-    other = next((p for p in predictions if p.plan.mode not in (best.plan.mode, "sync")), None)
+    if best.plan.batch_shares:
+        text += f"; {share_sentence(best.plan.batch_shares, best.relative)}"
+    own = (best.plan.mode, best.plan.uneven)
+    other = next((p for p in predictions if not p.plan.plain and (p.plan.mode, p.plan.uneven) != own), None)
     return text if other is None else f"{text}; {other.plan.label} {1.0 / _ratio(other.relative):.1f}x"
 
 

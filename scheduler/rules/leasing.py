@@ -16,6 +16,9 @@ pace, so that spans shrink to single batches and all ranks end together (guided 
 A rank whose worker processes load batches ahead (`ahead`) holds as many as are being loaded, up to the last ones of the
 epoch, but never more than its share of the rest.
 
+Where batch shares are in force (`LeaseQueue.entitle`) one number for every rank replaces all of this, what it gets of
+the epoch in all, so that all ranks take their share in every step and end at the same one.
+
 A position is always in exactly one state: free, held by one rank, or begun by one rank. It leaves the last one only if
 the rank reports that the position was never delivered (`undone`: its loop was left while batches were loading).
 """
@@ -26,7 +29,7 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["LEASE_S", "Answer", "LeaseQueue", "Span", "joined", "without"]
@@ -165,6 +168,7 @@ class LeaseQueue:
         self._free: deque[Span] = deque(without([(0, stop)], done))
         self._holders = [_Holder() for _ in range(world_size)]
         self._lease_s = lease_s
+        self._totals: tuple[int, ...] | None = None
         self._progress = 0  # Counts what may make another recall from the same rank useful.
 
     @property
@@ -186,6 +190,16 @@ class LeaseQueue:
             raise ValueError(f"forecast of rank {rank} is {seconds_per_batch} s; expected a positive number")
         self._holder(rank).forecast_s = seconds_per_batch
 
+    def entitle(self, totals: Sequence[int] | None) -> None:
+        """Say how many positions of the epoch every rank gets in all, None for as many as it gets done.
+
+        Raises:
+            ValueError: Not one number for each rank.
+        """
+        if totals is not None and len(totals) != len(self._holders):
+            raise ValueError(f"{len(totals)} totals for {len(self._holders)} ranks; expected one for each")
+        self._totals = None if totals is None else tuple(totals)
+
     def ask(
         self,
         rank: int,
@@ -195,8 +209,9 @@ class LeaseQueue:
         load_s: float = 0.0,
         undelivered: int = 0,
         idle: bool = False,
+        again: bool = False,
     ) -> Span | Answer:
-        """A rank asks for more; one that waits for an answer asks again when it becomes idle.
+        """A rank asks for more; one without an answer asks again when it becomes idle.
 
         Args:
             rank: The rank.
@@ -206,6 +221,7 @@ class LeaseQueue:
             load_s: Seconds until its next batch would have been loaded, if none is on its way.
             undelivered: Positions it has begun that may still come back.
             idle: Its training thread has nothing to work on.
+            again: It repeats its last request; no second answer if that was answered.
 
         Raises:
             ValueError: `begun` is impossible; nothing is changed.
@@ -216,6 +232,8 @@ class LeaseQueue:
         self._progress += first or (idle and not holder.idle)
         holder.idle = idle
         holder.ahead, holder.load_s, holder.undelivered = ahead, load_s, undelivered
+        if again and not holder.waits:
+            return Answer.WAIT
         if holder.ended:
             return Answer.END
         if holder.recalled:  # Its positions are being returned; the answer follows that.
@@ -224,7 +242,15 @@ class LeaseQueue:
         return self._decide(rank, now_s)
 
     def give_back(
-        self, rank: int, begun: int, now_s: float, kept: int = 0, undone: Iterable[Span] = ()
+        self,
+        rank: int,
+        begun: int,
+        now_s: float,
+        kept: int = 0,
+        undone: Iterable[Span] = (),
+        *,
+        undelivered: int = 0,
+        unasked: bool = False,
     ) -> None:
         """A rank has given back what it has not begun.
 
@@ -234,6 +260,8 @@ class LeaseQueue:
             now_s: The time.
             kept: Positions behind these that it still holds.
             undone: Positions it had begun that were never delivered.
+            undelivered: Positions it has begun that may still come back.
+            unasked: It was not recalled; a recall that is on its way to it is still to be answered.
 
         Raises:
             ValueError: It cannot have begun, kept or not delivered these; nothing has changed then.
@@ -245,8 +273,10 @@ class LeaseQueue:
         if without(undone, [*holder.done, *self._first_held(holder, count)]):
             raise ValueError(f"rank {rank} gives back samples that it had not begun")
         self._confirm(rank, begun, now_s)
-        holder.recalled = False
-        holder.keeps = kept if kept > holder.keep else 0
+        holder.undelivered = undelivered
+        if not unasked:
+            holder.recalled = False
+            holder.keeps = kept if kept > holder.keep else 0
         self._free.extendleft(reversed(self._behind(holder, kept)))
         if undone:
             self._progress += 1
@@ -283,7 +313,9 @@ class LeaseQueue:
     def recalls(self, now_s: float) -> Iterator[tuple[int, int]]:
         """Ranks to be asked now for what they have not begun, and how many positions of it each keeps."""
         waiting = [holder for holder in self._holders if holder.waits]
-        if waiting and not self._free:
+        if self._totals is not None:
+            yield from self._recalls_of_shares()
+        elif waiting and not self._free:
             for rank, holder in enumerate(self._holders):
                 gains = [each for each in waiting if self._would_gain(each, holder, now_s)]
                 if gains and not holder.recalled and holder.recalled_at != self._progress:
@@ -335,14 +367,53 @@ class LeaseQueue:
         holder.held = deque(first)
         return rest
 
+    def _wanted(self, rank: int) -> int:
+        """Positions of its share of the epoch that a rank neither holds nor has begun; below 0 where it holds more."""
+        assert self._totals is not None
+        return self._totals[rank] - self._holders[rank].begun - self.held(rank)
+
+    def _recalls_of_shares(self) -> Iterator[tuple[int, int]]:
+        """Ranks that hold more than their share, where another has too little, and what of it is their share."""
+        ranks = range(len(self._holders))
+        if not self._free and any(self._holders[r].waits and self._wanted(r) > 0 for r in ranks):
+            for rank in ranks:
+                holder = self._holders[rank]
+                held, surplus = self.held(rank), -self._wanted(rank)
+                if held > holder.keeps and not holder.recalled and surplus > 0:
+                    holder.recalled, holder.keep = True, max(0, held - surplus)
+                    yield rank, holder.keep
+
+    def _decide_share(self, rank: int) -> Span | Answer:
+        """Half of what a rank still gets of the epoch, toward the end all of it."""
+        holder, wanted = self._holders[rank], self._wanted(rank)
+        if wanted > 0 and self._free:
+            least = max(_FIRST, 2 * holder.ahead) * self.batch_size
+            holder.held.append(self._pop(wanted if wanted <= least else max(least, wanted // 2)))
+            return holder.held[-1]
+        others = [r for r, each in enumerate(self._holders) if not each.ended and r != rank]
+        surplus = (self._wanted(other) < 0 and self._holders[other].held for other in others)
+        missing = wanted > 0 and any(surplus)  # It comes back from there.
+        if (holder.held or holder.undelivered) and not missing:
+            return Answer.LATER
+        if self._free and all(self._wanted(other) <= 0 for other in others):
+            holder.held.append(self._pop(self.batch_size))  # A rank left its loop, and what it gave back is left over.
+            return holder.held[-1]
+        if self._free or any(each.held or each.undelivered for each in self._holders):
+            holder.waits = True
+            return Answer.WAIT
+        holder.ended = True
+        return Answer.END
+
     def _decide(self, rank: int, now_s: float) -> Span | Answer:
+        if self._totals is not None:
+            return self._decide_share(rank)
         holder, held = self._holders[rank], self._batches(self._holders[rank].held)
         if self._free:
             wanted = self._allowed(rank, now_s) - held
             if wanted < 1 and not held and not self._others_finish_first(rank, now_s):
                 wanted = 1
             if wanted >= 1:
-                holder.held.append(self._pop(wanted))
+                holder.held.append(self._pop(wanted * self.batch_size))
                 return holder.held[-1]
         if held or holder.undelivered:
             return Answer.LATER
@@ -355,9 +426,9 @@ class LeaseQueue:
     def _batches(self, spans: deque[Span]) -> int:
         return sum(-(-(stop - start) // self.batch_size) for start, stop in spans)
 
-    def _pop(self, batches: int) -> Span:
+    def _pop(self, count: int) -> Span:
         start, end = self._free.popleft()
-        stop = min(end, start + batches * self.batch_size)
+        stop = min(end, start + count)
         if stop < end:
             self._free.appendleft((stop, end))
         return start, stop

@@ -54,7 +54,9 @@ class State(Replicas):
         count = self.reported.reshape(-1)
         slot = count[where] % HISTORY
         machines = self.machines
-        time_s = machines.finish_s.reshape(-1)[where] - machines.start_s.reshape(-1)[where]
+        # As of a usual batch, which is what the coordinator makes of its reports.
+        share = machines.share_factor.reshape(-1)[where]
+        time_s = (machines.finish_s.reshape(-1)[where] - machines.start_s.reshape(-1)[where]) / share
         self.history_s.reshape(-1, HISTORY)[where, slot] = time_s
         self.history_step.reshape(-1, HISTORY)[where, slot] = self.batch_step.reshape(-1)[where]
         self.history_late.reshape(-1, HISTORY)[where, slot] = late

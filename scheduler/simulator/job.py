@@ -237,6 +237,8 @@ class Job:
             allowed=scenario.allowed,
             losses=tuple(loss for _, loss in self._losses),
             loss_steps=tuple(step for step, _ in self._losses),
+            batch=scenario.batch,
+            fixed_part=scenario.fixed_part,
             now_s=self.now_s,
         )
 
@@ -310,6 +312,7 @@ def _switched(state: State, mode: Mode, before: Plan, plan: Plan, sets_s: float)
         state.now_s = state.now_s + machines.switch_s
         return mode
     machines.advance_to(np.maximum(state.now_s, 0.0))
+    machines.share_factor.fill(1.0)
     # Replicas are equal at the end of every step of Rounds: no wait, no transfer.
     end_s = machines.thawed(state.now_s if isinstance(mode, Rounds) else mode.leave_s())
     served = bool({before.family, plan.family} & {"ps", "grouped"}) and before.family != plan.family

@@ -96,6 +96,9 @@ class Machines(Replicas):
         self._change_s = np.full(self.replicas, -math.inf)
         self.rate, self.starved, self.fed = np.ones(shape), np.ones(shape), np.ones(shape)
         self.thaw_s = np.zeros(shape)
+        self.batch = np.array([scenario.batch for scenario in scenarios])
+        self.fixed_part = np.array([scenario.fixed_part for scenario in scenarios])
+        self.share_factor = np.ones(shape)  # Time of a rank's batch over that of a usual one, by its batch share.
 
     def _tables(self, scenarios: Sequence[Scenario]) -> None:
         jitter, base = [], []
@@ -143,6 +146,7 @@ class Machines(Replicas):
         done = count[where]
         count[where] = done + 1
         work_s = self._base_s[source, rank] * self._jitter[source, done % _PERIOD, rank]
+        work_s *= self.share_factor.reshape(-1)[where]
         if self._rows.size:
             work_s *= self._rows[source, step % self._row_steps[row], rank]
         finish_s = start_s + work_s * self._factor.reshape(-1)[where]

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from scheduler.balance.share_policy import share_factors, solve_shares
+from scheduler.balance.time_curves import SHORT
 from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.plan.plan import Plan
-from scheduler.simulator.base import State, StepMode
+from scheduler.simulator.base import HISTORY, State, StepMode
 from scheduler.simulator.machines import Array, Flags, Ints
 
 __all__ = ["Rounds"]
 
 _GRACE_FRACTION, _GRACE_MADS, _DEADLINE_S = 0.25, 4.0, 60.0  # Defaults of ClosingRule.
+_BATCH = 64  # Samples of a usual batch, where the scenario has none.
 _RECENT, _OFFSETS = 5, 64  # As there.
 
 
@@ -47,12 +50,35 @@ class Rounds(StepMode):
         self.left_out = np.zeros(shape, dtype=np.bool_)
         self.late = np.full(shape, -1, dtype=np.int64)  # Staleness of a gradient to fold into this step.
         state.step = np.maximum(state.step, state.batch_step.max(axis=1))
+        self.solved = np.zeros(shape)  # Factors of the shares of `sync(balanced)`, 0 before they were solved for.
         self.set_plans(plans)
 
     def set_plans(self, plans: Sequence[Plan]) -> None:
         """Continue under other plans of the same family; batches go on."""
         self.quorum = np.array([plan.quorum for plan in plans])
         self.strict = self.quorum == self.state.machines.n
+        self.balanced = np.array([plan.balanced for plan in plans])
+        fixed = [plan.batch_shares if not plan.balanced else () for plan in plans]
+        self._shared = True  # Factors are set once more, to 1 where these plans have no shares.
+        self.shares = np.array([one or (0,) * self.state.machines.n for one in fixed], dtype=np.float64)
+
+    def _share(self) -> None:
+        """Where a step ends: batch shares of the next ones, as the coordinator solves for them every few reports."""
+        machines, self._shared = self.state.machines, False
+        machines.share_factor.fill(1.0)
+        user = self.shares.any(axis=1)
+        if user.any():
+            ratio = self.shares[user] / self.shares[user].mean(axis=1, keepdims=True)
+            fixed = machines.fixed_part[user, None]
+            machines.share_factor[user] = fixed + (1.0 - fixed) * ratio
+        for row in np.flatnonzero(self.balanced & (self.state.reported.min(axis=1) >= SHORT)).tolist():
+            if self.state.step[row] % SHORT == 0 or not self.solved[row].any():
+                slots = (self.state.reported[row][:, None] - 1 - np.arange(SHORT)) % HISTORY
+                levels = np.median(np.take_along_axis(self.state.history_s[row], slots, axis=1), axis=1)
+                batch, fixed_part = int(machines.batch[row]) or _BATCH, float(machines.fixed_part[row])
+                shares = solve_shares(levels.tolist(), batch, fixed_part)
+                self.solved[row] = share_factors(shares, batch, fixed_part)
+            machines.share_factor[row] = self.solved[row]
 
     def step(self) -> None:
         state, machines = self.state, self.state.machines
@@ -80,6 +106,8 @@ class Rounds(StepMode):
         self.late.fill(-1)
         state.now_s = end_s
         state.step = state.step + 1
+        if self.balanced.any() or self.shares.any() or self._shared:
+            self._share()
         where = np.flatnonzero(arrived)
         row = where // machines.n
         state.begin(where, end_s[row], state.step[row])

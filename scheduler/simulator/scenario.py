@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from scheduler.balance.share_policy import FIXED
 from scheduler.simulator.episodes import ContentionError, Episode, Rows, generate
 
 __all__ = ["FAMILIES", "Cluster", "Network", "Scenario", "draw_cluster", "draw_network", "draw_scenario"]
@@ -109,6 +110,8 @@ class Scenario:
             others takes row k for its k-th gradient. () for none.
         seed: Seed of jitter and of measurement noise.
         allowed: Modes the job can run.
+        batch: Samples of a rank's batch where `shard` forms the batches, so that `sync(balanced)` is possible; else 0.
+        fixed_part: Part of a rank's time that does not depend on its batch.
     """
 
     cluster: Cluster
@@ -117,6 +120,8 @@ class Scenario:
     rows: Rows = ()
     seed: int = 0
     allowed: frozenset[str] = frozenset(("sync", "partial", "subgroup", "grouped", "ps", "local"))
+    batch: int = 0
+    fixed_part: float = FIXED
 
     def __post_init__(self) -> None:
         n = self.cluster.world_size

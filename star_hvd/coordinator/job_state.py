@@ -36,6 +36,7 @@ from star_hvd.channel.messages.base import (
     Unregister,
 )
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.shares import ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -54,6 +55,7 @@ from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.coordinator.set_ledger import SetLedger
+from star_hvd.coordinator.share_desk import ShareControl
 from star_hvd.coordinator.validation import check
 from star_hvd.errors import ChannelError
 
@@ -107,6 +109,8 @@ class JobState:
         self._ranker = ranker
         self._epochs: dict[tuple[int, int], _Epoch] = {}
         self._leases = LeaseDesk(world_size, lambda to, message: self.outbox.append((to, message)))
+        self.shares = ShareControl(world_size, self._broadcast)
+        self._leases.totals = self.shares.desk.opens
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size
         self._sent_bye = False
@@ -157,6 +161,10 @@ class JobState:
         if now_s >= self._next_tidy_s:
             self._next_tidy_s = now_s + _TIDY_INTERVAL_S
             self.outbox.extend((ALL, message) for message in self._sets.tidy(now_s))
+        fed = self._fed
+        if fed is not None and self.shares.desk.batch:
+            fed.shares = self.shares
+            self.shares.tick(fed.active, now_s)
         for engine in self.engines.values():
             if engine.decides(now_s):
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
@@ -190,7 +198,14 @@ class JobState:
         plan = Plan.from_dict(message.plan) if message.plan else None
         engine = self._engine(message.optimizer_id)
         engine.gradient_bytes = message.gradient_bytes
+        engine.exact = message.exact
         engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
+
+    def _arrive(self, rank: int, message: Arrive, now_s: float) -> None:
+        engine = self._engine(message.optimizer_id)
+        engine.arrive(rank, message, now_s)
+        if engine is self._fed:
+            self.shares.note(rank, message.step, message.times.compute_s)
 
     def _optimizer_dropped(self, rank: int, message: OptimizerDropped, now_s: float) -> None:
         if self._engine(message.optimizer_id).drop(rank, message):
@@ -317,7 +332,22 @@ class JobState:
         self._forget_epochs(message.loader, message.epoch - 1)
         for engine in self.engines.values():
             engine.has_queue = engine.has_queue or message.samples > 0
+            engine.has_shares = engine.has_shares or (message.samples > 0 and not message.fixed)
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
+
+    @property
+    def _fed(self) -> OptimizerState | None:
+        """The optimizer whose steps the batches of `shard` are counted by: the first one."""
+        return next(iter(self.engines.values()), None)
+
+    def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
+        engine = self._fed
+        change = self.shares.ready(rank, message, 0 if engine is None else engine.rule.step + 1)
+        if change is None or engine is None:
+            return
+        self._leases.entitle(self.shares.desk.loader, change.epoch, change.totals, change.later, now_s)
+        logger.info("step %d: %s", change.step, self.shares.sentence() or "all ranks get equal batches")
+        engine.shares_changed(change.step, change.shares, self.shares.sentence())
 
     def _epoch_ended(self, key: tuple[int, int], rank: int, *, early: bool, now_s: float) -> None:
         """A rank has reached the end of an epoch, or left its loop before (`early`)."""
@@ -407,7 +437,7 @@ _HANDLERS: dict[type[Message], _Handler] = {
     Register: JobState._register,
     Unregister: lambda job, rank, message, now_s: job._forget(message.optimizer_id),
     OptimizerDropped: JobState._optimizer_dropped,
-    Arrive: _on_optimizer(OptimizerState.arrive),
+    Arrive: JobState._arrive,
     Late: _on_optimizer(OptimizerState.late),
     Join: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.rule.join(rank, message.version, now_s)),
     HeaderNote: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.header_note(message)),
@@ -428,6 +458,7 @@ _HANDLERS: dict[type[Message], _Handler] = {
     LeaseReturn: JobState._lease_return,
     ConsumedRequest: lambda job, rank, message, now_s: job._leases.request_consumed(rank, message),
     Consumed: lambda job, rank, message, now_s: job._leases.consumed(rank, message),
+    ShareReady: JobState._share_ready,
     FindStateSource: lambda job, rank, message, now_s: job._find_state_source(rank, message),
     Finished: JobState._finished,
 }

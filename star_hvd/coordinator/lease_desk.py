@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.rules.leasing import Answer, LeaseQueue, Span, joined
@@ -65,6 +65,8 @@ class LeaseDesk:
         self._world_size = world_size
         self._send = send
         self._queues: dict[Key, LeaseQueue] = {}
+        # What ranks get of a new epoch, which has so many samples; None for as many as they get done.
+        self.totals: Callable[[LeaseAsk, int], Sequence[int] | None] = lambda message, samples: None
         self._pace_s: dict[tuple[int, int], float] = {}  # Of a loader's batches on a rank.
         self._orders: dict[Key, tuple[int, int]] = {}  # Digest of the order, and the rank that said it.
         self._done: dict[Key, list[Span]] = {}  # What was consumed before an epoch was interrupted.
@@ -105,11 +107,29 @@ class LeaseDesk:
                 message.load_s,
                 undelivered=message.undelivered,
                 idle=message.idle,
+                again=message.again,
             )
         except ValueError as error:
             raise ChannelError(str(error)) from error
         self._answer(key, rank, answer)
         self._serve(key, queue, now_s)
+
+    def entitle(
+        self, loader: int, epoch: int, totals: Sequence[int] | None, later: Sequence[int] | None, now_s: float
+    ) -> None:
+        """What every rank gets of an epoch from now on, see `LeaseQueue.entitle`.
+
+        Args:
+            loader: Number of the loader.
+            epoch: The epoch.
+            totals: What every rank gets of it.
+            later: Likewise of later epochs: ranks that have ended this one may have asked for the next.
+            now_s: The time.
+        """
+        for key, queue in self._queues.items():
+            if key[0] == loader and key[1] >= epoch:
+                queue.entitle(totals if key[1] == epoch else later)
+                self._serve(key, queue, now_s)
 
     def give_back(self, rank: int, message: LeaseReturn, now_s: float) -> None:
         """A rank gives back what it has not begun.
@@ -122,7 +142,16 @@ class LeaseDesk:
         if queue is None:
             return  # An epoch long over.
         try:
-            queue.give_back(rank, message.begun, now_s, message.kept, spans_of(message.undone))
+            undone = spans_of(message.undone)
+            queue.give_back(
+                rank,
+                message.begun,
+                now_s,
+                message.kept,
+                undone,
+                undelivered=message.undelivered,
+                unasked=message.unasked,
+            )
         except ValueError as error:
             raise ChannelError(str(error)) from error
         if message.leaves:
@@ -194,6 +223,7 @@ class LeaseDesk:
         for (other, rank), pace_s in self._pace_s.items():
             if other == loader:
                 queue.forecast(rank, pace_s)
+        queue.entitle(self.totals(message, queue.free))
         self._queues[key] = queue
         return queue
 

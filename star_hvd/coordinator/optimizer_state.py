@@ -37,6 +37,7 @@ from star_hvd.coordinator.prewarm import Readiness
 from star_hvd.coordinator.report_trigger import SlowReportTrigger
 from star_hvd.coordinator.reports import Arrivals, History, Losses
 from star_hvd.coordinator.set_ledger import SetLedger
+from star_hvd.coordinator.share_desk import ShareControl
 from star_hvd.coordinator.switch import Switch
 
 __all__ = ["OptimizerState"]
@@ -49,6 +50,9 @@ decision's time grows with the bytes it reads."""
 _OUTCOMES = 256  # Outcomes of switches kept for the report and the run log.
 _MAX_UNLOGGED_PREDICTIONS = 64  # Plans whose predictions are kept for the log.
 _SOONER = 0.25  # Part of `decide_interval_s` after which slow reports may trigger the next window.
+_SHARES = "; now "
+_EXACT = frozenset(("sync",))  # Batch shares are a form of it.
+_FED_BY = 8  # Steps within which a loader of `shard` has shown itself.
 _REGROUP_AFTER = 20  # Consecutive decisions with other groups before the groups are formed anew.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
@@ -98,7 +102,10 @@ class OptimizerState:
         self.steps = 0
         self.closed = 0
         self.folds = 0.0  # Late gradients folded into a later step, of all ranks.
-        self.has_queue = False
+        self.has_queue = self.has_shares = False  # A loader of `shard` feeds the ranks; batches can have other sizes.
+        self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
+        self.exact = False  # Whether `auto` chooses only what changes nothing in the mathematics.
+        self.unfed = ""  # Why batch shares are not possible, where nothing feeds the ranks.
         self.dropped: dict[int, OptimizerDropped] = {}  # Latest message of ranks that dropped the optimizer.
         self.closing = False  # Some ranks have made their last step: no further plan is published.
         self._config = config
@@ -145,9 +152,10 @@ class OptimizerState:
             logger.warning("ranks %s request another mode than rank 0; rank 0's is used on all ranks", differing)
         if wanted is None:
             self.choice = Choice(self.world_size, self._config, self._hosts, self._ranker)
-        elif wanted.mode != self.active.mode:
+        elif wanted.mode != self.active.mode or wanted.uneven:
             self._wanted = wanted
-            self.publish(wanted, now_s)
+            if not wanted.uneven:  # Else once a loader feeds the ranks.
+                self.publish(wanted, now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
         """A rank's fresh gradient for its current step is ready."""
@@ -340,10 +348,13 @@ class OptimizerState:
                 link_bytes_per_s=self.links.rates(self.active),
                 silent_s=self.silent_s,
                 comm_s=tuple(self.arrivals.comm_s),
+                scale=self.shares.scale if self.shares is not None and self.shares.changes else None,
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
-            allowed=frozenset(MODES).difference(self.blocked),
+            allowed=(_EXACT if self.exact else frozenset(MODES)).difference(self.blocked),
+            batch=self.shares.desk.batch if self.shares is not None else 0,
+            fixed_part=self.shares.fixed_part if self.shares is not None else math.nan,
             losses=tuple(self.losses.values),
             loss_steps=tuple(self.losses.steps),
             now_s=now_s,
@@ -354,8 +365,8 @@ class OptimizerState:
         return (self.choice.explain() if self.choice is not None else "") or self._plain_reason()
 
     def _plain_reason(self) -> str:
-        if self.refused is not None:
-            return f"{self.active.label}: {self.refused}"
+        if self.refused is not None or (self.unfed and not self.has_shares):
+            return f"{self.active.label}: {self.refused or self.unfed}"
         return f"{self.active.label}: {self.active.reason or 'asked for'}"
 
     @property
@@ -460,10 +471,28 @@ class OptimizerState:
         wanted = self._wanted
         if wanted is None or self._plan_after_load is not None:  # A state is being loaded; the plan comes after that.
             return
-        if self.active.mode != wanted.mode and wanted.mode not in self.blocked:
+        if wanted.uneven and not self.has_shares:
+            self._say_unfed(wanted)
+            return
+        same = self.active.mode == wanted.mode and self.active.uneven == wanted.uneven
+        if not same and wanted.mode not in self.blocked:
             self.publish(wanted, now_s)
             if self._switch is None:  # Not possible in this job, which `publish` has logged.
                 self.blocked.block(wanted.mode, now_s)
+
+    def shares_changed(self, step: int, shares: tuple[int, ...], sentence: str) -> None:
+        """Batch shares change from a step on, under the same plan; the run log and `explain()` say so."""
+        if not self.active.balanced or shares == self.active.batch_shares:
+            return
+        why = self.active.reason.partition(_SHARES)[0]
+        self.active = self.active.replace(batch_shares=shares, reason=f"{why}{_SHARES}{sentence}")
+        self.plans.append((step, self.active))
+
+    def _say_unfed(self, wanted: Plan) -> None:
+        """Batch shares are asked for and the ranks' batches are the user's own: say so once some steps were made."""
+        if self.rule.step >= _FED_BY and not self.unfed:
+            self.unfed = f"{wanted.label} needs hvd.shard, which forms the batches; without it the sizes are the user's"
+            logger.warning("optimizer %d stays in sync: %s", self.optimizer_id, self.unfed)
 
     def _regroup(self, now_s: float) -> None:
         """Form new groups, where the user gave none, after others have been better for `_REGROUP_AFTER` decisions."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -96,6 +96,7 @@ class History:
         link_bytes_per_s: Sequence[float],
         silent_s: Sequence[float],
         comm_s: tuple[float, ...],
+        scale: Callable[[npt.NDArray[np.int64]], _Floats] | None = None,
     ) -> RankTable:
         """The reports as a window's ranks; later reports do not change it.
 
@@ -109,6 +110,7 @@ class History:
             link_bytes_per_s: Of every rank, NaN where unknown.
             silent_s: Time since each rank was heard.
             comm_s: Recent times of the job's communication, without waiting for others.
+            scale: Time of a usual batch over that of the batches there were, for every rank and step.
         """
         sums = self._values[:, : _RUNQUEUE + 1].sum(axis=2)
         total_s = sums[:, _COMPUTE]
@@ -116,6 +118,8 @@ class History:
         compute_s = self._values[:, _COMPUTE].copy()
         if np.sort(queueing)[(len(queueing) - 1) // 2] > oversubscribed_share:
             compute_s -= self._values[:, _RUNQUEUE]
+        if scale is not None:
+            compute_s *= scale(self._steps)
         return RankTable(
             compute_s=compute_s,
             steps=self._steps.copy(),

@@ -28,6 +28,7 @@ from star_hvd.channel.messages.base import (
     wire_fields,
 )
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.shares import EPOCH_START, ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -68,6 +69,7 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     HeaderNote,
     ServerRestarted,
     ServerUp,
+    ShareReady,
     FindStateSource,
     StepNote,
     Switched,
@@ -178,7 +180,7 @@ def _lease_ask(message: LeaseAsk, _: int) -> None:
 
 
 def _lease_return(message: LeaseReturn, _: int) -> None:
-    if min(message.loader, message.epoch, message.begun, message.kept) < 0:
+    if min(message.loader, message.epoch, message.begun, message.kept, message.undelivered) < 0:
         raise _negative(message)
 
 
@@ -189,6 +191,13 @@ def _negative(message: Message) -> ChannelError:
 def _consumed(message: Consumed | ConsumedRequest, _: int) -> None:
     if min(message.loader, message.epoch, message.step + 1, message.number) < 0:
         raise ChannelError(f"samples of epoch {message.epoch} consumed up to step {message.step}")
+
+
+def _share_ready(message: ShareReady, _: int) -> None:
+    least = min(message.loader, message.number, message.epoch, message.step - EPOCH_START, message.batches - 1)
+    planned = message.ahead
+    if min(least, message.taken, message.most, *planned) < 0 or not planned or len(planned) % 2 or planned[0]:
+        raise ChannelError(f"a rank would change its batches at step {message.step} of epoch {message.epoch}")
 
 
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
@@ -202,4 +211,5 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     LeaseReturn: _lease_return,
     Consumed: _consumed,
     ConsumedRequest: _consumed,
+    ShareReady: _share_ready,
 }

@@ -10,9 +10,11 @@ from collections.abc import Callable
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, Lease, LeaseRecall, ReportConsumed
+from star_hvd.channel.messages.shares import ShareOrder, ShareProposal
 from star_hvd.config import Config
 from star_hvd.errors import DeadlineError
-from star_hvd.runtime.lease_stock import LeaseStock
+from star_hvd.runtime.batch_sizes import BatchSizes
+from star_hvd.runtime.lease_stock import BatchSizer, LeaseStock
 
 __all__ = ["CoordinatorClient"]
 
@@ -30,15 +32,27 @@ class CoordinatorClient:
         rank: This rank.
         agent: The connection to the coordinator.
         raise_failure: Raises what stopped this process, if anything did; called while an answer is waited for.
+        step: The step that the training thread is at.
+        most_samples: Most samples that fit in a batch by memory, 0 where unknown.
     """
 
-    def __init__(self, config: Config, rank: int, agent: Agent, raise_failure: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        agent: Agent,
+        raise_failure: Callable[[], None],
+        step: Callable[[], int] = lambda: 0,
+        most_samples: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._config = config
         self._rank = rank
         self._agent = agent
         self._raise_failure = raise_failure
         self._consumed: queue.SimpleQueue[Consumed] = queue.SimpleQueue()
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
+        self._step, self._most_samples = step, most_samples
+        self._sizes: dict[int, BatchSizes] = {}  # By loader.
         self._stocks: dict[tuple[int, int], LeaseStock] = {}  # By loader and epoch, of the last two epochs.
         # Epochs whose end came while something else was waited for.
         self._ended: dict[tuple[int, int], messages.EpochEnd] = {}
@@ -52,6 +66,16 @@ class CoordinatorClient:
         self._next_loader += 1
         return self._next_loader - 1
 
+    def batch_sizes(self, loader: int) -> BatchSizes:
+        """How many samples the batches of a loader have."""
+        if loader not in self._sizes:
+            send = self._agent.send
+            found = BatchSizes(
+                self._rank, loader, send=lambda m: send(m), step=self._step, most=self._most_samples
+            )
+            self._sizes = {**self._sizes, loader: found}
+        return self._sizes[loader]
+
     def open_stock(
         self,
         loader: int,
@@ -63,6 +87,7 @@ class CoordinatorClient:
         ahead: int = 0,
         in_order: bool = True,
         load_s: float = 0.0,
+        sizer: BatchSizer | None = None,
         ask: bool = True,
     ) -> LeaseStock:
         """This rank's stock of samples of an epoch; others of the loader may still be in use.
@@ -76,6 +101,7 @@ class CoordinatorClient:
             ahead: Batches to be in stock beyond the one in work.
             in_order: Whether batches are begun in the order in which they are formed.
             load_s: Seconds until a batch is loaded where none is on its way.
+            sizer: Says how many samples each batch has; `batch` where left out.
             ask: Ask for the first samples now; else `LeaseStock.begin` does.
         """
         send = self._agent.send
@@ -90,6 +116,8 @@ class CoordinatorClient:
             ahead=ahead,
             in_order=in_order,
             load_s=load_s,
+            sizer=sizer,
+            fixed=not isinstance(sizer, BatchSizes),
         )
         # Those that are closed are still asked what was consumed of them.
         kept = {
@@ -160,9 +188,20 @@ class CoordinatorClient:
         )
 
     def on_message(
-        self, message: Lease | LeaseRecall | Consumed | ReportConsumed | messages.Grant | messages.EpochEnd
+        self,
+        message: Lease
+        | LeaseRecall
+        | ShareProposal
+        | ShareOrder
+        | Consumed
+        | ReportConsumed
+        | messages.Grant
+        | messages.EpochEnd,
     ) -> None:
         """An answer, or a question, in the agent's thread."""
+        if isinstance(message, (ShareProposal, ShareOrder)):
+            self._change_shares(message)
+            return
         if isinstance(message, Consumed):
             self._consumed.put(message)
             return
@@ -174,6 +213,12 @@ class CoordinatorClient:
             stock.on_message(message)
         elif isinstance(message, ReportConsumed):  # This rank has not begun that epoch.
             self._agent.send(Consumed(message.loader, message.epoch, message.step, []))
+
+    def _change_shares(self, message: ShareProposal | ShareOrder) -> None:
+        self.batch_sizes(message.loader).on_message(message)
+        for (loader, _), stock in self._stocks.items():
+            if loader == message.loader:
+                stock.wake()
 
     def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
         """Ask for the next range; `granted` collects it."""

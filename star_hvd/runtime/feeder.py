@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import default_collate
 
-from star_hvd.runtime.lease_stock import Batch, BatchSizer, LeaseStock
+from star_hvd.runtime.lease_stock import Batch, LeaseStock
 
 __all__ = ["Feeder", "Indices", "loader_options"]
 
@@ -76,9 +76,9 @@ class Feeder:
     def _make(self) -> DataLoader[Any]:
         return DataLoader(self._dataset, batch_sampler=self._sampler, **self._options)
 
-    def begin(self, stock: LeaseStock, indices: Indices, sizer: BatchSizer) -> None:
+    def begin(self, stock: LeaseStock, indices: Indices) -> None:
         """An epoch begins, or goes on."""
-        self._sampler.begin(stock, indices, sizer)
+        self._sampler.begin(stock, indices)
         self._batches = iter(())
 
     def next(self, begin: Callable[[int], Batch | None]) -> tuple[Batch, Any] | None:
@@ -126,10 +126,10 @@ class _Sampler:
         self.workers = 0
         self._was_dry = False
         self._numbered = numbered
-        self._source: tuple[LeaseStock, Indices, BatchSizer] | None = None
+        self._source: tuple[LeaseStock, Indices] | None = None
 
-    def begin(self, stock: LeaseStock, indices: Indices, sizer: BatchSizer) -> None:
-        self._source = (stock, indices, sizer)
+    def begin(self, stock: LeaseStock, indices: Indices) -> None:
+        self._source = (stock, indices)
 
     def restart(self) -> None:
         self.on_their_way.clear()
@@ -149,10 +149,10 @@ class _Sampler:
         """May be exhausted for now and have more later; torch asks again with every batch that comes out."""
         if self._source is None:
             raise StopIteration
-        stock, indices, sizer = self._source
+        stock, indices = self._source
         # One batch is ordered per batch that comes out: workers without work get some only if all begin anew.
         idle = self._was_dry and len(self.on_their_way) < self.workers
-        batch = None if idle and stock.in_stock >= self.workers * stock.batch else stock.form(sizer)
+        batch = None if idle and stock.in_stock >= self.workers * stock.batch else stock.form()
         if batch is None:
             self._was_dry = True
             raise StopIteration

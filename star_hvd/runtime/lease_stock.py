@@ -7,6 +7,9 @@ A batch is begun when it is handed to the training loop. Until then it can be ca
 thread, even if the workers have loaded it: what comes out of them is then thrown away, and another rank loads it
 again. Where batches may overtake each other (`in_order=False`) those on their way count as begun, because the
 coordinator knows what was begun by the number of samples alone; if the loop is left, they are named one by one.
+
+Batches have the sizes that a `BatchSizer` plans. Where these are batch shares, a batch of less is formed only if the
+coordinator has nothing more for it, and a rank that has had its share of the epoch returns what is left in its stock.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from scheduler.rules.leasing import Span, joined, without
 from star_hvd.channel.messages.base import Message
@@ -30,21 +32,32 @@ _ASK_BELOW = 0.75  # Of what there was behind the last answer.
 _STEPS_KEPT = 512  # Batches of which the step they were for is known.
 
 
-class BatchSizer(Protocol):
+class BatchSizer:
     """Says how many samples the batches of this rank have."""
 
-    def size(self, batch_index: int) -> int:
-        """Samples in a batch, at least 1; called when it is formed, several batches before it is worked on.
+    @property
+    def balanced(self) -> bool:
+        """Whether ranks take their shares of the samples: batches have their sizes even where a lease ends in one."""
+        return False
+
+    def size(self, batch_index: int) -> int | None:
+        """Samples in a batch, at least 1; asked for when it is to be formed, several batches before it is worked on.
+
+        None where it cannot be said yet. Does not wait.
 
         Args:
             batch_index: Number of the batch in the sequence that this rank delivers in the epoch, from 0. If batches
                 are called back before they were delivered, later ones get their numbers, and are asked for again.
         """
-        ...
+        raise NotImplementedError
+
+    def beyond(self, batch_index: int) -> bool:
+        """Whether this rank has had its share of the epoch before this batch."""
+        return False
 
 
 @dataclass(frozen=True, slots=True)
-class ConstantBatches:
+class ConstantBatches(BatchSizer):
     """All batches have the same size."""
 
     samples: int
@@ -88,6 +101,8 @@ class LeaseStock:
         ahead: Batches that are to be in stock beyond the one in work: what the workers load ahead, and one more.
         in_order: Whether batches come out of the workers in the order in which they were formed.
         load_s: Seconds until a batch is loaded where none is on its way, from earlier epochs.
+        sizer: Says how many samples each batch has; `batch` where left out.
+        fixed: Whether the sizes cannot follow batch shares.
     """
 
     def __init__(
@@ -103,8 +118,11 @@ class LeaseStock:
         ahead: int = 0,
         in_order: bool = True,
         load_s: float = 0.0,
+        sizer: BatchSizer | None = None,
+        fixed: bool = False,
     ) -> None:
         self._rank = rank
+        self._sizer, self._fixed = sizer or ConstantBatches(batch), fixed
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
         self.load_s = load_s
         self.closed = False
@@ -119,9 +137,11 @@ class LeaseStock:
         self._consumed: list[Span] = []
         self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans of batches.
         self._level = 0  # Samples in stock behind the last answer.
+        self._largest = batch  # Samples in a batch.
         self._asked = self._over = self._exhausted = False
         self._idle = False  # The training thread has nothing to work on, until a batch is begun.
-        self._short = self._nothing_more = False  # There are fewer samples than a batch needs; no more come for now.
+        # Indices of batches, -1 for none: more was asked for it, no more comes for it, the rest was returned at it.
+        self._asked_for = self._nothing_more_for = self._returned_for = -1
         self._refused = ""
 
     def open(self) -> None:
@@ -136,7 +156,8 @@ class LeaseStock:
         with self._changed:
             self._digest, self._done = digest, done
             self._idle = True
-            self._ask()
+            self._send_ask(again=self._asked)
+            self._asked = True
 
     def ready(self, limit_s: float) -> bool:
         """Wait until there is a batch or the epoch is over for this rank; whether it came to that in time."""
@@ -149,10 +170,67 @@ class LeaseStock:
         if not self._idle:
             self._idle = True
             if self._asked and not (self._spans or self._formed or self._over):
-                self._ask()
+                self._send_ask(again=True)
 
     def _is_ready(self) -> bool:
-        return self._over or (bool(self._spans) and not self._short)
+        """Whether a batch can be formed, or no more come; asks for what the next one lacks."""
+        if not self._spans and (self._over or not self._sizer.balanced):
+            return self._over
+        size = self._sizer.size(self._next_index)
+        return size is not None and self._suffices(size)
+
+    def _suffices(self, size: int) -> bool:
+        """Whether the next batch can be formed of what is in stock; returns or asks for samples where it cannot."""
+        index = self._next_index
+        exact = self._sizer.balanced
+        if self._over or not (exact or size != self.batch):
+            return bool(self._spans)
+        if exact and self._returned_for != index and self._sizer.beyond(index):
+            if self._asked:
+                return False  # What is on its way cannot be returned.
+            self._returned_for = index
+            self._return_rest()
+        if self._left() >= size or self._nothing_more_for == index:
+            return bool(self._spans)
+        if not self._asked:
+            self._ask(index)
+        return False
+
+    def _return_rest(self) -> None:
+        """This rank has had its share: return what no batch was formed of. What is left over may come back."""
+        if self._spans:
+            self._spans.clear()
+            self._send_return(self._on_their_way() if self._in_order else 0, unasked=True)
+
+    def _send_return(self, kept: int, *, unasked: bool = False) -> None:
+        undelivered = 0 if self._in_order else self._on_their_way()
+        self._send(
+            LeaseReturn(
+                self.loader, self.epoch, self._begun, False, kept=kept, unasked=unasked, undelivered=undelivered
+            )
+        )
+
+    @property
+    def _next_index(self) -> int:
+        return self._delivered + len(self._formed)
+
+    @property
+    def delivered(self) -> int:
+        """Batches of the epoch that were begun."""
+        with self._changed:
+            return self._delivered
+
+    @property
+    def had_share(self) -> bool:
+        """Whether the next batch, if there is one, is of what other ranks leave over."""
+        with self._changed:
+            return self._sizer.beyond(self._next_index)
+
+    def wake(self) -> None:
+        """The sizes of batches may have changed."""
+        with self._changed:
+            self._nothing_more_for = -1
+            self._changed.notify_all()
 
     @property
     def exhausted(self) -> bool:
@@ -185,6 +263,7 @@ class LeaseStock:
                     self._idle = False
                     span = self._pop(self.batch)
                     self._begun += span[1] - span[0]
+                    self._delivered += 1
                     self._note((span,), -1)
                     self._ask_ahead()
                     return span
@@ -219,8 +298,14 @@ class LeaseStock:
                         raise ValueError(self._refused)
                     self._exhausted = not self._spans
                     return not self._exhausted
+                undecided = bool(self._sizer.balanced or self._spans) and self._sizer.size(self._next_index) is None
             check()
             waited_s = time.monotonic() - began_s
+            if undecided and waited_s > deadline_s:
+                raise DeadlineError(
+                    f"rank {self._rank} waited {waited_s:.1f} s for the coordinator on rank 0 to say from which step "
+                    "on the batch shares change"
+                )
             heard = longest_s is not None and silent_s() < 0.5 * deadline_s
             if waited_s > (longest_s if heard and longest_s is not None else deadline_s):
                 raise DeadlineError(
@@ -228,29 +313,29 @@ class LeaseStock:
                     f"to it; the coordinator on rank 0 was last heard {silent_s():.1f} s ago"
                 )
 
-    def form(self, sizer: BatchSizer) -> Batch | None:
-        """Form the next batch for the workers; None where there are not enough samples for now."""
+    def form(self) -> Batch | None:
+        """Form the next batch for the workers; None where there are not enough samples, or its size is open, for now.
+
+        Does not wait.
+        """
         with self._changed:
             if not self._spans:
                 return None
-            index = self._delivered + len(self._formed)
-        wanted = sizer.size(index)
-        if wanted < 1:
-            raise ValueError(f"batch {index} of rank {self._rank} is to have {wanted} samples; expected at least 1")
-        with self._changed:
-            if wanted != self.batch and self._left() < wanted and not (self._nothing_more or self._over):
-                self._short = True  # The next answer may bring the rest of a whole batch.
-                if not self._asked:
-                    self._ask()
+            index = self._next_index
+            wanted = self._sizer.size(index)
+            if wanted is None:
+                return None
+            if wanted < 1:
+                raise ValueError(f"batch {index} of rank {self._rank} is to have {wanted} samples; expected at least 1")
+            if not self._suffices(wanted):
                 return None
             spans: list[Span] = []
             while self._spans and wanted:
                 spans.append(self._pop(wanted))
                 wanted -= spans[-1][1] - spans[-1][0]
-            if not spans:
-                return None  # Called back meanwhile.
             formed_s = 0.0 if self._formed else time.monotonic()
             batch = Batch(self._numbers, tuple(spans), formed_s)
+            self._largest = max(self._largest, batch.samples)
             self._numbers += 1
             self._formed[batch.number] = batch
             if not self._in_order:
@@ -312,12 +397,16 @@ class LeaseStock:
         return sum(stop - start for start, stop in self._spans)
 
     def _ask_ahead(self) -> None:
-        enough = self._left() > max(1, self._ahead) * self.batch and self._held() >= _ASK_BELOW * self._level
+        enough = self._left() > max(1, self._ahead) * self._largest and self._held() >= _ASK_BELOW * self._level
         if not self._asked and not self._over and not enough:
             self._ask()
 
-    def _ask(self) -> None:
-        self._asked, self._nothing_more = True, False
+    def _ask(self, index: int = -1) -> None:
+        """Ask for more samples, for the batch of this index if it lacks some."""
+        self._asked, self._asked_for, self._nothing_more_for = True, index, -1
+        self._send_ask()
+
+    def _send_ask(self, *, again: bool = False) -> None:
         self._send(
             LeaseAsk(
                 self.loader,
@@ -331,7 +420,9 @@ class LeaseStock:
                 self._digest,
                 self._done,
                 0 if self._in_order else self._on_their_way(),
+                self._fixed,
                 self._idle and not self._formed,
+                again,
             )
         )
         self._done = []
@@ -350,13 +441,13 @@ class LeaseStock:
             if isinstance(message, Lease):
                 self._asked = False
                 self._over, self._refused = message.over, message.refused
-                self._nothing_more, self._short = message.stop == message.start, False
+                self._nothing_more_for = self._asked_for if message.stop == message.start else -1
                 if message.stop > message.start:
                     self._spans.append((message.start, message.stop))
                 self._level = self._held()
             elif isinstance(message, LeaseRecall):
-                kept, self._short = self._give_back(message.keep), False
-                self._send(LeaseReturn(self.loader, self.epoch, self._begun, False, False, kept))
+                kept = self._give_back(message.keep)
+                self._send_return(kept)
             if not self._spans and not self._formed and not self._over and not self._asked:
                 self._ask()  # The answer was of a time when there still was something here.
             self._changed.notify_all()
@@ -370,10 +461,12 @@ class LeaseStock:
     def _give_back(self, keep: int) -> int:
         """Forget all but the first `keep` samples that were not begun, whole batches of those formed; what is left.
 
-        While there is nothing in work here the first batch stays: ranks would take it from each other for ever.
+        While there is nothing in work here the first batch stays: ranks would take it from each other for ever. Unless
+        every rank has its share, which none takes from another.
         """
         kept, first = 0, next(iter(self._formed.values()), None)
-        if self._idle and (first is None or self._in_order):
+        self._returned_for = -1  # Batches get other numbers.
+        if self._idle and not self._sizer.balanced and (first is None or self._in_order):
             keep = max(keep, self.batch if first is None else first.samples)
         if self._in_order:
             for number, batch in list(self._formed.items()):

@@ -29,6 +29,7 @@ from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseRecall, ReportConsumed
+from star_hvd.channel.messages.shares import ShareOrder, ShareProposal
 from star_hvd.channel.messages.switch import (
     Commit,
     DropSet,
@@ -56,7 +57,7 @@ from star_hvd.runtime.inactivity import Inactivity
 from star_hvd.runtime.job_log import JobLog, check_curves
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
-from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity
+from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity, samples_in_memory
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
@@ -111,6 +112,11 @@ def shutdown() -> None:
         _current = None
 
 
+_FOR_CLIENT = (
+    Lease, LeaseRecall, ShareProposal, ShareOrder, Consumed, ReportConsumed, messages.Grant, messages.EpochEnd
+)  # fmt: skip
+
+
 class Runtime:
     """See the module's text.
 
@@ -128,7 +134,9 @@ class Runtime:
         self.keyring = Keyring()
         self.coordinator: Coordinator | None = None
         self.drivers: dict[int, StepDriver] = {}
+        self._asked: dict[int, Plan] = {}  # By optimizer, what the user asked for.
         self.batch_weights: list[float] = []
+        self._had_shares = False
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
         self.client: CoordinatorClient
@@ -182,7 +190,9 @@ class Runtime:
             self._on_message,
             self.config.heartbeat_s,
         )
-        self.client = CoordinatorClient(self.config, self.rank, self.agent, self.raise_failure)
+        self.client = CoordinatorClient(
+            self.config, self.rank, self.agent, self.raise_failure, self._first_step, self._most_samples
+        )
         self.services = ModeServices(
             self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers
         )
@@ -214,11 +224,15 @@ class Runtime:
             self.services.later,
         )
 
-    def attach(self, driver: StepDriver, engine: StepEngine, initial: Plan, plan: Plan | None) -> None:
+    def attach(
+        self, driver: StepDriver, engine: StepEngine, initial: Plan, plan: Plan | None, *, exact: bool = False
+    ) -> None:
         """Start an optimizer's engine and register it: its first plan, and what the user asked for."""
         if driver.number > 0:
             gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
         self.drivers[driver.number] = driver
+        if plan is not None:
+            self._asked[driver.number] = plan
         driver.start(engine, self.services)
         if self._ranker is not None and plan is None:
             first = engine.step
@@ -234,7 +248,7 @@ class Runtime:
             self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
             self._sampler.start()
         size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
-        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size))
+        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact))
 
     def _note_resources(self, readings: Resources) -> None:
         """Once per second, in the sampler's thread."""
@@ -265,6 +279,7 @@ class Runtime:
     def _end(self, driver: StepDriver) -> None:
         """Let go of an optimizer for which no rank waits any more."""
         self.drivers.pop(driver.number, None)
+        self._asked.pop(driver.number, None)
         self._had_dropped |= driver.dropped
         self._had_mixed |= driver.engine.agreement.mixed
         driver.stop()
@@ -371,6 +386,40 @@ class Runtime:
                 return driver.engine.step if driver.active_mode is None else -1
         return -1
 
+    def check_shares(self, batch: int) -> None:
+        """Whether the batch shares that the user asked for fit a loader's batches.
+
+        Raises:
+            ValueError: They make another global batch.
+        """
+        for plan in self._asked.values():
+            total = self.world_size * batch
+            if plan.batch_shares and not plan.balanced and sum(plan.batch_shares) != total:
+                raise ValueError(
+                    f"batch shares {plan.batch_shares} sum to {sum(plan.batch_shares)}, and {self.world_size} ranks "
+                    f"with batch_size {batch} make {total} samples in a step; give shares that sum to {total}, or "
+                    "another batch_size to hvd.shard"
+                )
+
+    def batch_delivered(self, loader: int, index: int) -> bool:
+        """A batch of a loader is given to the training loop. Whether it is the first one since batches differ."""
+        sizes = self.client.batch_sizes(loader)
+        sizes.delivered(index)
+        first = sizes.uneven and not self._had_shares
+        self._had_shares |= first
+        return first
+
+    def _first_step(self) -> int:
+        """The step of the first optimizer: what batches of a loader are counted by."""
+        return next((driver.engine.step for driver in list(self.drivers.values())), 0)
+
+    def _most_samples(self) -> int:
+        """Most samples in a batch: what the user set, or fits in the device's memory; 0 where unknown."""
+        largest = round(max(list(self.batch_weights), default=0.0) * self.reference_samples)
+        buckets = [bucket for driver in list(self.drivers.values()) for bucket in driver.engine.applier.buckets]
+        by_memory = samples_in_memory(largest, buckets[0].flat.device) if buckets else 0
+        return min((count for count in (self.config.max_batch, by_memory) if count), default=0)
+
     def batch_weight(self, passes: int) -> float:
         """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
         recent = self.batch_weights[-passes:]
@@ -475,7 +524,7 @@ class Runtime:
             driver = self.drivers.get(message.optimizer_id)
             if driver is not None:
                 driver.on_message(message)
-        elif isinstance(message, (Lease, LeaseRecall, Consumed, ReportConsumed, messages.Grant, messages.EpochEnd)):
+        elif isinstance(message, _FOR_CLIENT):
             self.client.on_message(message)
         elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):

@@ -25,11 +25,13 @@ import psutil
 from star_hvd import env
 from star_hvd.threads import supervised
 
-__all__ = ["Gpu", "ResourceSampler", "Resources", "cgroup_directory", "gpu_identity", "open_gpu"]
+__all__ = ["Gpu", "ResourceSampler", "Resources", "cgroup_directory", "gpu_identity", "open_gpu",
+           "samples_in_memory"]
 
 logger = logging.getLogger("star_hvd")
 
 _NAN = math.nan
+_USABLE = 0.85  # Of a GPU's memory: the rest is lost between blocks, and to the context.
 _SLOWING_REASONS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 
 
@@ -240,6 +242,21 @@ def gpu_identity(optimizer: Any) -> str | None:
             return str(torch.cuda.get_device_properties(param.device).uuid)
         return None
     return None
+
+
+def samples_in_memory(batch: int, device: Any) -> int:
+    """Samples in a batch with which a GPU would be full, as if all it holds grew with the batch; 0 for a CPU.
+
+    Args:
+        batch: Samples of the largest batch so far.
+        device: Where the parameters are, a `torch.device`.
+    """
+    if batch < 1 or device.type != "cuda":
+        return 0
+    import torch
+
+    peak = torch.cuda.max_memory_allocated(device)
+    return max(batch, int(batch * _USABLE * torch.cuda.mem_get_info(device)[1] / peak)) if peak else 0
 
 
 class Gpu:

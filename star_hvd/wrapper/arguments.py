@@ -10,7 +10,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average
 
-__all__ = ["check_numbers", "check_predivide", "names_of"]
+__all__ = ["check_accuracy", "check_numbers", "check_predivide", "names_of"]
 
 
 def check_predivide(op: Any) -> None:
@@ -23,6 +23,20 @@ def check_predivide(op: Any) -> None:
         raise ValueError("gradient_predivide_factor not supported yet with ROCm")
     if op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
+
+
+def check_accuracy(accuracy: Any) -> str:
+    """What `auto` may choose.
+
+    Raises:
+        ValueError: Neither `exact` nor `bounded`.
+    """
+    if accuracy not in ("exact", "bounded"):
+        raise ValueError(
+            f"accuracy is {accuracy!r}; expected 'exact' (auto chooses only sync and sync(balanced)) or 'bounded' "
+            "(all modes); the environment variable STAR_ACCURACY goes before the argument"
+        )
+    return str(accuracy)
 
 
 def check_numbers(passes: int, groups: Any, max_grad_norm: float | None) -> None:

@@ -90,6 +90,7 @@ class BucketCore:
         config: Settings of this optimizer; those of channel and control are the runtime's.
         names: Name of every parameter.
         max_grad_norm: Norm to which the averaged gradient is clipped.
+        exact: Whether `auto` is to choose among the exact modes only.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class BucketCore:
         config: Config,
         names: dict[torch.nn.Parameter, str],
         max_grad_norm: float | None,
+        exact: bool = False,
     ) -> None:
+        self._exact = exact
         self.base = base
         self._inner = inner
         self._wrapped = wrapped
@@ -192,7 +195,7 @@ class BucketCore:
         if plan is not None and plan.world_size != run.world_size:  # Elastic: keep the number that may be late.
             late = plan.world_size - plan.quorum
             plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
-        run.attach(driver, engine, initial, plan)
+        run.attach(driver, engine, initial, plan, exact=self._exact)
         if issubclass(self.base, torch.optim.LBFGS):
             driver.pin("LBFGS evaluates its closure several times per step")
         reason = lockstep_only(self._buckets, self.optimizer.param_groups)

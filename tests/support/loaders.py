@@ -114,7 +114,10 @@ class World:
             drivers={},
             reference_samples=0.0,
             catch_up=lambda: None,
+            rank=rank,
             steps_made=lambda: self.steps[rank],
+            check_shares=lambda batch: None,
+            batch_delivered=lambda loader, index: client.batch_sizes(loader).delivered(index),
             note_batch=lambda weight, input_s: self.weights.append(weight),
             inactive=lambda reason: contextlib.nullcontext(),
         )

@@ -134,13 +134,15 @@ class Heartbeat(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Register(Message):
-    """A rank has made an optimizer. `initial` is its first plan, `plan` the one the user requests, empty for `auto`."""
+    """A rank has made an optimizer. `initial` is its first plan, `plan` the one the user requests, empty for `auto`.
+    `exact` says that `auto` may choose among the exact modes only."""
 
     kind: ClassVar[str] = "register"
     optimizer_id: int
     initial: dict[str, Any]
     plan: dict[str, Any]
     gradient_bytes: int = 0
+    exact: bool = False
 
 
 @message_kind

@@ -21,7 +21,9 @@ class LeaseAsk(Message):
         digest: Of the order of the samples, equal on all ranks; 0 where it is not known yet.
         done: Starts and stops of spans that were consumed before the epoch was interrupted; in the first message.
         undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
+        fixed: The loader's batches keep their size: it takes no part in batch shares.
         idle: Its training thread has nothing to work on.
+        again: It repeats, with news, a request that may not have been answered; if it was, there is no second answer.
     """
 
     kind: ClassVar[str] = "lease_ask"
@@ -36,7 +38,9 @@ class LeaseAsk(Message):
     digest: int = 0
     done: list[int] = field(default_factory=list)
     undelivered: int = 0
+    fixed: bool = False
     idle: bool = False
+    again: bool = False
 
 
 @message_kind
@@ -80,6 +84,8 @@ class LeaseReturn(Message):
         undone: Starts and stops of spans that count as begun and were never delivered.
         leaves: It takes no more.
         early: Its program left the loop before it had heard that the epoch is over; it waits for nobody.
+        unasked: It was not recalled: the rank has had its share of the epoch.
+        undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
     """
 
     kind: ClassVar[str] = "lease_return"
@@ -90,6 +96,8 @@ class LeaseReturn(Message):
     early: bool = False
     kept: int = 0
     undone: list[int] = field(default_factory=list)
+    unasked: bool = False
+    undelivered: int = 0
 
 
 @message_kind

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from star_hvd.loader import ShardLoader, shard, work
+from star_hvd.runtime.lease_stock import BatchSizer
 from star_hvd.runtime.sample_order import SamplerOrder
 from tests.support.loaders import Numbers, World
 
@@ -160,7 +161,7 @@ def test_a_stream_goes_on_until_the_queue_has_counted_all_batches(monkeypatch: p
         short[0].state_dict()
 
 
-class Growing:
+class Growing(BatchSizer):
     """Batch sizes 1, 2, 3, ..."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ def brute_force_s(fixed: list[float], per_sample: list[float], total: int, low: 
     return best
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=st.data(), n=st.integers(1, 4), total=st.integers(1, 12))
 def test_equals_brute_force(data: st.DataObject, n: int, total: int) -> None:
     fixed = [data.draw(st.sampled_from((0.0, 0.1, 1.0, 3.0))) for _ in range(n)]

@@ -24,7 +24,7 @@ from star_hvd.config import Config
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.runtime.coordinator_client import CoordinatorClient
-from star_hvd.runtime.lease_stock import ConstantBatches, LeaseStock
+from star_hvd.runtime.lease_stock import LeaseStock
 
 LATENCY_S = 0.001
 
@@ -158,7 +158,7 @@ class Job:
     def loaded(self, rank: int) -> list[tuple[int, int]] | None:
         """The next batch out of the workers; None where this rank has to wait, or has come to the end."""
         stock, numbers = self.stocks[rank], self.on_their_way[rank]
-        while len(numbers) < self.ahead and (batch := stock.form(ConstantBatches(stock.batch))) is not None:
+        while len(numbers) < self.ahead and (batch := stock.form()) is not None:
             numbers.append((batch.number, self.now_s + self.load_s * (1 + batch.number * 7 % 3)))
         if not numbers:
             if not stock.ready(0.0):
@@ -408,7 +408,7 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
     stock.on_message(Lease(0, 1, 0, 40, False))
     assert [stock.next(1.0, lambda: None, lambda: 0.0) for _ in range(2)] == [(0, 4), (4, 8)]
     stock.on_message(LeaseRecall(0, 1))
-    assert sent[1] == replace(cast(LeaseAsk, sent[0]), idle=True), "asked for ahead, and now waited for"
+    assert sent[1] == replace(cast(LeaseAsk, sent[0]), idle=True, again=True), "asked for ahead, and now waited for"
     assert sent[2:] == [LeaseReturn(0, 1, 8, False), LeaseAsk(0, 1, 100, 4, False, 8)]
     stock.on_message(Lease(0, 1, 96, 100, False))
     stock.close()
@@ -473,3 +473,43 @@ def test_a_batch_of_no_time_or_of_all_time_is_no_error(batch_s: float) -> None:
     for now_s in (0.0, 1.0):
         for rank in (0, 1):
             assert queue.ask(rank, 0, now_s) is not Answer.END
+
+
+def entitled() -> LeaseQueue:
+    """Rank 0 holds 20 positions more than its share, for which rank 1 waits."""
+    queue = LeaseQueue(100, 10, 2)
+    queue.entitle((50, 50))
+    assert (queue.ask(0, 0, 0.0), queue.ask(1, 0, 0.0)) == ((0, 50), (50, 100))
+    queue.entitle((30, 70))
+    assert queue.ask(1, 20, 1.0) is Answer.WAIT
+    return queue
+
+
+def test_only_what_a_rank_holds_beyond_its_share_is_called_back() -> None:
+    queue = entitled()
+    assert list(queue.recalls(1.0)) == [(0, 30)] and list(queue.recalls(1.0)) == []
+    queue.give_back(0, 10, 2.0, kept=20)
+    assert list(queue.answers(2.0)) == [(1, (30, 50))]
+    assert queue.ask(0, 20, 3.0) is Answer.LATER and not list(queue.recalls(3.0))
+
+
+def test_a_recall_that_crosses_what_a_rank_returns_of_itself_is_answered_before_it_gets_more() -> None:
+    queue = entitled()
+    assert list(queue.recalls(1.0)) == [(0, 30)]
+    queue.give_back(0, 30, 2.0, unasked=True)
+    assert list(queue.answers(2.0)) == [(1, (30, 50))]
+    queue.leave(1)
+    assert queue.ask(0, 30, 3.0) is Answer.WAIT, "else its answer to the recall would return what it is given now"
+    queue.give_back(0, 30, 4.0)
+    assert list(queue.answers(4.0)) == [(0, (70, 80))], "what rank 1 leaves over"
+
+
+def test_batches_that_may_come_back_keep_an_epoch_with_shares_open() -> None:
+    queue = LeaseQueue(20, 10, 2)
+    queue.entitle((10, 10))
+    assert (queue.ask(0, 0, 0.0), queue.ask(1, 0, 0.0)) == ((0, 10), (10, 20))
+    queue.give_back(1, 10, 1.0, undelivered=10)
+    assert queue.ask(0, 10, 2.0) is Answer.WAIT
+    queue.give_back(1, 10, 3.0, undone=[(10, 20)])
+    queue.leave(1)
+    assert list(queue.answers(4.0)) == [(0, (10, 20))]

@@ -260,6 +260,8 @@ class Calls(RuleBasedStateMachine):
         with self.replica.apply_lock, self.lock:
             took = self.call("adopt", lambda: self.replica.adopt(snapshot, self.ended))
         assert took == needed
+        if took and step == self.ended:
+            self.last_pushed = None  # What was fetched is what the members have made of the last step.
         if not took:
             assert same(live, values_of(self.replica.applier)), "what is not needed changes nothing"
 

@@ -1,0 +1,130 @@
+"""When batch shares change: on a lasting difference of speed, and back as soon as it is over. Pure: no clock.
+
+The shares are solved for again and again from what was measured last, exactly (`scheduler.balance.batch_shares`), and
+change where that is predicted to save 3 % of a step and more than the times scatter. Two looks at the times: the last
+`SHORT` reports show a rank that has just become slow, or well again, the last `LONG` ones what little a rank is slower
+all the time. A change that is soon undone was for a disturbance that comes and goes: each time the next look is over
+twice as many reports, so that shares follow lasting differences only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.balance.batch_shares import balance
+from scheduler.balance.time_curves import LONG, SHORT, TimeCurves
+
+__all__ = ["FIXED", "SharePolicy", "share_factors", "share_sentence", "solve_shares"]
+
+GAIN = 0.03
+"""Predicted gain below which shares stay."""
+
+FIXED = 0.1
+"""Part of a step's time taken not to depend on the batch where no change of size has shown it: for predictions only."""
+
+_SIGMAS = 3.0  # Errors of the times that a gain has to exceed.
+_FAR = 0.15  # Of the usual batch.
+_SOON, _CALM = 3, 12  # Times the look's reports: a change undone within is a flap; so long without one ends caution.
+
+
+def share_sentence(shares: Sequence[int], ratio: float) -> str:
+    """`rank 2 gets 12 of 76 samples, step 0.62 of that with equal batches`; the ranks that get fewest are named."""
+    if not shares or max(shares) - min(shares) <= 1:
+        return "all ranks get equal batches"
+    least = min(shares)
+    ranks = [rank for rank, share in enumerate(shares) if share == least][:4]
+    names = f"rank {ranks[0]} gets" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} get"
+    return f"{names} {least} of {sum(shares)} samples, step {ratio:.2f} of that with equal batches"
+
+
+def share_factors(shares: Sequence[int], batch: int, fixed: float) -> list[float]:
+    """Time of every rank with its share over that with a usual batch."""
+    return [fixed + (1.0 - fixed) * share / batch for share in shares]
+
+
+def solve_shares(levels_s: Sequence[float], batch: int, fixed: float, most: Sequence[int] = ()) -> tuple[int, ...]:
+    """The best shares of `batch` times as many samples as ranks; equal ones where they are as good.
+
+    Args:
+        levels_s: Seconds of every rank for a usual batch.
+        batch: Its samples.
+        fixed: Part of that time that does not depend on the batch.
+        most: Most samples of every rank, 0 for no limit.
+    """
+    equal = (batch,) * len(levels_s)
+    total = sum(equal)
+    high = [min(total, limit) if limit else total for limit in most] if most else None
+    if high is not None and (sum(high) < total or min(high) < 1):
+        return equal
+    alpha, beta = [fixed * one for one in levels_s], [(1.0 - fixed) * one / batch for one in levels_s]
+    found = balance(alpha, beta, total, least=[1] * len(equal), most=high)
+    return equal if max(levels_s) <= (1.0 + GAIN) * found.time_s else found.sizes
+
+
+class SharePolicy:
+    """Decides the shares of one loader's batches.
+
+    Args:
+        world_size: Number of ranks.
+        batch: Samples of a usual batch; a step has `world_size` times as many.
+
+    Attributes:
+        curves: What is known of the ranks' times.
+        ratio: Predicted step over that with equal batches, of the latest decision.
+    """
+
+    def __init__(self, world_size: int, batch: int) -> None:
+        self.curves = TimeCurves(world_size, batch)
+        self.ratio = 1.0
+        self._equal = (batch,) * world_size
+        self._look = SHORT
+        self._since = 0  # Reports of rank 0 since the last change.
+        self._previous = self._present = self._equal
+
+    @property
+    def look(self) -> int:
+        """Reports that a quick answer takes at present."""
+        return self._look
+
+    def note(self, rank: int, samples: int, compute_s: float) -> None:
+        """Take in one step of a rank."""
+        self.curves.note(rank, samples, compute_s)
+        if rank == 0:
+            self._since += 1
+            if self._look > SHORT and self._since > _CALM * self._look:
+                self._look, self._since = max(SHORT, self._look // 2), 0
+
+    def decide(self, present: Sequence[int], most: Sequence[int] = ()) -> tuple[int, ...] | None:
+        """The shares to change to, None to keep `present` (empty for equal ones)."""
+        now = tuple(present) or self._equal
+        if self.curves.reports_since_change() < self._look:
+            return None
+        for count in sorted({self._look, max(LONG, self._look)}):
+            levels_s = self.curves.levels_s(min(count, LONG))
+            if levels_s is None:
+                return None
+            found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most)
+            present_s, found_s = self._time_s(levels_s, now), self._time_s(levels_s, found)
+            least = max(GAIN, _SIGMAS * self.curves.scatter(min(count, LONG)))
+            too_large = any(0 < limit < share for share, limit in zip(now, most, strict=False))
+            if found != now and (present_s - found_s > least * present_s or too_large):
+                self.ratio = found_s / self._time_s(levels_s, self._equal)
+                return found
+        return None
+
+    def changed(self, shares: Sequence[int]) -> None:
+        """A change was ordered: one that soon undoes the one before makes the next look longer."""
+        now = tuple(shares) or self._equal
+        if self._undoes(now) and self._since < _SOON * self._look + SHORT:
+            self._look = min(LONG, 2 * self._look)
+        self._previous, self._present, self._since = self._present, now, 0
+
+    def _undoes(self, now: Sequence[int]) -> bool:
+        """Whether a rank whose share the last change moved far is now moved far the other way."""
+        far = _FAR * self.curves.batch
+        moves = zip(self._previous, self._present, now, strict=True)
+        return any(min(abs(b - a), abs(c - b)) > far and (b > a) != (c > b) for a, b, c in moves)
+
+    def _time_s(self, levels_s: Sequence[float], shares: Sequence[int]) -> float:
+        factors = share_factors(shares, self.curves.batch, self.curves.fixed)
+        return max(one * factor for one, factor in zip(levels_s, factors, strict=True))

@@ -1,0 +1,122 @@
+"""How long a batch of so many samples takes each rank, fitted from what was observed. Pure.
+
+    t_i(b) = s_i (phi + (1 - phi) b / B_0)
+
+s_i is rank i's time for a usual batch of B_0 samples, phi the part of it that does not depend on the batch. Neither a
+rank's fixed part nor its rate is known while its batches have one size only. So phi is one number for all ranks, 0 as
+long as no size has changed: then shares move by less than the best ones, in the right direction, and that change tells
+phi. The level s_i is a median over the latest reports, so what a slow rank really costs is measured anew at each size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+__all__ = ["SHORT", "LONG", "TimeCurves", "fixed_part"]
+
+SHORT, LONG = 5, 24
+"""Reports whose median is a rank's time: the fewest that outvote two outliers, and as many as tell a few percent."""
+
+_BEFORE = 4  # Reports before a change that are compared with those behind it: a rank may just have become slow.
+_MOVED = 0.05  # Of the usual batch: less tells nothing.
+_MOST_FIXED = 0.95
+_ESTIMATES = 256
+
+
+def fixed_part(before: tuple[float, float], behind: tuple[float, float]) -> float:
+    """phi from two (size over the usual one, seconds) of one rank; 0 to 0.95."""
+    (size, time_s), (new_size, new_time_s) = before, behind
+    ratio = new_time_s / time_s
+    part = ratio * size - new_size
+    whole = part + 1.0 - ratio
+    if abs(whole) < 1e-9:
+        return 0.0
+    return min(_MOST_FIXED, max(0.0, part / whole))
+
+
+@dataclass(slots=True)
+class _Reports:
+    """Of one rank: sizes over the usual one with their times, and what is compared at the next change."""
+
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LONG))
+    before: tuple[float, float] | None = None
+    since: int = 0  # Reports since the size changed.
+
+
+class TimeCurves:
+    """Fits the curves.
+
+    Args:
+        world_size: Number of ranks.
+        batch: Samples of a usual batch.
+    """
+
+    def __init__(self, world_size: int, batch: int) -> None:
+        self.batch = batch
+        self._reports = [_Reports() for _ in range(world_size)]
+        self._fixed: deque[tuple[float, float]] = deque(maxlen=_ESTIMATES)  # Estimates with their weights.
+
+    @property
+    def fixed(self) -> float:
+        """phi, the median of what changes of size showed; 0 before the first."""
+        if not self._fixed:
+            return 0.0
+        ordered = sorted(self._fixed)
+        half, weight = 0.5 * sum(w for _, w in ordered), 0.0
+        for value, one in ordered:
+            weight += one
+            if weight >= half:
+                return value
+        return ordered[-1][0]
+
+    @property
+    def known(self) -> bool:
+        """Whether any size has changed yet."""
+        return bool(self._fixed)
+
+    def note(self, rank: int, samples: int, compute_s: float) -> None:
+        """Take in one step of a rank."""
+        if samples < 1 or not 0.0 < compute_s < math.inf:
+            return
+        size, reports = samples / self.batch, self._reports[rank]
+        if reports.recent and reports.recent[-1][0] != size:
+            old = reports.recent[-1][0]
+            times = [time_s for one, time_s in list(reports.recent)[-_BEFORE:] if one == old]
+            reports.before, reports.since = (old, float(np.median(times))), 0
+        reports.recent.append((size, compute_s))
+        reports.since += 1
+        if reports.since == SHORT and reports.before is not None and abs(size - reports.before[0]) > _MOVED:
+            times = [time_s for _, time_s in list(reports.recent)[-SHORT:]]
+            estimate = fixed_part(reports.before, (size, float(np.median(times))))
+            self._fixed.append((estimate, abs(size - reports.before[0])))
+
+    def reports_since_change(self) -> int:
+        """Of the rank with the fewest, since its size changed."""
+        return min(reports.since for reports in self._reports)
+
+    def levels_s(self, count: int) -> list[float] | None:
+        """s_i of every rank over its last `count` reports, None while one has fewer."""
+        if any(len(reports.recent) < count for reports in self._reports):
+            return None
+        fixed = self.fixed
+        return [
+            float(np.median([t / (fixed + (1.0 - fixed) * size) for size, t in list(reports.recent)[-count:]]))
+            for reports in self._reports
+        ]
+
+    def scatter(self, count: int) -> float:
+        """Standard error of such a level, relative, of the rank where it is largest.
+
+        From all reports that are kept: a few of them may be alike by chance.
+        """
+        fixed, worst = self.fixed, 0.0
+        for reports in self._reports:
+            times = np.array([t / (fixed + (1.0 - fixed) * size) for size, t in reports.recent])
+            middle = float(np.median(times))
+            # 1.4826 MAD is the standard deviation of normal values, 1.25 s / sqrt(n) the error of their median.
+            worst = max(worst, 1.85 * float(np.median(np.abs(times - middle))) / middle / math.sqrt(count))
+        return worst

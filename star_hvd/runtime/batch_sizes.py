@@ -1,0 +1,229 @@
+"""How many samples a rank's next batch has: equal batches, or the rank's batch share of the step it belongs to.
+
+All ranks change their shares at the same step. A loader forms batches ahead of the training, so a change takes effect
+at a step of which no rank has formed its batch yet: asked by the coordinator, a rank answers with the first such step
+of its own and forms nothing from there on until the coordinator has said the step for all. With a few batches of margin
+no rank waits for that, as a rule.
+
+The size of a batch depends on its index in the epoch alone: a batch that is called back and formed again has the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler.balance.batch_shares import divide
+from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
+from star_hvd.runtime.lease_stock import BatchSizer
+
+__all__ = ["BatchSizes"]
+
+_MARGIN = 2
+"""Batches that a rank may still form while an order is on its way: a step is longer than a message there and back."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Shares from a batch of an epoch on; empty for equal ones."""
+
+    index: int
+    shares: tuple[int, ...]
+    remaining: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An answered proposal: batches from `index` on wait for the order."""
+
+    number: int
+    epoch: int
+    index: int
+    step: int
+    batches: int
+
+
+class BatchSizes(BatchSizer):
+    """Sizes of the batches that one loader forms on this rank. Thread-safe.
+
+    Args:
+        rank: This rank.
+        loader: Number of the loader.
+        send: Sends a control message; does not wait.
+        step: The step that the training thread is at.
+        most: Most samples that fit in a batch by memory, 0 where unknown.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        loader: int,
+        *,
+        send: Callable[[Message], None],
+        step: Callable[[], int],
+        most: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._rank, self._loader = rank, loader
+        self._send, self._step, self._most = send, step, most
+        self._lock = threading.Lock()  # Guards what follows; messages are queued for sending under it.
+        self._epoch = -1
+        self._batch = self._samples = 0
+        self._sizes: list[_Sizes] = []  # Of the epoch, ascending.
+        self._shares: tuple[int, ...] = ()  # With which the next epoch begins.
+        self._formed = 0  # Batches of the epoch for which a size was given; none behind them has been formed.
+        self._at = (0, 0)  # A batch of the epoch that was delivered first in its step, and the step.
+        self._batches = 1  # In a step.
+        self._held: _Held | None = None
+        self._open = False
+
+    # ---- loader ---------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int, samples: int, batch: int) -> None:
+        """An epoch begins on this rank.
+
+        Args:
+            epoch: Its number.
+            samples: Of all ranks, without those that were consumed before.
+            batch: Samples in a batch where all are equal.
+        """
+        with self._lock:
+            self._epoch, self._samples, self._batch = epoch, samples, batch
+            self._sizes = [_Sizes(0, self._shares, samples)]
+            self._formed = 0
+            self._at, self._open = (0, self._step()), True
+
+    def end_epoch(self, epoch: int) -> None:
+        """This rank forms no more batches of an epoch."""
+        with self._lock:
+            if epoch == self._epoch:  # Else the next one has begun: the loop was left by an error that was kept.
+                self._open = False
+
+    def size(self, batch_index: int) -> int | None:
+        """See `BatchSizer`: None while an order is awaited."""
+        with self._lock:
+            if self._holds(batch_index):
+                return None
+            self._formed = batch_index + 1
+            return self._size_of(batch_index) or self._shares_at(batch_index)[self._rank]
+
+    def delivered(self, index: int) -> None:
+        """The training loop is given the `index`-th batch of the epoch. In the training thread."""
+        step = self._step()
+        with self._lock:
+            index_before, step_before = self._at
+            if step > step_before and index > index_before:
+                self._batches = max(1, round((index - index_before) / (step - step_before)))
+                self._at = (index, step)
+
+    def beyond(self, batch_index: int) -> bool:
+        """See `BatchSizer`: behind the last step in which it has a part a rank gets only what others leave over."""
+        with self._lock:
+            sizes = self._at_index(batch_index)
+            if sizes is None or not sizes.shares or self._holds(batch_index):
+                return False
+            return self._left(sizes, batch_index) <= 0 or self._size_of(batch_index) == 0
+
+    @property
+    def uneven(self) -> bool:
+        """Whether batches of this epoch, or of the next, differ between ranks."""
+        with self._lock:
+            return len(set(self._shares)) > 1
+
+    @property
+    def balanced(self) -> bool:
+        """See `BatchSizer`: whether batches of this epoch, or of the next, have or had shares of their own."""
+        with self._lock:
+            return bool(self._shares) or any(each.shares for each in self._sizes)
+
+    # ---- agent's thread -------------------------------------------------------------------------------------
+
+    def on_message(self, message: ShareProposal | ShareOrder) -> None:
+        """A proposal, answered at once, or an order."""
+        with self._lock:
+            if isinstance(message, ShareProposal):
+                self._answer(message)
+            else:
+                self._follow(message)
+
+    def _answer(self, message: ShareProposal) -> None:
+        if not self._open:
+            self._held = _Held(message.number, self._epoch + 1, 0, EPOCH_START, self._batches)
+            taken, planned = 0, [0, 0]
+        else:
+            # The first batch of a step, behind the margin.
+            at, step = self._at
+            steps = max(0, -(-(self._formed + _MARGIN - at) // self._batches))
+            index = at + steps * self._batches
+            self._held = _Held(message.number, self._epoch, index, step + steps, self._batches)
+            taken = self._taken_before(index)
+            later = [each.index - index for each in self._sizes if each.index > index]
+            planned = [part for ahead in (0, *later) for part in (ahead, self._size_of(index + ahead))]
+        held = self._held
+        self._send(
+            ShareReady(
+                self._loader, held.number, held.epoch, held.step, held.batches, taken, planned, self._most()
+            )
+        )
+
+    def _follow(self, message: ShareOrder) -> None:
+        held, self._held = self._held, None
+        if held is None or held.number != message.number:
+            self._held = held
+            return
+        if not message.accepted:
+            return
+        self._shares = tuple(message.shares)
+        if message.epoch > self._epoch:
+            return  # The next epoch begins with them.
+        if message.epoch < self._epoch:  # It was asked for between two epochs, of which one was left out.
+            self._sizes = [_Sizes(0, self._shares, self._samples)]
+            return
+        index = 0
+        if message.step != EPOCH_START and held.step != EPOCH_START:
+            index = held.index + (message.step - held.step) * held.batches
+        self._sizes = [*(each for each in self._sizes if each.index < index)]
+        self._sizes.append(_Sizes(index, self._shares, message.remaining))
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _holds(self, index: int) -> bool:
+        held = self._held
+        return held is not None and (self._epoch, index) >= (held.epoch, held.index)
+
+    def _taken_before(self, index: int) -> int:
+        """Samples of this rank in the batches of the epoch before one, as they are planned."""
+        ends = [each.index for each in self._sizes[1:]] + [index]
+        taken = 0
+        for sizes, end in zip(self._sizes, ends, strict=True):
+            count = max(0, min(end, index) - sizes.index)
+            if not sizes.shares:
+                taken += count * self._batch
+                continue
+            whole = min(count, sizes.remaining // sum(sizes.shares))
+            taken += whole * sizes.shares[self._rank]
+            taken += sum(self._size_of(sizes.index + i) for i in range(whole, count))
+        return taken
+
+    def _shares_at(self, index: int) -> tuple[int, ...]:
+        sizes = self._at_index(index)
+        return sizes.shares if sizes is not None else ()
+
+    def _size_of(self, index: int) -> int:
+        """Planned samples of a batch: 0 where this rank has no part in the epoch's last step."""
+        sizes = self._at_index(index)
+        if sizes is None or not sizes.shares:
+            return self._batch
+        left = self._left(sizes, index)
+        if left <= 0 or left >= sum(sizes.shares):
+            return sizes.shares[self._rank]  # Where something is left against all reckoning, it is given out too.
+        return divide(left, sizes.shares)[self._rank]
+
+    def _at_index(self, index: int) -> _Sizes | None:
+        return next((each for each in reversed(self._sizes) if each.index <= index), None)
+
+    @staticmethod
+    def _left(sizes: _Sizes, index: int) -> int:
+        """Samples of the epoch from a batch on, for all ranks."""
+        return sizes.remaining - (index - sizes.index) * sum(sizes.shares)

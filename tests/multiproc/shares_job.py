@@ -1,0 +1,178 @@
+"""Every rank of jobs whose batches have shares: `python -m tests.multiproc.shares_job SCENARIO`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+import torch
+
+import star_hvd as hvd
+from tests.support.launch import write_result
+
+SAMPLES, BATCH = 995, 19  # 13 steps of 76 samples and one of 7.
+CLIP, DECAY, RATE = 0.05, 0.1, 0.01
+
+
+def _data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).sin(), torch.arange(SAMPLES))
+
+
+def _net(*, batch_norm: bool = False) -> torch.nn.Module:
+    torch.manual_seed(7)
+    layers: list[torch.nn.Module] = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)]
+    if batch_norm:
+        layers.insert(1, torch.nn.BatchNorm1d(16))
+    return torch.nn.Sequential(*layers).double()
+
+
+def _adamw(net: torch.nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(net.parameters(), lr=RATE, weight_decay=DECAY)
+
+
+def _vector(net: torch.nn.Module) -> torch.Tensor:
+    return torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()
+
+
+def _train(
+    mode: str,
+    epochs: int,
+    *,
+    slow: float = 1.0,
+    net: torch.nn.Module | None = None,
+    workers: int = 0,
+    drop_last: bool = False,
+    **options: Any,
+) -> Any:
+    """What every rank had in each step, by epoch; and the parameters behind each step."""
+    net = _net() if net is None else net
+    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
+    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, num_workers=workers, drop_last=drop_last)
+    behind: list[torch.Tensor] = []
+    taken: list[list[list[int]]] = []
+    for epoch in range(epochs):
+        taken.append([])
+        for inputs, wanted, numbers in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+            factor = slow if hvd.rank() == 2 and epoch < epochs - 2 else 1.0
+            time.sleep(factor * (0.002 + 0.001 * len(numbers)))
+            optimizer.step()
+            behind.append(_vector(net))
+            taken[-1].append(numbers.tolist())
+    return optimizer, behind, taken
+
+
+def _reference(taken: list[list[list[list[int]]]]) -> list[torch.Tensor]:
+    """One process with the batch that the ranks had together in every step."""
+    net, data = _net(), _data()
+    optimizer, behind = _adamw(net), []
+    for epoch in range(len(taken[0])):
+        for step in range(max(len(rank[epoch]) for rank in taken)):
+            numbers = [i for rank in taken for i in (rank[epoch][step] if step < len(rank[epoch]) else [])]
+            inputs, wanted, _ = data[numbers]
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+            optimizer.step()
+            behind.append(_vector(net))
+    return behind
+
+
+def _compared(mode: str, epochs: int, slow: float, **options: Any) -> dict[str, Any]:
+    optimizer, behind, own = _train(mode, epochs, slow=slow, **options)
+    taken = hvd.allgather_object(own, name="taken")
+    expected = _reference(taken)
+    pairs = zip(behind, expected, strict=False)
+    return {
+        "sizes": [
+            [[len(batch) for batch in step] for step in zip(*(rank[epoch] for rank in taken), strict=False)]
+            for epoch in range(epochs)
+        ],
+        "steps": [len(expected), len(behind)],
+        "error": max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs),
+        "once": [
+            sorted(i for rank in taken for batch in rank[epoch] for i in batch) == list(range(SAMPLES))
+            for epoch in range(epochs)
+        ],
+        "mode": optimizer.mode,
+        "stats": optimizer.stats(),
+        "explain": hvd.explain() if hvd.rank() == 0 else "",
+        "report": [plan["mode"] for plan in hvd.report().to_dict()["plans"]] if hvd.rank() == 0 else [],
+    }
+
+
+def exact() -> dict[str, Any]:
+    """Shares of the user's, against one process."""
+    return _compared("sync(24,12,16,24)", 2, 1.0)
+
+
+def balanced() -> dict[str, Any]:
+    """Rank 2 is slow until two epochs before the end."""
+    return _compared("sync(balanced)", 8, 4.0)
+
+
+def loaded_ahead() -> dict[str, Any]:
+    """The same, with batches that worker processes load ahead."""
+    return _compared("sync(balanced)", 8, 4.0, workers=2)
+
+
+def auto() -> dict[str, Any]:
+    """The same, and the coordinator decides, among the exact modes."""
+    return _compared("auto", 8, 4.0, accuracy="exact")
+
+
+def unfed() -> dict[str, Any]:
+    """Batch shares without `shard`."""
+    net = _net()
+    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(balanced)")
+    told = ""
+    for _ in range(2000):
+        optimizer.zero_grad()
+        net(torch.ones(4, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        time.sleep(0.002)
+        # Rank 0 knows why, and all ranks have to stop at the same step.
+        told = hvd.broadcast_object(hvd.explain() if hvd.rank() == 0 else "", 0, name="told")
+        if "hvd.shard" in told:
+            break
+    return {"explain": told, "mode": optimizer.mode}
+
+
+def wrong() -> dict[str, Any]:
+    """What is refused at once, on all ranks alike."""
+    found = []
+    attempts: list[tuple[str, dict[str, Any]]] = [
+        ("sync(24,12,16)", {}), ("sync(24,0,16,36)", {}), ("partial(3)", {"accuracy": "exact"}),
+        ("auto", {"accuracy": "nearly"}), ("sync(1,2,3,4)", {}),
+    ]  # fmt: skip
+    for mode, options in attempts:
+        try:
+            _train(mode, 1, **options)
+        except ValueError as error:
+            found.append(str(error))
+    return {"errors": found}
+
+
+def normalized() -> dict[str, Any]:
+    """A network with batch normalization under unequal shares."""
+    warnings: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    logging.getLogger("star_hvd").addHandler(Listener())
+    # Without the rest, of which a rank would get one sample: too few for batch normalization.
+    _train("sync(22,16,16,22)", 3, net=_net(batch_norm=True), drop_last=True)
+    return {"warnings": [text for text in warnings if "batch normalization" in text]}
+
+
+if __name__ == "__main__":
+    hvd.init()
+    write_result({"rank": hvd.rank(), **globals()[sys.argv[1]]()})
+    hvd.shutdown()

@@ -1,0 +1,66 @@
+"""Batch shares in real jobs of four ranks: exact to one process with the global batch, which never changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.multiproc.shares_job import BATCH, SAMPLES
+from tests.support.launch import JOB_LIMIT_S, run_job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
+
+RANKS = 4
+WHOLE = RANKS * BATCH
+
+
+def _job(scenario: str) -> list[dict[str, Any]]:
+    return run_job("tests.multiproc.shares_job", scenario, ranks=RANKS).check().results
+
+
+def _check(results: list[dict[str, Any]]) -> None:
+    """Every step but the last one of an epoch has the global batch, every sample is taken once, nothing is late."""
+    for result in results:
+        assert all(result["once"])
+        assert result["error"] < 1e-6
+        assert result["stats"]["max_staleness"] == result["stats"]["folds"] == result["stats"]["drops"] == 0
+        for epoch in result["sizes"]:
+            assert [sum(sizes) for sizes in epoch[: SAMPLES // WHOLE]] == [WHOLE] * (SAMPLES // WHOLE)
+
+
+def test_unequal_batches_are_one_process_with_the_global_batch() -> None:
+    """AdamW with weight decay and clipping; b = (24, 12, 16, 24) of 76."""
+    results = _job("exact")
+    _check(results)
+    assert results[0]["sizes"][-1][-2] == [24, 12, 16, 24]
+    assert sum(sizes == [24, 12, 16, 24] for epoch in results[0]["sizes"] for sizes in epoch) >= SAMPLES // WHOLE
+    assert results[0]["mode"] == "sync(24,12,16,24)"
+
+
+@pytest.mark.parametrize("scenario", ["balanced", "loaded_ahead", "auto"])
+def test_a_slow_rank_gets_fewer_samples(scenario: str) -> None:
+    results = _job(scenario)
+    _check(results)
+    steps = [sizes for epoch in results[0]["sizes"] for sizes in epoch]
+    assert min(sizes[2] for sizes in steps if sum(sizes) == WHOLE) < BATCH // 2
+    assert "sync(balanced)" in results[0]["report"]
+
+
+def test_without_shard_shares_are_refused_with_the_reason() -> None:
+    for result in _job("unfed"):
+        assert "sync(balanced) needs hvd.shard" in result["explain"] and result["mode"] == "sync"
+
+
+def test_what_cannot_be_is_refused_with_what_to_do() -> None:
+    for result in _job("wrong"):
+        few, empty, inexact, unknown, other = result["errors"]
+        assert "one for each of the 4 ranks" in few and "at least 1" in empty
+        assert "'bounded'" in inexact and "expected 'exact'" in unknown
+        assert "sum to 10" in other and "76 samples" in other
+
+
+def test_a_batch_normalized_network_is_warned_of_once() -> None:
+    results = _job("normalized")
+    assert [len(result["warnings"]) for result in results] == [1, 0, 0, 0]
+    assert "GroupNorm" in results[0]["warnings"][0]

@@ -1,0 +1,102 @@
+"""`sync(balanced)` among the plans of `auto`: where it is offered, predicted and chosen, and in a simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import predict
+from scheduler.plan.plan import Plan
+from scheduler.policy.candidates import candidates
+from scheduler.policy.cost_policy import CostPolicy
+from scheduler.simulator.job import run_plans
+from scheduler.simulator.scenario import Cluster, Network, Scenario
+from scheduler.simulator.whatif import what_if
+from tests.support.windows import steady, window
+
+EXACT = ("sync",)
+
+
+def _conditions(times: np.ndarray, batch: int = 19, fixed_part: float = 0.0) -> Conditions:
+    n = times.shape[1]
+    return Conditions(times_s=times, rate=np.full(n, 1e9), batch=batch, fixed_part=fixed_part)
+
+
+def _labels(times: np.ndarray, **fields: int) -> list[str]:
+    return [plan.label for plan in candidates(_conditions(times, **fields), allowed=EXACT)]
+
+
+def test_it_is_offered_where_shard_feeds_the_ranks_and_one_is_slow_all_the_time() -> None:
+    slow = steady(4, slow={2: 4.0})
+    assert _labels(slow) == ["sync", "sync(balanced)"]
+    assert _labels(slow, batch=0) == ["sync"]
+    assert _labels(steady(4)) == ["sync"]
+    rotating = steady(4)
+    for step in range(len(rotating)):
+        rotating[step, step // 2 % 4] *= 4.0
+    found = {plan.label: predict(plan, _conditions(rotating)) for plan in candidates(_conditions(rotating))}
+    assert "sync(balanced)" not in found or found["sync(balanced)"].relative > found["partial(3)"].relative
+
+
+@pytest.mark.parametrize(("fixed_part", "expected"), [(0.0, 4.0 / 13.0), (0.5, 0.5 + 0.5 / 19)])
+def test_it_is_predicted_as_the_best_shares_make_it(fixed_part: float, expected: float) -> None:
+    conditions = _conditions(steady(4, slow={2: 4.0}, jitter=0.0), fixed_part=fixed_part)
+    plan = next(plan for plan in candidates(conditions, allowed=EXACT) if plan.balanced)
+    assert sum(plan.batch_shares) == 76
+    found = predict(plan, conditions)
+    # The slow rank alone has four times the fixed part, with one sample; else all end together.
+    assert found.relative == pytest.approx(expected, rel=0.08)
+    assert found.drift == 0.0 and found.reach == pytest.approx(1.0, abs=0.01)
+
+
+def test_it_is_chosen_where_only_exact_modes_are_allowed_and_left_when_the_rank_is_well() -> None:
+    policy, active = CostPolicy(4), Plan.sync(4)
+    for end in range(40, 80, 4):
+        seen = window(steady(4, slow={2: 4.0}), end=end, allowed=EXACT, batch=19, now_s=0.1 * end)
+        active = policy.decide(seen, active) or active
+    assert active.balanced and sum(active.batch_shares) == 76
+    assert "gets" in active.reason and "of 76 samples" in active.reason
+    assert active.reason in policy.explain()
+    for end in range(80, 400, 4):
+        active = policy.decide(window(steady(4), end=end, allowed=EXACT, batch=19, now_s=0.1 * end), active) or active
+    assert active.plain
+
+
+def test_without_shard_exact_modes_are_sync_alone() -> None:
+    policy = CostPolicy(4)
+    for end in range(40, 80, 4):
+        assert policy.decide(window(steady(4, slow={2: 4.0}), end=end, allowed=EXACT), Plan.sync(4)) is None
+
+
+def test_a_simulated_job_with_shares_takes_as_long_as_predicted() -> None:
+    rows = ((1.0, 1.0, 4.0, 1.0),)
+    scenario = Scenario(
+        cluster=Cluster(world_size=4), network=Network(compute_s=0.1), rows=rows, batch=19, fixed_part=0.1
+    )
+    plain, balanced, users = run_plans(
+        [scenario] * 3,
+        [Plan.sync(4), Plan.sync(4, balanced=True), Plan.sync(4, batch_shares=(24, 24, 4, 24))],
+    )
+    expected = predict(
+        Plan.sync(4, balanced=True), _conditions(np.array([[0.1, 0.1, 0.4, 0.1]] * 24), fixed_part=0.1)
+    ).relative
+    assert balanced.time_s / plain.time_s == pytest.approx(expected, rel=0.1)
+    assert users.time_s < 0.5 * plain.time_s
+    assert plain.reach == balanced.reach
+
+
+def test_what_if_shows_it() -> None:
+    times = steady(4, 200, slow={2: 4.0})
+    found = what_if(times, modes=("sync(balanced)",))
+    relative = {one.label: one.relative for one in found.modes}
+    assert relative["sync(balanced)"] < 0.5 < relative["sync"]
+
+
+def test_plans_with_other_shares_are_the_same_mode() -> None:
+    one, other = (Plan.sync(2, balanced=True, batch_shares=shares) for shares in ((3, 5), (4, 4)))
+    conditions = dataclasses.replace(_conditions(steady(2, slow={1: 3.0})))
+    assert [plan.label for plan in candidates(conditions, one, allowed=EXACT)].count("sync(balanced)") == 1
+    assert [plan.label for plan in candidates(conditions, other, allowed=EXACT)].count("sync(balanced)") == 1

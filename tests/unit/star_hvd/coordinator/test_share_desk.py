@@ -1,0 +1,394 @@
+"""Batch shares change at the same step on all ranks: a job of loaders, stocks and a coordinator in one thread.
+
+Ranks work in lockstep: a step ends when every rank that has not ended its epoch has begun its batch. Messages take
+random times, in order; changes of the shares are asked for at random moments.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.plan.plan import Plan
+from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
+from star_hvd.coordinator.lease_desk import LeaseDesk
+from star_hvd.coordinator.share_desk import ShareControl, ShareDesk
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.runtime.batch_sizes import BatchSizes
+from star_hvd.runtime.lease_stock import LeaseStock
+
+BATCH = 6
+
+
+class Job:
+    """Ranks in lockstep; one small thing happens per tick, picked at random.
+
+    Args:
+        seed: Fixes the interleaving.
+        ranks: How many.
+        samples: Of an epoch.
+        epochs: How many.
+        changes: Changes of the shares.
+        ahead: Batches that a loader forms ahead of the training.
+        in_order: Whether they come out in the order in which they were formed.
+        leaves: Ranks that leave their loops somewhere in every epoch; not all.
+        patient: Whether a step waits for ranks that wait for samples, which are inactive after a while.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        ranks: int,
+        samples: int,
+        epochs: int,
+        changes: int,
+        ahead: int,
+        *,
+        in_order: bool = True,
+        leaves: frozenset[int] = frozenset(),
+        patient: bool = True,
+    ) -> None:
+        self.in_order, self.leaves, self.patient = in_order, leaves, patient
+        self.random = random.Random(seed)
+        self.ranks, self.samples, self.epochs, self.ahead = ranks, samples, epochs, ahead
+        self.up: list[deque[Message]] = [deque() for _ in range(ranks)]
+        self.down: list[deque[Message]] = [deque() for _ in range(ranks)]
+        self.leases = LeaseDesk(ranks, lambda to, message: self.down[to].append(message))
+        self.desk = ShareDesk(ranks, lambda message: [queue.append(message) for queue in self.down] and None)
+        self.leases.totals = self.desk.opens
+        self.step = [0] * ranks
+        self.sizes = [
+            BatchSizes(rank, 0, send=self.up[rank].append, step=self._step_of(rank))
+            for rank in range(ranks)
+        ]
+        self.epoch = 0
+        self.changes_left = changes
+        self.formed: list[deque[int]] = []  # Numbers of batches.
+        self.stocks: list[LeaseStock] = []
+        self.ended: set[int] = set()
+        self.began: set[int] = set()
+        self.totals: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * ranks)  # By epoch and step in it.
+        self.first = 0
+        self.taken: list[int] = []
+        self.ordered = 0
+
+    def _step_of(self, rank: int) -> Callable[[], int]:
+        return lambda: self.step[rank]
+
+    def run(self) -> None:
+        self._begin_epoch()
+        for _ in range(200_000):
+            if self.epoch == self.epochs:
+                return
+            self._tick()
+        raise AssertionError(f"the job hangs in epoch {self.epoch} at steps {self.step}, {len(self.ended)} ended")
+
+    def _begin_epoch(self) -> None:
+        self.first = max(self.step)
+        self.step = [self.first] * self.ranks
+        self.formed = [deque() for _ in range(self.ranks)]
+        self.stocks, self.ended, self.began, self.taken = [], set(), set(), []
+        for rank in range(self.ranks):
+            self.stocks.append(
+                LeaseStock(
+                    rank, 0, self.epoch, samples=self.samples, batch=BATCH, drop_last=False, ahead=self.ahead,
+                    in_order=self.in_order, send=self.up[rank].append, sizer=self.sizes[rank],
+                )
+            )  # fmt: skip
+            self.sizes[rank].begin_epoch(self.epoch, self.samples, BATCH)
+            self.stocks[rank].begin(7, [])
+
+    def _tick(self) -> None:
+        pick, rank = self.random.random(), self.random.randrange(self.ranks)
+        if pick < 0.3 and self.up[rank]:
+            self._handle(rank, self.up[rank].popleft())
+        elif pick < 0.6 and self.down[rank]:
+            message = self.down[rank].popleft()
+            target: Any = self.sizes if isinstance(message, (ShareProposal, ShareOrder)) else self.stocks
+            if getattr(message, "epoch", self.epoch) == self.epoch or target is self.sizes:
+                target[rank].on_message(message)
+                if target is self.sizes:
+                    self.stocks[rank].wake()
+        elif pick < 0.62 and self.changes_left and self.desk.loader == 0 and not self.desk.pending:
+            self.changes_left -= 1
+            self.desk.propose(self._some_shares(), 0.0)
+        elif pick < 0.8:
+            self._form(rank)
+        else:
+            self._train(rank)
+
+    def _some_shares(self) -> list[int]:
+        total = BATCH * self.ranks
+        cuts = sorted(self.random.sample(range(1, total), self.ranks - 1))
+        return [end - begin for begin, end in zip([0, *cuts], [*cuts, total], strict=True)]
+
+    def _handle(self, rank: int, message: Message) -> None:
+        if isinstance(message, LeaseAsk):
+            self.leases.ask(rank, message, None, 0.0)
+        elif isinstance(message, LeaseReturn):
+            self.leases.give_back(rank, message, 0.0)
+        else:
+            assert isinstance(message, ShareReady)
+            change = self.desk.ready(rank, message, max(self.step) + 1)
+            if change is not None:
+                self.ordered += 1
+                self.leases.entitle(0, change.epoch, change.totals, change.later, 0.0)
+
+    def _form(self, rank: int) -> None:
+        """The loader of a rank forms a batch ahead of its training."""
+        if rank in self.ended or len(self.formed[rank]) > self.ahead:
+            return
+        stock = self.stocks[rank]
+        batch = stock.form()
+        if batch is not None:
+            self.formed[rank].append(batch.number)
+        elif not self.formed[rank] and stock.ready(0.0) and not stock.wait(0.0, lambda: None, lambda: 0.0):
+            self._end(rank)
+
+    def _end(self, rank: int) -> None:
+        self.sizes[rank].end_epoch(self.epoch)
+        self.stocks[rank].close()
+        self.ended.add(rank)
+
+    def _train(self, rank: int) -> None:
+        """A rank begins its next batch; the step ends when all have that have one."""
+        if rank in self.leaves - self.ended and self.random.random() < 0.02:
+            self.formed[rank].clear()
+            self._end(rank)
+            self.began.discard(rank)
+        self._maybe_end_step()
+        if rank in self.began or not self.formed[rank]:
+            if len(self.ended) == self.ranks and not any(self.formed):
+                self.epoch += 1
+                assert sorted(self.taken) == list(range(self.samples)), "a sample is missing or was taken twice"
+                if self.epoch < self.epochs:
+                    self._begin_epoch()
+            return
+        if not self.in_order:
+            self.formed[rank].rotate(self.random.randrange(len(self.formed[rank])))
+        batch = self.stocks[rank].take(self.formed[rank].popleft())
+        if batch is None:
+            return  # It was called back.
+        self.sizes[rank].delivered(self.stocks[rank].delivered - 1)
+        self.totals[self.epoch, self.step[rank] - self.first][rank] = batch.samples
+        self.taken += [p for start, stop in batch.spans for p in range(start, stop)]
+        self.began.add(rank)
+        self._maybe_end_step()
+
+    def _maybe_end_step(self) -> None:
+        # One that waits for the end, or for what others leave over, says that it is inactive.
+        done = {r for r in range(self.ranks) if not self.formed[r] and (r in self.ended or self._is_inactive(r))}
+        waited_for = set(range(self.ranks)) - done - self.began
+        if self.began and not waited_for:
+            self.began = set()
+            self.step = [self.step[0] + 1] * self.ranks
+
+
+    def _is_inactive(self, rank: int) -> bool:
+        return (self.stocks[rank].had_share or not self.patient) and not self.stocks[rank].ready(0.0)
+
+
+def checked(job: Job) -> None:
+    """Every step of an epoch but its last has the global batch."""
+    steps = max(step for epoch, step in job.totals)
+    for (epoch, step), sizes in sorted(job.totals.items()):
+        last = (epoch, step + 1) not in job.totals
+        expected = job.samples % (BATCH * job.ranks) if last else BATCH * job.ranks
+        assert sum(sizes) in (expected or BATCH * job.ranks, BATCH * job.ranks), (epoch, step, sizes)
+        assert steps == -(-job.samples // (BATCH * job.ranks)) - 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), ranks=st.integers(2, 4), steps=st.integers(3, 30), rest=st.integers(0, 20),
+    ahead=st.integers(0, 6),
+)  # fmt: skip
+def test_the_global_batch_is_constant_and_every_sample_is_taken_once(
+    seed: int, ranks: int, steps: int, rest: int, ahead: int
+) -> None:
+    whole = BATCH * ranks
+    job = Job(seed, ranks, steps * whole + rest % whole, epochs=3, changes=0, ahead=ahead)
+    job.desk.opens(LeaseAsk(0, 0, job.samples, BATCH, False, 0), job.samples)
+    job.desk.shares = tuple(job._some_shares())
+    for sizes in job.sizes:
+        sizes._shares = job.desk.shares  # As after an order in an epoch before.
+    job.changes_left = 5
+    job.run()
+    checked(job)
+    assert job.ordered > 0 or steps < 8
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6), ranks=st.integers(2, 4), samples=st.integers(0, 400), ahead=st.integers(0, 9),
+    in_order=st.booleans(), leaves=st.frozensets(st.integers(1, 3)),
+)  # fmt: skip
+def test_every_sample_is_taken_once_though_ranks_leave_and_batches_overtake_each_other(
+    seed: int, ranks: int, samples: int, ahead: int, in_order: bool, leaves: frozenset[int]
+) -> None:
+    """Also where the rank that leaves was the only one with a part in the last step; `Job._train` compares."""
+    job = Job(
+        seed, ranks, samples, epochs=3, changes=6, ahead=ahead, in_order=in_order, leaves=leaves, patient=False
+    )
+    job.run()
+
+
+def test_ranks_form_nothing_from_where_they_said_on_until_the_order_and_wait_no_longer_than_the_deadline() -> None:
+    sent: list[Message] = []
+    sizes = BatchSizes(1, 0, send=sent.append, step=lambda: 7)
+    sizes.begin_epoch(0, 1000, 10)
+    stock = LeaseStock(1, 0, 0, samples=1000, batch=10, drop_last=False, send=lambda _: None, sizer=sizes)
+    stock.begin(7, [])
+    stock.on_message(Lease(0, 0, 0, 200, False))
+    formed = [stock.form(), stock.form()]
+    sizes.on_message(ShareProposal(0, 1, [15, 5]))
+    assert sent == [ShareReady(0, 1, 0, 11, 1, 40, [0, 10], 0)], "two batches were formed, and two more may be"
+    formed += [stock.form(), stock.form()]
+    assert [batch.samples for batch in formed if batch is not None] == [10] * 4
+    assert stock.form() is None and not stock.ready(0.0)
+    with pytest.raises(DeadlineError, match=r"rank 1 waited \d+\.\d s .* from which step on the batch shares change"):
+        stock.wait(0.05, lambda: None, lambda: 0.0, longest_s=600.0)
+    threading.Timer(
+        0.2, lambda: (sizes.on_message(ShareOrder(0, 1, True, [15, 5], 0, 13, 1000 - 120)), stock.wake())
+    ).start()
+    assert stock.wait(60.0, lambda: None, lambda: 0.0)
+    later = [stock.form(), stock.form(), stock.form()]
+    assert [batch.samples for batch in later if batch is not None] == [10, 10, 5], "the other rank was two steps on"
+
+
+def test_a_batch_that_was_called_back_has_its_size_again() -> None:
+    sent: list[Message] = []
+    sizes = BatchSizes(0, 0, send=sent.append, step=lambda: 0)
+    sizes.begin_epoch(0, 1000, 10)
+    assert [sizes.size(index) for index in range(6)] == [10] * 6
+    assert [sizes.size(index) for index in (3, 4)] == [10] * 2, "3 to 5 were called back, 3 and 4 are formed again"
+    sizes.on_message(ShareProposal(0, 1, [15, 5]))
+    assert sent == [ShareReady(0, 1, 0, 7, 1, 70, [0, 10], 0)]
+    sizes.on_message(ShareOrder(0, 1, True, [15, 5], 0, 7, 1000 - 140))
+    assert [sizes.size(index) for index in (5, 6, 7, 8, 6, 7)] == [10, 10, 15, 15, 10, 15]
+    sizes.on_message(ShareProposal(0, 2, [10, 10]))
+    assert sent[1:] == [ShareReady(0, 2, 0, 10, 1, 115, [0, 15], 0)]
+
+
+def test_an_order_that_was_given_up_leaves_sizes_alone() -> None:
+    sent: list[Message] = []
+    sizes = BatchSizes(0, 0, send=sent.append, step=lambda: 0)
+    sizes.begin_epoch(0, 100, 10)
+    sizes.on_message(ShareProposal(0, 1, [15, 5]))
+    assert sizes.size(2) is None
+    sizes.on_message(ShareOrder(0, 1, False, [], 0, 0, 0))
+    assert [sizes.size(index) for index in range(5)] == [10] * 5 and not sizes.balanced
+
+
+def test_a_rank_that_does_not_answer_or_cannot_hold_so_much_ends_the_proposal() -> None:
+    sent: list[Message] = []
+    desk = ShareDesk(2, sent.append)
+    desk.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
+    desk.propose((15, 5), now_s=0.0)
+    assert desk.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9) is None and desk.pending
+    desk.tick(100.0)
+    assert not desk.pending and sent[-1] == ShareOrder(0, 1, False, [], 0, 0, 0)
+    desk.propose((15, 5), now_s=100.0)
+    desk.ready(1, ShareReady(0, 2, 0, 6, 1, 60, [0, 10], 12), 9)
+    assert desk.ready(0, ShareReady(0, 2, 0, 5, 1, 50, [0, 10], 12), 9) is None, "rank 0 can have 12 samples"
+    assert desk.most == [12, 12] and not desk.shares and sent[-1] == ShareOrder(0, 2, False, [], 0, 0, 0)
+    with pytest.raises(ChannelError, match="loader 3"):
+        desk.ready(0, ShareReady(3, 2, 0, 5, 1, 50, [0, 10], 12), 9)
+
+
+def test_a_change_begins_at_the_latest_step_and_says_what_every_rank_gets_of_the_epoch() -> None:
+    sent: list[Message] = []
+    desk = ShareDesk(2, sent.append)
+    assert desk.opens(LeaseAsk(0, 0, 1007, 10, False, 0), 1007) is None
+    desk.propose((15, 5), now_s=0.0)
+    desk.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9)
+    change = desk.ready(1, ShareReady(0, 1, 0, 7, 1, 70, [0, 10], 0), 9)
+    assert sent[-1] == ShareOrder(0, 1, True, [15, 5], 0, 7, 1007 - 140)
+    # 43 steps of 20, and 7 samples in the last one.
+    assert change is not None and change.totals == (70 + 43 * 15 + 5, 70 + 43 * 5 + 2)
+    assert [desk.samples(0, step) for step in (6, 7)] == [10, 15]
+    assert desk.opens(LeaseAsk(0, 1, 1007, 10, False, 0), 1007) == (50 * 15 + 5, 50 * 5 + 2)
+
+
+def test_ranks_between_two_epochs_are_asked_again_and_all_of_them_begin_the_next_one_with_the_shares() -> None:
+    sent: list[Message] = []
+    desk = ShareDesk(2, sent.append)
+    desk.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
+    desk.propose((15, 5), now_s=0.0)
+    desk.ready(0, ShareReady(0, 1, 1, 60, 1, 50, [0, 10], 0), 60)
+    assert desk.ready(1, ShareReady(0, 1, 1, EPOCH_START, 1, 0, [0, 10], 0), 60) is None and not desk.shares
+    desk.propose((15, 5), now_s=0.0)
+    desk.ready(0, ShareReady(0, 2, 0, 49, 1, 490, [0, 10], 0), 50)
+    change = desk.ready(1, ShareReady(0, 2, 1, EPOCH_START, 1, 0, [0, 10], 0), 50)
+    assert change is not None and sent[-1] == ShareOrder(0, 2, True, [15, 5], 1, EPOCH_START, 1000)
+    assert change.totals == (750, 250)
+
+
+def _answers(control: ShareControl, sent: list[Message]) -> None:
+    """Both ranks answer the proposal that was sent last."""
+    proposal = sent[-1]
+    assert isinstance(proposal, ShareProposal)
+    for rank in range(2):
+        control.ready(rank, ShareReady(0, proposal.number, 0, 5, 1, 50, [0, 10], 0), 9)
+
+
+def test_what_the_plan_in_force_asks_for_is_proposed() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.tick(Plan.sync(2, balanced=True), 0.0)
+    assert not sent, "no loader feeds the ranks yet"
+    control.desk.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
+    control.tick(Plan.sync(2), 1.0)
+    assert not sent
+    for step, (plan, shares) in enumerate(
+        [
+            (Plan.sync(2, balanced=True), [10, 10]),
+            (Plan.sync(2, batch_shares=(12, 8)), [12, 8]),
+            (Plan.sync(2), [10, 10]),  # Still in step with each other, as leases alone would not keep them.
+            (Plan.partial(2, 1), []),
+        ]
+    ):
+        control.tick(plan, 2.0 + step)
+        assert sent[-1] == ShareProposal(0, step + 1, shares)
+        control.tick(plan, 2.5 + step)
+        assert sent[-1] == ShareProposal(0, step + 1, shares), "one at a time"
+        _answers(control, sent)
+        assert control.desk.shares == tuple(shares)
+
+
+def test_shares_follow_the_reports() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    plan = Plan.sync(2, balanced=True)
+    control.tick(plan, 0.0)
+    _answers(control, sent)
+    for step in range(5, 20):
+        control.note(0, step, 1.0)
+        control.note(1, step, 3.0)
+    control.tick(plan, 1.0)
+    assert sent[-1] == ShareProposal(0, 2, [15, 5])
+    _answers(control, sent)
+    assert control.sentence() == "rank 1 gets 5 of 20 samples, step 0.50 of that with equal batches"
+
+
+def test_times_of_a_window_are_those_of_equal_batches() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    control.tick(Plan.sync(2, batch_shares=(15, 5)), 0.0)
+    _answers(control, sent)
+    steps = np.array([[4, 5, 6]] * 2)
+    assert control.desk.all_samples(steps).tolist() == [[10, 15, 15], [10, 5, 5]]
+    times = np.array([[1.0, 1.5, 1.5], [3.0, 1.5, 1.5]])
+    assert np.allclose(times * control.scale(steps), [[1.0] * 3, [3.0] * 3])
