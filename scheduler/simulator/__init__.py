@@ -4,8 +4,7 @@
 replays a logged run that `reports` reads. Modes: `rounds`, `subsets`, `servers`, `stream`. Progress: `account`.
 """
 
-from scheduler.simulator.arrivals import OtherJob, contention, draw_jobs, read_arrivals
-from scheduler.simulator.episodes import ContentionError, Episode, read_contention
+from scheduler.simulator.episodes import ContentionError, Episode
 from scheduler.simulator.job import Job, Outcome, run_plans
 from scheduler.simulator.scenario import Cluster, Network, Scenario, draw_scenario
 
@@ -15,13 +14,8 @@ __all__ = [
     "Episode",
     "Job",
     "Network",
-    "OtherJob",
     "Outcome",
     "Scenario",
-    "contention",
-    "draw_jobs",
     "draw_scenario",
-    "read_arrivals",
-    "read_contention",
     "run_plans",
 ]

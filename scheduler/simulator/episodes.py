@@ -1,28 +1,13 @@
-"""Contention: which ranks are slowed down, how, when and for how long; generated, or read from a file.
-
-File formats (`read_contention`):
-
-    JSON   {"episodes": [{"rank": 3, "kind": "compute", "start_s": 10.0, "end_s": 70.0, "factor": 4.0}, ...]}
-           `factor` is how many times slower the rank, or its link, is; omitted for kind `frozen`.
-    JSON   {"slowdown": [[1.0, 1.0, 4.0], [1.0, 2.5, 1.0], ...]}
-    CSV    first line `rank0,rank1,...`, then one line per global step
-
-The last two are the traces of the laboratory: one row per global step, one factor per rank; they repeat.
-"""
+"""Contention: which ranks are slowed down, how, when and for how long; drawn at random, or rows of a trace."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-__all__ = ["KINDS", "PATTERNS", "ContentionError", "Episode", "Rows", "generate", "read_contention"]
+__all__ = ["KINDS", "PATTERNS", "ContentionError", "Episode", "Rows", "generate"]
 
 KINDS = ("compute", "input", "starved", "frozen", "link")
 """`compute`, `input`: a batch takes longer. `starved`: the process gets 1 / factor of a processor, so its helper
@@ -33,6 +18,7 @@ _REPEAT_SHARE = 0.75  # Share of the freezing ranks that freeze many times.
 PATTERNS = ("none", "one", "several", "rotating", "bursts", "mixed", "frozen", "links")
 
 Rows = tuple[tuple[float, ...], ...]
+"""A trace: a row per step of the job, in it a factor per rank, 1 for normal speed; the rows repeat."""
 
 
 class ContentionError(ValueError):
@@ -64,65 +50,6 @@ class Episode:
             raise ContentionError(f"{self} is invalid; expected rank >= 0, 0 <= start < end and factor >= 1")
         if self.kind == "frozen" and math.isinf(self.end_s):
             raise ContentionError(f"{self} has no end; a frozen rank must thaw: give a finite end_s")
-
-
-def read_contention(path: Path) -> tuple[tuple[Episode, ...], Rows]:
-    """Read episodes, or rows of slowdowns per step, from a file; the other one is returned empty.
-
-    Raises:
-        ContentionError: The file is missing or malformed.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix.lower() == ".csv":
-            return (), _rows(_csv_rows(text))
-        document = json.loads(text)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ContentionError(f"cannot read contention from {path}: {error}") from None
-    if isinstance(document, dict) and isinstance(document.get("slowdown"), list):
-        return (), _rows(document["slowdown"])
-    if isinstance(document, dict) and isinstance(document.get("episodes"), list):
-        return tuple(_episode(item) for item in document["episodes"]), ()
-    raise ContentionError(f'{path} has neither {{"episodes": [...]}} nor {{"slowdown": [[...], ...]}}; expected one')
-
-
-def _episode(item: Any) -> Episode:
-    known = {"rank", "kind", "start_s", "end_s", "factor"}
-    if not isinstance(item, dict) or not set(item) <= known or not {"rank", "kind", "start_s", "end_s"} <= set(item):
-        raise ContentionError(f"an episode is {item!r}; expected rank, kind, start_s, end_s and factor")
-    try:
-        return Episode(
-            rank=int(item["rank"]),
-            kind=str(item["kind"]),
-            start_s=float(item["start_s"]),
-            end_s=float(item["end_s"]),
-            factor=float(item.get("factor", 1.0)),
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ContentionError(f"an episode is {item!r}: {error}") from None
-
-
-def _csv_rows(text: str) -> list[list[str]]:
-    lines = [line for line in csv.reader(text.splitlines()) if line]
-    if not lines or [cell.strip() for cell in lines[0]] != [f"rank{index}" for index in range(len(lines[0]))]:
-        raise ContentionError(f"the first line is {lines[0] if lines else 'missing'}; expected rank0,rank1,...")
-    return lines[1:]
-
-
-def _rows(rows: Sequence[Any]) -> Rows:
-    """Validate rows: equal lengths, factors above 0."""
-    try:
-        checked = tuple(tuple(float(value) for value in row) for row in rows)
-    except (TypeError, ValueError):
-        raise ContentionError("a row of slowdowns has a value that is not a number; expected factors") from None
-    if not checked or not checked[0] or any(len(row) != len(checked[0]) for row in checked):
-        raise ContentionError("rows of slowdowns are missing or of different lengths; expected one factor per rank")
-    if any(not 0.0 < value < math.inf for row in checked for value in row):
-        raise ContentionError("a slowdown is not above 0; expected factors, 1 for normal speed")
-    return checked
-
-
-# ---- generated ------------------------------------------------------------------------------------------------------
 
 
 def generate(

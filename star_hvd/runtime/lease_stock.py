@@ -233,12 +233,6 @@ class LeaseStock:
             self._changed.notify_all()
 
     @property
-    def exhausted(self) -> bool:
-        """Whether the epoch is over for this rank, with nothing left and nothing on its way."""
-        with self._changed:
-            return self._over and not self._spans and not self._formed
-
-    @property
     def in_stock(self) -> int:
         """Samples that no batch has been formed of."""
         with self._changed:

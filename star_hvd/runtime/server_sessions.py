@@ -71,7 +71,7 @@ class ServerSessions:
         self._found: dict[tuple[int, int], list[Endpoint]] = {}
         self._sessions: dict[int, list[_Session]] = {}
         self._serves: dict[tuple[int, int], int] = {}  # (optimizer, plan_id) -> session
-        self._absent: set[int] = set()
+        self._absent: frozenset[int] = frozenset()
         self._given_up: dict[int, int] = {}  # Per optimizer, the last plan that nothing waits for any more.
         self._stopped = False
 
@@ -235,7 +235,8 @@ class ServerSessions:
                     self._process.replace(message.optimizer_id, message.plan_id, message.index, endpoint)
 
     def _presence(self, rank: int, *, present: bool) -> None:
-        (self._absent.discard if present else self._absent.add)(rank)
+        with self._changed:
+            self._absent = self._absent - {rank} if present else self._absent | {rank}
         for engine, driver in list(self._drivers.items()):
             if driver.engine.plan.family not in ("ps", "grouped") or rank == self._rank:
                 continue

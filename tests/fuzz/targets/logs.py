@@ -16,7 +16,6 @@ from scheduler.cli import simulate
 from scheduler.learning import logged_rows
 from scheduler.plan.plan import Plan
 from scheduler.run_events import read_line
-from scheduler.simulator.episodes import ContentionError, read_contention
 from star_hvd.run_log import layout
 from star_hvd.run_log.convert import RunState, flat, point_metric, window_metrics
 from star_hvd.run_log.page import _rank_table, _segment_table, _summary, sentence
@@ -148,33 +147,7 @@ def _read_folder(data: bytes) -> None:
     logged_rows.real_rows(folder.parent, "1")
 
 
-# ---- traces ---------------------------------------------------------------------------------------------------------
-
-_TRACES: tuple[tuple[str, Any], ...] = (
-    ("json", {"episodes": [{"rank": 1, "kind": "compute", "start_s": 0.0, "end_s": 9.0, "factor": 4.0}]}),
-    ("json", {"slowdown": [[1.0, 2.0], [1.0, 4.0]]}),
-    ("csv", "rank0,rank1\n1.0,2.0\n1.0,4.0\n"),
-)
-
-
-def _trace(draw: random.Random) -> bytes:
-    suffix, content = draw.choice(_TRACES)
-    if suffix == "json":
-        text = json.dumps(damaged(content, draw, draw.choice((0, 1, 2))), default=repr).encode()
-    else:
-        text = content.encode()
-    return packed([suffix, damaged_bytes(text, draw) if draw.random() < 0.5 else text])
-
-
-def _read_trace(data: bytes) -> None:
-    suffix, content = msgpack.unpackb(data)
-    path = _place() / f"trace.{suffix}"
-    path.write_bytes(content)
-    read_contention(path)
-
-
 TARGETS = (
     Target("event", _event, _read_event, (), 8.0),
     Target("run-log", _folder, _read_folder, (), 0.2),
-    Target("trace", _trace, _read_trace, (ContentionError,), 1.0),
 )

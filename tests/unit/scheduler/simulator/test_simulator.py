@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
-import json
 import math
 import statistics
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,21 +19,16 @@ from scheduler.records import Window
 from scheduler.rules.step_closing import ClosingRule
 from scheduler.simulator import (
     Cluster,
-    ContentionError,
     Episode,
     Job,
     Network,
-    OtherJob,
     Scenario,
-    contention,
-    draw_jobs,
     draw_scenario,
-    read_arrivals,
     run_plans,
 )
 from scheduler.simulator.account import Account
 from scheduler.simulator.base import State
-from scheduler.simulator.episodes import generate, read_contention
+from scheduler.simulator.episodes import generate
 from scheduler.simulator.job import make_mode
 from scheduler.simulator.machines import Machines
 from scheduler.simulator.rounds import Rounds
@@ -235,34 +227,6 @@ def test_batches_take_as_much_work_as_there_is(seed: int, pattern: str) -> None:
         start = machines.finish_s[0] + rng.uniform(0.0, 1.0, size=3)
 
 
-def test_contention_files(tmp_path: Path) -> None:
-    episodes = (Episode(rank=1, kind="link", start_s=1.0, end_s=3.0, factor=2.0),)
-    (tmp_path / "e.json").write_text(json.dumps({"episodes": [dataclasses.asdict(one) for one in episodes]}))
-    assert read_contention(tmp_path / "e.json") == (episodes, ())
-    (tmp_path / "rows.csv").write_text("rank0,rank1\n1,4\n1,1\n")
-    assert read_contention(tmp_path / "rows.csv") == ((), ((1.0, 4.0), (1.0, 1.0)))
-    (tmp_path / "rows.json").write_text('{"slowdown": [[1, 2]]}')
-    assert read_contention(tmp_path / "rows.json") == ((), ((1.0, 2.0),))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "neither"),
-        ("[", "cannot read"),
-        ('{"slowdown": [[1, 2], [1]]}', "different lengths"),
-        ('{"slowdown": [[1, -2]]}', "not above 0"),
-        ('{"episodes": [{"rank": 0}]}', "expected rank, kind"),
-        ('{"episodes": [{"rank": 0, "kind": "x", "start_s": 0, "end_s": 1}]}', "expected one of"),
-        ('{"episodes": [{"rank": 0, "kind": "frozen", "start_s": 0, "end_s": Infinity}]}', "must thaw"),
-    ],
-)
-def test_bad_contention_files(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "c.json").write_text(text)
-    with pytest.raises(ContentionError, match=message):
-        read_contention(tmp_path / "c.json")
-
-
 def test_trace_rows_repeat() -> None:
     sc = scenario(2, rows=((1.0, 3.0), (2.0, 1.0)))
     state = job(sc, Plan.sync(2))
@@ -401,58 +365,3 @@ def test_similar_ranks_push_together() -> None:
     found = Job(sc, plan).run()
     # Four gradients every step and two every third one: rates add up.
     assert found.step_s == pytest.approx(1.0 / (1.0 + 1.0 / 3.0), rel=0.03)
-
-
-# ---- other jobs -----------------------------------------------------------------------------------------------------
-
-
-def test_jobs_on_the_same_host_slow_each_other_down() -> None:
-    others = [
-        OtherJob(start_s=-5.0, end_s=10.0, hosts=(0,), processors=0.8, link=0.0),
-        OtherJob(start_s=4.0, end_s=6.0, hosts=(0, 1), processors=1.0, link=0.75),
-    ]
-    found = contention(others, [0, 0, 1, 2], idle=0.3)
-    assert {e.rank for e in found} == {0, 1, 2}
-    by = {(e.rank, e.kind, e.start_s, e.end_s): e.factor for e in found}
-    assert by[0, "compute", 0.0, 4.0] == pytest.approx(2.0)  # Half of what is left after 0.8 of which 0.3 were idle.
-    assert by[0, "compute", 4.0, 6.0] == pytest.approx(3.0)  # Never less than an equal part.
-    assert by[0, "compute", 6.0, 10.0] == pytest.approx(2.0)
-    assert by[2, "compute", 4.0, 6.0] == pytest.approx(2.0)
-    # Of one other that wants three quarters of the link a fair share is left; two share with an idle one.
-    assert by[2, "link", 4.0, 6.0] == pytest.approx(2.0)
-    assert by[0, "link", 4.0, 6.0] == pytest.approx(3.0)
-    assert not contention([], [0, 1])
-    steps = Job(scenario(4, episodes=found), Plan.sync(4))
-    steps.advance(10)
-    assert steps.now_s > 11.0
-
-
-def test_submission_times(tmp_path: Path) -> None:
-    path = tmp_path / "times.txt"
-    path.write_text("# a day\n06:00:00\n\n06:00:07\n07:01:00\n")
-    assert read_arrivals(path) == (0.0, 7.0, 3660.0)
-    path.write_text("5\n7.5\n")
-    assert read_arrivals(path) == (0.0, 2.5)
-    for text, message in (("6:00", "expected HH:MM:SS"), ("7\n5", "ascending"), ("", "no submission times")):
-        path.write_text(text)
-        with pytest.raises(ContentionError, match=message):
-            read_arrivals(path)
-    with pytest.raises(ContentionError, match="cannot read"):
-        read_arrivals(tmp_path / "nothing")
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 1000), hosts=st.integers(1, 8), per_host=st.integers(1, 3))
-def test_drawn_jobs_make_contention_that_can_be_simulated(seed: int, hosts: int, per_host: int) -> None:
-    rng = np.random.default_rng(seed)
-    jobs = draw_jobs(rng, hosts, 60.0, gap_s=5.0, duration_s=10.0)
-    assert jobs == draw_jobs(np.random.default_rng(seed), hosts, 60.0, gap_s=5.0, duration_s=10.0)
-    assert all(one.start_s < 60.0 and set(one.hosts) <= set(range(hosts)) for one in jobs)
-    n = hosts * per_host
-    episodes = contention(jobs, [rank // per_host for rank in range(n)])
-    sc = scenario(n, episodes=episodes, seed=seed)
-    job_ = Job(sc, Plan.sync(n))
-    job_.advance(20)
-    assert 20.0 * 0.99 <= job_.now_s <= 20.0 * (len(jobs) + 1.0) * 1.01
-    times = draw_jobs(rng, hosts, 60.0, arrivals_s=(1.0, 2.0, 99.0))
-    assert [one.start_s for one in times] == [1.0, 2.0]
