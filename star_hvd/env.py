@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["accuracy", "encryption", "host", "interface", "least_quorum", "mode", "policy", "relaxed_cuda", "tags",
-           "target"]
+__all__ = ["accuracy", "check_locks", "encryption", "host", "interface", "least_quorum", "mode", "policy",
+           "relaxed_cuda", "tags", "target"]
 
 
 def mode() -> str | None:
@@ -40,6 +40,11 @@ def encryption() -> str | None:
 def relaxed_cuda() -> bool:
     """`STAR_RELAXED_CUDA`: 1 enables modes other than `sync` with parameters on CUDA devices. Default: disabled."""
     return os.environ.get("STAR_RELAXED_CUDA") == "1"
+
+
+def check_locks() -> bool:
+    """`STAR_CHECK_LOCKS`: 1 asserts that locks are taken in the order of `star_hvd.locks`. Default: unchecked."""
+    return os.environ.get("STAR_CHECK_LOCKS") == "1"
 
 
 def least_quorum() -> float | None:

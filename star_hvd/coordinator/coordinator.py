@@ -22,6 +22,7 @@ from star_hvd.channel.reliable import CONTROL
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL, JobState
 from star_hvd.errors import ChannelError
+from star_hvd.locks import ordered_lock
 
 __all__ = ["Coordinator"]
 
@@ -54,7 +55,7 @@ class Coordinator:
         self._names = [str(rank).encode() for rank in range(world_size)]
         self._config = config
         self._job = JobState(world_size, config, time.monotonic(), hosts, ranker)
-        self._lock = threading.Lock()
+        self._lock = ordered_lock("Coordinator._lock")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="star-coordinator", daemon=True)
 

@@ -44,6 +44,7 @@ import torch
 
 from star_hvd.engine.buckets import Bucket
 from star_hvd.errors import DeadlineError
+from star_hvd.locks import ordered_lock
 
 __all__ = [
     "AVERAGED",
@@ -199,7 +200,7 @@ class Fences:
     __slots__ = ("_fences", "_lock")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # Nothing is called under it.
+        self._lock = ordered_lock("Fences._lock")  # Nothing is called under it.
         self._fences: list[Fence] = []
 
     def add(self, fence: Fence) -> None:

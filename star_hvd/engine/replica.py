@@ -51,6 +51,7 @@ from star_hvd.engine.applier import Applier, Shadow, place_state
 from star_hvd.engine.buckets import Bucket, in_format_of
 from star_hvd.engine.device import BUCKET, COPIED, MEANS, PARAMS, SHADOW, SHADOW_READ, Fences
 from star_hvd.engine.records import Counters, Result, Snapshot
+from star_hvd.locks import ordered_rlock
 
 __all__ = ["Replica", "ReplicaState"]
 
@@ -106,7 +107,7 @@ class Replica:
     ) -> None:
         self.applier = applier
         self.lock = lock
-        self.apply_lock = threading.RLock()
+        self.apply_lock = ordered_rlock("Replica.apply_lock")
         self.step = 0
         self.state = ReplicaState.CURRENT
         self.computing = True

@@ -40,6 +40,7 @@ from star_hvd.engine.means import LocalNorm, divide, norm
 from star_hvd.engine.records import Averaging, Counters, Listener, OpenStep, Result, Snapshot
 from star_hvd.engine.replica import Replica, ReplicaState
 from star_hvd.errors import ReplicaMismatchError, StarError
+from star_hvd.locks import ordered_rlock
 
 __all__ = ["StepEngine"]
 
@@ -97,7 +98,7 @@ class StepEngine:
         self.weight = 1.0
         self.loss = math.nan
         self.failure: BaseException | None = None
-        self._mutex = threading.RLock()
+        self._mutex = ordered_rlock("StepEngine.lock")
         self.lock = threading.Condition(self._mutex)
         self.helper_wake = threading.Condition(self._mutex)
         self.replica = Replica(applier, self.lock, self.counters, self._changed)

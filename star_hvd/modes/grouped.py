@@ -17,6 +17,7 @@ from scheduler.records import Plan
 from star_hvd.engine.collective import Collective, wait_all
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
+from star_hvd.locks import ordered_lock
 from star_hvd.modes.ps_worker import Client, Outcome, ServerSteps
 from star_hvd.threads import supervised
 
@@ -51,7 +52,7 @@ class GroupSteps(ServerSteps):
         super().__init__(engine, plan, client, **common)
         self._collective = collective
         self._ranks = ranks
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = ordered_lock("GroupSteps._one_at_a_time")
         self._inactive = threading.Event()
         self._shutting_down = self._shut_down = False
         self._proxy: threading.Thread | None = None

@@ -13,7 +13,6 @@ waits under it.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import EndedServers, StateSource, StateSources
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError, StarError
+from star_hvd.locks import ordered_lock
 from star_hvd.modes import switch_protocol as protocol
 from star_hvd.modes.switch_machine import SwitchMachine
 
@@ -164,8 +164,8 @@ class ModeSwitcher:
         self._local = local
         self._later = later
         self._deadline_s, self._push_deadline_s = deadline_s, push_deadline_s
-        self._lock = threading.Lock()
-        self._presence = threading.Lock()
+        self._lock = ordered_lock("ModeSwitcher._lock")
+        self._presence = ordered_lock("ModeSwitcher._presence")
         self._machine = SwitchMachine(engine.rank, engine.plan)
         self._note_answers()
         self._steps: dict[int, Steps] = {}  # By session; filled and emptied under `_lock`.

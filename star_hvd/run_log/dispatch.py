@@ -21,6 +21,7 @@ import threading
 import time
 from pathlib import Path
 
+from star_hvd.locks import ordered_condition
 from star_hvd.run_log import layout
 from star_hvd.threads import supervised
 
@@ -61,7 +62,7 @@ class Dispatch:
     def __init__(self) -> None:
         self.starts = 0
         self.failures = 0
-        self._changed = threading.Condition()
+        self._changed = ordered_condition("Dispatch._changed")
         self._runs: dict[Path, str] = {}  # Runs not known to be complete, with their line for the shipper.
         self._new: list[str] = []
         self._closing = False

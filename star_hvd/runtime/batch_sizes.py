@@ -10,13 +10,13 @@ The size of a batch depends on its index in the epoch alone: a batch that is cal
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler.balance.batch_shares import divide
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
+from star_hvd.locks import ordered_lock
 from star_hvd.runtime.lease_stock import BatchSizer
 
 __all__ = ["BatchSizes"]
@@ -67,7 +67,7 @@ class BatchSizes(BatchSizer):
     ) -> None:
         self._rank, self._loader = rank, loader
         self._send, self._step, self._most = send, step, most
-        self._lock = threading.Lock()  # Guards what follows; messages are queued for sending under it.
+        self._lock = ordered_lock("BatchSizes._lock")  # Guards what follows; messages are queued for sending under it.
         self._epoch = -1
         self._batch = self._samples = 0
         self._sizes: list[_Sizes] = []  # Of the epoch, ascending.

@@ -8,11 +8,11 @@ the user's collective finds that they wait for no other; this wait is outside th
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from star_hvd.channel.messages.base import Away, Message
+from star_hvd.locks import ordered_lock
 
 __all__ = ["Inactivity"]
 
@@ -35,7 +35,7 @@ class Inactivity:
     def __init__(self, drivers: Mapping[int, Driver], send: Callable[[Message], None]) -> None:
         self._drivers = drivers
         self._send = send
-        self._lock = threading.Lock()
+        self._lock = ordered_lock("Inactivity._lock")
         self._depth = 0
 
     @property

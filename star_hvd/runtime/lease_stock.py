@@ -14,7 +14,6 @@ coordinator has nothing more for it, and a rank that has had its share of the ep
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from scheduler.rules.leasing import Span, joined, without
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseAsk, LeaseRecall, LeaseReturn, ReportConsumed
 from star_hvd.errors import DeadlineError
+from star_hvd.locks import ordered_condition
 
 __all__ = ["Batch", "BatchSizer", "ConstantBatches", "LeaseStock"]
 
@@ -129,7 +129,8 @@ class LeaseStock:
         self._drop_last, self._ahead, self._in_order = drop_last, ahead, in_order
         self._digest, self._done = 0, list[int]()
         self._send = send
-        self._changed = threading.Condition()  # Guards what follows; messages are queued for sending under it.
+        # Guards what follows; messages are queued for sending under it.
+        self._changed = ordered_condition("LeaseStock._changed")
         self._spans: deque[Span] = deque()
         self._formed: dict[int, Batch] = {}  # On their way, in the order in which they were formed.
         self._numbers = self._delivered = 0  # Batches formed, and begun.

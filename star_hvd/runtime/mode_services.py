@@ -7,7 +7,6 @@ import functools
 import logging
 import queue
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +31,7 @@ from star_hvd.config import Config
 from star_hvd.engine.collective import HorovodCollective
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import StarError
+from star_hvd.locks import ordered_condition
 from star_hvd.modes.driver import Send, StepDriver
 from star_hvd.modes.grouped import GroupSteps
 from star_hvd.modes.mode_switcher import Steps
@@ -78,7 +78,7 @@ class ModeServices:
         self._send = send
         self._drivers = drivers
         self.sets = SetKeeper(len(keyring.peers), self._set_done)
-        self._changed = threading.Condition()
+        self._changed = ordered_condition("ModeServices._changed")
         self._set_reasons: dict[Ranks, str | None] = {}
         self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from star_hvd.channel.messages.switch import Drained, Presence, ServerRestarted,
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
+from star_hvd.locks import ordered_condition
 from star_hvd.modes.driver import Send, StepDriver
 from star_hvd.ps.common.auth import Endpoint, JobKey
 from star_hvd.ps.common.layout import Layout, LayoutError
@@ -67,7 +67,7 @@ class ServerSessions:
         self._send = send
         self._drivers = drivers
         self._process = ServerProcess(rank, key, host, on_event=self._on_event)
-        self._changed = threading.Condition()
+        self._changed = ordered_condition("ServerSessions._changed")
         self._found: dict[tuple[int, int], list[Endpoint]] = {}
         self._sessions: dict[int, list[_Session]] = {}
         self._serves: dict[tuple[int, int], int] = {}  # (optimizer, plan_id) -> session

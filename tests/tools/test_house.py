@@ -33,7 +33,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "star_hvd": (
         ("errors", "env", "config", "threads", "requirements", "cli"),
-        ("patches", "telemetry", "channel.messages"),
+        ("locks", "patches", "telemetry", "channel.messages"),
         ("build_check", "engine"),
         ("channel",),
         ("doctor", "modes", "ps.common"),

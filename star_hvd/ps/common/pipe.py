@@ -21,6 +21,7 @@ from typing import Any
 import msgpack
 
 from star_hvd.errors import DeadlineError
+from star_hvd.locks import ordered_lock
 from star_hvd.threads import supervised
 
 __all__ = ["Message", "Pipe", "PipeFull"]
@@ -83,7 +84,7 @@ class Pipe:
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
         self._received: deque[Message | None] = deque()
-        self._lock = threading.Lock()  # Guards the queue and writes; never held across a wait.
+        self._lock = ordered_lock("Pipe._lock")  # Guards the queue and writes; never held across a wait.
         self._queue: deque[_Item] = deque()
         self._writer: threading.Thread | None = None
         self._broken: OSError | None = None

@@ -13,12 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
 from star_hvd.errors import DeadlineError
+from star_hvd.locks import ordered_lock
 from star_hvd.ps.common.forking import REPORT, STARTED
 from star_hvd.ps.owner.vigil import thread_state
 
@@ -114,7 +114,7 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._warm = False
-        self._lock = threading.Lock()  # Guards reads, which do not block.
+        self._lock = ordered_lock("Nursery._lock")  # Guards reads, which do not block.
         self._started: deque[int] = deque()
         self._statuses: dict[int, int] = {}
 

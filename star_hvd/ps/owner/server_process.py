@@ -20,6 +20,7 @@ import torch
 from scheduler.plan.plan import Plan
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.locks import ordered_condition
 from star_hvd.ps.common.auth import Endpoint, JobKey
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.mirror import new_memory
@@ -88,7 +89,8 @@ class ServerProcess:
         self._rank, self._key, self._host = rank, key, host
         self._on_event = on_event or (lambda event: None)
         self._mirror, self._threads, self._faults = mirror, threads, faults
-        self._changed = threading.Condition()  # Guards the following; never held across a blocking call.
+        # Guards the following; never held across a blocking call.
+        self._changed = ordered_condition("ServerProcess._changed")
         self._opened: dict[tuple[int, int], _Opened] = {}
         self._process: Forked | None = None
         self._pipe: Pipe | None = None

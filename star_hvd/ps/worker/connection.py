@@ -19,6 +19,7 @@ import zmq
 from star_hvd.channel.link import Dealer, Router
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError
+from star_hvd.locks import ordered_condition
 from star_hvd.ps.common.auth import Endpoint, JobKey, connect
 from star_hvd.ps.common.identities import worker_identity
 from star_hvd.ps.common.layout import Layout
@@ -90,7 +91,7 @@ class Line:
         self.endpoints = list(endpoints)
         self.parent: Endpoint | None = None
         self.relay: Relay | None = None
-        self.changed = threading.Condition()
+        self.changed = ordered_condition("Line.changed")
         self.push: Push | None = None
         self.reads: dict[int, Exchange] = {}
         self.error: str | None = None
