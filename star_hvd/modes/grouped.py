@@ -79,9 +79,14 @@ class GroupSteps(ServerSteps):
             self._one_at_a_time.release()
 
     def _group_step(self, flats: list[torch.Tensor], *, fresh: bool) -> Outcome:
-        """One step of the group: sum, the leader's exchange with the servers, hand-out."""
+        """One step of the group: sum, the leader's exchange with the servers, hand-out. In this rank's turn.
+
+        The step before, of this rank's other thread, may have been the last one: then no member is there any more.
+        """
         if self._collective is None:
             return self._push(flats, count=1)
+        if self.over:
+            return Outcome("moved", self._engine.step, self._engine.plan.plan_id, [], applied=False)
         sums = [flat.clone() for flat in flats]
         present_and_ending = [float(fresh), float(self._shutting_down), 0.0, 0.0, 0.0, 0.0]
         head = torch.tensor(present_and_ending, dtype=torch.float32, device="cpu")
@@ -90,6 +95,7 @@ class GroupSteps(ServerSteps):
         outcome = self._lead(sums, present) if self._leads else None
         found = self._hand_out(outcome, sums)
         self._shut_down = ending == len(self._ranks)
+        self._moved = found.kind == "moved"
         return found
 
     @property
@@ -163,8 +169,7 @@ class GroupSteps(ServerSteps):
         """Take part, with nothing, until the leader has learned of the end."""
         while not self.over and self._engine.failure is None:
             with self._turn():
-                outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
-            self._moved = outcome.kind == "moved"
+                self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
 
     def shutdown(self) -> None:
         """Go on taking part until a step says that all members are here: the next step would wait for ever for the
@@ -189,8 +194,7 @@ class GroupSteps(ServerSteps):
         try:
             while (self._inactive.is_set() or self._shutting_down) and not self.over and self._engine.failure is None:
                 with self._turn():
-                    outcome = self._group_step(zeros, fresh=False)
-                self._moved = outcome.kind == "moved"
+                    self._group_step(zeros, fresh=False)
         except Exception as error:
             self._engine.fail(error)
 
@@ -201,6 +205,5 @@ class GroupSteps(ServerSteps):
         elif not self.over:
             with self._turn():
                 outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
-            self._moved = outcome.kind == "moved"
             if outcome.kind == "params":
                 self._write(outcome)

@@ -59,7 +59,7 @@ def test_signature_starts_with_horovods() -> None:
         assert (mine.name, mine.kind) == (other.name, other.kind)
         assert mine.default is other.default or mine.default == other.default, mine.name
     extra = ours[len(theirs) :]
-    assert {item.name for item in extra} == {"mode", "config", "max_grad_norm"}
+    assert {item.name for item in extra} == {"mode", "config", "max_grad_norm", "accuracy"}
     assert all(item.kind is inspect.Parameter.KEYWORD_ONLY for item in extra)
 
 

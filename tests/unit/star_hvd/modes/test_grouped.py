@@ -132,6 +132,25 @@ def test_members_that_end_at_different_moments_all_end(size: int, seed: int) -> 
     assert all(len(sums) == size for sums in meeting.given.values()), "a step was begun that not all take part in"
 
 
+def test_a_thread_that_waited_for_its_turn_begins_no_step_behind_the_last_one() -> None:
+    """The proxy's step, from before this rank was back, is the one in which the leader learns of the end."""
+    ranks, meeting, engines = (0, 1), Meeting(2), list[Any]()
+    steps = [member(rank, ranks, meeting, engines=engines) for rank in ranks]
+    steps[1].set_inactive(True)
+    while not meeting.given:
+        time.sleep(0.001)
+    steps[1].set_inactive(False)
+    back = threading.Thread(target=steps[1].catch_up, daemon=True)
+    back.start()
+    time.sleep(0.05)  # It waits for its turn; without that the test passes too.
+    engines[0].plan = engines[0].plan.replace(plan_id=2)
+    steps[0].drain()
+    back.join(DEADLINE_S / 2.0)
+    assert not back.is_alive() and engines[1].failure is None, "it waits for a member that has gone"
+    assert steps[0].over and steps[1].over
+    assert all(len(sums) == 2 for sums in meeting.given.values())
+
+
 def test_without_members_at_the_end_of_their_loops_nothing_ends() -> None:
     ranks, meeting = (0, 1), Meeting(2)
     steps = [member(rank, ranks, meeting) for rank in ranks]
