@@ -24,9 +24,9 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
     Args:
         mode: `auto`, `sync`, `sync(balanced)` (batch shares by speed), `sync(24,12,16,24)` (samples of every rank),
             `sync(steal)` (micro-batches taken over inside a step), `partial` (one rank may be late), `partial(m)`,
-            `subgroup(0,1,2)` (its members), `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`, `ps(backup=b)`,
-            `ps(tree=k)` (x = n, through parents of k children each), `ssgd` (x = n), `asgd` (x = 1), `dynsgd`, `local(H)` (steps), `local(2.5s)`
-            (seconds), or a `Plan`.
+            `subgroup(0,1,2)` (its members), `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`,
+            `ps(backup=b)`, `ps(tree=k)` (x = n, through parents of k children each), `ssgd` (x = n), `asgd` (x = 1),
+            `dynsgd`, `local(H)` (steps), `local(2.5s)` (seconds), or a `Plan`.
         world_size: Number of ranks in this job.
         fields: Further fields of a plan made from a name, such as `max_staleness`; ignored for a `Plan`. `damping`
             applies to `partial` and `subgroup`; server modes have their own defaults.

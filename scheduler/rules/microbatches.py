@@ -25,9 +25,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from scheduler.rules.leasing import Span, joined, without
 
 __all__ = ["TRANSFER_S", "Action", "Kind", "MicrobatchPool", "StepLayout", "forecast_shares", "stolen_makespan"]
+
+Array = npt.NDArray[np.float64]
 
 TRANSFER_S = 1e-3
 """Four messages between processes of one host, until a task that was taken over can begin."""
@@ -37,6 +42,8 @@ _GAIN = 0.03
 
 _PACES = 3
 """Tasks whose median time is a rank's pace: the fewest that tolerate an outlier; taking over corrects the rest."""
+
+_HALVINGS = 30  # Of an interval that is a few times as long as what is sought.
 
 _LOOK = 0.25
 """Part of the fastest rank's pace after which a rank without tasks is looked at again."""
@@ -132,9 +139,22 @@ def forecast_shares(paces_s: Sequence[float], tasks: int, parts: int) -> tuple[i
     return equal if equal_s <= (1.0 + _GAIN) * end_s else tuple(counts)
 
 
-def stolen_makespan(paces_s: Sequence[float], tasks: int) -> float:
-    """Time of a step whose tasks end as early as they can, each rank having at least one: what taking over aims at."""
-    return _least_time(paces_s, tasks)[1]
+def stolen_makespan(times_s: Array, parts: int) -> Array:
+    """Time of steps whose tasks end as early as they can, each rank having at least one: what taking over comes to.
+
+    Args:
+        times_s: Seconds of every rank for its own `parts` tasks, shape (..., n_ranks).
+        parts: Tasks of a rank.
+    """
+    pace_s = times_s / parts
+    tasks = parts * times_s.shape[-1]
+    low_s, high_s = pace_s.max(axis=-1), times_s.max(axis=-1)
+    for _ in range(_HALVINGS):
+        middle_s = 0.5 * (low_s + high_s)
+        done = np.maximum(1.0, np.floor(middle_s[..., None] / pace_s + 1e-9)).sum(axis=-1)
+        enough = done >= tasks
+        low_s, high_s = np.where(enough, low_s, middle_s), np.where(enough, middle_s, high_s)
+    return np.asarray(high_s)
 
 
 def _least_time(paces_s: Sequence[float], tasks: int) -> tuple[list[int], float]:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from scheduler.rules.microbatches import (
@@ -62,7 +63,8 @@ def test_shares_have_the_least_time_of_all_that_give_every_rank_a_micro_batch(se
     tasks = parts * ranks
     all_counts = (c for c in itertools.product(range(1, tasks + 1), repeat=ranks) if sum(c) == tasks)
     best = min(max(n * pace for n, pace in zip(counts, paces_s, strict=True)) for counts in all_counts)
-    assert stolen_makespan(paces_s, tasks) == pytest.approx(best)
+    times_s = parts * np.array([paces_s, [2.0 * pace_s for pace_s in paces_s]])
+    assert stolen_makespan(times_s, parts) == pytest.approx([best, 2.0 * best])
     shares = forecast_shares(paces_s, tasks, parts)
     assert sum(shares) == tasks and min(shares) >= 1
     found = max(n * pace for n, pace in zip(shares, paces_s, strict=True))

@@ -168,7 +168,11 @@ def test_every_sample_is_computed_once_in_its_step(
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 1 << 30), gone=st.frozensets(st.integers(0, 3), min_size=1, max_size=3), steals=st.booleans())
+@given(
+    seed=st.integers(0, 1 << 30),
+    gone=st.frozensets(st.integers(0, 3), min_size=1, max_size=3),
+    steals=st.booleans(),
+)
 def test_what_a_rank_leaves_behind_is_computed_by_the_others(seed: int, gone: frozenset[int], steals: bool) -> None:
     job = Job(seed, [30, 60, 30, 200], 130, 8, 4, ahead=3, leaves=gone, toggles=not steals)
     job.run()
