@@ -225,6 +225,7 @@ class Window:
         batch: Samples of a rank's batch where `shard` feeds the ranks and all batches are equal; 0 without `shard`.
             Times are those of such a batch, whatever the batch shares were.
         fixed_part: Part of such a time that does not depend on the batch, NaN where no change of size has shown it.
+        microbatches: Micro-batches of a rank in a step, where `shard` cuts the batches; else 0.
         now_s: When the window was made, seconds on the clock of its process; NaN if unknown.
     """
 
@@ -237,6 +238,7 @@ class Window:
     loss_steps: tuple[int, ...] = ()
     batch: int = 0
     fixed_part: float = float("nan")
+    microbatches: int = 0
     now_s: float = float("nan")
     _table: RankTable | None = field(default=None, init=False, repr=False, compare=False)
 

@@ -88,7 +88,7 @@ from star_hvd.functions import (
     synchronize,
 )
 from star_hvd.job_report import Report, explain, record_loss, record_metric, report
-from star_hvd.loader import ShardLoader, shard, work
+from star_hvd.loader import ShardLoader, shard, weigh, work
 from star_hvd.optimizer import DistributedOptimizer
 from star_hvd.wrapper.batch_norm import SyncBatchNorm
 
@@ -175,5 +175,6 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+    "weigh",
     "work",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +17,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from scheduler.rules.leasing import Span, without
+from scheduler.rules.microbatches import StepLayout
+from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
 from star_hvd.runtime.feeder import Feeder, loader_options
-from star_hvd.runtime.lease_stock import BatchSizer, LeaseStock
+from star_hvd.runtime.lease_stock import Batch, BatchSizer, LeaseStock
+from star_hvd.runtime.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
 from star_hvd.runtime.sample_order import BatchOrder, EpochOrder, Order, Permutation, SamplerOrder
 from star_hvd.runtime.share_warning import warn_of_shares
 
-__all__ = ["ShardLoader", "shard", "work"]
+__all__ = ["ShardLoader", "shard", "weigh", "work"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -42,6 +46,7 @@ def shard(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Config | None = None,
     batches: int | None = None,
+    microbatches: int | None = None,
     **options: Any,
 ) -> ShardLoader:
     """Share a dataset among the ranks by a work queue: every sample once per epoch, more for faster ranks.
@@ -67,13 +72,17 @@ def shard(
         collate_fn: Makes a batch of a list of samples; torch's default where left out.
         config: Settings, when no optimizer has been made yet.
         batches: For an `IterableDataset`: batches of an epoch, of all ranks together.
+        microbatches: Parts into which each batch is cut. An iteration of the loop is one of them; `optimizer.step()`
+            makes a step of the last one of each batch and accumulates the others, `optimizer.stepped` tells. In mode
+            `sync(steal)` ranks that have done theirs take over others'. For `sync`, `sync(steal)` and `auto`.
         **options: Further keywords of `DataLoader`: `sampler`, `batch_sampler`, `num_workers`, `pin_memory` and so on.
 
     If a rank is late: it takes fewer batches; near the end of an epoch it takes none that the others would have to
     wait for, and what its workers have loaded and it has not begun is given to the others.
 
     Raises:
-        ValueError: No batch size, data without length, or a sampler that contradicts its own length.
+        ValueError: No batch size, data without length, a sampler that contradicts its own length, or more parts than
+            a batch has samples.
         TypeError: An unknown keyword.
     """
     if collate_fn is not None:
@@ -93,6 +102,13 @@ def shard(
             samplers["sampler"] = data.sampler
         batch_size = batch_size or data.batch_size
         data = data.dataset
+    if microbatches is not None:
+        microbatches = _whole(microbatches, "microbatches")
+        if isinstance(data, IterableDataset) or "batch_sampler" in samplers:
+            raise ValueError(
+                "shard cannot cut the batches of an IterableDataset or a batch sampler; leave microbatches out, or "
+                "pass a map-style data set with batch_size"
+            )
     if isinstance(data, IterableDataset):
         return _stream(data, batch_size, samplers, drop_last, options, batches, config)
     if batches is not None:
@@ -100,7 +116,12 @@ def shard(
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise ValueError(f"shard needs a map-style dataset with a length; got {type(data).__name__}")
     order, batch_size = _order(data, batch_size, samplers, shuffle, seed, drop_last)
-    return ShardLoader(data, batch_size, order=order, seed=seed, drop_last=drop_last, options=options, config=config)
+    if microbatches is not None and not 1 <= microbatches <= batch_size:
+        raise ValueError(f"shard microbatches is {microbatches}; expected 1 to the batch_size, {batch_size}")
+    return ShardLoader(
+        data, batch_size, order=order, seed=seed, drop_last=drop_last, options=options, config=config,
+        microbatches=microbatches,
+    )  # fmt: skip
 
 
 def _order(
@@ -188,6 +209,7 @@ class ShardLoader:
         options: Mapping[str, Any] | None = None,
         stream: DataLoader[Any] | None = None,
         config: Config | None = None,
+        microbatches: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
@@ -211,11 +233,18 @@ class ShardLoader:
         if self._run.reference_samples == 0:
             self._run.reference_samples = float(reference)
         self._reference_samples = self._run.reference_samples
+        # One rank alone has nothing to accumulate for: the step of its whole batch is the same.
+        self._parts = microbatches if microbatches is not None and self._run.world_size > 1 else 0
 
     def __len__(self) -> int:
         positions = self._positions
         if positions is None:
             raise TypeError(f"the sampler of this loader ({type(self._order).__name__}) has no length")
+        if self._parts:
+            layout = StepLayout(
+                positions, self.batch_size, self._parts, self._run.world_size, drop_last=self._drop_last
+            )
+            return -(-layout.total // self._run.world_size)
         total = positions // self.batch_size if self._drop_last else -(-positions // self.batch_size)
         return -(-total // self._run.world_size)
 
@@ -237,6 +266,10 @@ class ShardLoader:
         epoch, order, done = self._next_order()
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
         self._run.catch_up()
+        if self._parts:
+            self._run.check_microbatches()
+            yield from self._epoch_in_parts(order, epoch, done)
+            return
         stock = self._begin(order, epoch, done)
         self.lease_waits.append(0)
         try:
@@ -291,7 +324,7 @@ class ShardLoader:
     @property
     def _has_shares(self) -> bool:
         """Whether batch shares may give the batches other sizes."""
-        return self._feeder is not None and self.batch_sizer is None
+        return self._feeder is not None and self.batch_sizer is None and not self._parts
 
     def _new_stock(self, positions: int, *, ask: bool) -> LeaseStock:
         ahead, in_order = (self._feeder.ahead, self._feeder.in_order) if self._feeder is not None else (0, True)
@@ -353,6 +386,96 @@ class ShardLoader:
             yield data
             self._began_s = time.monotonic()
         stock.end()  # Its share is used up; the others go on.
+
+    # ---- an epoch in micro-batches ----------------------------------------------------------------------------------
+
+    def _epoch_in_parts(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
+        assert self._feeder is not None
+        size, parts, feeder = len(order), self._parts, self._feeder
+        spans = list(zip(done[::2], done[1::2], strict=True))
+        layout = StepLayout(
+            size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=spans
+        )
+        digest = order.digest + len(done) + sum(done) % (1 << 32)
+        opening = MicrobatchOpen(
+            self._number, self._passes, size, self.batch_size, parts, self._drop_last, feeder.ahead, digest, done
+        )
+        stock = self._run.client.open_microbatches(layout, opening)
+        self._passes, self._positions = self._passes + 1, size
+        self._open = _Interrupted(epoch, stock.epoch, order.saved, size)
+        self.lease_waits.append(0)
+        feeder.begin(stock, order.indices)
+        try:
+            yield from self._parts_of(stock, order, feeder, layout.steps)
+        finally:
+            stock.close()
+            feeder.end(stock)
+            self._run.in_hand = None
+        self._open = None
+        _end_epoch(self._run, self._number, stock.epoch)
+
+    def _parts_of(self, stock: MicrobatchStock, order: EpochOrder, feeder: Feeder, steps: int) -> Iterator[Any]:
+        """This rank's micro-batches of an epoch, step by step."""
+        loaded: collections.deque[tuple[Batch, Any]] = collections.deque()  # Of later steps, maybe.
+        while steps:
+            if not self._await_part(stock):
+                if not stock.next_step():
+                    return
+                continue
+            began_s, part = time.monotonic(), stock.take()
+            data = self._load(part, stock, order, feeder, loaded)
+            self._note_part(part, stock, time.monotonic() - began_s)
+            yield data
+
+    def _await_part(self, stock: MicrobatchStock) -> bool:
+        """Reserve the next micro-batch of this step; False where it is over for this rank."""
+        began_s = time.monotonic()
+        if not stock.begun and not stock.decided(0.0 if stock.left_out else _SOON_S):
+            # This rank has nothing of the step, and gives no gradient unless it takes over something.
+            with self._run.inactive("waiting for samples"):
+                while not stock.decided(_SOON_S):
+                    self._run.raise_failure()
+                    self._run.client.check_wait(began_s, "micro-batches")
+            return self._await_part(stock)
+        found = self._run.client.await_microbatch(stock, self._run.steps_made())
+        for driver in self._run.drivers.values():
+            driver.timer.add_outside(time.monotonic() - began_s)
+        return found
+
+    def _load(
+        self,
+        part: Microbatch,
+        stock: MicrobatchStock,
+        order: EpochOrder,
+        feeder: Feeder,
+        loaded: collections.deque[tuple[Batch, Any]],
+    ) -> Any:
+        """The data of a micro-batch: out of the workers, or loaded here where it was another rank's."""
+        if not part.own:
+            return feeder.load([index for span in part.spans for index in order.indices(*span)])
+        while True:
+            for _ in range(len(loaded)):
+                batch, data = loaded.popleft()
+                found = stock.is_in(batch.number, part)
+                if found:
+                    stock.delivered(batch.number)
+                    return data
+                if found is False:  # Of a later step; else it was called back.
+                    loaded.append((batch, data))
+            more = feeder.next(stock.formed)
+            if more is None:
+                feeder.start()
+            else:
+                loaded.append(more)
+
+    def _note_part(self, part: Microbatch, stock: MicrobatchStock, input_s: float) -> None:
+        samples = sum(stop - start for start, stop in part.spans)
+        run = self._run
+        self.samples_taken += samples
+        run.note_batch(samples / run.reference_samples, input_s)
+        run.in_hand = MicrobatchInHand(samples, run.reference_samples, lambda: self._await_part(stock), self._parts)
+        for driver in run.drivers.values():
+            driver.reporter.note_samples(self._number, samples, self.batch_size, run.reference_samples)
 
     def _await_samples(self, stock: LeaseStock) -> bool:
         """Whether there is something in stock; False when the epoch is over for this rank."""
@@ -484,6 +607,24 @@ class _Stream:
         parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
         found = next((self.samples(part) for part in parts), 0)
         return found or self._loader.batch_size or 1
+
+
+def weigh(count: float) -> None:
+    """Weigh the gradient of the present batch by what its loss is a mean over, tokens for example, not by its samples.
+
+    Called before `backward()`, for every batch or micro-batch and on all ranks: the gradient of a step is then the mean
+    over all tokens of the step. Without it a batch weighs as many as it has samples.
+
+        hvd.weigh(int(mask.sum()))
+        loss.backward()
+
+    Raises:
+        ValueError: Not a number above 0.
+        StarError: The gradient of this micro-batch is accumulated already.
+    """
+    if not 0.0 < count < math.inf:
+        raise ValueError(f"weigh got {count!r}; expected a number above 0")
+    runtime.ensure().weigh(float(count))
 
 
 def work(total: int, chunk: int, *, config: Config | None = None) -> Iterator[Span]:

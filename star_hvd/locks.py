@@ -29,6 +29,7 @@ ORDER = (
     "ServerProcess._changed",
     "Line.changed",
     "LeaseStock._changed",
+    "MicrobatchStock._changed",
     "BatchSizes._lock",
     "Nursery._lock",
     "Pipe._lock",

@@ -74,8 +74,8 @@ def DistributedOptimizer(
         max_grad_norm: Norm to which the averaged gradient is clipped. Use it instead of clipping by hand, which a rank
             that catches up could not repeat.
         accuracy: What `auto` may choose: `bounded` all modes, `exact` only those in which every step is the step of
-            Horovod with the same global batch, `sync` and `sync(balanced)`. The environment variable `STAR_ACCURACY`
-            overrides it.
+            Horovod with the same global batch, `sync`, `sync(balanced)` and `sync(steal)`. The environment variable
+            `STAR_ACCURACY` overrides it.
 
     If a rank is late: in a relaxed mode the step goes on without it, its gradient is folded into a later step with a
     weight of 1 / (1 + staleness), and its `step()` brings its parameters up to date. Adasum, sparse gradients,
@@ -96,8 +96,8 @@ def DistributedOptimizer(
     )
     if exact and plan is not None and plan.mode != "sync":
         raise ValueError(
-            f"mode is {plan.label} with accuracy 'exact'; expected 'auto', 'sync' or 'sync(balanced)', or accuracy "
-            "'bounded'"
+            f"mode is {plan.label} with accuracy 'exact'; expected 'auto', 'sync', 'sync(balanced)' or 'sync(steal)', "
+            "or accuracy 'bounded'"
         )
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
@@ -211,6 +211,7 @@ class _Wrapper:
         self.given = given
         self.synchronized = False
         self.should_synchronize = True
+        self.stepped = False
         self.size = int(mpi_ops.size())
         self.core: BucketCore | NativeCore = self._core()
 
@@ -276,12 +277,21 @@ class _Wrapper:
 
     def step(self, closure: Callable[[], Any] | None, grad_scaler: Any) -> Any:
         """See `_Methods.step`."""
+        if self._accumulates and (grad_scaler is not None or issubclass(self.base, torch.optim.LBFGS)):
+            raise ValueError(
+                "hvd.shard(..., microbatches=) does not go with a GradScaler or LBFGS, which look at every gradient; "
+                "leave microbatches out (with autocast to bfloat16 no GradScaler is needed)"
+            )
         if issubclass(self.base, torch.optim.LBFGS) and closure is not None:
+            self.stepped = True
             return self.core.step_with_closure(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.stepped = self.whole
+        if not self.stepped:
+            return loss
         if grad_scaler is not None:
             self.pin("a GradScaler decides after the reduction whether to step")
         if self.should_synchronize:
@@ -298,6 +308,28 @@ class _Wrapper:
         skip = grad_scaler is not None and _found_infinity(grad_scaler, self.wrapped())
         value = self.core.apply(skip=skip)
         return loss if closure is not None else value
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether the training loop's batches are micro-batches."""
+        running = runtime.current()
+        return running is not None and running.in_hand is not None
+
+    @property
+    def whole(self) -> bool:
+        """Whether a step follows: inside a step of several micro-batches gradients are only accumulated.
+
+        Raises:
+            ValueError: This optimizer cannot accumulate them.
+        """
+        if isinstance(self.core, BucketCore):
+            return self.core.whole
+        if self._accumulates:
+            raise ValueError(
+                f"{self._lockstep_reason()}: such an optimizer does not accumulate micro-batches; leave the argument, "
+                "or microbatches of hvd.shard, out"
+            )
+        return True
 
     def drop(self) -> None:
         """Called by the garbage collector, in any thread, once the user has no reference to the optimizer."""
@@ -348,9 +380,11 @@ class _Methods:
         """Wait until every gradient is the mean over the step's members.
 
         If this rank is late: its gradient is kept for a later step, and `step()` brings its parameters up to date.
+        Inside a step of several micro-batches it does nothing, as `step()` does.
         """
-        self._star.core.synchronize(manual=True)
-        self._star.synchronized = True
+        if self._star.whole:
+            self._star.core.synchronize(manual=True)
+            self._star.synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -362,7 +396,10 @@ class _Methods:
             self._star.should_synchronize = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; an AssertionError between `backward()` and `step()` or `synchronize()`."""
+        """Clear the gradients; an AssertionError between `backward()` and `step()` or `synchronize()`.
+
+        What was accumulated of other micro-batches of the step is kept.
+        """
         if self._star.core.pending:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -423,6 +460,11 @@ class _Methods:
         """The active mode, `partial(3)` for example."""
         core = self._star.core
         return core.driver.engine.plan.label if isinstance(core, BucketCore) else "sync"
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the last `step()` was a step: with micro-batches (`hvd.shard`) only the last one of each step is."""
+        return self._star.stepped
 
     # Attributes of Horovod's optimizer that user code reads.
     backward_passes_per_step = property(lambda self: self._star.core.passes)

@@ -58,6 +58,7 @@ class Conditions:
         early: Factor on the price of staleness at the beginning of a training; 1 later.
         batch: Samples of a rank's batch where batch shares are possible, else 0.
         fixed_part: Part of a rank's time that does not depend on its batch.
+        microbatches: Micro-batches of a rank in a step where they can be taken over, else 0.
         price: Price of staleness, with the other assumptions on the network (rho and tolerable drift).
         usual_s: Mean time of every rank, shape (n_ranks,).
         typical_s: Lower median of `usual_s`.
@@ -76,6 +77,7 @@ class Conditions:
     early: float = 1.0
     batch: int = 0
     fixed_part: float = FIXED
+    microbatches: int = 0
     price: StalenessPrice = field(default_factory=StalenessPrice)
     usual_s: Array = field(init=False)
     typical_s: float = field(init=False)
@@ -127,6 +129,7 @@ class Conditions:
             price=price or StalenessPrice(prior_of(window.comm_bytes)),
             batch=window.batch,
             fixed_part=window.fixed_part if math.isfinite(window.fixed_part) else FIXED,
+            microbatches=window.microbatches,
         )
 
     def with_freezes(self, frozen_s: float, freezing: Collection[int], froze: Collection[int]) -> Conditions:

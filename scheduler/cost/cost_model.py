@@ -27,6 +27,7 @@ from scheduler.diagnosis.links import ring_bytes
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
+from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
 from scheduler.rules.weights import damped, damping_scale
 
 __all__ = ["Prediction", "predict", "rank", "ring_s"]
@@ -39,6 +40,7 @@ _OVERLAP = 0.4
 _WAY_S = 2e-4  # Latency of a message both ways, and a server's processing.
 _PAUSE_S = 0.05  # Half a cgroup period: mean delay of a collective by a starved helper.
 _USUAL_BATCH = 64  # Samples, if nothing is known of batches: what shares are rounded to.
+_USUAL_PARTS = 4  # Micro-batches of a rank in a step, likewise.
 _FEW = 4  # Kinds of gradients in an update up to which a loop is faster than arrays.
 _SERVED = 0.7
 """Time of a push and its reply beyond their transfer, over that of a collective: measured with 4 ranks on 2 cores, 10
@@ -202,6 +204,9 @@ def _flow(plan: Plan, conditions: Conditions, shared: dict[str, Flow]) -> Flow:
 def _sync(plan: Plan, conditions: Conditions) -> Flow:
     times = conditions.times_s * _share_factors(plan, conditions) if plan.uneven else conditions.times_s
     steps = times.max(axis=1)
+    if plan.steal:
+        # Ranks see the times of a step while it goes on, so slowness that moves costs no more than one that stays.
+        steps = stolen_makespan(times, conditions.microbatches or _USUAL_PARTS) + TRANSFER_S
     interval_s = float(steps.mean()) + ring_s(conditions) + conditions.frozen_s
     return Flow.fresh(interval_s, conditions.world_size, float(steps.std()) / math.sqrt(len(steps)) / interval_s)
 

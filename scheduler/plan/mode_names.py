@@ -11,7 +11,7 @@ from scheduler.plan.plan import Plan, PlanError
 __all__ = ["parse_mode"]
 
 _EXPECTED = (
-    "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
+    "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'sync(steal)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
     "'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', "
     "'ps(backup=b)', 'ps(tree=k)', 'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)' or a Plan"
 )
@@ -23,10 +23,10 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
 
     Args:
         mode: `auto`, `sync`, `sync(balanced)` (batch shares by speed), `sync(24,12,16,24)` (samples of every rank),
-            `partial` (one rank may be late), `partial(m)`, `subgroup(0,1,2)` (its members),
-            `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`, `ps(backup=b)`, `ps(tree=k)` (x = n, through
-            parents of k children each), `ssgd` (x = n), `asgd` (x = 1), `dynsgd`, `local(H)` (steps), `local(2.5s)`
-            (seconds), or a `Plan`.
+            `sync(steal)` (micro-batches taken over inside a step), `partial` (one rank may be late), `partial(m)`,
+            `subgroup(0,1,2)` (its members), `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`,
+            `ps(backup=b)`, `ps(tree=k)` (x = n, through parents of k children each), `ssgd` (x = n), `asgd` (x = 1),
+            `dynsgd`, `local(H)` (steps), `local(2.5s)` (seconds), or a `Plan`.
         world_size: Number of ranks in this job.
         fields: Further fields of a plan made from a name, such as `max_staleness`; ignored for a `Plan`. `damping`
             applies to `partial` and `subgroup`; server modes have their own defaults.
@@ -79,6 +79,8 @@ def _make_sync(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
         return Plan.sync(n, **fields)
     if argument == "balanced":
         return Plan.sync(n, balanced=True, **fields)
+    if argument == "steal":
+        return Plan.sync(n, steal=True, **fields)
     shares = tuple(_whole(part, "of samples for every rank in 'sync(24,12,16,24)'") for part in argument.split(","))
     return Plan.sync(n, batch_shares=shares, **fields)
 

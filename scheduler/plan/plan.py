@@ -69,6 +69,8 @@ class Plan:
         balanced: `sync`: batch shares follow the ranks' speed (`batch_shares`), the global batch stays as it is.
         batch_shares: `sync`: samples of every rank in a step, one number for each rank. With `balanced` what they were
             when the plan was made, empty for equal ones; without it they are the user's and stay.
+        steal: `sync`: micro-batches of a step are taken over from the rank that would end last; the global batch stays
+            as it is.
         guard: What a server does with a gradient that points against the recent updates (after Zeno++, Xie et
             al. 2020): `none`, `damp` or `reject`.
         reason: One sentence for people.
@@ -95,6 +97,7 @@ class Plan:
     guard: str = "none"
     balanced: bool = False
     batch_shares: tuple[int, ...] = ()
+    steal: bool = False
     reason: str = ""
 
     def __post_init__(self) -> None:
@@ -185,10 +188,14 @@ class Plan:
     def _check_shares(self) -> None:
         if not isinstance(self.balanced, bool):
             raise PlanError(f"plan balanced is {self.balanced!r}; expected True or False")
+        if not isinstance(self.steal, bool):
+            raise PlanError(f"plan steal is {self.steal!r}; expected True or False")
         shares = self._tuple("batch_shares")
         object.__setattr__(self, "batch_shares", shares)
         if self.mode != "sync" and (shares or self.balanced):
             raise PlanError(f"plan batch_shares is for mode sync; the mode is {self.mode}: leave it out")
+        if self.steal and (self.mode != "sync" or shares or self.balanced):
+            raise PlanError("plan steal is for mode sync without batch shares; leave one of them out")
         if not shares:
             return
         if len(shares) != self.world_size:
@@ -317,7 +324,7 @@ class Plan:
     @property
     def plain(self) -> bool:
         """Whether this is `sync` as Horovod has it, all batches of one size."""
-        return self.mode == "sync" and not self.uneven
+        return self.mode == "sync" and not self.uneven and not self.steal
 
     @property
     def may_close(self) -> bool:
@@ -352,6 +359,8 @@ class Plan:
     @property
     def label(self) -> str:
         """Short name for tables and logs, such as `partial(3)`; `parse_mode` accepts it."""
+        if self.steal:
+            return "sync(steal)"
         if self.uneven:
             return "sync(balanced)" if self.balanced else f"sync({','.join(map(str, self.batch_shares))})"
         if self.mode == "partial":

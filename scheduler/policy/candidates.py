@@ -153,6 +153,7 @@ def candidates(
         offered += [Plan.partial(n, n - out) for out in stragglers.at_once if out < n]
         if stragglers:
             offered += _balanced(conditions, stragglers)
+            offered += [Plan.sync(n, steal=True)] if conditions.microbatches else []
             offered += _subgroups(conditions, stragglers, most)
             offered += _grouped(conditions)
             # Where ranks already wait for a processor, a server would take CPU time from them.
@@ -215,7 +216,7 @@ def same_plan(one: Plan, other: Plan) -> bool:
 def _key(plan: Plan) -> tuple[object, ...]:
     """The fields that distinguish plans."""
     shares = () if plan.balanced else plan.batch_shares  # Those that follow the ranks' speed are no other plan.
-    return (plan.mode, plan.balanced, shares, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack,
+    return (plan.mode, plan.balanced, plan.steal, shares, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack,
             plan.servers, plan.local_steps, plan.local_s, plan.lr_rule)
 
 

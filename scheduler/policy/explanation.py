@@ -101,8 +101,9 @@ def comparison(predictions: Sequence[Prediction], best: Prediction, now: Predict
         text += ", the upper bound of its mode"
     if best.plan.batch_shares:
         text += f"; {share_sentence(best.plan.batch_shares, best.relative)}"
-    own = (best.plan.mode, best.plan.uneven)
-    other = next((p for p in predictions if not p.plan.plain and (p.plan.mode, p.plan.uneven) != own), None)
+    own = (best.plan.mode, best.plan.uneven, best.plan.steal)
+    others = (p for p in predictions if not p.plan.plain and (p.plan.mode, p.plan.uneven, p.plan.steal) != own)
+    other = next(others, None)
     return text if other is None else f"{text}; {other.plan.label} {1.0 / _ratio(other.relative):.1f}x"
 
 

@@ -239,6 +239,7 @@ class Job:
             loss_steps=tuple(step for step, _ in self._losses),
             batch=scenario.batch,
             fixed_part=scenario.fixed_part,
+            microbatches=scenario.microbatches,
             now_s=self.now_s,
         )
 

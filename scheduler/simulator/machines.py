@@ -98,6 +98,7 @@ class Machines(Replicas):
         self.thaw_s = np.zeros(shape)
         self.batch = np.array([scenario.batch for scenario in scenarios])
         self.fixed_part = np.array([scenario.fixed_part for scenario in scenarios])
+        self.parts = np.array([scenario.microbatches for scenario in scenarios])
         self.share_factor = np.ones(shape)  # Time of a rank's batch over that of a usual one, by its batch share.
 
     def _tables(self, scenarios: Sequence[Scenario]) -> None:

@@ -16,6 +16,7 @@ from scheduler.balance.share_policy import share_factors, solve_shares
 from scheduler.balance.time_curves import SHORT
 from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.plan.plan import Plan
+from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
 from scheduler.simulator.base import HISTORY, State, StepMode
 from scheduler.simulator.machines import Array, Flags, Ints
 
@@ -23,6 +24,7 @@ __all__ = ["Rounds"]
 
 _GRACE_FRACTION, _GRACE_MADS, _DEADLINE_S = 0.25, 4.0, 60.0  # Defaults of ClosingRule.
 _BATCH = 64  # Samples of a usual batch, where the scenario has none.
+_PARTS = 4  # Micro-batches of it, likewise.
 _RECENT, _OFFSETS = 5, 64  # As there.
 
 
@@ -58,6 +60,7 @@ class Rounds(StepMode):
         self.quorum = np.array([plan.quorum for plan in plans])
         self.strict = self.quorum == self.state.machines.n
         self.balanced = np.array([plan.balanced for plan in plans])
+        self.steals = np.array([plan.steal for plan in plans])
         fixed = [plan.batch_shares if not plan.balanced else () for plan in plans]
         self._shared = True  # Factors are set once more, to 1 where these plans have no shares.
         self.shares = np.array([one or (0,) * self.state.machines.n for one in fixed], dtype=np.float64)
@@ -90,6 +93,8 @@ class Rounds(StepMode):
             state.report(where)
         else:
             close_s, arrived = self._close(fresh)
+        if self.steals.any():
+            close_s = self._taken_over(close_s, arrived)
         self.closed_s, self.left_out = close_s, ~arrived
         machines.advance_to(close_s)
         end_s = machines.thawed(close_s)
@@ -111,6 +116,17 @@ class Rounds(StepMode):
         where = np.flatnonzero(arrived)
         row = where // machines.n
         state.begin(where, end_s[row], state.step[row])
+
+    def _taken_over(self, close_s: Array, arrived: Flags) -> Array:
+        """When steps end whose micro-batches ranks take over from each other; reports are of whole batches."""
+        machines = self.state.machines
+        found_s = close_s.copy()
+        for row in np.flatnonzero(self.steals & arrived.all(axis=1)).tolist():
+            times_s = machines.finish_s[row] - machines.start_s[row]
+            makespan_s = float(stolen_makespan(times_s, int(machines.parts[row]) or _PARTS)) + TRANSFER_S
+            found_s[row] = min(close_s[row], machines.start_s[row].max() + makespan_s)
+            machines.finish_s[row] = np.minimum(machines.finish_s[row], found_s[row])
+        return found_s
 
     # ---- the closing rule -------------------------------------------------------------------------------------------
 

@@ -112,6 +112,7 @@ class Scenario:
         allowed: Modes the job can run.
         batch: Samples of a rank's batch where `shard` forms the batches, so that `sync(balanced)` is possible; else 0.
         fixed_part: Part of a rank's time that does not depend on its batch.
+        microbatches: Parts of a rank's batch where `shard` cuts it, so that `sync(steal)` is possible; else 0.
     """
 
     cluster: Cluster
@@ -122,6 +123,7 @@ class Scenario:
     allowed: frozenset[str] = frozenset(("sync", "partial", "subgroup", "grouped", "ps", "local"))
     batch: int = 0
     fixed_part: float = FIXED
+    microbatches: int = 0
 
     def __post_init__(self) -> None:
         n = self.cluster.world_size

@@ -36,6 +36,7 @@ from star_hvd.channel.messages.base import (
     Unregister,
 )
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
 from star_hvd.channel.messages.shares import ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
@@ -51,7 +52,7 @@ from star_hvd.channel.messages.switch import (
     Switched,
 )
 from star_hvd.config import Config
-from star_hvd.coordinator.lease_desk import LeaseDesk
+from star_hvd.coordinator.lease_desk import LeaseDesk, MicrobatchDesk, spans_of
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.coordinator.set_ledger import SetLedger
@@ -109,6 +110,7 @@ class JobState:
         self._ranker = ranker
         self._epochs: dict[tuple[int, int], _Epoch] = {}
         self._leases = LeaseDesk(world_size, lambda to, message: self.outbox.append((to, message)))
+        self.microbatches = MicrobatchDesk(world_size, lambda to, message: self.outbox.append((to, message)))
         self.shares = ShareControl(world_size, self._broadcast)
         self._leases.totals = self.shares.desk.opens
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
@@ -165,6 +167,8 @@ class JobState:
         if fed is not None and self.shares.desk.batch:
             fed.shares = self.shares
             self.shares.tick(fed.active, now_s)
+        self.microbatches.steals = fed is not None and fed.active.steal
+        wake_s = min(wake_s, self.microbatches.tick(now_s))
         for engine in self.engines.values():
             if engine.decides(now_s):
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
@@ -187,7 +191,7 @@ class JobState:
         number = getattr(message, "optimizer_id", None)
         if number is not None and number not in self.engines and len(self.engines) >= _MAX_OPEN:
             raise ChannelError(f"a message is of optimizer {number}; this job has {_MAX_OPEN}, the maximum; close some")
-        if not isinstance(message, (RequestBatch, LeaseAsk)) or len(self._epochs) < _MAX_OPEN:
+        if not isinstance(message, (RequestBatch, LeaseAsk, MicrobatchOpen)) or len(self._epochs) < _MAX_OPEN:
             return
         if (message.loader, message.epoch) not in self._epochs:
             raise ChannelError(f"a batch of loader {message.loader} is requested; {_MAX_OPEN} epochs are open already")
@@ -222,12 +226,14 @@ class JobState:
     def _lease_return(self, rank: int, message: LeaseReturn, now_s: float) -> None:
         self._leases.give_back(rank, message, now_s)
         if message.leaves:
+            self.microbatches.leave(rank, now_s, (message.loader, message.epoch))
             self._epoch_ended((message.loader, message.epoch), rank, early=message.early, now_s=now_s)
 
     def _finished(self, rank: int, message: Finished, now_s: float) -> None:
         self.finished.add(rank)
         self._set_away(rank, True, now_s)
         self._leases.leave(rank, now_s)
+        self.microbatches.leave(rank, now_s)
         for key, epoch in self._epochs.items():  # It may have left its loop in the middle of one.
             self._maybe_end(key, epoch, now_s)
         self._end_job_if_over()
@@ -334,6 +340,17 @@ class JobState:
             engine.has_queue = engine.has_queue or message.samples > 0
             engine.has_shares = engine.has_shares or (message.samples > 0 and not message.fixed)
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
+
+    def _microbatch_open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
+        key = (message.loader, message.epoch)
+        done = spans_of(message.done)
+        self._epochs.setdefault(key, _Epoch())
+        self._forget_epochs(message.loader, message.epoch - 1)
+        self._leases.interrupted(key, done)
+        for engine in self.engines.values():
+            engine.has_queue = engine.has_queue or message.samples > 0
+            engine.microbatches = engine.microbatches or (message.parts if message.samples > 0 else 0)
+        self.microbatches.open(rank, message, now_s)
 
     @property
     def _fed(self) -> OptimizerState | None:
@@ -459,6 +476,9 @@ _HANDLERS: dict[type[Message], _Handler] = {
     ConsumedRequest: lambda job, rank, message, now_s: job._leases.request_consumed(rank, message),
     Consumed: lambda job, rank, message, now_s: job._leases.consumed(rank, message),
     ShareReady: JobState._share_ready,
+    MicrobatchOpen: JobState._microbatch_open,
+    MicrobatchBegin: lambda job, rank, message, now_s: job.microbatches.begin(rank, message, now_s),
+    MicrobatchReturn: lambda job, rank, message, now_s: job.microbatches.returned(rank, message, now_s),
     FindStateSource: lambda job, rank, message, now_s: job._find_state_source(rank, message),
     Finished: JobState._finished,
 }

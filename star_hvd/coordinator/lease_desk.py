@@ -1,11 +1,17 @@
-"""The coordinator's end of leases: one queue per epoch of a loader, and what ranks hear of it. Pure, as the board."""
+"""The coordinator's end of leases: one queue per epoch of a loader, and what ranks hear of it. Pure, as the board.
+
+A loader with micro-batches has a pool of them for each epoch in place of the queue.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.rules.leasing import Answer, LeaseQueue, Span, joined
+from scheduler.rules.microbatches import Action, Kind, MicrobatchPool, StepLayout
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import (
     Consumed,
@@ -16,9 +22,18 @@ from star_hvd.channel.messages.leases import (
     LeaseReturn,
     ReportConsumed,
 )
+from star_hvd.channel.messages.microbatches import (
+    MicrobatchBegin,
+    MicrobatchesClosed,
+    MicrobatchGrant,
+    MicrobatchOpen,
+    MicrobatchRecall,
+    MicrobatchReturn,
+    MicrobatchShares,
+)
 from star_hvd.errors import ChannelError
 
-__all__ = ["LeaseDesk", "flat", "spans_of"]
+__all__ = ["LeaseDesk", "MicrobatchDesk", "flat", "spans_of"]
 
 Key = tuple[int, int]  # Loader and epoch.
 
@@ -188,6 +203,10 @@ class LeaseDesk:
                 self._send(rank, Consumed(*key, spans, number))
             census.wanted.clear()
 
+    def interrupted(self, key: Key, done: list[Span]) -> None:
+        """What was consumed of an epoch before it was interrupted, where it has no queue here."""
+        self._done = {k: each for k, each in self._done.items() if k[0] != key[0] or k[1] >= key[1] - 1} | {key: done}
+
     def leave(self, rank: int, now_s: float) -> None:
         """A rank's program has ended: what it held is for the others."""
         for key, queue in self._queues.items():
@@ -239,3 +258,127 @@ class LeaseDesk:
             return
         start, stop = answer if isinstance(answer, tuple) else (0, 0)
         self._send(rank, Lease(*key, start, stop, answer is Answer.END))
+
+
+class MicrobatchDesk:
+    """The pools of loaders with micro-batches, and what ranks hear of them.
+
+    Args:
+        world_size: Number of ranks.
+        send: Sends a message to a rank.
+
+    Attributes:
+        steals: Whether micro-batches are taken over at present.
+        parts: Micro-batches of a rank in a step, of the first loader that has some; 0 before.
+        batch: Samples of a rank in a step, likewise.
+    """
+
+    def __init__(self, world_size: int, send: Callable[[int, Message], None]) -> None:
+        self.steals = False
+        self.parts = self.batch = 0
+        self._world_size = world_size
+        self._send = send
+        self._pools: dict[Key, MicrobatchPool] = {}
+        self._orders: dict[Key, tuple[MicrobatchOpen, int]] = {}  # What the first rank said of an epoch.
+
+    @property
+    def taken_over(self) -> int:
+        """Micro-batches that were begun by another rank than the one that had them first, of the epochs kept."""
+        return sum(pool.taken_over for pool in self._pools.values())
+
+    def open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
+        """A rank begins an epoch.
+
+        Raises:
+            ChannelError: It says what it cannot.
+        """
+        key = (message.loader, message.epoch)
+        first, other = self._orders.setdefault(key, (message, rank))
+        if dataclasses.replace(message, ahead=first.ahead) != first:
+            self._send(rank, Lease(*key, 0, 0, True, _differs(rank, message, other, first)))
+            return
+        pool = self._pools.get(key) or self._make(key, message)
+        self._do(key, pool, pool.open(rank, message.ahead, now_s))
+
+    def begin(self, rank: int, message: MicrobatchBegin, now_s: float) -> None:
+        """A rank begins a micro-batch, or has none.
+
+        Raises:
+            ChannelError: It says what it cannot.
+        """
+        key = (message.loader, message.epoch)
+        pool = self._pools.get(key)
+        if pool is not None:
+            try:
+                actions = pool.begin(rank, message.step, message.task, message.compute_s, now_s)
+            except ValueError as error:
+                raise ChannelError(str(error)) from error
+            self._do(key, pool, actions)
+
+    def returned(self, rank: int, message: MicrobatchReturn, now_s: float) -> None:
+        """A rank has given a micro-batch back, or has not."""
+        key = (message.loader, message.epoch)
+        pool = self._pools.get(key)
+        if pool is not None:
+            self._do(key, pool, pool.returned(rank, message.step, message.task, message.given, now_s))
+
+    def leave(self, rank: int, now_s: float, key: Key | None = None) -> None:
+        """A rank takes no more, of one epoch or of all."""
+        for each, pool in self._pools.items():
+            if key in (None, each):
+                self._do(each, pool, pool.leave(rank, now_s))
+
+    def tick(self, now_s: float) -> float:
+        """What time alone brings about; returns when to look again."""
+        again_s = math.inf
+        for key, pool in self._pools.items():
+            if not pool.over:
+                pool.steals = self.steals
+                actions, at_s = pool.tick(now_s)
+                self._do(key, pool, actions)
+                again_s = min(again_s, at_s)
+        return again_s
+
+    def _make(self, key: Key, message: MicrobatchOpen) -> MicrobatchPool:
+        try:
+            layout = StepLayout(
+                message.samples, message.batch, message.parts, self._world_size, drop_last=message.drop_last,
+                done=spans_of(message.done),
+            )  # fmt: skip
+        except ValueError as error:
+            raise ChannelError(str(error)) from error
+        loader, epoch = key
+        before = self._pools.get((loader, epoch - 1))
+        for old in [k for k, each in self._pools.items() if k[0] == loader and k[1] < epoch - 1 and each.over]:
+            del self._pools[old]
+            self._orders.pop(old, None)
+        pool = self._pools[key] = MicrobatchPool(layout, before.paces_s if before is not None else ())
+        if not self.parts and message.samples:
+            self.parts, self.batch = message.parts, message.batch
+        return pool
+
+    def _do(self, key: Key, pool: MicrobatchPool, actions: Sequence[Action]) -> None:
+        pool.steals = self.steals
+        for action in actions:
+            if action.kind is Kind.SHARES:
+                self._send(action.rank, MicrobatchShares(*key, action.step, list(action.counts)))
+            elif action.kind is Kind.RECALL:
+                self._send(action.rank, MicrobatchRecall(*key, action.step, action.task))
+            elif action.kind is Kind.GRANT:
+                self._send(action.rank, MicrobatchGrant(*key, action.step, action.task))
+            else:
+                self._send(action.rank, MicrobatchesClosed(*key, action.step))
+
+
+def _differs(rank: int, message: MicrobatchOpen, other: int, first: MicrobatchOpen) -> str:
+    """Why a rank cannot take part in an epoch."""
+    if message.digest != first.digest or message.done != first.done:
+        return (
+            f"ranks {other} and {rank} have the samples in different orders, or continue from different states; give "
+            "the sampler a generator with the same seed on all ranks, and load the same state"
+        )
+    return (
+        f"rank {rank} has {message.samples} samples, batch_size {message.batch} and microbatches {message.parts}, rank "
+        f"{other} {first.samples}, {first.batch} and {first.parts}; use the same data and arguments of star_hvd.shard "
+        "on all ranks"
+    )

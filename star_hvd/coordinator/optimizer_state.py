@@ -103,6 +103,7 @@ class OptimizerState:
         self.closed = 0
         self.folds = 0.0  # Late gradients folded into a later step, of all ranks.
         self.has_queue = self.has_shares = False  # A loader of `shard` feeds the ranks; batches can have other sizes.
+        self.microbatches = 0  # Of a rank in a step, where a loader of `shard` cuts its batches.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
         self.exact = False  # Whether `auto` chooses only what changes nothing in the mathematics.
         self.unfed = ""  # Why batch shares are not possible, where nothing feeds the ranks.
@@ -152,9 +153,9 @@ class OptimizerState:
             logger.warning("ranks %s request another mode than rank 0; rank 0's is used on all ranks", differing)
         if wanted is None:
             self.choice = Choice(self.world_size, self._config, self._hosts, self._ranker)
-        elif wanted.mode != self.active.mode or wanted.uneven:
+        elif wanted.mode != self.active.mode or not wanted.plain:
             self._wanted = wanted
-            if not wanted.uneven:  # Else once a loader feeds the ranks.
+            if not (wanted.uneven or wanted.steal):  # Else once a loader feeds the ranks.
                 self.publish(wanted, now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
@@ -352,8 +353,9 @@ class OptimizerState:
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
-            allowed=(_EXACT if self.exact else frozenset(MODES)).difference(self.blocked),
+            allowed=(_EXACT if self.exact or self.microbatches else frozenset(MODES)).difference(self.blocked),
             batch=self.shares.desk.batch if self.shares is not None else 0,
+            microbatches=self.microbatches,
             fixed_part=self.shares.fixed_part if self.shares is not None else math.nan,
             losses=tuple(self.losses.values),
             loss_steps=tuple(self.losses.steps),
@@ -365,7 +367,7 @@ class OptimizerState:
         return (self.choice.explain() if self.choice is not None else "") or self._plain_reason()
 
     def _plain_reason(self) -> str:
-        if self.refused is not None or (self.unfed and not self.has_shares):
+        if self.refused is not None or self.unfed:
             return f"{self.active.label}: {self.refused or self.unfed}"
         return f"{self.active.label}: {self.active.reason or 'asked for'}"
 
@@ -471,10 +473,11 @@ class OptimizerState:
         wanted = self._wanted
         if wanted is None or self._plan_after_load is not None:  # A state is being loaded; the plan comes after that.
             return
-        if wanted.uneven and not self.has_shares:
+        if (wanted.uneven and not self.has_shares) or (wanted.steal and not self.microbatches):
             self._say_unfed(wanted)
             return
         same = self.active.mode == wanted.mode and self.active.uneven == wanted.uneven
+        same = same and self.active.steal == wanted.steal
         if not same and wanted.mode not in self.blocked:
             self.publish(wanted, now_s)
             if self._switch is None:  # Not possible in this job, which `publish` has logged.
@@ -492,6 +495,10 @@ class OptimizerState:
         """Batch shares are asked for and the ranks' batches are the user's own: say so once some steps were made."""
         if self.rule.step >= _FED_BY and not self.unfed:
             self.unfed = f"{wanted.label} needs hvd.shard, which forms the batches; without it the sizes are the user's"
+            if wanted.steal:
+                self.unfed = f"{wanted.label} needs hvd.shard(..., microbatches=k), which cuts the batches"
+            elif self.microbatches:
+                self.unfed = f"{wanted.label} is not for micro-batches; use sync(steal), or leave microbatches out"
             logger.warning("optimizer %d stays in sync: %s", self.optimizer_id, self.unfed)
 
     def _regroup(self, now_s: float) -> None:

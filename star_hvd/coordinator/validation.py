@@ -28,6 +28,7 @@ from star_hvd.channel.messages.base import (
     wire_fields,
 )
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
 from star_hvd.channel.messages.shares import EPOCH_START, ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
@@ -61,6 +62,9 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     LeaseReturn,
     LinkRate,
     MachineNote,
+    MicrobatchBegin,
+    MicrobatchOpen,
+    MicrobatchReturn,
     OptimizerDropped,
     Prepared,
     ModeUnsupported,
@@ -184,6 +188,17 @@ def _lease_return(message: LeaseReturn, _: int) -> None:
         raise _negative(message)
 
 
+def _microbatch_open(message: MicrobatchOpen, _: int) -> None:
+    whole = (message.loader, message.epoch, message.samples, message.batch - 1, message.ahead, message.digest)
+    if min(*whole, message.parts - 1) < 0:
+        raise _negative(message)
+
+
+def _microbatch(message: MicrobatchBegin | MicrobatchReturn, _: int) -> None:
+    if min(message.loader, message.epoch, message.step, message.task + 1) < 0:
+        raise ChannelError(f"got {message}; expected numbers from 0")
+
+
 def _negative(message: Message) -> ChannelError:
     return ChannelError(f"got {message}; expected a batch size from 1 and all other numbers from 0")
 
@@ -212,4 +227,7 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Consumed: _consumed,
     ConsumedRequest: _consumed,
     ShareReady: _share_ready,
+    MicrobatchOpen: _microbatch_open,
+    MicrobatchBegin: _microbatch,
+    MicrobatchReturn: _microbatch,
 }

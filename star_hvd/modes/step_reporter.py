@@ -65,6 +65,8 @@ class StepReporter:
         batch: Samples per batch of the loader that feeds the training, 0 before it has given one.
         reference_samples: Samples that count as weight 1, 0 likewise.
         times: This rank's own work in its latest step.
+        own_part: Part of a usual batch that this rank has computed for its step; its times are reported as those of a
+            whole one.
         wait_s: How long it then waited for the others.
         timing: The work of the step that arrives is still being timed: its message waits for that.
     """
@@ -84,6 +86,7 @@ class StepReporter:
         self._samples = 0  # Since the last step of this rank's own.
         self.times = _NO_TIMES
         self.wait_s = 0.0
+        self.own_part = 1.0
         self.timing = False
         self._unsent: Callable[[], None] | None = None  # A message that waits for the compute time.
         self._send = send
@@ -102,6 +105,8 @@ class StepReporter:
 
     def end_timing(self, times: StepTimes) -> None:
         """It is known: send the message that waited for it."""
+        if self.own_part != 1.0:
+            times = StepTimes(**{name: value / self.own_part for name, value in dataclasses.asdict(times).items()})
         self.times, self.timing = times, False
         unsent, self._unsent = self._unsent, None
         if unsent is not None:

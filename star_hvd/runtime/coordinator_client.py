@@ -7,14 +7,23 @@ import queue
 import time
 from collections.abc import Callable
 
+from scheduler.rules.microbatches import StepLayout
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, Lease, LeaseRecall, ReportConsumed
+from star_hvd.channel.messages.microbatches import (
+    MicrobatchesClosed,
+    MicrobatchGrant,
+    MicrobatchOpen,
+    MicrobatchRecall,
+    MicrobatchShares,
+)
 from star_hvd.channel.messages.shares import ShareOrder, ShareProposal
 from star_hvd.config import Config
 from star_hvd.errors import DeadlineError
 from star_hvd.runtime.batch_sizes import BatchSizes
 from star_hvd.runtime.lease_stock import BatchSizer, LeaseStock
+from star_hvd.runtime.microbatches import MicrobatchStock
 
 __all__ = ["CoordinatorClient"]
 
@@ -53,7 +62,8 @@ class CoordinatorClient:
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self._step, self._most_samples = step, most_samples
         self._sizes: dict[int, BatchSizes] = {}  # By loader.
-        self._stocks: dict[tuple[int, int], LeaseStock] = {}  # By loader and epoch, of the last two epochs.
+        # By loader and epoch, of the last two epochs.
+        self._stocks: dict[tuple[int, int], LeaseStock | MicrobatchStock] = {}
         # Epochs whose end came while something else was waited for.
         self._ended: dict[tuple[int, int], messages.EpochEnd] = {}
         self._asked: collections.deque[messages.RequestBatch] = collections.deque()
@@ -119,16 +129,56 @@ class CoordinatorClient:
             sizer=sizer,
             fixed=not isinstance(sizer, BatchSizes),
         )
-        # Those that are closed are still asked what was consumed of them.
-        kept = {
-            key: each
-            for key, each in self._stocks.items()
-            if key[0] != loader or key[1] >= epoch - 1 or not each.closed
-        }
-        self._stocks = {**kept, (loader, epoch): stock}
+        self._keep(stock)
         if ask:
             stock.open()
         return stock
+
+    def _keep(self, stock: LeaseStock | MicrobatchStock) -> None:
+        """Pass messages on to a stock. Those that are closed are still asked what was consumed of them."""
+        kept = {
+            key: each
+            for key, each in self._stocks.items()
+            if key[0] != stock.loader or key[1] >= stock.epoch - 1 or not each.closed
+        }
+        self._stocks = {**kept, (stock.loader, stock.epoch): stock}
+
+    def open_microbatches(self, layout: StepLayout, opening: MicrobatchOpen) -> MicrobatchStock:
+        """This rank's micro-batches of an epoch."""
+        stock = MicrobatchStock(self._rank, layout, opening, send=lambda m: self._agent.send(m))
+        self._keep(stock)
+        stock.open()
+        return stock
+
+    def await_microbatch(self, stock: MicrobatchStock, steps_made: int) -> bool:
+        """Reserve another micro-batch of the present step for this rank; False where the step is over for it.
+
+        Raises:
+            DeadlineError: The coordinator, or a rank that the step is waiting for, did not answer.
+            ValueError: This rank's samples are not those of the others.
+        """
+        began_s = time.monotonic()
+        while True:
+            stock.decided(_LOOK_S)
+            found = stock.reserve(steps_made)
+            if found is not None:
+                return found
+            self._raise_failure()
+            self.check_wait(began_s, "the other ranks to begin the micro-batches of a step")
+
+    def check_wait(self, began_s: float, what: str) -> None:
+        """Whether a wait for the coordinator, or for other ranks through it, may go on.
+
+        Raises:
+            DeadlineError: It has taken too long.
+        """
+        waited_s, silent_s = time.monotonic() - began_s, time.monotonic() - self._agent.last_heard_s
+        heard = silent_s < 0.5 * self._config.control_deadline_s
+        if waited_s > (self._config.step_deadline_s if heard else self._config.control_deadline_s):
+            raise DeadlineError(
+                f"rank {self._rank} waited {waited_s:.0f} s for {what}; the coordinator on rank 0 was last heard "
+                f"{silent_s:.1f} s ago"
+            )
 
     def open_work(self, total: int, chunk: int) -> LeaseStock:
         """The next epoch of ranges of numbers, see `star_hvd.work`; equal on all ranks that open them in one order."""
@@ -195,6 +245,10 @@ class CoordinatorClient:
         | ShareOrder
         | Consumed
         | ReportConsumed
+        | MicrobatchShares
+        | MicrobatchRecall
+        | MicrobatchGrant
+        | MicrobatchesClosed
         | messages.Grant
         | messages.EpochEnd,
     ) -> None:

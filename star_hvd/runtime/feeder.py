@@ -20,8 +20,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import default_collate
 
 from star_hvd.runtime.lease_stock import Batch, LeaseStock
+from star_hvd.runtime.microbatches import MicrobatchStock
 
 __all__ = ["Feeder", "Indices", "loader_options"]
+
+Stock = LeaseStock | MicrobatchStock
 
 Indices = Callable[[int, int], list[Any]]
 """The data set's indices at the positions from start to stop of the epoch's order."""
@@ -39,6 +42,7 @@ _OPTIONS = (
     "pin_memory_device",
     "in_order",  # Since torch 2.6.
 )
+_IN_THREAD = ("collate_fn", "pin_memory", "pin_memory_device")  # Of these, what a loader without workers takes.
 
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -69,6 +73,8 @@ class Feeder:
         self._dataset = dataset
         self._loader: DataLoader[Any] | None = self._make()
         self._batches: Iterator[Any] = iter(())
+        self._direct: DataLoader[Any] | None = None
+        self._direct_indices: list[list[Any]] = []
         workers, prefetch = self._loader.num_workers, self._loader.prefetch_factor or 0
         self.ahead = workers * prefetch + 1 if workers else 0  # A batch more than the workers load ahead.
         self._sampler.workers = workers
@@ -76,7 +82,7 @@ class Feeder:
     def _make(self) -> DataLoader[Any]:
         return DataLoader(self._dataset, batch_sampler=self._sampler, **self._options)
 
-    def begin(self, stock: LeaseStock, indices: Indices) -> None:
+    def begin(self, stock: Stock, indices: Indices) -> None:
         """An epoch begins, or goes on."""
         self._sampler.begin(stock, indices)
         self._batches = iter(())
@@ -102,6 +108,15 @@ class Feeder:
             if batch is not None:
                 return batch, data
 
+    def load(self, indices: list[Any]) -> Any:
+        """Load a batch in this thread, past the workers, which are at later ones."""
+        if self._direct is None:
+            options = {name: self._options[name] for name in _IN_THREAD if name in self._options}
+            self._direct = DataLoader(self._dataset, batch_sampler=self._direct_indices, **options)
+        self._direct_indices[:] = [indices]
+        data = next(iter(self._direct))
+        return data if self.in_order else data.batch
+
     def start(self) -> None:
         """Order batches again, behind a time in which nothing was in stock; nothing is on its way."""
         if self._loader is None:
@@ -109,7 +124,7 @@ class Feeder:
         self._sampler.restart()
         self._batches = iter(self._loader)
 
-    def end(self, stock: LeaseStock) -> None:
+    def end(self, stock: Stock) -> None:
         """The epoch of this stock is over, or its loop was left: workers end, unless they are to be kept."""
         if not self._sampler.end(stock):
             return  # The next one has begun already: the loop was left by an error that was kept for a while.
@@ -126,16 +141,16 @@ class _Sampler:
         self.workers = 0
         self._was_dry = False
         self._numbered = numbered
-        self._source: tuple[LeaseStock, Indices] | None = None
+        self._source: tuple[Stock, Indices] | None = None
 
-    def begin(self, stock: LeaseStock, indices: Indices) -> None:
+    def begin(self, stock: Stock, indices: Indices) -> None:
         self._source = (stock, indices)
 
     def restart(self) -> None:
         self.on_their_way.clear()
         self._was_dry = False
 
-    def end(self, stock: LeaseStock) -> bool:
+    def end(self, stock: Stock) -> bool:
         if self._source is None or self._source[0] is not stock:
             return False
         self._source = None

@@ -25,7 +25,7 @@ from star_hvd.channel.messages.leases import Consumed, Lease, LeaseAsk, LeaseRec
 from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_condition
 
-__all__ = ["Batch", "BatchSizer", "ConstantBatches", "LeaseStock"]
+__all__ = ["Batch", "BatchSizer", "ConstantBatches", "Consumption", "LeaseStock"]
 
 _LOOK_S = 0.5  # Between two looks whether the wait has become pointless.
 _ASK_BELOW = 0.75  # Of what there was behind the last answer.
@@ -87,6 +87,25 @@ class Batch:
         return sum(stop - start for start, stop in self.spans)
 
 
+class Consumption:
+    """Which positions a rank has begun, and for which steps of the training those of late."""
+
+    def __init__(self) -> None:
+        self._before: list[Span] = []
+        self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans of batches.
+
+    def note(self, spans: tuple[Span, ...], step: int) -> None:
+        """A batch is begun, for the step behind so many; -1 where that is not known."""
+        if len(self._recent) == _STEPS_KEPT:
+            self._before = joined([*self._before, *self._recent[0][1]])
+        self._recent.append((step, spans))
+
+    def by(self, step: int) -> list[Span]:
+        """The samples of all batches that were for steps up to this one."""
+        late = [span for for_step, spans in self._recent if 0 <= step <= for_step for span in spans]
+        return without([*self._before, *(span for _, spans in self._recent for span in spans)], late)
+
+
 class LeaseStock:
     """See the module's text.
 
@@ -135,8 +154,7 @@ class LeaseStock:
         self._formed: dict[int, Batch] = {}  # On their way, in the order in which they were formed.
         self._numbers = self._delivered = 0  # Batches formed, and begun.
         self._begun = 0
-        self._consumed: list[Span] = []
-        self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans of batches.
+        self._consumption = Consumption()
         self._level = 0  # Samples in stock behind the last answer.
         self._largest = batch  # Samples in a batch.
         self._asked = self._over = self._exhausted = False
@@ -259,7 +277,7 @@ class LeaseStock:
                     span = self._pop(self.batch)
                     self._begun += span[1] - span[0]
                     self._delivered += 1
-                    self._note((span,), -1)
+                    self._consumption.note((span,), -1)
                     self._ask_ahead()
                     return span
         return None
@@ -356,7 +374,7 @@ class LeaseStock:
                 self._begun += batch.samples
             self._delivered += 1
             self._idle = False
-            self._note(batch.spans, step)
+            self._consumption.note(batch.spans, step)
             self._ask_ahead()
             return batch
 
@@ -382,11 +400,6 @@ class LeaseStock:
         if stop < end:
             self._spans.appendleft((stop, end))
         return start, stop
-
-    def _note(self, spans: tuple[Span, ...], step: int) -> None:
-        if len(self._recent) == _STEPS_KEPT:
-            self._consumed = joined([*self._consumed, *self._recent[0][1]])
-        self._recent.append((step, spans))
 
     def _left(self) -> int:
         return sum(stop - start for start, stop in self._spans)
@@ -428,7 +441,7 @@ class LeaseStock:
         """An answer, a recall, or the question what was consumed."""
         with self._changed:
             if isinstance(message, ReportConsumed):
-                spans = [bound for span in self._consumed_by(message.step) for bound in span]
+                spans = [bound for span in self._consumption.by(message.step) for bound in span]
                 self._send(Consumed(self.loader, self.epoch, message.step, spans))
                 return
             if self.closed:
@@ -477,8 +490,3 @@ class LeaseStock:
                 self._spans.append((start, stop))
                 kept += stop - start
         return kept
-
-    def _consumed_by(self, step: int) -> list[Span]:
-        """The samples of all batches that were for steps up to this one."""
-        late = [span for for_step, spans in self._recent if 0 <= step <= for_step for span in spans]
-        return without([*self._consumed, *(span for _, spans in self._recent for span in spans)], late)

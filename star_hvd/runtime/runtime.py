@@ -29,6 +29,12 @@ from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseRecall, ReportConsumed
+from star_hvd.channel.messages.microbatches import (
+    MicrobatchesClosed,
+    MicrobatchGrant,
+    MicrobatchRecall,
+    MicrobatchShares,
+)
 from star_hvd.channel.messages.shares import ShareOrder, ShareProposal
 from star_hvd.channel.messages.switch import (
     Commit,
@@ -55,6 +61,7 @@ from star_hvd.runtime import program_end
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.inactivity import Inactivity
 from star_hvd.runtime.job_log import JobLog, check_curves
+from star_hvd.runtime.microbatches import MicrobatchInHand
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
 from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity, samples_in_memory
@@ -113,7 +120,8 @@ def shutdown() -> None:
 
 
 _FOR_CLIENT = (
-    Lease, LeaseRecall, ShareProposal, ShareOrder, Consumed, ReportConsumed, messages.Grant, messages.EpochEnd
+    Lease, LeaseRecall, ShareProposal, ShareOrder, Consumed, ReportConsumed, messages.Grant, messages.EpochEnd,
+    MicrobatchShares, MicrobatchRecall, MicrobatchGrant, MicrobatchesClosed,
 )  # fmt: skip
 
 
@@ -136,6 +144,8 @@ class Runtime:
         self.drivers: dict[int, StepDriver] = {}
         self._asked: dict[int, Plan] = {}  # By optimizer, what the user asked for.
         self.batch_weights: list[float] = []
+        self.in_hand: MicrobatchInHand | None = None  # What optimizers accumulate the gradient of at present.
+        self._weighed = math.nan  # Weight of the latest batch that the user gave, NaN without.
         self._had_shares = False
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
@@ -376,8 +386,29 @@ class Runtime:
     def note_batch(self, weight: float, input_s: float) -> None:
         """The loader hands out a batch: its weight, and how long the training thread waited for it."""
         self.batch_weights = [*self.batch_weights[-63:], weight]
+        self._weighed = math.nan
         for driver in self.drivers.values():
             driver.timer.add_input(input_s)
+
+    def weigh(self, count: float) -> None:
+        """The loss of the present batch, or micro-batch, is a mean over `count` things."""
+        if self.in_hand is not None:
+            self.in_hand.weigh(count)
+        else:
+            self._weighed = count / (self.reference_samples or 1.0)
+
+    def check_microbatches(self) -> None:
+        """Whether the mode that the user asked for is possible with micro-batches.
+
+        Raises:
+            ValueError: It is not.
+        """
+        for plan in self._asked.values():
+            if plan.mode != "sync" or plan.uneven:
+                raise ValueError(
+                    f"mode is {plan.label} with microbatches; expected 'sync', 'sync(steal)' or 'auto', which chooses "
+                    "between these two: leave microbatches out of hvd.shard for other modes"
+                )
 
     def steps_made(self) -> int:
         """Steps the parameters here have had, of the first optimizer; -1 where ranks do not count them alike."""
@@ -422,6 +453,8 @@ class Runtime:
 
     def batch_weight(self, passes: int) -> float:
         """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
+        if not math.isnan(self._weighed):
+            return self._weighed
         recent = self.batch_weights[-passes:]
         return sum(recent) / len(recent) if recent else 1.0
 

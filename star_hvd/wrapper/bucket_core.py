@@ -26,6 +26,8 @@ from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
+from star_hvd.runtime.microbatches import MicrobatchInHand
+from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.sparse import SparseGradients
 
@@ -122,6 +124,7 @@ class BucketCore:
         self._plan = plan
         self._max_grad_norm = max_grad_norm
         self._sparse = SparseGradients(sparse_as_dense, summed=scale_by_ranks)
+        self._accumulation = Accumulation(sparse_as_dense)
         self._delay: dict[torch.nn.Parameter, int] = {}
         self._where: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
         self._unready: list[int] = []
@@ -170,7 +173,7 @@ class BucketCore:
         applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
         driver = run.new_driver()
         driver.begun = self._begun
-        driver.mid_step = lambda: bool(self._given) or bool(self._outcome)
+        driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
         initial = Plan.sync(
             run.world_size,
             damping=self._config.damping,
@@ -244,6 +247,11 @@ class BucketCore:
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._dropped:
             return
+        part = self.in_hand
+        if part is not None:
+            self._end_synchronized()
+            self._accumulation.add(param, *self._where[param], part)
+            return
         if self._delay[param] <= 0:
             raise too_many_passes()
         assert param.grad is not None and not param.grad.requires_grad
@@ -265,10 +273,32 @@ class BucketCore:
             bucket.adopt(position)
         self._unready[bucket.index] -= 1
         if self._unready[bucket.index] == 0:
-            self.driver.engine.weight = self.run.batch_weight(self.passes)
+            self.driver.engine.weight = self._accumulation.weight or self.run.batch_weight(self.passes)
             self.driver.give(bucket)
 
     # ---- a step ---------------------------------------------------------------------------------------------
+
+    @property
+    def in_hand(self) -> MicrobatchInHand | None:
+        """The micro-batch that the training loop works on, None where its batches are whole."""
+        return self._attached[0].in_hand if self._attached is not None else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank's gradient of the step is whole; inside a step of several micro-batches it is not.
+
+        Raises:
+            ValueError: `backward_passes_per_step` is above 1: two counts of what a step is.
+        """
+        part = self.in_hand
+        if part is None:
+            return True
+        if self.passes != 1:
+            raise ValueError(
+                f"backward_passes_per_step is {self.passes} with hvd.shard(..., microbatches=); expected 1: the loader "
+                "says which micro-batches make a step"
+            )
+        return part.is_last
 
     @property
     def pending(self) -> bool:
@@ -319,6 +349,7 @@ class BucketCore:
         self._reset()
 
     def _reset(self) -> None:
+        self._accumulation.clear()
         self._delay = dict.fromkeys(self._delay, self.passes)
         self._unready = [len(bucket.params) for bucket in self._buckets]
         self._given.clear()
@@ -336,6 +367,10 @@ class BucketCore:
         If this rank is late: its gradient is kept for a later step and `apply` will bring the parameters up to date.
         """
         self._end_synchronized()
+        part = self.in_hand
+        if part is not None:
+            self._accumulation.finish()
+        self.driver.reporter.own_part = max(1, self._accumulation.count) / part.parts if part is not None else 1.0
         for param in self.requires_update - self._given:
             self._give(param)
         if self.driver.active_mode is not None:  # The gradients stay this rank's own; `apply` makes the whole step.

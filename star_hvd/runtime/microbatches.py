@@ -1,0 +1,329 @@
+"""A rank's micro-batches: those of its share of each step, and those it takes over from other ranks.
+
+What is in a step is decided by the coordinator (`scheduler.rules.microbatches`). Here micro-batches of this rank's
+shares are formed for the loader's workers, steps ahead, and begun one by one. Until one is begun it can be called back,
+in the agent's thread; what the workers have loaded of it is then thrown away. One that is taken over is loaded by the
+training thread: it is due at once, and the workers are at later steps.
+
+The training thread reserves a micro-batch where the optimizer is asked to step, or where the loop asks for the next
+one: if there is one of this step it counts as begun, so the step is not over for this rank, which no other can change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler.rules.leasing import Span
+from scheduler.rules.microbatches import StepLayout
+from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed
+from star_hvd.channel.messages.microbatches import (
+    MicrobatchBegin,
+    MicrobatchesClosed,
+    MicrobatchGrant,
+    MicrobatchOpen,
+    MicrobatchRecall,
+    MicrobatchReturn,
+    MicrobatchShares,
+)
+from star_hvd.errors import StarError
+from star_hvd.locks import ordered_condition
+from star_hvd.runtime.lease_stock import Batch, Consumption
+
+__all__ = ["Microbatch", "MicrobatchInHand", "MicrobatchStock"]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One micro-batch of a step.
+
+    Attributes:
+        step: The step of the epoch.
+        task: Its number in the step.
+        spans: Its positions.
+        own: Whether it is of this rank's share, and comes out of the loader's workers.
+    """
+
+    step: int
+    task: int
+    spans: tuple[Span, ...]
+    own: bool = True
+
+
+class MicrobatchStock:
+    """See the module's text.
+
+    Args:
+        rank: This rank.
+        loader: Number of the loader.
+        epoch: Number of the epoch.
+        layout: Where the micro-batches lie.
+        opening: What tells the coordinator that this rank begins the epoch.
+        send: Sends a control message; does not wait.
+
+    Attributes:
+        batch: Samples in a micro-batch, about.
+        taken_over: Micro-batches begun that were in another rank's share.
+    """
+
+    def __init__(
+        self, rank: int, layout: StepLayout, opening: MicrobatchOpen, *, send: Callable[[Message], None]
+    ) -> None:
+        self.loader, self.epoch, self.samples = opening.loader, opening.epoch, opening.samples
+        self.batch = max(1, opening.batch // opening.parts)
+        self.load_s = 0.0  # As `LeaseStock` has it: loading here is not timed.
+        self.closed = False
+        self.taken_over = 0
+        self._rank, self._layout, self._opening, self._send = rank, layout, opening, send
+        # Guards what follows; messages are queued for sending under it.
+        self._changed = ordered_condition("MicrobatchStock._changed")
+        self._queue: deque[Microbatch] = deque()  # Of this rank's shares, not formed yet.
+        self._formed: dict[int, Microbatch] = {}  # On their way through the workers, by number.
+        self._granted: deque[Microbatch] = deque()
+        self._numbers = 0
+        self._step = 0
+        self._closed_upto = -1
+        self._reserved: Microbatch | None = None
+        self._begun: set[Microbatch] = set()  # Of this step.
+        self._shares: dict[int, int] = {}  # How many of each step are in this rank's share, as far as known.
+        self._consumption = Consumption()
+        self._began_s = 0.0
+        self._last_s = 0.0  # Time of the micro-batch that ended last, until it is reported.
+        self._said_idle = False
+        self._refused = ""
+
+    def open(self) -> None:
+        """Tell the coordinator that this rank begins the epoch."""
+        self._send(self._opening)
+
+    # ---- training thread ------------------------------------------------------------------------------------
+
+    def decided(self, limit_s: float) -> bool:
+        """Wait until there is another micro-batch of this step for this rank, or the step is closed; whether it came
+        to that in time.
+
+        Raises:
+            ValueError: This rank's samples are not those of the others.
+        """
+        with self._changed:
+            self._end_present()
+            if not self._is_decided() and not self._said_idle:
+                self._said_idle = True
+                self._report(-1)
+            decided = self._changed.wait_for(self._is_decided, limit_s)
+            if self._refused:
+                raise ValueError(self._refused)
+            return decided
+
+    def reserve(self, steps_made: int) -> bool | None:
+        """Whether there is another micro-batch of this step for this rank, which then counts as begun; None while that
+        is open. Does not wait.
+
+        Args:
+            steps_made: Steps that the parameters have had.
+        """
+        with self._changed:
+            found = self._find()
+            if found is not None and self._reserved is None:
+                self._begin(found, steps_made)
+            return True if found is not None else False if self._closed_upto >= self._step else None
+
+    def next_step(self) -> bool:
+        """The step is over for this rank. Whether there is another one in the epoch."""
+        with self._changed:
+            self._shares.pop(self._step, None)
+            self._step, self._said_idle = self._step + 1, False
+            self._begun.clear()
+            return self._step < self._layout.steps
+
+    @property
+    def left_out(self) -> bool:
+        """Whether this rank has no part in this step, unless it takes over something."""
+        with self._changed:
+            return self._shares.get(self._step) == 0 and not self._begun
+
+    @property
+    def begun(self) -> int:
+        """Micro-batches of this step that this rank has begun."""
+        with self._changed:
+            return len(self._begun)
+
+    def take(self) -> Microbatch:
+        """The micro-batch that was reserved: the training thread works on it from now on."""
+        with self._changed:
+            assert self._reserved is not None
+            found, self._reserved = self._reserved, None
+            self._began_s = time.monotonic()
+            return found
+
+    def ended(self) -> None:
+        """The training thread has computed the gradient of its micro-batch."""
+        with self._changed:
+            self._end_present()
+
+    def is_in(self, number: int, wanted: Microbatch) -> bool | None:
+        """Whether the batch of a number is that micro-batch; None where it was called back."""
+        with self._changed:
+            found = self._formed.get(number)
+            return None if found is None else found == wanted
+
+    def formed(self, number: int) -> Batch | None:
+        """A batch came out of the workers; None where it was called back meanwhile."""
+        with self._changed:
+            found = self._formed.get(number)
+            return None if found is None else Batch(number, found.spans)
+
+    def delivered(self, number: int) -> None:
+        """A batch is given to the training loop."""
+        with self._changed:
+            self._formed.pop(number, None)
+
+    @property
+    def in_stock(self) -> int:
+        """Samples of which no batch has been formed."""
+        with self._changed:
+            return len(self._queue) * self.batch
+
+    def form(self) -> Batch | None:
+        """Form the next micro-batch of this rank's shares for the workers; None where none is known yet."""
+        with self._changed:
+            if not self._queue:
+                return None
+            found = self._queue.popleft()
+            self._numbers += 1
+            self._formed[self._numbers] = found
+            return Batch(self._numbers, found.spans)
+
+    def wake(self) -> None:
+        """Batch shares may have changed, which are for other loaders."""
+
+    def close(self) -> None:
+        """The loop was left: what was not begun is for the others."""
+        with self._changed:
+            if not self.closed:
+                self.closed = True
+                self._queue.clear()
+                self._formed.clear()
+                early = self._step < self._layout.steps
+                self._send(LeaseReturn(self.loader, self.epoch, 0, True, early))
+
+    # ---- agent's thread -------------------------------------------------------------------------------------
+
+    def on_message(self, message: Message) -> None:
+        """News of the coordinator."""
+        with self._changed:
+            if isinstance(message, ReportConsumed):
+                bounds = [bound for span in self._consumption.by(message.step) for bound in span]
+                self._send(Consumed(self.loader, self.epoch, message.step, bounds))
+            elif self.closed:
+                return
+            elif isinstance(message, MicrobatchShares):
+                self._note_shares(message)
+            elif isinstance(message, MicrobatchGrant):
+                spans = self._layout.spans(message.step, message.task)
+                self._granted.append(Microbatch(message.step, message.task, spans, own=False))
+            elif isinstance(message, MicrobatchRecall):
+                given = self._give_back(message.step, message.task)
+                self._send(MicrobatchReturn(self.loader, self.epoch, message.step, message.task, given))
+            elif isinstance(message, MicrobatchesClosed):
+                self._closed_upto = max(self._closed_upto, message.step)
+            elif isinstance(message, Lease):
+                self._refused = message.refused
+            self._changed.notify_all()
+
+    def _note_shares(self, message: MicrobatchShares) -> None:
+        first = sum(message.counts[: self._rank])
+        self._shares[message.step] = message.counts[self._rank]
+        for task in range(first, first + message.counts[self._rank]):
+            self._queue.append(Microbatch(message.step, task, self._layout.spans(message.step, task)))
+
+    def _give_back(self, step: int, task: int) -> bool:
+        """Forget a micro-batch; False where it is begun."""
+        if step == self._step and any(found.task == task for found in self._begun):
+            return False
+        for where in (self._queue, self._granted):
+            for found in where:
+                if (found.step, found.task) == (step, task):
+                    where.remove(found)
+                    return True
+        for number, found in self._formed.items():
+            if (found.step, found.task) == (step, task):
+                del self._formed[number]
+                return True
+        return False
+
+    # ---- inside, under the condition ------------------------------------------------------------------------
+
+    def _find(self) -> Microbatch | None:
+        """The next micro-batch of this step: reserved, on its way, not formed yet, or taken over."""
+        if self._reserved is not None:
+            return self._reserved
+        for where in (self._formed.values(), self._queue, self._granted):
+            for found in where:
+                if found.step == self._step and found not in self._begun:
+                    return found
+        return None
+
+    def _is_decided(self) -> bool:
+        return bool(self._refused) or self._find() is not None or self._closed_upto >= self._step
+
+    def _begin(self, found: Microbatch, steps_made: int) -> None:
+        self._reserved = found
+        self._begun.add(found)
+        self._said_idle = False
+        if not found.own:
+            self._granted.remove(found)
+            self.taken_over += 1
+        self._consumption.note(found.spans, steps_made)
+        self._report(found.task)
+
+    def _report(self, task: int) -> None:
+        last_s, self._last_s = self._last_s, 0.0
+        self._send(MicrobatchBegin(self.loader, self.epoch, self._step, task, last_s))
+
+    def _end_present(self) -> None:
+        if self._began_s:
+            self._last_s, self._began_s = time.monotonic() - self._began_s, 0.0
+
+
+class MicrobatchInHand:
+    """The micro-batch that the training thread works on, for the optimizers that accumulate its gradient.
+
+    Args:
+        samples: Samples in it.
+        reference: Samples that count as weight 1.
+        more: Whether this rank has another one in this step; may wait.
+        parts: Micro-batches of a rank in a step on ranks of equal speed.
+    """
+
+    def __init__(self, samples: int, reference: float, more: Callable[[], bool], parts: int) -> None:
+        self.parts = parts
+        self._weight, self._reference, self._more = samples / reference, reference, more
+        self._used = False
+        self._last: bool | None = None
+
+    @property
+    def weight(self) -> float:
+        """Its part of the step's gradient; fixed from here on."""
+        self._used = True
+        return self._weight
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's gradient of the step is whole with it; waits where that is open."""
+        if self._last is None:
+            self._last = not self._more()
+        return self._last
+
+    def weigh(self, count: float) -> None:
+        """Its loss is a mean over `count` things.
+
+        Raises:
+            StarError: Its gradient is accumulated already.
+        """
+        if self._used:
+            raise StarError("hvd.weigh was called behind backward(); call it before, for each micro-batch")
+        self._weight = count / self._reference

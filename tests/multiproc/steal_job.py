@@ -1,0 +1,241 @@
+"""Every rank of jobs with micro-batches: `python -m tests.multiproc.steal_job SCENARIO`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import torch
+
+import star_hvd as hvd
+from tests.multiproc.shares_job import CLIP, SAMPLES, _adamw, _data, _net, _reference, _vector
+from tests.support.launch import write_result
+
+BATCH, PARTS, RANKS = 20, 4, 4  # 12 steps of 80 samples and one of 35.
+SLOW = 4.0
+
+
+def _train(mode: str, epochs: int, *, slow: bool = False, parts: int = PARTS, **given: Any) -> Any:
+    """The micro-batches that this rank had in each step, by epoch; and the parameters behind each step.
+
+    A slow rank, rank 2, takes so many times as long; at half of the epochs it is another one.
+    """
+    net, options = _net(), {name: value for name, value in given.items() if name == "accuracy"}
+    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
+    loading = {name: value for name, value in given.items() if name != "accuracy"}
+    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=parts, **loading)
+    behind: list[torch.Tensor] = []
+    taken: list[list[list[list[int]]]] = []
+    for epoch in range(epochs):
+        taken.append([[]])
+        for inputs, wanted, numbers in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+            # By hand and of a part: without effect.
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-9)
+            taken[-1][-1].append(numbers.tolist())
+            late = slow and hvd.rank() == (2 if 2 * epoch < epochs else 0)
+            time.sleep((SLOW if late else 1.0) * 0.001 * len(numbers))
+            optimizer.step()
+            if optimizer.stepped:
+                behind.append(_vector(net))
+                taken[-1].append([])
+        assert not taken[-1].pop()
+    return optimizer, behind, taken
+
+
+def _compared(mode: str, epochs: int, **options: Any) -> dict[str, Any]:
+    optimizer, behind, own = _train(mode, epochs, **options)
+    taken = hvd.allgather_object(own, name="taken")
+    whole = [[[[i for part in step for i in part] for step in epoch] for epoch in rank] for rank in taken]
+    expected = _reference(whole)
+    return {
+        "parts": [[[len(step) for step in epoch] for epoch in rank] for rank in taken],
+        "samples": [
+            [
+                sum(len(rank[epoch][step]) for rank in whole if step < len(rank[epoch]))
+                for step in range(max(len(rank[epoch]) for rank in whole))
+            ]
+            for epoch in range(epochs)
+        ],
+        "steps": [len(expected), len(behind)],
+        "error": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(behind, expected, strict=False)),
+        "once": [
+            sorted(i for rank in whole for step in rank[epoch] for i in step) == list(range(SAMPLES))
+            for epoch in range(epochs)
+        ],
+        "mode": optimizer.mode,
+        "stats": optimizer.stats(),
+        "explain": hvd.explain() if hvd.rank() == 0 else "",
+        "report": [plan["mode"] for plan in hvd.report().to_dict()["plans"]] if hvd.rank() == 0 else [],
+    }
+
+
+def plain() -> dict[str, Any]:
+    """`sync`: every rank has its own micro-batches, whatever it takes for them."""
+    return _compared("sync", 2, slow=True)
+
+
+def loaded_ahead() -> dict[str, Any]:
+    """The same, with micro-batches that worker processes load ahead."""
+    return _compared("sync(steal)", 4, slow=True, num_workers=2)
+
+
+def uneven() -> dict[str, Any]:
+    """Micro-batches of different sizes: 3 of 20 samples, weighed by what they have."""
+    return _compared("sync(steal)", 2, slow=True, parts=3)
+
+
+def auto() -> dict[str, Any]:
+    """The coordinator decides, among `sync` and `sync(steal)`."""
+    return _compared("auto", 8, slow=True)
+
+
+def weighed() -> dict[str, Any]:
+    """A loss that is a mean over tokens, of which samples have different numbers."""
+    net = _net()
+    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)", max_grad_norm=CLIP)
+    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    taken: list[list[int]] = [[]]
+    for inputs, wanted, numbers in loader:
+        optimizer.zero_grad()
+        tokens = numbers % 5 + 1
+        losses = (net(inputs) - wanted).square().squeeze(1)
+        hvd.weigh(int(tokens.sum()))
+        ((losses * tokens).sum() / tokens.sum()).backward()
+        time.sleep(0.001 * len(numbers) * (3.0 if hvd.rank() == 1 else 1.0))
+        optimizer.step()
+        taken[-1] += numbers.tolist()
+        if optimizer.stepped:
+            taken.append([])
+    everything, other = hvd.allgather_object(taken, name="taken"), _net()
+    reference = _adamw(other)
+    for step in range(max(map(len, everything))):
+        numbers = [i for rank in everything if step < len(rank) for i in rank[step]]
+        if not numbers:
+            continue
+        inputs, wanted, _ = _data()[numbers]
+        tokens = torch.tensor(numbers) % 5 + 1
+        reference.zero_grad()
+        (((other(inputs) - wanted).square().squeeze(1) * tokens).sum() / tokens.sum()).backward()
+        torch.nn.utils.clip_grad_norm_(other.parameters(), CLIP)
+        reference.step()
+    a, b = _vector(net), _vector(other)
+    return {"error": float((a - b).abs().max() / b.abs().max()), "steps": optimizer.stats()["steps"]}
+
+
+def by_hand() -> dict[str, Any]:
+    """The gradient clipped by hand behind `synchronize`, the norm of each step's mean seen, in two orders of calls."""
+    net = _net()
+    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)")
+    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    taken: list[list[int]] = [[]]
+    norms = []
+    for inputs, wanted, numbers in loader:
+        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+        optimizer.synchronize()
+        norm = float(torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.zero_grad()
+        taken[-1] += numbers.tolist()
+        norms.append((optimizer.stepped, norm > 0.0))
+        if optimizer.stepped:
+            taken.append([])
+    everything = hvd.allgather_object([taken[:-1]], name="taken")
+    wanted_vector = _reference([[[list(step) for step in epoch] for epoch in rank] for rank in everything])[-1]
+    error = float((_vector(net) - wanted_vector).abs().max() / wanted_vector.abs().max())
+    return {"error": error, "norms": norms}
+
+
+def unfed() -> dict[str, Any]:
+    """Without `microbatches`."""
+    net = _net()
+    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)")
+    told = ""
+    for _ in range(2000):
+        optimizer.zero_grad()
+        net(torch.ones(4, 6, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        time.sleep(0.002)
+        # Rank 0 knows why, and all ranks have to stop at the same step.
+        told = hvd.broadcast_object(hvd.explain() if hvd.rank() == 0 else "", 0, name="told")
+        if "microbatches" in told:
+            break
+    return {"explain": told, "mode": optimizer.mode}
+
+
+def wrong() -> dict[str, Any]:
+    """What is refused, on all ranks alike."""
+    found = []
+    attempts: list[tuple[str, dict[str, Any]]] = [
+        ("sync(steal)", {"parts": 21}), ("partial(3)", {}), ("sync(24,12,16,28)", {}),
+        ("sync(steal)", {"parts": 2, "batches": 3}),
+    ]  # fmt: skip
+    for mode, options in attempts:
+        try:
+            _train(mode, 1, **options)
+        except ValueError as error:
+            found.append(str(error))
+        hvd.barrier()
+        from star_hvd.runtime import runtime
+
+        runtime.shutdown()
+    return {"errors": found}
+
+
+def left() -> dict[str, Any]:
+    """Rank 1 leaves its loop in the first step of every epoch; the others compute what it has not begun."""
+    net = _net()
+    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)")
+    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    taken: list[int] = []
+    for inputs, wanted, numbers in loader:
+        taken += numbers.tolist()
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+        optimizer.step()
+        if hvd.rank() == 1 and optimizer.stepped:
+            break
+    return {"taken": taken, "error": 0.0}
+
+
+def resumed() -> dict[str, Any]:
+    """An epoch goes on behind a checkpoint in its middle, with another loader."""
+    net = _net()
+    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)")
+    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    taken: list[int] = []
+    state: Any = None
+    step: list[int] = []
+    for inputs, wanted, numbers in loader:
+        step += numbers.tolist()
+        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.stepped:
+            taken, step = taken + step, []
+            if optimizer.stats()["steps"] == 5:
+                state = loader.state_dict()
+                break
+    hvd.barrier()
+    again = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    again.load_state_dict(state)
+    for inputs, wanted, numbers in again:
+        taken += numbers.tolist()
+        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"taken": taken}
+
+
+def steal() -> dict[str, Any]:
+    """Rank 2 is slow in the first half of the epochs, rank 0 in the second."""
+    return _compared("sync(steal)", 8, slow=True)
+
+
+if __name__ == "__main__":
+    hvd.init()
+    write_result({"rank": hvd.rank(), **globals()[sys.argv[1]]()})
+    hvd.shutdown()

@@ -1,0 +1,87 @@
+"""Micro-batches in real jobs of four ranks: exact to one process with the global batch, slow ranks compute fewer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.multiproc.steal_job import BATCH, PARTS, RANKS, SAMPLES
+from tests.support.launch import JOB_LIMIT_S, run_job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
+
+WHOLE = RANKS * BATCH
+
+
+def _job(scenario: str) -> list[dict[str, Any]]:
+    return run_job("tests.multiproc.steal_job", scenario, ranks=RANKS).check().results
+
+
+def _check(results: list[dict[str, Any]], parts: int = PARTS) -> None:
+    """Every step but the last one of an epoch has the global batch, every sample is taken once, nothing is late."""
+    for result in results:
+        assert all(result["once"])
+        assert result["error"] < 1e-6 and result["steps"][0] == result["steps"][1]
+        assert result["stats"]["max_staleness"] == result["stats"]["folds"] == result["stats"]["drops"] == 0
+        assert result["samples"] == [[WHOLE] * (SAMPLES // WHOLE) + [SAMPLES % WHOLE]] * len(result["samples"])
+        for epoch in zip(*result["parts"], strict=True):
+            for counts in list(zip(*epoch, strict=True))[:-1]:
+                assert sum(counts) == RANKS * parts and min(counts) >= 1
+
+
+def _mean_parts(results: list[dict[str, Any]], rank: int, epochs: slice) -> float:
+    found = [count for epoch in results[0]["parts"][rank][epochs] for count in epoch[:-1]]
+    return sum(found) / len(found)
+
+
+def test_in_sync_every_rank_has_its_own_micro_batches() -> None:
+    results = _job("plain")
+    _check(results)
+    for rank in results[0]["parts"]:
+        assert all(set(epoch[:-1]) == {PARTS} for epoch in rank)
+
+
+@pytest.mark.parametrize("scenario", ["steal", "auto"])
+def test_a_slow_rank_computes_fewer_micro_batches_and_one_that_is_well_again_more(scenario: str) -> None:
+    results = _job(scenario)
+    _check(results)
+    assert "sync(steal)" in results[0]["report"]
+    slow, later = slice(2, 4), slice(6, 8)
+    assert _mean_parts(results, 2, slow) < 0.8 * PARTS < _mean_parts(results, 2, later)
+    assert _mean_parts(results, 0, later) < 0.8 * PARTS
+
+
+def test_micro_batches_that_workers_load_ahead_are_taken_over_too() -> None:
+    results = _job("loaded_ahead")
+    _check(results)
+    assert _mean_parts(results, 2, slice(1, 2)) < PARTS
+
+
+def test_micro_batches_of_different_sizes_weigh_what_they_have() -> None:
+    _check(_job("uneven"), parts=3)
+
+
+@pytest.mark.parametrize("scenario", ["weighed", "by_hand"])
+def test_the_gradient_is_the_mean_over_the_step(scenario: str) -> None:
+    """Over its tokens; and where it is clipped by hand, which inside a step has nothing to work on."""
+    for result in _job(scenario):
+        assert result["error"] < 1e-6
+        assert all(stepped == seen for stepped, seen in result.get("norms", []))
+
+
+@pytest.mark.parametrize("scenario", ["left", "resumed"])
+def test_every_sample_once_where_a_rank_leaves_or_an_epoch_goes_on_elsewhere(scenario: str) -> None:
+    assert sorted(i for result in _job(scenario) for i in result["taken"]) == list(range(SAMPLES))
+
+
+def test_without_micro_batches_it_is_refused_with_the_reason() -> None:
+    for result in _job("unfed"):
+        assert "needs hvd.shard(..., microbatches=k)" in result["explain"] and result["mode"] == "sync"
+
+
+def test_what_cannot_be_is_refused_with_what_to_do() -> None:
+    for result in _job("wrong"):
+        many, relaxed, shares, stream = result["errors"]
+        assert "1 to the batch_size, 20" in many and "leave microbatches out" in relaxed
+        assert "leave microbatches out" in shares and "IterableDataset" in stream

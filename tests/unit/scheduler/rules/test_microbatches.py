@@ -1,0 +1,157 @@
+"""Micro-batches of a step: where they lie, who begins with which, and when one is taken over."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+
+from scheduler.rules.microbatches import (
+    TRANSFER_S,
+    Kind,
+    MicrobatchPool,
+    StepLayout,
+    forecast_shares,
+    stolen_makespan,
+)
+
+
+def _positions(spans: tuple[tuple[int, int], ...]) -> list[int]:
+    return [position for start, stop in spans for position in range(start, stop)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_position_is_in_one_micro_batch_and_every_step_but_the_last_has_the_global_batch(
+    seed: int, drop_last: bool
+) -> None:
+    rng = random.Random(seed)
+    ranks, batch = rng.randint(1, 5), rng.randint(1, 12)
+    parts, samples = rng.randint(1, batch), rng.randint(0, 300)
+    cuts = sorted(rng.sample(range(samples + 1), k=min(4, samples + 1)))
+    done = list(zip(cuts[::2], cuts[1::2], strict=False))
+    layout = StepLayout(samples, batch, parts, ranks, drop_last=drop_last, done=done)
+    found = [
+        [_positions(layout.spans(step, task)) for task in range(layout.tasks(step))] for step in range(layout.steps)
+    ]
+    stop = samples - samples % batch if drop_last else samples
+    wanted = [p for p in range(stop) if not any(a <= p < b for a, b in done)]
+    assert [p for step in found for task in step for p in task] == wanted
+    assert [sum(map(len, step)) for step in found[:-1]] == [ranks * batch] * (len(found) - 1)
+    assert all(task for step in found for task in step)
+    assert layout.total == sum(map(len, found))
+    for step in found[:-1]:
+        sizes = [len(task) for task in step]
+        assert max(sizes) - min(sizes) <= 1
+        assert [sum(sizes[rank * parts : (rank + 1) * parts]) for rank in range(ranks)] == [batch] * ranks
+
+
+def test_a_layout_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most one micro-batch for each sample"):
+        StepLayout(100, 4, 5, 2)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_shares_have_the_least_time_of_all_that_give_every_rank_a_micro_batch(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 4)
+    paces_s = [rng.choice((1.0, 1.0, 1.1, 2.0, 4.0, rng.uniform(0.5, 3.0))) for _ in range(ranks)]
+    parts = rng.randint(1, 4)
+    tasks = parts * ranks
+    all_counts = (c for c in itertools.product(range(1, tasks + 1), repeat=ranks) if sum(c) == tasks)
+    best = min(max(n * pace for n, pace in zip(counts, paces_s, strict=True)) for counts in all_counts)
+    times_s = parts * np.array([paces_s, [2.0 * pace_s for pace_s in paces_s]])
+    assert stolen_makespan(times_s, parts) == pytest.approx([best, 2.0 * best])
+    shares = forecast_shares(paces_s, tasks, parts)
+    assert sum(shares) == tasks and min(shares) >= 1
+    found = max(n * pace for n, pace in zip(shares, paces_s, strict=True))
+    assert found <= 1.03 * best + 1e-12
+
+
+def test_without_a_pace_or_a_gain_shares_are_equal() -> None:
+    assert forecast_shares([math.nan] * 3, 12, 4) == (4, 4, 4)
+    assert forecast_shares([1.0, 1.02, 1.0], 12, 4) == (4, 4, 4)
+    assert forecast_shares([1.0, 4.0, 1.0, 1.0], 3, 4) == (1, 1, 1, 0)
+
+
+def _pool(ranks: int = 2, parts: int = 3) -> MicrobatchPool:
+    pool = MicrobatchPool(StepLayout(100 * ranks * parts, parts, parts, ranks))
+    pool.steals = True
+    for rank in range(ranks):
+        pool.open(rank, 0, 0.0)
+    return pool
+
+
+def test_a_rank_that_has_begun_its_last_one_takes_over_the_tail_of_the_one_that_would_end_last() -> None:
+    pool = _pool()
+    assert pool.begin(1, 0, 3, 0.0, 0.0) == []
+    pool.begin(0, 0, 0, 0.0, 0.0)
+    pool.begin(0, 0, 1, 1.0, 1.0)
+    actions = pool.begin(0, 0, 2, 1.0, 2.0)  # Rank 1 has computed its first for 2 s: it would end at 6 s, rank 0 at 4.
+    assert [(each.rank, each.kind, each.task) for each in actions] == [(1, Kind.RECALL, 5)]
+    granted = pool.returned(1, 0, 5, True, 2.0)
+    assert (granted[0].rank, granted[0].kind, granted[0].task) == (0, Kind.GRANT, 5)
+    assert pool.queued(1, 0) == [4] and pool.queued(0, 0) == [5]
+
+
+def test_nothing_is_taken_over_that_would_not_end_sooner() -> None:
+    pool = _pool()
+    for rank in (0, 1):
+        pool.begin(rank, 0, 3 * rank, 0.0, 0.0)
+    for rank in (0, 1):
+        pool.begin(rank, 0, 3 * rank + 1, 1.0, 1.0 + 0.01 * rank)
+    assert pool.begin(0, 0, 2, 1.0, 2.0) == []  # Rank 1 ends at 3.01 s, rank 0 would at 4.
+    pool.steals = False
+    assert pool.tick(100.0) == ([], math.inf)
+
+
+def test_time_alone_shows_that_a_rank_has_become_slow() -> None:
+    pool = _pool()
+    for task in (0, 1, 2):
+        pool.begin(0, 0, task, float(task > 0), float(task))
+    pool.begin(1, 0, 3, 0.0, 1.0)
+    pool.begin(1, 0, 4, 0.5, 2.9)
+    assert pool.begin(0, 0, -1, 1.0, 3.0) == []  # It would take 1 s for what rank 1 would end at 3.9 s.
+    actions, again_s = pool.tick(3.0)
+    assert actions == [] and 3.0 < again_s < 4.0
+    assert [each.task for each in pool.tick(5.0)[0]] == [5]
+    closed = pool.begin(1, 0, 5, 2.0, 5.0)
+    assert {each.rank for each in closed if each.kind is Kind.CLOSED} == {0, 1}
+    assert pool.returned(1, 0, 5, False, 5.0) == []  # It was begun before the recall came.
+
+
+def test_every_rank_keeps_a_micro_batch_of_a_whole_step() -> None:
+    pool = _pool()
+    for task in range(3):
+        pool.begin(0, 0, task, 0.001 * (task > 0), 10.0)
+    recalled = []
+    for now_s in (10.0, 11.0, 12.0):
+        actions = pool.tick(now_s)[0]
+        recalled += [each.task for each in actions]
+        for each in actions:
+            pool.returned(1, 0, each.task, True, now_s)
+        for task in pool.queued(0, 0):
+            pool.begin(0, 0, task, 0.001, now_s)
+    assert recalled in ([5, 4], []) and pool.queued(1, 0)[0] == 3
+
+
+def test_what_a_rank_does_not_have_it_cannot_begin() -> None:
+    pool = _pool()
+    with pytest.raises(ValueError, match="rank 1 begins task 0 of step 0"):
+        pool.begin(1, 0, 0, 0.0, 0.0)
+
+
+def test_a_rank_that_leaves_leaves_its_micro_batches_to_the_others_also_without_taking_over() -> None:
+    pool = _pool()
+    pool.steals = False
+    for task in range(3):
+        pool.begin(0, 0, task, 0.0, 0.0)
+    granted = pool.leave(1, 1.0)
+    taken = []
+    while granted := [each for each in granted if each.kind is Kind.GRANT]:
+        taken.append(granted[0].task)
+        granted = pool.begin(0, 0, granted[0].task, TRANSFER_S, 2.0)
+    assert sorted(taken) == [3, 4, 5]

@@ -1,0 +1,209 @@
+"""Micro-batches of several ranks and their coordinator in one thread, messages in random order between ranks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.rules.microbatches import StepLayout
+from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.leases import Lease, LeaseReturn
+from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
+from star_hvd.coordinator.lease_desk import MicrobatchDesk
+from star_hvd.errors import StarError
+from star_hvd.runtime.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
+
+
+class Job:
+    """One small thing happens per tick, picked at random; ranks meet at the end of every step.
+
+    Args:
+        seed: Fixes the interleaving.
+        paces: Ticks of a micro-batch, by rank.
+        samples: Of the epoch.
+        batch: Samples of a rank in a step.
+        parts: Micro-batches of a rank in a step.
+        ahead: Micro-batches that a loader forms ahead.
+        leaves: Ranks that leave their loops somewhere; not all.
+        toggles: Whether taking over begins and ends somewhere.
+    """
+
+    def __init__(
+        self, seed: int, paces: list[int], samples: int, batch: int, parts: int, *, ahead: int = 0,
+        leaves: frozenset[int] = frozenset(), toggles: bool = False,
+    ) -> None:  # fmt: skip
+        self.random = random.Random(seed)
+        self.paces, self.ahead, self.leaves, self.toggles = paces, ahead, leaves, toggles
+        self.ranks = range(len(paces))
+        self.layout = StepLayout(samples, batch, parts, len(paces))
+        self.up: list[deque[Message]] = [deque() for _ in paces]
+        self.down: list[deque[Message]] = [deque() for _ in paces]
+        self.desk = MicrobatchDesk(len(paces), lambda to, message: self.down[to].append(message))
+        self.desk.steals = True
+        opening = MicrobatchOpen(0, 0, samples, batch, parts, False, ahead, 7)
+        self.stocks = [MicrobatchStock(r, self.layout, opening, send=self.up[r].append) for r in self.ranks]
+        self.step = [0] * len(paces)
+        self.until = [0] * len(paces)  # Tick at which the present micro-batch ends.
+        self.whole: set[int] = set()  # Ranks whose gradient of the step is whole.
+        self.gone: set[int] = set()
+        self.taken: dict[int, list[tuple[int, Microbatch]]] = {}  # By step.
+        self.numbers: list[deque[int]] = [deque() for _ in paces]
+        self.now = 0
+        for stock in self.stocks:
+            stock.open()
+
+    def run(self) -> None:
+        while not all(rank in self.gone or self.step[rank] >= self.layout.steps for rank in self.ranks):
+            self.now += 1
+            assert self.now < 400_000, "the job stands still"
+            self.random.choice((self._up, self._up, self._down, self._down, self._form, self._work, self._time))()
+
+    def _up(self) -> None:
+        rank = self.random.choice(self.ranks)
+        if not self.up[rank]:
+            return
+        message = self.up[rank].popleft()
+        if isinstance(message, MicrobatchOpen):
+            self.desk.open(rank, message, float(self.now))
+        elif isinstance(message, MicrobatchBegin):
+            self.desk.begin(rank, message, float(self.now))
+        elif isinstance(message, MicrobatchReturn):
+            self.desk.returned(rank, message, float(self.now))
+        elif isinstance(message, LeaseReturn):
+            self.desk.leave(rank, float(self.now), (0, 0))
+
+    def _down(self) -> None:
+        rank = self.random.choice(self.ranks)
+        if self.down[rank]:
+            self.stocks[rank].on_message(self.down[rank].popleft())
+
+    def _form(self) -> None:
+        rank = self.random.choice(self.ranks)
+        if len(self.numbers[rank]) < self.ahead and (batch := self.stocks[rank].form()) is not None:
+            self.numbers[rank].append(batch.number)
+
+    def _time(self) -> None:
+        self.desk.tick(float(self.now))
+        if self.toggles and self.random.random() < 0.01:
+            self.desk.steals = not self.desk.steals
+
+    def _work(self) -> None:
+        rank = self.random.choice(self.ranks)
+        if rank in self.gone or rank in self.whole or self.step[rank] >= self.layout.steps:
+            return
+        if self.now < self.until[rank]:
+            return
+        stock = self.stocks[rank]
+        if rank in self.leaves and self.random.random() < 0.01:
+            self.gone.add(rank)
+            stock.close()
+            self._meet()
+            return
+        if not stock.decided(0.0):
+            return
+        more = stock.reserve(-1)
+        if more:
+            part = stock.take()
+            self._deliver(rank, part)
+            self.taken.setdefault(part.step, []).append((rank, part))
+            self.until[rank] = self.now + self.paces[rank]
+        elif more is False:
+            self.whole.add(rank)
+            self._meet()
+
+    def _deliver(self, rank: int, part: Microbatch) -> None:
+        stock = self.stocks[rank]
+        while part.own:
+            while not self.numbers[rank]:
+                batch = stock.form()
+                assert batch is not None
+                self.numbers[rank].append(batch.number)
+            found = [(number, stock.is_in(number, part)) for number in self.numbers[rank]]
+            self.numbers[rank] = deque(number for number, wanted in found if wanted is False)
+            if any(wanted for _, wanted in found):
+                stock.delivered(next(number for number, wanted in found if wanted))
+                return
+
+    def _meet(self) -> None:
+        there = [rank for rank in self.ranks if rank not in self.gone]
+        if there and all(rank in self.whole for rank in there):
+            assert len({self.step[rank] for rank in there}) == 1
+            self.whole.clear()
+            for rank in there:
+                self.step[rank] += 1
+                assert self.stocks[rank].next_step() == (self.step[rank] < self.layout.steps)
+
+
+def _check(job: Job) -> None:
+    """Every sample was computed once, in its step; the global batch is constant; every rank has a part."""
+    seen = Counter(p for step in job.taken.values() for _, part in step for a, b in part.spans for p in range(a, b))
+    assert len(seen) == job.layout.samples and set(seen.values()) <= {1}
+    for step in range(job.layout.steps):
+        tasks = sorted(part.task for _, part in job.taken[step])
+        assert tasks == list(range(job.layout.tasks(step)))
+        there = {rank for rank, _ in job.taken[step]}
+        assert step == job.layout.steps - 1 or there | job.gone == set(job.ranks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    paces=st.lists(st.sampled_from([1, 20, 60, 400]), min_size=1, max_size=5),
+    samples=st.integers(0, 150),
+    batch=st.integers(1, 8),
+    parts=st.integers(1, 8),
+    ahead=st.integers(0, 6),
+    toggles=st.booleans(),
+)
+def test_every_sample_is_computed_once_in_its_step(
+    seed: int, paces: list[int], samples: int, batch: int, parts: int, ahead: int, toggles: bool
+) -> None:
+    job = Job(seed, paces, samples, batch, min(parts, batch), ahead=ahead, toggles=toggles)
+    job.run()
+    _check(job)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    gone=st.frozensets(st.integers(0, 3), min_size=1, max_size=3),
+    steals=st.booleans(),
+)
+def test_what_a_rank_leaves_behind_is_computed_by_the_others(seed: int, gone: frozenset[int], steals: bool) -> None:
+    job = Job(seed, [30, 60, 30, 200], 130, 8, 4, ahead=3, leaves=gone, toggles=not steals)
+    job.run()
+    _check(job)
+
+
+def test_a_slow_rank_computes_less_and_the_work_ends_near_the_bound() -> None:
+    job = Job(3, [100, 400, 100, 100], 160, 10, 5, ahead=2)
+    job.run()
+    counts = Counter(rank for step in job.taken.values() for rank, _ in step)
+    assert job.desk.taken_over > 0
+    assert counts[1] < min(counts[rank] for rank in (0, 2, 3))
+
+
+def test_ranks_with_other_data_are_refused() -> None:
+    told: list[tuple[int, Message]] = []
+    desk = MicrobatchDesk(2, lambda to, message: told.append((to, message)))
+    desk.open(0, MicrobatchOpen(0, 0, 100, 8, 4, False, 0, 7), 0.0)
+    desk.open(1, MicrobatchOpen(0, 0, 100, 8, 2, False, 0, 7), 0.0)
+    assert told[-1][0] == 1 and isinstance(told[-1][1], Lease) and "microbatches 2" in told[-1][1].refused
+    desk.open(1, MicrobatchOpen(0, 0, 100, 8, 4, False, 0, 8), 0.0)
+    assert isinstance(told[-1][1], Lease) and "different orders" in told[-1][1].refused
+    stock = MicrobatchStock(1, StepLayout(100, 8, 4, 2), MicrobatchOpen(0, 0, 100, 8, 4, False, 0, 8), send=print)
+    stock.on_message(told[-1][1])
+    with pytest.raises(ValueError, match="different orders"):
+        stock.decided(0.0)
+
+
+def test_a_weight_is_given_before_it_is_used() -> None:
+    part = MicrobatchInHand(5, 10.0, lambda: False, 4)
+    part.weigh(20.0)
+    assert part.weight == 2.0 and part.is_last
+    with pytest.raises(StarError, match="call it before"):
+        part.weigh(1.0)
