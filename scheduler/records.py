@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.plan.headroom import Headroom
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import MODES, Plan, PlanError
 
@@ -225,6 +226,7 @@ class Window:
         batch: Samples of a rank's batch where `shard` feeds the ranks and all batches are equal; 0 without `shard`.
             Times are those of such a batch, whatever the batch shares were.
         fixed_part: Part of such a time that does not depend on the batch, NaN where no change of size has shown it.
+        headroom: What is left on every rank's host; empty if unknown.
         now_s: When the window was made, seconds on the clock of its process; NaN if unknown.
     """
 
@@ -237,6 +239,7 @@ class Window:
     loss_steps: tuple[int, ...] = ()
     batch: int = 0
     fixed_part: float = float("nan")
+    headroom: tuple[Headroom, ...] = ()
     now_s: float = float("nan")
     _table: RankTable | None = field(default=None, init=False, repr=False, compare=False)
 

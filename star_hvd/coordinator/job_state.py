@@ -51,6 +51,7 @@ from star_hvd.channel.messages.switch import (
     Switched,
 )
 from star_hvd.config import Config
+from star_hvd.coordinator.headroom import HostHeadroom
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState
@@ -121,6 +122,7 @@ class JobState:
         self._closing: set[int] = set()  # Ranks that are closing an optimizer.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
+        self._headroom = HostHeadroom(self._hosts or ("localhost",) * world_size)
         self.links = LinkSurvey(world_size, hosts)
         self._sets = SetLedger(world_size)
         self._next_tidy_s = now_s
@@ -214,6 +216,7 @@ class JobState:
 
     def _machine_note(self, rank: int, message: MachineNote, now_s: float) -> None:
         self._machines[rank] = MachineStats(**{n: getattr(message, n) for n in MachineStats.names()})
+        self._headroom.note(rank, self._machines[rank])
 
     def _away_message(self, rank: int, message: Away, now_s: float) -> None:
         (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
@@ -247,6 +250,7 @@ class JobState:
                 optimizer_id, self.world_size, self._config, self._broadcast, self._hosts, self._ranker, self._sets
             )
             self.engines[optimizer_id].links.bytes_per_s = self.links.bytes_per_s
+            self.engines[optimizer_id].headroom = self._headroom
         return self.engines[optimizer_id]
 
     def _step_of(self, optimizer_id: int) -> int:

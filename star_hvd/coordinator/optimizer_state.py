@@ -30,6 +30,7 @@ from star_hvd.channel.messages.base import (
 from star_hvd.channel.messages.switch import Drained, PlanActive, Prepared, PrepareFailed, ServerUp, StepNote, Switched
 from star_hvd.config import Config
 from star_hvd.coordinator.alerts import Alerts
+from star_hvd.coordinator.headroom import HostHeadroom
 from star_hvd.coordinator.links import LinkRelevance
 from star_hvd.coordinator.mode_backoff import PreparationBackoff
 from star_hvd.coordinator.mode_chooser import Choice
@@ -121,6 +122,7 @@ class OptimizerState:
         self.links = LinkRelevance(self.history, self.arrivals, world_size)
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
+        self.headroom = HostHeadroom(self._hosts)
         self._other_groups = 0
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
@@ -229,7 +231,7 @@ class OptimizerState:
             hosts=self._hosts,
             slow=[straggler.rank for straggler in self.stragglers],
             link_bytes_per_s=self.links.bytes_per_s,
-            free_cpu_cores=[math.nan] * self.world_size,
+            headroom=self.headroom.levels(training=self.steps > 0),
             state_bytes=2 * self.gradient_bytes,
         )
 
@@ -354,6 +356,7 @@ class OptimizerState:
             comm_bytes=self.gradient_bytes,
             allowed=(_EXACT if self.exact else frozenset(MODES)).difference(self.blocked),
             batch=self.shares.desk.batch if self.shares is not None else 0,
+            headroom=tuple(self.headroom.levels()),
             fixed_part=self.shares.fixed_part if self.shares is not None else math.nan,
             losses=tuple(self.losses.values),
             loss_steps=tuple(self.losses.steps),

@@ -1,0 +1,75 @@
+"""What every rank's host has left, from the ranks' readings: one number per host, steady enough to decide on. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from scheduler.diagnosis.machine import MachineStats
+from scheduler.plan.headroom import Headroom
+
+__all__ = ["HostHeadroom"]
+
+_SMOOTHING = 0.4  # Weight of the newest reading, one per second.
+_STEP_CORES = 0.5
+"""Idle cores are used in steps of this size, and only change once a reading is a whole step away: placement must not
+follow the noise of readings, because servers that move have to be started anew."""
+
+
+class HostHeadroom:
+    """Idle cores and neighbours of every rank's host.
+
+    Args:
+        hosts: Address of every rank's host.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            self._ranks.setdefault(host, []).append(rank)
+        self._hosts = tuple(hosts)
+        self._latest = [MachineStats()] * len(self._hosts)
+        self._smooth: dict[str, float] = {}
+        self._used: dict[str, float] = {}
+
+    def note(self, rank: int, stats: MachineStats) -> None:
+        """Take in a rank's readings."""
+        self._latest[rank] = stats
+        host = self._hosts[rank]
+        free = self._free(host)
+        if math.isnan(free):
+            return
+        before = self._smooth.get(host, free)
+        # Every rank of a host reports the same processors: together they weigh as much as one.
+        weight = _SMOOTHING / len(self._ranks[host])
+        self._smooth[host] = free if host not in self._smooth else before + weight * (free - before)
+        if not abs(self._smooth[host] - self._used.get(host, math.inf)) < _STEP_CORES:
+            self._used[host] = _STEP_CORES * math.floor(self._smooth[host] / _STEP_CORES)
+
+    def levels(self, *, training: bool = True) -> list[Headroom]:
+        """Headroom of every rank's host, equal for ranks of one host.
+
+        Args:
+            training: Whether ranks train already; before that what they use is their start, and will be free.
+        """
+        return [self._level(host, training) for host in self._hosts]
+
+    def _level(self, host: str, training: bool) -> Headroom:
+        ranks = self._ranks[host]
+        found = [self._latest[rank] for rank in ranks]
+        free = self._used.get(host, math.nan)
+        if not training:
+            free = self._free(host) + sum(_known(one.own_cpu_cores) for one in found)
+        return Headroom(
+            free_cpu_cores=free,
+            neighbours=int(max(_known(one.neighbour_ranks) for one in found)),
+            slack_cores=min(_known(one.neighbour_slack_cores) for one in found),
+        )
+
+    def _free(self, host: str) -> float:
+        known = [free for rank in self._ranks[host] if not math.isnan(free := self._latest[rank].free_cpu_cores)]
+        return min(known, default=math.nan)
+
+
+def _known(value: float) -> float:
+    return 0.0 if math.isnan(value) else value
