@@ -59,7 +59,7 @@ class PlacementDecision:
         servers: The ranks, ascending, one for each host chosen.
         round_s: Estimated time of the busiest server for one push and reply of every rank, seconds.
         reason: One sentence for people.
-        avoided: What servers avoid, `1 busy host`; empty if nothing.
+        avoided: Hosts that servers avoid for what else runs there, `10.0.0.1 whose cores are busy`; empty if none.
         slows: Hosts among the chosen where jobs of this user would get slower; without them there was no choice.
     """
 
@@ -192,7 +192,6 @@ def _usable(found: Sequence[_Host], need_cores: float) -> Sequence[_Host]:
 
 def _avoided(chosen: Sequence[_Host], found: Sequence[_Host], need_cores: float) -> str:
     kinds = {
-        "with a straggler": [host.straggling for host in found],
         "whose cores are busy": [host.busy and not host.straggling for host in found],
         "where another job would get slower": [
             not (host.straggling or host.busy or host.headroom.fits(need_cores / len(chosen))) for host in found

@@ -12,8 +12,8 @@ __all__ = ["HostHeadroom"]
 
 _SMOOTHING = 0.4  # Weight of the newest reading, one per second.
 _STEP_CORES = 0.5
-"""Idle cores are used in steps of this size, and only change once a reading is a whole step away: placement must not
-follow the noise of readings, because servers that move have to be started anew."""
+"""Idle cores are used in steps of this size, and change only once a reading is half a step outside of its own:
+placement must not follow the noise of readings, because servers that move have to be started anew."""
 
 
 class HostHeadroom:
@@ -43,7 +43,8 @@ class HostHeadroom:
         # Every rank of a host reports the same processors: together they weigh as much as one.
         weight = _SMOOTHING / len(self._ranks[host])
         self._smooth[host] = free if host not in self._smooth else before + weight * (free - before)
-        if not abs(self._smooth[host] - self._used.get(host, math.inf)) < _STEP_CORES:
+        above = self._smooth[host] - self._used.get(host, math.inf)
+        if not -0.5 * _STEP_CORES <= above < 1.5 * _STEP_CORES:
             self._used[host] = _STEP_CORES * math.floor(self._smooth[host] / _STEP_CORES)
 
     def levels(self, *, training: bool = True) -> list[Headroom]:

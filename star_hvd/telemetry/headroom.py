@@ -26,8 +26,13 @@ def usable_cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def idle_seconds(stat: str, cpus: Iterable[int]) -> float:
+def idle_seconds(stat: str, cpus: Iterable[int], *, yielding: bool = False) -> float:
     """Idle time of some processors since the start of the machine, from the text of `/proc/stat`.
+
+    Args:
+        stat: The text.
+        cpus: Numbers of the processors.
+        yielding: Whether time of niced processes counts as idle: they yield to one that is not.
 
     Raises:
         ValueError: The text has none of them.
@@ -37,7 +42,8 @@ def idle_seconds(stat: str, cpus: Iterable[int]) -> float:
     rows = [fields for line in stat.splitlines() if (fields := line.split()) and fields[0] in wanted]
     if not rows:
         raise ValueError("no line of a usable processor in /proc/stat")
-    return sum(float(fields[4]) + float(fields[5]) for fields in rows) / _TICKS_PER_S
+    columns = (2, 4, 5) if yielding else (4, 5)
+    return sum(float(fields[column]) for fields in rows for column in columns) / _TICKS_PER_S
 
 
 def quota_cores(cgroup: Path) -> float:
@@ -68,7 +74,8 @@ class CpuHeadroom:
         """Counters whose rates `free_cores` takes; those that cannot be read are missing."""
         found = {}
         with contextlib.suppress(OSError, ValueError, IndexError):
-            found[_IDLE] = idle_seconds(self._stat.read_text(encoding="ascii"), self._cpus())
+            text = self._stat.read_text(encoding="ascii")
+            found[_IDLE] = idle_seconds(text, self._cpus(), yielding=os.nice(0) < 1)
         if self._cgroup is not None:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 found[_USED] = _used_seconds(self._cgroup)
@@ -85,6 +92,8 @@ class CpuHeadroom:
         if self._cgroup is not None:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 left = quota_cores(self._cgroup) - (used if math.isfinite(used) else 0.0)
+        if math.isnan(idle):
+            return idle
         free = min(idle, left) if math.isfinite(left) else idle
         return max(0.0, free) * (1.0 - min(1.0, self._pressure(rates)))
 

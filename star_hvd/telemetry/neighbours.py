@@ -171,7 +171,7 @@ class Registry:
             return None
         try:
             return _entry(json.loads(text))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             if (path.name, modified_ns) not in self._counted:
                 self._counted.add((path.name, modified_ns))
                 self.dropped += 1
@@ -206,7 +206,7 @@ def _entry(values: Any) -> Entry:
     """Check what a file has.
 
     Raises:
-        ValueError, TypeError, KeyError: It is not an entry.
+        ValueError, TypeError, KeyError, OverflowError: It is not an entry.
     """
     entry = Entry(
         job=str(values["job"]),
