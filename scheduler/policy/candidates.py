@@ -159,7 +159,7 @@ def candidates(
             # Where ranks already wait for a processor, a server would take CPU time from them.
             served = not conditions.crowded or stragglers.frozen
             if served and (n <= _MANY or stragglers.links or stragglers.frozen):
-                offered += _servers(conditions, stragglers, hosts, most)
+                offered += _servers(conditions, stragglers, hosts, most, active)
             offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
             if n <= _MANY:
                 # The grace waits for ranks not known to be slow: a quorum of half the ranks costs at most noise.
@@ -303,12 +303,19 @@ def place(conditions: Conditions, stragglers: StragglerSummary, hosts: Sequence[
 
 
 def _servers(
-    conditions: Conditions, stragglers: StragglerSummary, hosts: Sequence[str] | None, left_out: int
+    conditions: Conditions,
+    stragglers: StragglerSummary,
+    hosts: Sequence[str] | None,
+    left_out: int,
+    active: Plan | None,
 ) -> list[Plan]:
     n, placed = conditions.world_size, place(conditions, stragglers, hosts)
-    if placed.slows:
+    servers = placed.servers
+    if conditions.headroom and active is not None and active.servers:
+        servers = active.servers  # They run already, and what they use is no longer idle.
+    elif placed.slows:
         return []
-    servers, bad = placed.servers, {*stragglers.slow, *stragglers.links, *stragglers.frozen}
+    bad = {*stragglers.slow, *stragglers.links, *stragglers.frozen}
     out = [len(bad), *stragglers.at_once]
     wanted = sorted({n - count for count in out if 0 < count <= left_out}, reverse=True)
     if n > _MANY:
