@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler.diagnosis.host_headroom import HostHeadroom
 from scheduler.diagnosis.machine import MachineStats
 from scheduler.policy.cost_policy import Ranker
 from scheduler.records import Plan
@@ -51,7 +52,6 @@ from star_hvd.channel.messages.switch import (
     Switched,
 )
 from star_hvd.config import Config
-from star_hvd.coordinator.headroom import HostHeadroom
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from scheduler.diagnosis.host_headroom import HostHeadroom
 from scheduler.diagnosis.machine import MachineStats, throttled_shares
 from scheduler.diagnosis.noise_scale import NoiseScale
 from scheduler.diagnosis.stragglers import Straggler, find_stragglers
@@ -30,7 +31,6 @@ from star_hvd.channel.messages.base import (
 from star_hvd.channel.messages.switch import Drained, PlanActive, Prepared, PrepareFailed, ServerUp, StepNote, Switched
 from star_hvd.config import Config
 from star_hvd.coordinator.alerts import Alerts
-from star_hvd.coordinator.headroom import HostHeadroom
 from star_hvd.coordinator.links import LinkRelevance
 from star_hvd.coordinator.mode_backoff import PreparationBackoff
 from star_hvd.coordinator.mode_chooser import Choice

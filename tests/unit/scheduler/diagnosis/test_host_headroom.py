@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from scheduler.diagnosis.host_headroom import HostHeadroom
 from scheduler.diagnosis.machine import MachineStats
-from star_hvd.coordinator.headroom import HostHeadroom
 
 HOSTS = ("a", "a", "b", "b")
 
