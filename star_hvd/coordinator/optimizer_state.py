@@ -231,7 +231,7 @@ class OptimizerState:
             hosts=self._hosts,
             slow=[straggler.rank for straggler in self.stragglers],
             link_bytes_per_s=self.links.bytes_per_s,
-            headroom=self.headroom.levels(training=self.steps > 0),
+            headroom=self.headroom.levels(),
             state_bytes=2 * self.gradient_bytes,
         )
 

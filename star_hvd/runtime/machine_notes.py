@@ -111,6 +111,7 @@ class MachineNotes:
             nic_drops_per_s=readings.nic_drops_per_s,
             free_cpu_cores=readings.free_cpu_cores,
             own_cpu_cores=readings.cpu_share,
+            usable_cpu_cores=float(len(usable_cpus())),
             neighbour_ranks=float(near.ranks),
             neighbour_slack_cores=near.slack_cores,
         )

@@ -194,6 +194,7 @@ class MachineNote(Message):
     nic_drops_per_s: float
     free_cpu_cores: float = math.nan
     own_cpu_cores: float = math.nan
+    usable_cpu_cores: float = math.nan
     neighbour_ranks: float = math.nan
     neighbour_slack_cores: float = math.nan
 

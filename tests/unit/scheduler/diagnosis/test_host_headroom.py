@@ -44,14 +44,18 @@ def test_noise_changes_nothing_and_load_does() -> None:
     assert found.levels()[0].free_cpu_cores == 0.0
 
 
-def test_what_ranks_use_before_they_train_counts_as_free() -> None:
+def test_what_ranks_use_for_their_start_counts_as_free_unless_others_want_it() -> None:
     found = HostHeadroom(HOSTS)
+    start = {"own_cpu_cores": 0.9, "usable_cpu_cores": 2.0}
     for rank in range(2):
-        found.note(rank, MachineStats(free_cpu_cores=0.1, own_cpu_cores=0.9))
-    found.note(2, MachineStats(free_cpu_cores=0.1, own_cpu_cores=0.2))
-    cores = [level.free_cpu_cores for level in found.levels(training=False)]
-    assert cores[:3] == pytest.approx([1.9, 1.9, 0.3])
-    assert found.levels()[0].free_cpu_cores == 0.0
+        found.note(rank, MachineStats(free_cpu_cores=0.2, **start))
+    found.note(2, MachineStats(free_cpu_cores=0.0, own_cpu_cores=0.5, usable_cpu_cores=2.0))
+    found.note(3, MachineStats(free_cpu_cores=0.0, own_cpu_cores=0.5, usable_cpu_cores=2.0))
+    cores = [level.free_cpu_cores for level in found.levels()]
+    assert cores == pytest.approx([2.0, 2.0, 0.5, 0.5])
+    for rank in range(4):
+        found.note(rank, MachineStats(free_cpu_cores=0.1 if rank < 2 else 1.7, **start))
+    assert [level.free_cpu_cores for level in found.levels()] == [0.0, 0.0, 1.5, 1.5], "from then on it is as measured"
 
 
 def test_neighbours_of_any_rank_are_the_hosts() -> None:
