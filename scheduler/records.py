@@ -13,6 +13,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.plan.headroom import Headroom
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import MODES, Plan, PlanError
 
@@ -226,6 +227,7 @@ class Window:
             Times are those of such a batch, whatever the batch shares were.
         fixed_part: Part of such a time that does not depend on the batch, NaN where no change of size has shown it.
         microbatches: Micro-batches of a rank in a step, where `shard` cuts the batches; else 0.
+        headroom: What is left on every rank's host; empty if unknown.
         now_s: When the window was made, seconds on the clock of its process; NaN if unknown.
     """
 
@@ -239,6 +241,7 @@ class Window:
     batch: int = 0
     fixed_part: float = float("nan")
     microbatches: int = 0
+    headroom: tuple[Headroom, ...] = ()
     now_s: float = float("nan")
     _table: RankTable | None = field(default=None, init=False, repr=False, compare=False)
 

@@ -15,6 +15,7 @@ from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
 from scheduler.diagnosis.links import ring_bytes
 from scheduler.diagnosis.stragglers import MIN_REPORTS, PERSISTENCE, Readings
+from scheduler.plan.headroom import Headroom
 from scheduler.records import Window
 from scheduler.stats import lower_median
 
@@ -59,6 +60,7 @@ class Conditions:
         batch: Samples of a rank's batch where batch shares are possible, else 0.
         fixed_part: Part of a rank's time that does not depend on its batch.
         microbatches: Micro-batches of a rank in a step where they can be taken over, else 0.
+        headroom: What is left on every rank's host; empty if unknown.
         price: Price of staleness, with the other assumptions on the network (rho and tolerable drift).
         usual_s: Mean time of every rank, shape (n_ranks,).
         typical_s: Lower median of `usual_s`.
@@ -78,6 +80,7 @@ class Conditions:
     batch: int = 0
     fixed_part: float = FIXED
     microbatches: int = 0
+    headroom: tuple[Headroom, ...] = ()
     price: StalenessPrice = field(default_factory=StalenessPrice)
     usual_s: Array = field(init=False)
     typical_s: float = field(init=False)
@@ -128,6 +131,7 @@ class Conditions:
             early=1.0 + (_EARLY - 1.0) * max(0.0, 1.0 - window.step / _EARLY_STEPS),
             price=price or StalenessPrice(prior_of(window.comm_bytes)),
             batch=window.batch,
+            headroom=window.headroom,
             fixed_part=window.fixed_part if math.isfinite(window.fixed_part) else FIXED,
             microbatches=window.microbatches,
         )

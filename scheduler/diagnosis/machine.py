@@ -30,6 +30,11 @@ class MachineStats:
         gpu_throttled: 1 while power, heat or a hardware brake reduces that clock, else 0.
         gpu_temperature_c: Degrees Celsius.
         nic_drops_per_s: Packets per second that its network interface dropped or received damaged.
+        free_cpu_cores: Idle processors of its host, of those it may use and within its quota.
+        own_cpu_cores: Processors that its process uses.
+        usable_cpu_cores: Processors it may use.
+        neighbour_ranks: Ranks of this user's other jobs on the same processors.
+        neighbour_slack_cores: Processors that those can lose without their jobs getting slower.
     """
 
     throttled_share: float = math.nan
@@ -38,6 +43,11 @@ class MachineStats:
     gpu_throttled: float = math.nan
     gpu_temperature_c: float = math.nan
     nic_drops_per_s: float = math.nan
+    free_cpu_cores: float = math.nan
+    own_cpu_cores: float = math.nan
+    usable_cpu_cores: float = math.nan
+    neighbour_ranks: float = math.nan
+    neighbour_slack_cores: float = math.nan
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Collection, Sequence
 
 from scheduler.plan import grouping, placement
+from scheduler.plan.headroom import Headroom, server_cores
 from scheduler.plan.plan import Plan, PlanError
+from scheduler.stats import lower_median
 
 __all__ = ["resolve", "with_groups"]
 
@@ -19,7 +21,7 @@ def resolve(
     hosts: Sequence[str],
     slow: Collection[int],
     link_bytes_per_s: Sequence[float],
-    free_cpu_cores: Sequence[float],
+    headroom: Sequence[Headroom],
     state_bytes: int,
 ) -> Plan:
     """Fill in what a plan leaves open.
@@ -31,7 +33,7 @@ def resolve(
         hosts: Host of every rank.
         slow: Ranks that are slow now.
         link_bytes_per_s: Measured rate of every rank's link, NaN where unknown.
-        free_cpu_cores: Idle cores of every rank's host, NaN where unknown.
+        headroom: What is left on every rank's host.
         state_bytes: Parameters and optimizer state.
 
     Raises:
@@ -45,7 +47,7 @@ def resolve(
     if plan.fan_in and not plan.parents:
         plan = plan.replace(parents=grouping.fan_in_tree(plan.world_size, link_bytes_per_s, plan.fan_in))
     if plan.family in ("ps", "grouped"):
-        plan = _with_servers(plan, active, hosts, slow, link_bytes_per_s, free_cpu_cores, state_bytes)
+        plan = _with_servers(plan, active, hosts, slow, link_bytes_per_s, headroom, state_bytes, times_s)
     if plan.family == active.family == "subgroup" and not set(plan.members) & set(active.members):
         raise PlanError(
             f"{plan.label} has no member of {active.label}, the active plan, and so no rank with the optimizer's "
@@ -80,8 +82,9 @@ def _with_servers(
     hosts: Sequence[str],
     slow: Collection[int],
     link_bytes_per_s: Sequence[float],
-    free_cpu_cores: Sequence[float],
+    headroom: Sequence[Headroom],
     state_bytes: int,
+    times_s: Sequence[float],
 ) -> Plan:
     if plan.family == active.family == "ps":
         return plan.replace(servers=active.servers)  # The same servers continue under another rule.
@@ -93,10 +96,13 @@ def _with_servers(
             hosts=hosts,
             slow=slow,
             link_bytes_per_s=link_bytes_per_s,
-            free_cpu_cores=free_cpu_cores,
+            headroom=headroom,
             state_bytes=state_bytes,
-        ).servers
-        chosen = tuple(_not_slow_beside(rank, hosts, slow) for rank in found)
+            need_cores=server_cores(plan.world_size / lower_median(_known(times_s)), 0.5 * state_bytes),
+        )
+        chosen = tuple(_not_slow_beside(rank, hosts, slow) for rank in found.servers)
+        if found.avoided:
+            plan = plan.replace(reason=f"{plan.reason or 'asked for'}; its servers avoid {found.avoided}")
     if active.family == "subgroup":  # Only members have the state that seeds the servers.
         chosen = tuple(rank for rank in chosen if rank in active.members) or active.members[:1]
     return plan.replace(servers=chosen)

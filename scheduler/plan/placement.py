@@ -1,9 +1,9 @@
 """Placement of parameter servers: on which hosts, and how many.
 
 Servers placed without regard to processor and network create the stragglers they should avoid (STAR, Zhang and Shen
-2025), so hosts are chosen by the bytes/s they can serve, without those that have a straggler. There are as few servers
-as it takes for a round of pushes (one push and reply per rank) to fit in the time allowed, because every further one is
-a process on a host that also trains.
+2025), so hosts are chosen by the bytes/s they can serve, without those that have a straggler, whose cores something
+else uses, or where another job would get slower. There are as few servers as it takes for a round of pushes (one push
+and reply per rank) to fit in the time allowed, because every further one is a process on a host that also trains.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from scheduler.plan.headroom import BYTES_PER_S_OF_A_CORE, Headroom
 from scheduler.stats import duration, lower_median
 
 __all__ = ["PUSH_ROUND_S", "HostLoad", "PlacementDecision", "place_on_hosts", "place_servers"]
@@ -20,12 +21,12 @@ PUSH_ROUND_S = 0.05
 """Longest round of pushes for servers of a policy's plan: a large fraction of a small network's step, a small one of a
 large network's."""
 
-_BYTES_PER_S_OF_A_CORE = 1e9
-"""Pushed bytes per second that one core receives, adds up and answers with as many bytes. Measured: 1.8e9 over
-loopback in pieces of 2 MiB, without the optimizer's own step."""
-
 _LEAST_CORES = 0.05
 """Cores assumed of a host without a free one, which still serves, in competition with its ranks."""
+
+_BUSY_CORES, _BUSY_SHARE, _LINK_SHARE = 1.0, 0.5, 0.5
+"""A host with fewer idle cores than both, the latter of the idlest host's, is busy. Servers avoid it for an idle host
+whose link has this share of the best one's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class HostLoad:
         free_cpu_cores: Idle cores, NaN where unknown.
         link_bytes_per_s: Bandwidth of its network in each direction, NaN where unknown.
         straggling: Whether this rank is slow now.
+        neighbours, slack_cores: As in `Headroom`.
     """
 
     rank: int
@@ -45,6 +47,8 @@ class HostLoad:
     free_cpu_cores: float = math.nan
     link_bytes_per_s: float = math.nan
     straggling: bool = False
+    neighbours: int = 0
+    slack_cores: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +59,15 @@ class PlacementDecision:
         servers: The ranks, ascending, one for each host chosen.
         round_s: Estimated time of the busiest server for one push and reply of every rank, seconds.
         reason: One sentence for people.
+        avoided: Hosts that servers avoid for what else runs there, `10.0.0.1 whose cores are busy`; empty if none.
+        slows: Hosts among the chosen where jobs of this user would get slower; without them there was no choice.
     """
 
     servers: tuple[int, ...]
     round_s: float
     reason: str
+    avoided: str = ""
+    slows: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +77,13 @@ class _Host:
     cores: float
     link_bytes_per_s: float
     straggling: bool
+    headroom: Headroom
+    busy: bool = False
 
     @property
     def bytes_per_s(self) -> float:
         """Bytes/s that a server on it can process: the smaller of its network's and its cores' rates."""
-        return min(self.link_bytes_per_s, max(self.cores, _LEAST_CORES) * _BYTES_PER_S_OF_A_CORE)
+        return min(self.link_bytes_per_s, max(self.cores, _LEAST_CORES) * BYTES_PER_S_OF_A_CORE)
 
 
 def place_on_hosts(
@@ -83,9 +93,10 @@ def place_on_hosts(
     slow: Collection[int],
     link_bytes_per_s: Sequence[float],
     state_bytes: int,
-    free_cpu_cores: Sequence[float] | None = None,
+    headroom: Sequence[Headroom] | None = None,
     push_bytes: int = 0,
     round_s: float = 0.1,
+    need_cores: float = 0.0,
 ) -> PlacementDecision:
     """Place servers on the hosts of some ranks, from measurements of all ranks.
 
@@ -95,27 +106,39 @@ def place_on_hosts(
         slow: Ranks that are slow now.
         link_bytes_per_s: Rate of every rank's link; not finite, or not above 0, where unknown.
         state_bytes: As in `place_servers`.
-        free_cpu_cores: Idle cores of every rank's host, NaN where unknown; None if all are.
+        headroom: Of every rank's host; None if unknown.
         push_bytes: As in `place_servers`.
         round_s: As in `place_servers`.
+        need_cores: As in `place_servers`.
     """
+    unknown = Headroom()
+    left = [unknown if headroom is None else headroom[rank] for rank in ranks]
     loads = [
         HostLoad(
             rank=rank,
             host=hosts[rank] if hosts is not None else f"rank {rank}",
-            free_cpu_cores=math.nan if free_cpu_cores is None else free_cpu_cores[rank],
+            free_cpu_cores=own.free_cpu_cores,
             link_bytes_per_s=rate if 0.0 < (rate := link_bytes_per_s[rank]) < math.inf else math.nan,
             straggling=rank in slow,
+            neighbours=own.neighbours,
+            slack_cores=own.slack_cores,
         )
-        for rank in ranks
+        for rank, own in zip(ranks, left, strict=True)
     ]
+    most = 0 if hosts is not None else 1
     return place_servers(
-        loads, state_bytes, push_bytes=push_bytes, round_s=round_s, most=0 if hosts is not None else 1
+        loads, state_bytes, push_bytes=push_bytes, round_s=round_s, most=most, need_cores=need_cores
     )
 
 
 def place_servers(
-    hosts: Sequence[HostLoad], state_bytes: int, *, push_bytes: int = 0, round_s: float = 0.1, most: int = 0
+    hosts: Sequence[HostLoad],
+    state_bytes: int,
+    *,
+    push_bytes: int = 0,
+    round_s: float = 0.1,
+    most: int = 0,
+    need_cores: float = 0.0,
 ) -> PlacementDecision:
     """Choose the hosts of the parameter servers: one server per host, best hosts first, as few as suffice.
 
@@ -124,18 +147,20 @@ def place_servers(
     depend on the order of `hosts`.
 
     Args:
-        hosts: One entry per rank. A host with a straggling rank is chosen only if all hosts have one.
+        hosts: One entry per rank. A host with a straggling rank, a busy one, or one whose neighbours would get slower,
+            is chosen only if there are no others.
         state_bytes: Bytes of parameters and optimizer state on all servers together.
         push_bytes: Bytes a rank pushes per step; 0 for `state_bytes`, an upper estimate.
         round_s: Longest time of a round of one push from every rank, seconds.
         most: Most servers, 0 for as many as hosts.
+        need_cores: Cores that all servers need together (`server_cores`).
 
     Raises:
         ValueError: There are no hosts, a rank occurs twice, or a number is out of range.
     """
     _check(hosts, state_bytes, push_bytes, round_s, most)
     found = _merge(hosts)
-    usable = [host for host in found if not host.straggling] or found
+    usable = _usable(found, need_cores)
     order = sorted(usable, key=lambda host: (-host.bytes_per_s, -host.cores, host.rank))
     total_bytes = len(hosts) * (push_bytes or state_bytes)
     rounds = [total_bytes / k / order[k - 1].bytes_per_s for k in range(1, min(most or len(order), len(order)) + 1)]
@@ -145,7 +170,41 @@ def place_servers(
         servers=tuple(sorted(host.rank for host in chosen)),
         round_s=rounds[count - 1],
         reason=_reason(chosen, found, state_bytes, rounds[count - 1], round_s),
+        avoided=_avoided(chosen, found, need_cores),
+        slows=tuple(host.name for host in chosen if not host.headroom.fits(need_cores / count)),
     )
+
+
+def _usable(found: Sequence[_Host], need_cores: float) -> Sequence[_Host]:
+    """Hosts to choose from: without stragglers, idle, and without neighbours that would get slower; else what is left.
+
+    Neighbours get slower on the fewer hosts the more servers share the need.
+    """
+    hosts = [host for host in found if not host.straggling] or list(found)
+    for count in range(1, len(hosts) + 1):
+        kind = [host for host in hosts if host.headroom.fits(need_cores / count)]
+        if len(kind) >= count:
+            hosts = kind
+            break
+    best_link = max(host.link_bytes_per_s for host in hosts)
+    return [host for host in hosts if not host.busy and host.link_bytes_per_s >= _LINK_SHARE * best_link] or hosts
+
+
+def _avoided(chosen: Sequence[_Host], found: Sequence[_Host], need_cores: float) -> str:
+    kinds = {
+        "whose cores are busy": [host.busy and not host.straggling for host in found],
+        "where another job would get slower": [
+            not (host.straggling or host.busy or host.headroom.fits(need_cores / len(chosen))) for host in found
+        ],
+    }
+    taken = [host in chosen for host in found]
+    parts = []
+    for words, flags in kinds.items():
+        names = [host.name for host, flag, used in zip(found, flags, taken, strict=True) if flag and not used]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            parts.append(f"{', '.join(names[:3])}{more} {words}")
+    return " and ".join(parts)
 
 
 def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
@@ -161,6 +220,7 @@ def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
     usual_cores = _usual(cores.values(), 1.0)
     # If no link is known, cores alone decide.
     usual_link = _usual(links.values(), math.inf)
+    most_cores = max((value for value in cores.values() if not math.isnan(value)), default=math.nan)
     return [
         _Host(
             name=name,
@@ -168,6 +228,12 @@ def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
             cores=usual_cores if math.isnan(cores[name]) else cores[name],
             link_bytes_per_s=usual_link if math.isnan(links[name]) else links[name],
             straggling=any(load.straggling for load in loads),
+            headroom=Headroom(
+                free_cpu_cores=cores[name],
+                neighbours=max(load.neighbours for load in loads),
+                slack_cores=min(load.slack_cores for load in loads),
+            ),
+            busy=cores[name] < min(_BUSY_CORES, _BUSY_SHARE * most_cores),
         )
         for name, loads in by_name.items()
     ]
@@ -193,8 +259,10 @@ def _reason(chosen: Sequence[_Host], found: Sequence[_Host], state_bytes: int, t
         why = "the best choice, although every host has a straggler"
     else:
         avoided = sum(host.straggling for host in found)
+        busy = sum(host.busy and not host.straggling for host in found if host not in chosen)
         why = "most idle cores and bandwidth"
         why += f", avoiding {avoided} host{'s' if avoided > 1 else ''} with stragglers" if avoided else ""
+        why += f", avoiding {busy} busy host{'s' if busy > 1 else ''}" if busy else ""
     fits = "" if time_s <= round_s else f", more than the {duration(round_s)} allowed"
     count = "1 server" if len(chosen) == 1 else f"{len(chosen)} servers"
     return (

@@ -20,11 +20,12 @@ from scheduler.cost.conditions import Array, Conditions
 from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate, worth_a_switch
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.grouping import progressive_groups, similar_groups
-from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
+from scheduler.plan.headroom import server_cores
+from scheduler.plan.placement import PUSH_ROUND_S, PlacementDecision, place_on_hosts
 from scheduler.plan.plan import MODES, Plan
 
-__all__ = ["LEAST_SHARE", "StragglerSummary", "candidates", "enough_ranks", "most_left_out", "reachable", "same_plan",
-           "summarize_stragglers"]
+__all__ = ["LEAST_SHARE", "StragglerSummary", "candidates", "enough_ranks", "most_left_out", "place", "reachable",
+           "same_plan", "summarize_stragglers"]
 
 _INTERMITTENT = 0.08
 """Share of slow reports above which a rank is intermittent; alexnet's 5 ms of jitter reach 3 % past `RESOLUTION_S`."""
@@ -159,7 +160,7 @@ def candidates(
             # Where ranks already wait for a processor, a server would take CPU time from them.
             served = not conditions.crowded or stragglers.frozen
             if served and (n <= _MANY or stragglers.links or stragglers.frozen):
-                offered += _servers(conditions, stragglers, hosts, most)
+                offered += _servers(conditions, stragglers, hosts, most, active)
             offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
             if n <= _MANY:
                 # The grace waits for ranks not known to be slow: a quorum of half the ranks costs at most noise.
@@ -282,15 +283,14 @@ def _best_links(conditions: Conditions, bad: Collection[int], hosts: Sequence[st
     return sorted(found)
 
 
-def _servers(
-    conditions: Conditions, stragglers: StragglerSummary, hosts: Sequence[str] | None, left_out: int
-) -> list[Plan]:
+def place(conditions: Conditions, stragglers: StragglerSummary, hosts: Sequence[str] | None) -> PlacementDecision:
+    """Where the servers of candidates are: on hosts without stragglers, idle, and without jobs that they would slow."""
     n = conditions.world_size
     bad = {*stragglers.slow, *stragglers.links, *stragglers.frozen}
     ranks: Sequence[int] = range(n)
     if n > _MANY:
         ranks = _best_links(conditions, bad, hosts) or ranks
-    servers = place_on_hosts(
+    return place_on_hosts(
         ranks,
         hosts=hosts,
         slow=bad,
@@ -298,7 +298,25 @@ def _servers(
         state_bytes=int(conditions.comm_bytes),
         push_bytes=int(conditions.comm_bytes * n / len(ranks)),
         round_s=PUSH_ROUND_S,
-    ).servers
+        headroom=conditions.headroom or None,
+        need_cores=server_cores(n / conditions.typical_s, conditions.comm_bytes),
+    )
+
+
+def _servers(
+    conditions: Conditions,
+    stragglers: StragglerSummary,
+    hosts: Sequence[str] | None,
+    left_out: int,
+    active: Plan | None,
+) -> list[Plan]:
+    n, placed = conditions.world_size, place(conditions, stragglers, hosts)
+    servers = placed.servers
+    if conditions.headroom and active is not None and active.servers:
+        servers = active.servers  # They run already, and what they use is no longer idle.
+    elif placed.slows:
+        return []
+    bad = {*stragglers.slow, *stragglers.links, *stragglers.frozen}
     out = [len(bad), *stragglers.at_once]
     wanted = sorted({n - count for count in out if 0 < count <= left_out}, reverse=True)
     if n > _MANY:

@@ -35,6 +35,7 @@ from scheduler.policy.candidates import (
     LEAST_SHARE,
     StragglerSummary,
     candidates,
+    place,
     reachable,
     same_plan,
     summarize_stragglers,
@@ -146,6 +147,7 @@ class CostPolicy:
         self._links = LinkMemory()
         self._calm_since: int | None = None
         self._noise = 4.0
+        self._conditions: Conditions | None = None  # Of the last decision.
         self._now: tuple[Window, Plan, StragglerSummary | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
         self._going: Plan | None = None
@@ -182,7 +184,7 @@ class CostPolicy:
             self._freezes.per_step_s, self._freezes.freezing, self._freezes.froze
         )
         conditions = dataclasses.replace(conditions, rate=self._links.note(window, active, conditions.rate))
-        self._noise = conditions.noise
+        self._noise, self._conditions = conditions.noise, conditions
         self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
         stragglers = summarize_stragglers(conditions, self._least_share)
         self._now = (window, active, stragglers)
@@ -255,15 +257,28 @@ class CostPolicy:
             return f"{text}: sync{self._held_back(window)}"
         if self._waiting is not None:
             best, left_s = self._waiting
-            return f"{text}: {comparison(self.last, best, None)}; sync until staying has cost {left_s:.2g} s more"
+            more = self._beside_servers(best.plan)
+            return f"{text}: {comparison(self.last, best, None)}{more}; sync until staying has cost {left_s:.2g} s more"
         other = next((p for p in self.last if not p.plan.plain), None)
         if other is None:
-            return f"{text}: sync, no other mode can run"
+            return f"{text}: sync, no other mode can run{self._beside_servers(active)}"
         speed = 1.0 / max(other.relative, 1e-9)
         held = self._held_back(window)
         short = " where ranks wait for processors" if self._least_gain > self._gain else ""
         why = held or f", too little for a switch{short}"
-        return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}"
+        return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}{self._beside_servers(active)}"
+
+    def _beside_servers(self, plan: Plan) -> str:
+        """What else runs on hosts and keeps servers away: from all of them, or from some as those of `plan`."""
+        assert self._now is not None
+        stragglers, conditions = self._now[2], self._conditions
+        if stragglers is None or conditions is None or not conditions.headroom:
+            return ""
+        placed = place(conditions, stragglers, self._hosts)
+        if placed.slows and not plan.servers:
+            return f"; servers are not offered, because they would make another job slower on {', '.join(placed.slows)}"
+        avoided = placed.avoided if plan.servers == placed.servers else ""
+        return f"; its servers avoid {avoided}" if avoided else ""
 
     def _choose(
         self, window: Window, conditions: Conditions, active: Plan, stragglers: StragglerSummary, lost_s: float
@@ -386,7 +401,7 @@ class CostPolicy:
         why = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
         if now is None:
             why = f"{active.label} can no longer run; {why}"
-        reason = f"{why}: {comparison(self.last, best, now)}"
+        reason = f"{why}: {comparison(self.last, best, now)}{self._beside_servers(best.plan)}"
         self._going = best.plan.replace(plan_id=active.plan_id + 1, reason=reason)
         if now is not None:
             self._check.expect(

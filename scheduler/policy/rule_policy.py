@@ -464,6 +464,7 @@ class RulePolicy:
             link_bytes_per_s=[stats.link_bytes_per_s for stats in window.ranks],
             state_bytes=window.comm_bytes,
             round_s=PUSH_ROUND_S,
+            headroom=window.headroom or None,
         )
         plan = Plan.ps(
             self.world_size,

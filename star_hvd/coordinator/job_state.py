@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler.diagnosis.host_headroom import HostHeadroom
 from scheduler.diagnosis.machine import MachineStats
 from scheduler.policy.cost_policy import Ranker
 from scheduler.records import Plan
@@ -123,6 +124,7 @@ class JobState:
         self._closing: set[int] = set()  # Ranks that are closing an optimizer.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
+        self._headroom = HostHeadroom(self._hosts or ("localhost",) * world_size)
         self.links = LinkSurvey(world_size, hosts)
         self._sets = SetLedger(world_size)
         self._next_tidy_s = now_s
@@ -218,6 +220,7 @@ class JobState:
 
     def _machine_note(self, rank: int, message: MachineNote, now_s: float) -> None:
         self._machines[rank] = MachineStats(**{n: getattr(message, n) for n in MachineStats.names()})
+        self._headroom.note(rank, self._machines[rank])
 
     def _away_message(self, rank: int, message: Away, now_s: float) -> None:
         (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
@@ -253,6 +256,7 @@ class JobState:
                 optimizer_id, self.world_size, self._config, self._broadcast, self._hosts, self._ranker, self._sets
             )
             self.engines[optimizer_id].links.bytes_per_s = self.links.bytes_per_s
+            self.engines[optimizer_id].headroom = self._headroom
         return self.engines[optimizer_id]
 
     def _step_of(self, optimizer_id: int) -> int:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from scheduler.diagnosis.host_headroom import HostHeadroom
 from scheduler.diagnosis.machine import MachineStats, throttled_shares
 from scheduler.diagnosis.noise_scale import NoiseScale
 from scheduler.diagnosis.stragglers import Straggler, find_stragglers
@@ -122,6 +123,7 @@ class OptimizerState:
         self.links = LinkRelevance(self.history, self.arrivals, world_size)
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
+        self.headroom = HostHeadroom(self._hosts)
         self._other_groups = 0
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
@@ -230,7 +232,7 @@ class OptimizerState:
             hosts=self._hosts,
             slow=[straggler.rank for straggler in self.stragglers],
             link_bytes_per_s=self.links.bytes_per_s,
-            free_cpu_cores=[math.nan] * self.world_size,
+            headroom=self.headroom.levels(),
             state_bytes=2 * self.gradient_bytes,
         )
 
@@ -356,6 +358,7 @@ class OptimizerState:
             allowed=(_EXACT if self.exact or self.microbatches else frozenset(MODES)).difference(self.blocked),
             batch=self.shares.desk.batch if self.shares is not None else 0,
             microbatches=self.microbatches,
+            headroom=tuple(self.headroom.levels()),
             fixed_part=self.shares.fixed_part if self.shares is not None else math.nan,
             losses=tuple(self.losses.values),
             loss_steps=tuple(self.losses.steps),

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import math
 import os
 import queue
 import threading
@@ -39,7 +38,6 @@ from star_hvd.channel.messages.shares import ShareOrder, ShareProposal
 from star_hvd.channel.messages.switch import (
     Commit,
     DropSet,
-    MachineNote,
     MakeSet,
     PlanActive,
     Presence,
@@ -61,10 +59,11 @@ from star_hvd.runtime import program_end
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.inactivity import Inactivity
 from star_hvd.runtime.job_log import JobLog, check_curves
+from star_hvd.runtime.machine_notes import MachineNotes
 from star_hvd.runtime.microbatches import MicrobatchInHand
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
-from star_hvd.telemetry.resources import Resources, ResourceSampler, gpu_identity, samples_in_memory
+from star_hvd.telemetry.resources import gpu_identity, samples_in_memory
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
@@ -155,7 +154,9 @@ class Runtime:
         self.run_name = ""  # Of the run log, equal on all ranks.
         self._folder: PrivateFolder | None = None
         self._ranker: ModelLoader | None = None
-        self._sampler: ResourceSampler | None = None
+        self._machine = MachineNotes(
+            self.rank, lambda message, urgent: self.agent.send(message, urgent=urgent), self.drivers
+        )
         self._curves: set[str] = set()
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
@@ -254,28 +255,9 @@ class Runtime:
         reporter = driver.reporter
         reporter.log = JobLog(self.run_name, reporter, hosts, self.coordinator, facts, ranker, self._curves)
         reporter.log.start()
-        if self._sampler is None:
-            self._sampler = ResourceSampler(on_sample=self._note_resources, gpu=gpu_identity(engine.applier.optimizer))
-            self._sampler.start()
+        self._machine.start(self.run_name, gpu_identity(engine.applier.optimizer))
         size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
         self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact))
-
-    def _note_resources(self, readings: Resources) -> None:
-        """Once per second, in the sampler's thread."""
-        self.agent.send(
-            MachineNote(
-                throttled_share=readings.throttled_share,
-                pressure_share=readings.psi_host_share,
-                gpu_clock_share=readings.gpu_sm_mhz / (readings.gpu_sm_max_mhz or math.nan),
-                gpu_throttled=readings.gpu_throttled,
-                gpu_temperature_c=readings.gpu_temperature_c,
-                nic_drops_per_s=readings.nic_drops_per_s,
-            ),
-            urgent=False,
-        )
-        for driver in list(self.drivers.values()):
-            if driver.reporter.log is not None:
-                driver.reporter.log.resources(readings)
 
     def detach(self, driver: StepDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
@@ -514,8 +496,7 @@ class Runtime:
             check_curves(self._curves)
         if hasattr(self, "services"):  # The world may have broken while it was being started.
             self.services.stop()
-        if self._sampler is not None:
-            self._sampler.stop(0.5)
+        self._machine.stop(0.5)
         for name in ("agent", "tensors"):
             if hasattr(self, name):
                 getattr(self, name).stop()

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from star_hvd import env
+from star_hvd.telemetry.headroom import CpuHeadroom
 from star_hvd.threads import supervised
 
 __all__ = ["Gpu", "ResourceSampler", "Resources", "cgroup_directory", "gpu_identity", "open_gpu",
@@ -48,6 +49,7 @@ class Resources:
         psi_host_share: Part of the time some task of the host waited for a core (pressure stall information).
         psi_cgroup_share: Likewise for the tasks of this process's cgroup.
         load: Runnable and waiting tasks per usable core, mean of the last minute.
+        free_cpu_cores: Idle processors of those this process may use, within its quota (`telemetry.headroom`).
         nic_in_bytes_per_s, nic_out_bytes_per_s: Traffic of the channel's network interface, or of all but the loopback.
         nic_link_bytes_per_s: Speed of that link, of the fastest if there are several.
         nic_drops_per_s: Packets dropped or damaged, in and out.
@@ -69,6 +71,7 @@ class Resources:
     psi_host_share: float = _NAN
     psi_cgroup_share: float = _NAN
     load: float = _NAN
+    free_cpu_cores: float = _NAN
     nic_in_bytes_per_s: float = _NAN
     nic_out_bytes_per_s: float = _NAN
     nic_link_bytes_per_s: float = _NAN
@@ -121,6 +124,7 @@ class ResourceSampler:
         self._identity = gpu
         self._gpu: Gpu | None = None
         self._cgroup = cgroup_directory()
+        self._headroom = CpuHeadroom(self._cgroup)
         self._cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._link_bytes_per_s = _NAN
         self._counters: dict[str, float] = {}
@@ -149,7 +153,9 @@ class ResourceSampler:
         elapsed_s, self._at_s = now_s - self._at_s, now_s
         values = {"interval_s": elapsed_s, "load": self._load()}
         counters: dict[str, float] = {}
-        for read in (_read_cpu, _read_schedstat, self._read_pressure, self._read_throttling, self._read_network):
+        sources = (_read_cpu, _read_schedstat, self._read_pressure, self._read_throttling, self._read_network,
+                   self._headroom.counters)
+        for read in sources:
             with contextlib.suppress(OSError, ValueError, IndexError, KeyError, psutil.Error):
                 counters |= read()
         before, self._counters = self._counters, counters
@@ -158,6 +164,7 @@ class ResourceSampler:
             rates = {n: (v - before[n]) / elapsed_s for n, v in counters.items() if n in before and v >= before[n]}
             periods = rates.pop("periods", 0.0)
             throttled = rates.pop("throttled_periods", _NAN)
+            values["free_cpu_cores"] = self._headroom.free_cores(rates)
             values |= rates | {"throttled_periods": throttled / periods if periods > 0.0 else _NAN}
         values["nic_link_bytes_per_s"] = self._link_bytes_per_s
         if self._gpu is not None:

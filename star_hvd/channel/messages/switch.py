@@ -6,6 +6,7 @@ an agreed step (by a header, or at the servers' last update) -> `PlanActive`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -191,6 +192,11 @@ class MachineNote(Message):
     gpu_throttled: float
     gpu_temperature_c: float
     nic_drops_per_s: float
+    free_cpu_cores: float = math.nan
+    own_cpu_cores: float = math.nan
+    usable_cpu_cores: float = math.nan
+    neighbour_ranks: float = math.nan
+    neighbour_slack_cores: float = math.nan
 
 
 @message_kind

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.plan.headroom import Headroom, server_cores
 from scheduler.plan.placement import HostLoad, place_on_hosts, place_servers
 from scheduler.plan.plan import Plan
 
@@ -129,3 +130,51 @@ def test_rates_that_are_not_known_count_alike() -> None:
 def test_one_server_where_hosts_are_not_known() -> None:
     placed = place_on_hosts(range(4), hosts=None, slow=(), link_bytes_per_s=[1e6] * 4, state_bytes=10**9)
     assert len(placed.servers) == 1
+
+
+def test_servers_avoid_a_busy_host_whatever_its_link() -> None:
+    links = {"a": 1.3e7, "b": 1.25e7, "c": 1e7}
+    hosts = [load(r, host, cores=1.5 if r else 0.0, link=link) for r, (host, link) in enumerate(links.items())]
+    decision = place_servers(hosts, MIB)
+    assert 0 not in decision.servers and decision.avoided == "a whose cores are busy"
+    assert "avoiding 1 busy host" in decision.reason
+    alike = [load(rank, name, cores=0.4) for rank, name in enumerate("abc")]
+    assert place_servers(alike, MIB).servers == (0,) and not place_servers(alike, MIB).avoided, "all equally busy"
+    slow_link = [load(0, "a", cores=0.2), load(1, "b", link=1e8)]
+    assert place_servers(slow_link, MIB).servers == (0,), "an idle host with a tenth of the bandwidth is no better"
+
+
+def near(rank: int, host: str, cores: float, slack: float = 0.0) -> HostLoad:
+    return HostLoad(rank=rank, host=host, free_cpu_cores=cores, neighbours=2, slack_cores=slack)
+
+
+def test_servers_avoid_hosts_where_another_job_would_get_slower() -> None:
+    free, tight = load(1, "b", cores=0.6), near(0, "a", 1.0)
+    assert place_servers([tight, free], MIB, need_cores=0.9).servers == (0,), "it fits into what is idle"
+    decision = place_servers([tight, free], MIB, need_cores=1.4)
+    assert decision.servers == (1,) and not decision.slows
+    assert decision.avoided == "a where another job would get slower"
+    assert place_servers([near(0, "a", 1.0, slack=0.5), free], MIB, need_cores=1.4).servers == (0,), "it waits anyway"
+    alone = place_servers([tight], MIB, need_cores=1.4)
+    assert alone.servers == (0,) and alone.slows == ("a",), "no choice: whoever offers the mode has to know"
+    both = [near(0, "a", 0.8), near(1, "b", 0.8)]
+    assert place_servers(both, 1000 * MIB, need_cores=1.4).servers == (0, 1), "half of the need fits on each"
+    assert place_servers([HostLoad(rank=0, host="a", neighbours=2)], MIB, need_cores=9.0).slows == (), "unknown"
+
+
+@given(
+    cores=st.lists(st.floats(0.0, 8.0), min_size=1, max_size=8),
+    jobs=st.lists(st.integers(0, 3), min_size=8, max_size=8),
+    need=st.floats(0.0, 8.0),
+)
+def test_no_job_gets_slower_where_one_server_fits_elsewhere(cores: list[float], jobs: list[int], need: float) -> None:
+    hosts = [HostLoad(rank=r, host=f"h{r}", free_cpu_cores=c, neighbours=jobs[r]) for r, c in enumerate(cores)]
+    fits = [Headroom(free_cpu_cores=c, neighbours=jobs[r]).fits(need) for r, c in enumerate(cores)]
+    decision = place_servers(hosts, 1, need_cores=need)
+    assert not decision.slows or not any(fits)
+
+
+def test_what_servers_need_grows_with_pushes_and_bytes() -> None:
+    assert server_cores(0.0, 1e9) == 0.0
+    assert server_cores(10.0, 0.0) < server_cores(20.0, 0.0) < server_cores(20.0, 1e8)
+    assert server_cores(8.0, 1e8) == pytest.approx(0.8, rel=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import predict
+from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import MODES, Plan
 from scheduler.policy.candidates import candidates, same_plan, summarize_stragglers
 from tests.support.windows import steady, window
@@ -161,3 +163,25 @@ def test_half_of_the_ranks_at_most_are_slow() -> None:
     assert not stragglers.slow  # Then slow is what this job is.
     assert all(1 <= count <= 2 for count in stragglers.at_once)
     assert math.isclose(conditions(steady(4, slow={0: 3.0, 1: 3.0, 2: 3.0})).typical_s, 0.3, rel_tol=0.1)
+
+
+def test_servers_are_not_offered_where_they_would_slow_another_job() -> None:
+    times = steady(4, slow={3: 4.0})
+    tight = Headroom(free_cpu_cores=0.0, neighbours=2)
+    free = Headroom(free_cpu_cores=2.0, neighbours=2)
+
+    def found(*headroom: Headroom, hosts: str = "abcd") -> list[Plan]:
+        known = dataclasses.replace(conditions(times, comm_bytes=4e7), headroom=headroom)
+        return [plan for plan in candidates(known, hosts=hosts) if plan.mode == "ps"]
+
+    assert found() and found(*[Headroom()] * 4), "nothing known changes nothing"
+    assert found(*[tight] * 4) == [], "all hosts are full"
+    assert {plan.servers for plan in found(tight, tight, free, tight)} == {(2,)}
+    assert {plan.servers for plan in found(tight, tight, tight, free)} == set(), "that one has the straggler"
+    waiting = Headroom(free_cpu_cores=0.0, neighbours=2, slack_cores=2.0)
+    assert {plan.servers for plan in found(tight, waiting, tight, tight)} == {(1,)}
+    assert found(*[Headroom(free_cpu_cores=0.0)] * 4), "no other job is there"
+    served = dataclasses.replace(conditions(times, comm_bytes=4e7), headroom=(tight,) * 4)
+    active = Plan.ps(4, 3, servers=(1,))
+    offered = [plan for plan in candidates(served, active, hosts="abcd") if plan.mode == "ps"]
+    assert len(offered) > 1 and {plan.servers for plan in offered} == {(1,)}, "they run already"

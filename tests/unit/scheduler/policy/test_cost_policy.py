@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import Prediction
 from scheduler.diagnosis.freezes import Freezes
+from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy
 from scheduler.policy.rule_policy import RulePolicy
@@ -236,6 +237,26 @@ def test_explain_at_every_time() -> None:
     relaxed = Plan.partial(8, 7, reason="because")
     policy.decide(window(steady(8), end=44), relaxed)
     assert policy.explain() == "because; no rank is slow since step 44"
+
+
+def test_servers_that_are_not_offered_or_placed_elsewhere_are_explained() -> None:
+    times, frozen = steady(4, slow={3: 4.0}), ("sync", "ps")
+    tight, free = Headroom(free_cpu_cores=0.0, neighbours=2), Headroom(free_cpu_cores=3.0)
+    policy = CostPolicy(4, hosts=("a", "a", "b", "c"))
+    full = window(times, comm_bytes=40_000_000, allowed=frozen, headroom=(tight,) * 4)
+    assert policy.decide(full, Plan.sync(4)) is None
+    assert policy.explain() == (
+        "rank 3 computes 4.0x slower since step 0: sync, no other mode can run; servers are not offered, because they "
+        "would make another job slower on a, b"
+    )
+    policy = CostPolicy(4, hosts=("a", "a", "b", "c"))
+    elsewhere = [
+        window(times, end=32 + 8 * k, comm_bytes=40_000_000, allowed=frozen, headroom=(tight, tight, free, tight))
+        for k in range(8)
+    ]
+    (plan,) = drive(policy, Plan.sync(4), elsewhere)[:1]
+    assert plan.mode == "ps" and plan.servers == (2,)
+    assert plan.reason.endswith("; its servers avoid a whose cores are busy"), plan.reason
 
 
 def test_meanwhile_a_mode_without_a_price_is_taken() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from scheduler.plan.completion import resolve
+from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.rules.step_closing import ClosingRule
 from star_hvd.channel.late_push import LatePushes, rate_of
@@ -29,7 +30,7 @@ def completed(plan: Plan, active: Plan = SYNC, **known: Any) -> Plan:
         "hosts": ("a", "a", "b", "b"),
         "slow": [],
         "link_bytes_per_s": [math.nan] * 4,
-        "free_cpu_cores": [math.nan] * 4,
+        "headroom": [Headroom()] * 4,
         "state_bytes": 1000,
     }
     return resolve(plan, active, **{**given, **known})

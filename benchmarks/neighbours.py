@@ -1,0 +1,311 @@
+"""Whether servers harm others: they avoid a host that something else uses, and leave another job's step time alone.
+
+Two hosts are made of one machine: half of its processors each, which ranks and load are bound to, and an address each.
+
+`busy`: processes that compute without end use one of the two hosts, chosen by chance for each of the trials; a job of
+four ranks goes to servers, which must be on the other host.
+
+`neighbour`: a job of two ranks computes on the first host. Another job, with one rank there and three on the second
+host, alternates between `sync`, `ps(3)` with servers that are placed by themselves, and `ps(3)` with its server on the
+first host, whatever that costs. Compared is the first job's step time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.spec import write_json
+
+__all__ = ["Phase", "halves", "main", "median_in", "ratios"]
+
+_LIMIT = 1.05
+_HOSTS = ("127.0.0.1", "127.0.0.2")
+_SETTLE_S = 4.0  # Until the load shows in the readings, which are taken once per second.
+_PHASES = ("sync", "placed", "forced")
+_DEVICE_S = 0.02  # Time of a step of the job with servers in which a device would compute.
+_WAIT_S = 90.0  # For servers to be in force, on a machine with little to spare.
+_EXIT_FAILED = 1
+
+Phase = tuple[str, float, float]  # Its name, begin and end, seconds of the machine's clock.
+
+
+def halves(cpus: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The processors of the two hosts."""
+    ordered = tuple(sorted(cpus))
+    middle = len(ordered) // 2
+    return ordered[:middle], ordered[middle:]
+
+
+def median_in(ends_s: Sequence[float], begin_s: float, end_s: float) -> float:
+    """Median time of the steps inside an interval, from the times at which steps ended; NaN for fewer than two."""
+    inside = [at for at in ends_s if begin_s <= at <= end_s]
+    times = [after - before for before, after in itertools.pairwise(inside)]
+    return statistics.median(times) if times else float("nan")
+
+
+def ratios(ends_s: Sequence[float], phases: Sequence[Phase]) -> dict[str, list[float]]:
+    """Step time in every phase but `sync`, over that in the `sync` phase before it."""
+    found: dict[str, list[float]] = {}
+    before = float("nan")
+    for name, begin_s, end_s in phases:
+        middle_s = median_in(ends_s, begin_s, end_s)
+        if name == "sync":
+            before = middle_s
+        else:
+            found.setdefault(name, []).append(middle_s / before)
+    return found
+
+
+@contextmanager
+def _load(cpus: Sequence[int]) -> Iterator[None]:
+    """A process on each of these processors that computes without end; it ends with its input, so with this one too."""
+    code = (
+        "import os, sys, threading\n"
+        "os.sched_setaffinity(0, {int(sys.argv[1])})\n"
+        "threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()\n"
+        "while True: pass\n"
+    )
+    made = [subprocess.Popen([sys.executable, "-c", code, str(cpu)], stdin=subprocess.PIPE) for cpu in cpus]
+    try:
+        yield
+    finally:
+        for process in made:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in made:
+            process.wait(20.0)
+
+
+def _bind(host: int) -> None:
+    """Be a process of one of the hosts; before threads are made."""
+    os.environ["STAR_HOST"] = _HOSTS[host]
+    os.sched_setaffinity(0, halves(sorted(os.sched_getaffinity(0)))[host])
+
+
+def _network(width: int) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Linear(width, 64))
+
+
+class _Job:
+    """One optimizer and its steps; every rank makes as many as rank 0 says."""
+
+    def __init__(self, mode: Any, width: int) -> None:
+        import torch
+
+        import star_hvd as hvd
+
+        self._torch, self.hvd = torch, hvd
+        self.net = _network(width)
+        inner = torch.optim.SGD(self.net.parameters(), lr=1e-4, momentum=0.9)
+        self.optimizer = hvd.DistributedOptimizer(inner, self.net.named_parameters(), mode=mode)
+        self._x = torch.randn(8, 64)
+
+    def step(self, device_s: float) -> None:
+        self.optimizer.zero_grad()
+        self.net(self._x).square().mean().backward()
+        time.sleep(device_s)
+        self.optimizer.step()
+
+    def run_until(self, done: Any, device_s: float) -> None:
+        """Steps until `done()` holds on rank 0; all ranks make the same number of them."""
+        number = 0
+        while True:
+            self.step(device_s)
+            number += 1
+            if number % 8 == 0 and self.hvd.broadcast_object(bool(done()), root_rank=0):
+                return
+
+    @property
+    def servers(self) -> list[int]:
+        """Ranks that run servers now."""
+        return list(self.optimizer._star.core.driver.engine.plan.servers)
+
+
+def _served_by(args: argparse.Namespace) -> None:
+    """A rank of `busy`: one optimizer with servers after the other; rank 0 moves the load."""
+    rank = int(os.environ["HOROVOD_RANK"])
+    cpus = halves(sorted(os.sched_getaffinity(0)))
+    _bind(rank // 2)
+    import star_hvd as hvd
+
+    dice, found = random.Random(args.seed), []
+    for trial in range(args.trials):
+        burnt = dice.randrange(2)
+        with _load(cpus[burnt] if rank == 0 else ()):
+            if trial:
+                time.sleep(_SETTLE_S)
+            else:
+                hvd.init()
+            job = _Job("ps(3)", args.width)
+            limit_s = time.monotonic() + _WAIT_S
+            job.run_until(lambda job=job, at=limit_s: job.servers or time.monotonic() > at, 0.005)
+            servers, enough = job.servers, time.monotonic() + 0.5
+            job.run_until(lambda at=enough: time.monotonic() > at, 0.005)
+            found.append({"burnt": burnt, "servers": servers, "explain": hvd.explain() if rank == 0 else ""})
+            job.optimizer.close()
+    if rank == 0:
+        write_json(args.worker, {"trials": found})
+    hvd.shutdown()
+
+
+def _alternating(args: argparse.Namespace) -> None:
+    """A rank of the job that goes to servers: rank 0 is on the first host, the others are on the second."""
+    rank = int(os.environ["HOROVOD_RANK"])
+    _bind(0 if rank == 0 else 1)
+    import star_hvd as hvd
+    from scheduler.plan.plan import Plan
+
+    hvd.init()
+    phases, servers = [], {}
+    for _ in range(args.turns):
+        for name in _PHASES[: 2 if args.placed_only else 3]:
+            mode: Any = {"sync": "sync", "placed": "ps(3)", "forced": Plan.ps(4, 3, servers=(0,))}[name]
+            job = _Job(mode, args.width)
+            limit_s = time.monotonic() + _WAIT_S
+            job.run_until(lambda job=job, at=limit_s, name=name: name == "sync" or job.servers
+                          or time.monotonic() > at, _DEVICE_S)
+            begin_s = time.monotonic() + 1.0
+            job.run_until(lambda at=begin_s: time.monotonic() > at + args.phase_s, _DEVICE_S)
+            phases.append((name, begin_s, time.monotonic()))
+            servers.setdefault(name, []).append({"ranks": job.servers, "explain": hvd.explain() if rank == 0 else ""})
+            job.optimizer.close()
+    if rank == 0:
+        write_json(args.worker, {"phases": phases, "servers": servers})
+    hvd.shutdown()
+
+
+def _steady(args: argparse.Namespace) -> None:
+    """A rank of the job that must not get slower: it computes on the first host until the file `stop` is there."""
+    _bind(0)
+    import torch
+
+    import star_hvd as hvd
+
+    hvd.init()
+    job, ends_s = _Job("sync", 512), []
+    x = torch.randn(512, 512)
+    while True:
+        for _ in range(args.work):
+            x = torch.tanh(x @ x)
+        job.step(0.0)
+        ends_s.append(time.monotonic())
+        if len(ends_s) % 8 == 0 and hvd.broadcast_object(args.worker.with_suffix(".stop").exists(), root_rank=0):
+            break
+    if hvd.rank() == 0:
+        write_json(args.worker, {"ends_s": ends_s})
+    hvd.shutdown()
+
+
+_ROLES = {"busy": _served_by, "guest": _alternating, "steady": _steady}
+
+
+def _run(role: str, ranks: int, out: Path, args: argparse.Namespace, **more: object) -> dict[str, Any]:
+    given = ["--worker", str(out), "--role", role, "--width", str(args.width), "--phase-s", str(args.phase_s)]
+    given += ["--turns", str(args.turns), "--work", str(args.work), *(["--placed-only"] if args.placed_only else [])]
+    for name, value in more.items():
+        given += [f"--{name}", str(value)]
+    folder = out.parent / role
+    folder.mkdir(exist_ok=True)
+    limits = {"deadline_s": args.deadline_s, "stall_s": args.deadline_s}
+    run_job(horovodrun_command(ranks, "benchmarks.neighbours", *given), folder, on_progress=lambda _: None, **limits)
+    found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def _measure_busy(args: argparse.Namespace) -> dict[str, Any]:
+    """Trials of several jobs; in the first trial of each the load is there before the job."""
+    trials: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="neighbours-") as folder:
+        for seed in range(args.jobs):
+            most = min(args.trials, -(-args.total // args.jobs))
+            out = Path(folder) / f"busy{seed}.json"
+            trials += _run("busy", 4, out, args, trials=most, seed=seed)["trials"]
+    right = sum(bool(one["servers"]) and all(rank // 2 != one["burnt"] for rank in one["servers"]) for one in trials)
+    return {"trials": trials, "avoided": right, "of": len(trials)}
+
+
+def _measure_neighbour(args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="neighbours-") as folder:
+        steady, failed = Path(folder) / "steady.json", []
+
+        def run() -> None:
+            try:
+                _run("steady", 2, steady, args)
+            except JobFailed as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            guest = _run("guest", 4, Path(folder) / "guest.json", args)
+        finally:
+            steady.with_suffix(".stop").touch()
+            thread.join(args.deadline_s)
+        if failed:
+            raise failed[0]
+        ends_s = json.loads(steady.read_text(encoding="utf-8"))["ends_s"]
+    found = ratios(ends_s, guest["phases"])
+    steps = {name: median_in(ends_s, begin, end) for name, begin, end in guest["phases"]}
+    return {"ratios": found, "ratio": {name: statistics.median(values) for name, values in found.items()},
+            "step_s": steps, "servers": guest["servers"]}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; exit status 1 where servers harmed others or a job failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.neighbours", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("busy", "neighbour"), help="one of the two measurements")
+    parser.add_argument("--total", type=int, default=20, help="trials of `busy`")
+    parser.add_argument("--jobs", type=int, default=4, help="jobs of `busy`, which share the trials")
+    parser.add_argument("--turns", type=int, default=3, help="of `neighbour`: times each phase is measured")
+    parser.add_argument("--phase-s", type=float, default=6.0, help="length of a phase")
+    parser.add_argument("--width", type=int, default=4096, help="of the network with servers, 516 bytes each")
+    parser.add_argument("--work", type=int, default=4, help="products of 512 x 512 matrices in a neighbour's step")
+    parser.add_argument("--placed-only", action="store_true", help="leave out the phase with a forced server")
+    parser.add_argument("--deadline-s", type=float, default=400.0, help="of a job")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    for name in ("--worker", "--role", "--trials", "--seed"):
+        kind: Any = {"--worker": Path, "--role": str}.get(name, int)
+        parser.add_argument(name, type=kind, default={"--trials": 5, "--seed": 0}.get(name), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.worker is not None:
+        _ROLES[args.role](args)
+        return 0
+    found: dict[str, Any] = {"schema": 1, "cores": len(os.sched_getaffinity(0)), "limit": _LIMIT}
+    try:
+        if args.only != "neighbour":
+            found["busy"] = busy = _measure_busy(args)
+            print(f"a busy host: servers avoided it {busy['avoided']} of {busy['of']} times")
+        if args.only != "busy":
+            found["neighbour"] = near = _measure_neighbour(args)
+            for name, value in near["ratio"].items():
+                print(f"another job's step time, servers {name}: {value:.3f} x that before ({near['ratios'][name]})")
+    except JobFailed as error:
+        print(f"error: {error}")
+        return _EXIT_FAILED
+    if args.json is not None:
+        write_json(args.json, found)
+    wrong = "busy" in found and found["busy"]["avoided"] < found["busy"]["of"]
+    return _EXIT_FAILED if wrong or found.get("neighbour", {}).get("ratio", {}).get("placed", 1.0) > _LIMIT else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Processors that a host has left for one more process: idle time of the usable ones, within the CPU quota.
+
+An idle processor of a host where tasks wait nevertheless (pressure stall information) counts for less: the wait shows
+that the idle time comes in pieces too short, or on processors too far, to be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+__all__ = ["CpuHeadroom", "idle_seconds", "quota_cores", "usable_cpus"]
+
+_STAT = Path("/proc/stat")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_IDLE, _USED = "idle_cores", "quota_used_cores"  # Counters in processor seconds.
+
+
+def usable_cpus() -> frozenset[int]:
+    """The processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def idle_seconds(stat: str, cpus: Iterable[int], *, yielding: bool = False) -> float:
+    """Idle time of some processors since the start of the machine, from the text of `/proc/stat`.
+
+    Args:
+        stat: The text.
+        cpus: Numbers of the processors.
+        yielding: Whether time of niced processes counts as idle: they yield to one that is not.
+
+    Raises:
+        ValueError: The text has none of them.
+    """
+    wanted = {f"cpu{number}" for number in cpus}
+    # cpu0 user nice system idle iowait irq softirq steal guest guest_nice
+    rows = [fields for line in stat.splitlines() if (fields := line.split()) and fields[0] in wanted]
+    if not rows:
+        raise ValueError("no line of a usable processor in /proc/stat")
+    columns = (2, 4, 5) if yielding else (4, 5)
+    return sum(float(fields[column]) for fields in rows for column in columns) / _TICKS_PER_S
+
+
+def quota_cores(cgroup: Path) -> float:
+    """CPU quota of a control group in processors, infinite without one: `cpu.max`, or the files of version 1."""
+    with contextlib.suppress(OSError):
+        quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
+        return math.inf if quota == "max" else float(quota) / float(period)
+    quota_us = float((cgroup / "cpu.cfs_quota_us").read_text(encoding="ascii"))
+    return math.inf if quota_us <= 0.0 else quota_us / float((cgroup / "cpu.cfs_period_us").read_text(encoding="ascii"))
+
+
+class CpuHeadroom:
+    """Idle processors of this process's host, as counters and from their rates.
+
+    Args:
+        cgroup: Control group of this process, None where there is none.
+        stat: The file with the processors' times.
+        cpus: Gives the processors that this process may run on.
+    """
+
+    def __init__(
+        self, cgroup: Path | None, stat: Path = _STAT, cpus: Callable[[], frozenset[int]] = usable_cpus
+    ) -> None:
+        self._cgroup, self._stat, self._cpus = cgroup, stat, cpus
+        self._all = frozenset(range(os.cpu_count() or 1))
+
+    def counters(self) -> dict[str, float]:
+        """Counters whose rates `free_cores` takes; those that cannot be read are missing."""
+        found = {}
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = self._stat.read_text(encoding="ascii")
+            found[_IDLE] = idle_seconds(text, self._cpus(), yielding=os.nice(0) < 1)
+        if self._cgroup is not None:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                found[_USED] = _used_seconds(self._cgroup)
+        return found
+
+    def free_cores(self, rates: dict[str, float]) -> float:
+        """Processors left for another process, NaN where unknown; takes its own rates out of `rates`.
+
+        Args:
+            rates: Rates of all counters of a sample, pressure among them.
+        """
+        idle, used = rates.pop(_IDLE, math.nan), rates.pop(_USED, math.nan)
+        left = math.nan
+        if self._cgroup is not None:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                left = quota_cores(self._cgroup) - (used if math.isfinite(used) else 0.0)
+        if math.isnan(idle):
+            return idle
+        free = min(idle, left) if math.isfinite(left) else idle
+        return max(0.0, free) * (1.0 - min(1.0, self._pressure(rates)))
+
+    def _pressure(self, rates: Mapping[str, float]) -> float:
+        """Share of the time that tasks beside this process waited; 0 where only those of other processors are known."""
+        own = rates.get("psi_cgroup_share", math.nan)
+        if math.isfinite(own):
+            return own
+        host = rates.get("psi_host_share", math.nan)
+        return host if math.isfinite(host) and self._cpus() >= self._all else 0.0
+
+
+def _used_seconds(cgroup: Path) -> float:
+    """CPU time used by a control group."""
+    with contextlib.suppress(OSError):
+        return 1e-9 * float((cgroup / "cpuacct.usage").read_text(encoding="ascii"))
+    for line in (cgroup / "cpu.stat").read_text(encoding="ascii").splitlines():
+        name, _, value = line.partition(" ")
+        if name == "usage_usec":
+            return 1e-6 * float(value)
+    raise ValueError("no usage_usec in cpu.stat")

@@ -1,0 +1,221 @@
+"""Jobs of one user on one host know of each other: a directory with one small file per rank, and no daemon.
+
+Every rank writes what it uses and how long it waits for others, once per second, and reads what the ranks of other jobs
+wrote. Files are replaced atomically and readable by their owner only; those of processes that have ended are removed by
+whoever reads them. What is not such a file is counted and left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import stat
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["Entry", "Neighbours", "Registry", "registry_folder", "summarize"]
+
+logger = logging.getLogger("star_hvd")
+
+_STALE_S = 10.0  # An entry not written for so long is of a process that is stopped, or that cannot be seen from here.
+_MAX_BYTES = 4096
+_CLOCK_S = 2.0  # Two readings of a process's start may differ by this much.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a rank says of itself.
+
+    Attributes:
+        job: Name of its job's run.
+        rank: Its rank.
+        pid: Its process.
+        started_s: When that process was started, seconds since the epoch: another process may get its number.
+        space: Its PID namespace: in another one its number says nothing.
+        cpus: Processors it may run on.
+        cores: Processors it uses.
+        step_s: Time of its steps.
+        slack_s: Part of it that it waits for ranks slower than itself.
+        written_s: When this was written, seconds since the epoch.
+    """
+
+    job: str
+    rank: int
+    pid: int
+    started_s: float
+    space: int
+    cpus: tuple[int, ...]
+    cores: float
+    step_s: float
+    slack_s: float
+    written_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbours:
+    """What other jobs' ranks on the processors of this process can give up.
+
+    Attributes:
+        ranks: How many there are.
+        slack_cores: Processors that they can lose without their jobs getting slower.
+    """
+
+    ranks: int = 0
+    slack_cores: float = 0.0
+
+
+def summarize(entries: Iterable[Entry], cpus: Collection[int]) -> Neighbours:
+    """Sum up the entries of other jobs whose ranks run on some of `cpus`.
+
+    A rank that uses u processors for a step of time T and waits s of it for others uses u (T - s) / T once it is
+    slowed down by its slack. A scheduler of processors takes from all of them alike, so the least share counts.
+    """
+    near = [entry for entry in entries if not set(entry.cpus).isdisjoint(cpus)]
+    if not near:
+        return Neighbours()
+    shares = [min(1.0, max(0.0, entry.slack_s / entry.step_s)) if entry.step_s > 0.0 else 0.0 for entry in near]
+    return Neighbours(ranks=len(near), slack_cores=min(shares) * sum(entry.cores for entry in near))
+
+
+def registry_folder() -> Path:
+    """Where this user's jobs on this host meet: in XDG_RUNTIME_DIR, else in /tmp."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) / "star-hvd" if runtime else Path(f"/tmp/star-hvd-{os.getuid()}")
+
+
+class Registry:
+    """This rank's entry, and those of other jobs.
+
+    Args:
+        job: Name of this job's run.
+        rank: This rank.
+        folder: The directory; `registry_folder()` where None.
+
+    Attributes:
+        dropped: Files that were not an entry.
+    """
+
+    def __init__(self, job: str, rank: int, folder: Path | None = None) -> None:
+        self.dropped = 0
+        self._job, self._rank = job, rank
+        self._folder = registry_folder() if folder is None else folder
+        self._own = f"{os.getpid()}-{_space()}.json"
+        self._started_s = psutil.Process().create_time()
+        self._counted: set[tuple[str, int]] = set()
+        self._usable = self._open()
+
+    def write(self, *, cpus: Collection[int], cores: float, step_s: float, slack_s: float) -> None:
+        """Replace this rank's entry; numbers that are not finite count as 0."""
+        if not self._usable:
+            return
+        values = (value if math.isfinite(value) else 0.0 for value in (cores, step_s, slack_s))
+        numbers = dict(zip(("cores", "step_s", "slack_s"), values, strict=True))
+        entry = Entry(
+            job=self._job, rank=self._rank, pid=os.getpid(), started_s=self._started_s, space=_space(),
+            cpus=tuple(sorted(cpus)), written_s=time.time(), **numbers,
+        )
+        part = self._folder / f"{self._own}.part"
+        with contextlib.suppress(OSError):
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(asdict(entry), file)
+            part.replace(self._folder / self._own)
+
+    def others(self) -> list[Entry]:
+        """Entries of ranks of other jobs that run; removes those of processes that have ended."""
+        if not self._usable:
+            return []
+        found = []
+        for path in sorted(self._folder.glob("*.json")):
+            entry = self._read(path)
+            if entry is not None and entry.job != self._job and self._runs(entry, path):
+                found.append(entry)
+        return found
+
+    def close(self) -> None:
+        """Remove this rank's entry."""
+        for name in (self._own, f"{self._own}.part"):
+            with contextlib.suppress(OSError):
+                (self._folder / name).unlink()
+
+    def _open(self) -> bool:
+        """Make the directory; whether it is this user's alone."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=False, exist_ok=True)
+            about = self._folder.lstat()
+        except OSError as error:
+            logger.debug("jobs of this host do not know of each other: %s", error)
+            return False
+        private = stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
+        if not private:
+            logger.warning(
+                "%s is not a directory of this user alone; jobs of this host do not know of each other", self._folder
+            )
+        return private
+
+    def _read(self, path: Path) -> Entry | None:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            with os.fdopen(descriptor, "rb") as file:
+                text = file.read(_MAX_BYTES + 1)
+                modified_ns = os.fstat(file.fileno()).st_mtime_ns
+        except OSError:  # It was removed meanwhile.
+            return None
+        try:
+            return _entry(json.loads(text))
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            if (path.name, modified_ns) not in self._counted:
+                self._counted.add((path.name, modified_ns))
+                self.dropped += 1
+            return None
+
+    def _runs(self, entry: Entry, path: Path) -> bool:
+        if entry.space == _space() and not _alive(entry):
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return False
+        return abs(time.time() - entry.written_s) < _STALE_S
+
+
+def _alive(entry: Entry) -> bool:
+    try:
+        process = psutil.Process(entry.pid)
+        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - entry.started_s) < _CLOCK_S
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+
+
+def _space() -> int:
+    """This process's PID namespace, 0 where there are none."""
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
+
+
+def _entry(values: Any) -> Entry:
+    """Check what a file has.
+
+    Raises:
+        ValueError, TypeError, KeyError, OverflowError: It is not an entry.
+    """
+    entry = Entry(
+        job=str(values["job"]),
+        cpus=tuple(int(cpu) for cpu in values["cpus"]),
+        rank=int(values["rank"]), pid=int(values["pid"]), space=int(values["space"]),
+        started_s=float(values["started_s"]), written_s=float(values["written_s"]), cores=float(values["cores"]),
+        step_s=float(values["step_s"]), slack_s=float(values["slack_s"]),
+    )
+    numbers = (entry.started_s, entry.cores, entry.step_s, entry.slack_s, entry.written_s)
+    if entry.pid < 1 or entry.rank < 0 or not all(0.0 <= value < math.inf for value in numbers):
+        raise ValueError(f"an entry has the numbers {numbers}, process {entry.pid} and rank {entry.rank}")
+    return entry

@@ -1,0 +1,77 @@
+"""Readings of a rank: the first one at its start, then with what other jobs of the host can give up."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from star_hvd.channel.messages.switch import MachineNote
+from star_hvd.runtime import machine_notes
+from star_hvd.runtime.machine_notes import MachineNotes
+from star_hvd.telemetry.neighbours import Registry
+from star_hvd.telemetry.resources import Resources
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "star-hvd"
+
+
+def driver(compute_s: float, wait_s: float) -> Any:
+    times = SimpleNamespace(compute_s=compute_s)
+    return SimpleNamespace(reporter=SimpleNamespace(times=times, wait_s=wait_s, log=None))
+
+
+def test_the_first_note_comes_before_the_first_step(folder: Path) -> None:
+    sent: list[tuple[Any, bool]] = []
+    notes = MachineNotes(0, lambda message, urgent: sent.append((message, urgent)), {})
+    time.sleep(0.2)
+    notes.start("job", None)
+    notes.start("job", None)
+    try:
+        assert [(type(message), urgent) for message, urgent in sent[:1]] == [(MachineNote, True)]
+        assert sent[0][0].free_cpu_cores >= 0.0 or not Path("/proc/stat").exists()
+        limit_s = time.monotonic() + 60.0
+        while not list(folder.glob("*.json")):
+            assert time.monotonic() < limit_s
+            time.sleep(0.05)
+    finally:
+        notes.stop(10.0)
+    assert not list(folder.glob("*.json"))
+
+
+def test_a_start_too_short_to_measure_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_notes.time, "monotonic", lambda: 7.0)
+    notes = MachineNotes(0, lambda message, urgent: None, {})
+    assert math.isnan(notes._at_start().free_cpu_cores)
+
+
+def test_waits_beyond_the_least_one_are_slack_for_others(folder: Path) -> None:
+    sent: list[Any] = []
+    own = driver(0.1, 0.01)
+    notes = MachineNotes(0, lambda message, urgent: sent.append(message), {0: own})
+    notes._registry = Registry("a", 0)
+    other = Registry("b", 0)
+    other._own = "b.json"
+    seen = []
+    for wait_s in (0.01, *[0.06] * 12):  # A rank elsewhere became slow; the collective itself takes 10 ms.
+        own.reporter.wait_s = wait_s
+        notes._on_sample(Resources(cpu_share=0.8))
+        (entry,) = other.others()
+        seen.append(entry.slack_s)
+    assert seen[0] == 0.0 and seen[-1] == pytest.approx(0.05) and seen == sorted(seen)
+    assert entry.step_s == pytest.approx(0.16) and entry.cores == 0.8
+    assert sent[-1].neighbour_ranks == 0.0
+    cpus = entry.cpus
+    other.write(cpus=cpus, cores=2.0, step_s=0.2, slack_s=0.1)
+    notes._on_sample(Resources(cpu_share=0.8))
+    assert (sent[-1].neighbour_ranks, sent[-1].neighbour_slack_cores) == (1.0, pytest.approx(1.0))
+    own.reporter.wait_s = 0.01
+    notes._on_sample(Resources(cpu_share=0.8))
+    assert other.others()[0].slack_s == 0.0, "one step without a wait is enough"

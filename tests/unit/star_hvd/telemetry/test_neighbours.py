@@ -1,0 +1,163 @@
+"""Jobs of one user on one host: what they write, who is believed, and what is removed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from star_hvd.telemetry import neighbours
+from star_hvd.telemetry.neighbours import Entry, Neighbours, Registry, registry_folder, summarize
+
+ENTRY = Entry(job="b", rank=0, pid=1, started_s=0.0, space=0, cpus=(0, 1), cores=1.0, step_s=0.1, slack_s=0.0,
+              written_s=0.0)  # fmt: skip
+
+
+def entry(**changes: object) -> Entry:
+    return Entry(**{**asdict(ENTRY), **changes})  # type: ignore[arg-type]
+
+
+def running(**changes: object) -> dict[str, object]:
+    """The file of a rank of another job that runs: this process, under another name."""
+    own = {"pid": os.getpid(), "started_s": psutil.Process().create_time(), "space": neighbours._space()}
+    return {**asdict(ENTRY), **own, "written_s": time.time(), **changes}
+
+
+def put(folder: Path, name: str, values: object) -> Path:
+    path = folder / name
+    path.write_text(values if isinstance(values, str) else json.dumps(values), encoding="utf-8")
+    return path
+
+
+def test_two_jobs_see_each_other_and_not_themselves(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    one, two = Registry("a", 0, folder), Registry("b", 3, folder)
+    two._own = "other.json"
+    one.write(cpus={0, 1}, cores=0.5, step_s=0.1, slack_s=0.02)
+    two.write(cpus={1}, cores=math.nan, step_s=0.2, slack_s=0.0)
+    (seen,), (other,) = one.others(), two.others()
+    assert (seen.job, seen.rank, seen.cpus, seen.cores, seen.step_s) == ("b", 3, (1,), 0.0, 0.2)
+    assert (other.job, other.cores, other.slack_s) == ("a", 0.5, 0.02)
+    two.close()
+    assert one.others() == [] and sorted(path.name for path in folder.iterdir()) == [one._own]
+
+
+def test_only_the_user_can_read_and_write(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    registry = Registry("a", 0, folder)
+    registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600]
+
+
+@pytest.mark.parametrize("kind", ["open to others", "a file", "a link"])
+def test_a_directory_that_is_not_the_users_own_is_not_used(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    if kind == "a file":
+        folder.touch()
+    elif kind == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    registry = Registry("a", 0, folder)
+    registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+    assert registry.others() == [] and (kind == "a file" or not list(folder.iterdir()))
+
+
+def test_entries_of_ended_processes_are_removed(tmp_path: Path) -> None:
+    registry = Registry("a", 0, tmp_path / "jobs")
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait(60.0)
+    ended = put(tmp_path / "jobs", "1.json", running(pid=done.pid))
+    reused = put(tmp_path / "jobs", "2.json", running(started_s=psutil.Process().create_time() - 3600.0))
+    alive = put(tmp_path / "jobs", "3.json", running())
+    assert [one.pid for one in registry.others()] == [os.getpid()]
+    assert not ended.exists() and not reused.exists() and alive.exists() and registry.dropped == 0
+
+
+def test_entries_of_another_container_are_believed_while_they_are_fresh(tmp_path: Path) -> None:
+    registry = Registry("a", 0, tmp_path / "jobs")
+    fresh = put(tmp_path / "jobs", "1.json", running(pid=2**22 - 1, space=7))
+    old = put(tmp_path / "jobs", "2.json", running(pid=2**22 - 1, space=7, written_s=time.time() - 60.0))
+    assert len(registry.others()) == 1
+    assert fresh.exists() and old.exists(), "whether their processes run cannot be seen from here"
+
+
+DAMAGED = ["", "{", "[]", "null", '{"job": "b"}', '{"job": "b", "cpus": 3}', "\x00" * 9000, "1" * 9000]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_damaged_files_are_counted_once_and_left_alone(text: str, tmp_path: Path) -> None:
+    registry = Registry("a", 0, tmp_path / "jobs")
+    path = put(tmp_path / "jobs", "1.json", text)
+    put(tmp_path / "jobs", "2.json", running())
+    assert len(registry.others()) == len(registry.others()) == 1
+    assert registry.dropped == 1 and path.exists()
+
+
+VALUES = st.none() | st.floats() | st.text(max_size=3) | st.lists(st.integers(-9, 9))
+
+
+@given(values=st.dictionaries(st.sampled_from([*asdict(ENTRY)]), VALUES))
+def test_any_change_of_a_file_gives_an_entry_or_a_counted_drop(values: dict[str, object]) -> None:
+    try:
+        found = neighbours._entry({**asdict(ENTRY), **values})
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return
+    assert all(math.isfinite(value) for value in (found.cores, found.step_s, found.slack_s, found.written_s))
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    writers = [Registry(f"job{number}", number, tmp_path / "jobs") for number in range(4)]
+    for number, writer in enumerate(writers):
+        writer._own = f"{number}.json"
+    stop, reader = threading.Event(), Registry("reader", 0, tmp_path / "jobs")
+
+    def write(writer: Registry) -> None:
+        size = 1
+        while not stop.is_set():
+            size = size % 200 + 1  # Files of changing length show a tear.
+            writer.write(cpus=range(size), cores=1.0, step_s=0.1, slack_s=0.0)
+
+    threads = [threading.Thread(target=write, args=(writer,)) for writer in writers]
+    for thread in threads:
+        thread.start()
+    try:
+        limit_s = time.monotonic() + 60.0
+        while len(reader.others()) < len(writers):
+            assert time.monotonic() < limit_s
+        for _ in range(200):
+            assert len(reader.others()) == len(writers)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60.0)
+    assert reader.dropped == 0
+
+
+def test_where_they_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert registry_folder() == tmp_path / "star-hvd"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert registry_folder() == Path(f"/tmp/star-hvd-{os.getuid()}")
+
+
+def test_what_neighbours_can_give_up() -> None:
+    assert summarize([], {0}) == Neighbours() == summarize([entry(cpus=(2, 3))], {0, 1})
+    assert summarize([entry(slack_s=0.025), entry(rank=1, slack_s=0.05)], {1}) == Neighbours(ranks=2, slack_cores=0.5)
+    assert summarize([entry(slack_s=0.05), entry(rank=1)], {0}).slack_cores == 0.0, "one of them cannot wait"
+    assert summarize([entry(slack_s=0.05, step_s=0.0)], {0}) == Neighbours(ranks=1)
