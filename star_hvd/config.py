@@ -18,6 +18,7 @@ class Config:
         reference_samples: Samples that count as weight 1 in a reduction. 0 takes the size of `shard`'s first batch.
         policy: The policy of mode `auto`: `learned` (a trained predictor of time to accuracy, or the cost model where
             no predictor fits), `cost` (the cost model alone) or `rule` (thresholds).
+        background: Whether averagings of `local` go on behind compute, and pushes to servers begin within backward.
         least_quorum: Smallest part of the ranks that `auto` lets a step wait for.
         damping: `inverse` weighs a late gradient by 1 / (1 + staleness) (DynSGD); `none` by 1.
         max_staleness: Late gradients older than this many steps are dropped and counted.
@@ -53,6 +54,7 @@ class Config:
     bucket_bytes: int = 25 * 1024 * 1024
     reference_samples: int = 0
     policy: str = "learned"
+    background: bool = False
     least_quorum: float = 0.5
     damping: str = "inverse"
     max_staleness: int = 16
@@ -85,6 +87,10 @@ class Config:
                 known = _CHOICES[item.name]
                 if value not in known:
                     raise ValueError(f"config {item.name} is {value!r}; expected one of {', '.join(known)}")
+                continue
+            if item.type == "bool":
+                if not isinstance(value, bool):
+                    raise ValueError(f"config {item.name} is {value!r}; expected True or False")
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"config {item.name} is {value!r}; expected a number")

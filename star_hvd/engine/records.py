@@ -32,8 +32,8 @@ class Averaging(Protocol):
         ...
 
     @property
-    def waiting(self) -> bool:
-        """Whether such an averaging waits to be used."""
+    def absorbable(self) -> bool:
+        """Whether such an averaging waits to be used by the helper."""
         ...
 
     def absorb(self) -> bool:

@@ -250,11 +250,37 @@ class StepEngine:
             self._claim_header("trainer")
             self._listener.on_arrive(self.step, self.plan.plan_id)
 
-    def averaged(self) -> None:
-        """`local`: the training thread computes again; from here on the helper may work for it while it is inactive."""
+    def averaging_asks_for_plan(self) -> bool:
+        """`local`: whether this rank raised a flag in the averaging it has claimed: that may be the mode's last."""
         with self.lock:
+            return self._inflight is not None and self._inflight.flagged is not None
+
+    def averaged(self) -> None:
+        """`local`: the training thread computes again; from here on the helper may work for it while it is inactive.
+
+        An averaging that it has claimed may still be under way: it then goes on behind compute.
+        """
+        with self.lock:
+            if self._inflight is not None and self._inflight.owner == "trainer":
+                self._inflight.early = True
             self.replica.computing = True
             self._changed()
+
+    def reclaim_averaging(self, *, wait: bool) -> bool:
+        """`local`: whether the training thread is to complete the averaging that it has claimed.
+
+        Args:
+            wait: It would wait for its end; else it asks only whether all has ended.
+        """
+        with self.lock:
+            self._raise_failure()
+            step = self._inflight
+            if step is None or step.owner != "trainer":
+                return False  # The helper has taken it over.
+            if not wait and not all(self.collective.poll(handle) for handle in step.all_handles()):
+                return False
+            step.early, self.replica.computing = False, False
+            return True
 
     def own_extras(self) -> list[torch.Tensor]:
         """`local`: what is averaged besides the parameters, summed after the handles have ended."""
@@ -753,7 +779,7 @@ class StepEngine:
 
     def _may_absorb(self) -> bool:
         """Whether the helper may use an averaging that ended without the training thread."""
-        return self.replica.computing and self.averaging is not None and self.averaging.waiting
+        return self.replica.computing and self.averaging is not None and self.averaging.absorbable
 
     def _changed(self) -> None:
         """Wake the training thread if it waits, and the helper if there is work: a thread woken for nothing costs the

@@ -89,7 +89,7 @@ class StepDriver:
         """Take charge of an engine and start its helper."""
         self.engine = engine
         self.reporter.start(engine)
-        self.local = engine.averaging = LocalSteps(engine, self._await_own)
+        self.local = engine.averaging = LocalSteps(engine, self._await_own, background=self._config.background)
         self.switcher = ModeSwitcher(
             self.number,
             engine,

@@ -4,19 +4,25 @@ The average is weighted by the samples behind each rank's steps since the last o
 for less. Momentum and Adam's moments are averaged with the same weights: linear in the gradients as they are, their
 average is the moment of the average trajectory, and all replicas go on bit-equal (after post-local SGD, Lin et al.
 2020; the time-based form is what users built by hand to escape stragglers, RETURNN #318).
+
+In the background (`Config.background`) an averaging does not hold up the training thread: it sends a copy of what it
+has, steps on, and at the end of the first step by which the mean is there adds the difference of mean and copy, to
+parameters and optimizer state alike (Streaming DiLoCo, Douillard et al. 2025). It waits where the next averaging is
+due, where ranks meet, for a checkpoint, and where its header asks for another plan: a mode is left at equal replicas.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from scheduler.records import Plan
 from star_hvd.engine.buckets import Bucket
-from star_hvd.engine.device import AVERAGED
+from star_hvd.engine.device import AVERAGED, DONE, PARAMS, Fence
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 
@@ -26,22 +32,38 @@ __all__ = ["LocalSteps"]
 _LEAST_WEIGHT = 1e-3  # Of a rank that made no step since the last averaging; if none did, the mean is what all have.
 
 
+@dataclass(slots=True)
+class _Copy:
+    """What this rank had when it sent its part of an averaging: parameters per bucket, and kinds of state."""
+
+    params: list[torch.Tensor] = field(default_factory=list)
+    state: list[tuple[int, str, torch.Tensor]] = field(default_factory=list)  # Index of the bucket, key, values.
+    fence: Fence = DONE
+
+
+Ended = tuple[Result, list[torch.Tensor], _Copy | None]
+
+
 class LocalSteps:
     """Local steps of one rank and their averaging through the engine.
 
     Args:
         engine: The rank's engine; one averaging is one of its steps.
         wait: Waits for the handles of the step this rank owns.
+        background: Whether the training thread computes on while an averaging is under way.
     """
 
-    def __init__(self, engine: StepEngine, wait: Callable[[], None]) -> None:
+    def __init__(self, engine: StepEngine, wait: Callable[[], None], *, background: bool = False) -> None:
         self.plan: Plan = engine.plan
         self._engine = engine
         self._wait = wait
+        self._background = background
+        self._sent = False  # An averaging is under way to which the training thread has sent its part.
+        self._copy: _Copy | None = None  # What it had then, where it computes on.
         self._weight = 0.0
         self._steps = 0
         self._began_s = time.monotonic()
-        self._stood_in: tuple[Result, list[torch.Tensor]] | None = None
+        self._stood_in: Ended | None = None  # An averaging that the helper has completed.
 
     def begin(self) -> LocalSteps:
         """The training thread enters the mode, at the parameters all ranks have."""
@@ -87,8 +109,14 @@ class LocalSteps:
         engine.counters.fresh += 1
         self._weight += weight
         self._steps += 1
-        if self._due():
-            self.average()
+        due = self._due()
+        self._use_sent(wait=due)
+        if due:
+            self._send(copy=self._background)
+            if self._background and not engine.averaging_asks_for_plan():
+                engine.averaged()
+            else:
+                self._use_sent(wait=True)
         return value
 
     def _fold(self, bucket: Bucket, weight: float) -> float:
@@ -116,20 +144,48 @@ class LocalSteps:
 
     def average(self) -> None:
         """Average with all ranks now; waits for them."""
+        self._use_sent(wait=True)
+        self._send(copy=False)
+        self._use_sent(wait=True)
+
+    def _send(self, *, copy: bool) -> None:
+        """Submit this rank's part of an averaging. What it does from here on counts for the next one."""
         engine = self._engine
         weight = engine.weight
         engine.weight = self._weight = max(self._weight, _LEAST_WEIGHT)
+        self._copy = _Copy() if copy else None
         for bucket in engine.applier.buckets:
             engine.submit_average(bucket, self._part(bucket))
         engine.arrive_average()
+        if self._copy is not None:
+            self._copy.fence = engine.streams.give(PARAMS)
+        engine.weight = weight
+        self._sent, self._weight, self._steps, self._began_s = True, 0.0, 0, time.monotonic()
+
+    def _use_sent(self, *, wait: bool) -> None:
+        """Use the averaging under way once it has ended; where the helper completes it, `take_over` does.
+
+        Args:
+            wait: Wait for its end.
+        """
+        engine = self._engine
+        if not self._sent:
+            return
+        if not engine.reclaim_averaging(wait=wait):
+            if wait:
+                self.take_over()
+            return
         self._wait()
         extras = engine.own_extras()
         result = engine.finish_own()
         weights = self._weights(result)
-        engine.apply_own(result, lambda row: self._write(result, extras, weights))
+        # Where this rank has made no step since, it takes the mean as it is: the same bits on all such ranks.
+        ended = (result, extras, self._copy if self._steps else None)
+        self._sent, self._copy = False, None
+        if not self._steps:
+            self._began_s = time.monotonic()
+        engine.apply_own(result, lambda row: self._write(ended, weights))
         engine.averaged()
-        engine.weight = weight
-        self._weight, self._steps, self._began_s = 0.0, 0, time.monotonic()
 
     def catch_up(self) -> None:
         """Average where all ranks meet: they leave an epoch, or an optimizer, with equal parameters."""
@@ -143,28 +199,35 @@ class LocalSteps:
         with engine.lock:  # The helper has a deadline, and fails the engine past it.
             while engine.helper_averages() and engine.failure is None:
                 engine.lock.wait(1.0)
-        if self._use(self._write_live):
+        found = self._stood_in
+        if self._use(self._write_live) and found is not None and found[2] is None:
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.catch_up()  # The helper may have put it onto a shadow, with later steps behind it.
 
-    def _write_live(self, result: Result, extras: list[torch.Tensor], weights: list[float]) -> None:
+    def _write_live(self, ended: Ended, weights: list[float]) -> None:
         with self._engine.replica.writing():
-            self._write(result, extras, weights)
+            self._write(ended, weights)
 
     def absorb(self) -> bool:
         """Put such an averaging onto a shadow, in the helper's thread, so that later steps can be replayed on it."""
 
-        def shadow(result: Result, extras: list[torch.Tensor], weights: list[float]) -> None:
-            self._engine.replica.shadow_with(lambda *copied: self._write(result, extras, weights, *copied))
+        def shadow(ended: Ended, weights: list[float]) -> None:
+            self._engine.replica.shadow_with(lambda *copied: self._write(ended, weights, *copied))
 
-        return self._use(shadow)
+        return self.absorbable and self._use(shadow)
+
+    @property
+    def absorbable(self) -> bool:
+        """Whether there is one that replaces what this rank has. Another is part of the helper's next contribution."""
+        found = self._stood_in
+        return found is not None and found[2] is None
 
     @property
     def waiting(self) -> bool:
         """Whether an averaging has ended whose result is not written yet."""
         return self._stood_in is not None
 
-    def _use(self, use: Callable[[Result, list[torch.Tensor], list[float]], None]) -> bool:
+    def _use(self, use: Callable[[Ended, list[float]], None]) -> bool:
         engine = self._engine
         while (found := self._stood_in) is not None:
             found[0].fence.order(*found[0].means, *found[1])
@@ -174,7 +237,7 @@ class LocalSteps:
                     if self._stood_in is not found:
                         continue  # Used by the other thread meanwhile, or replaced by a later averaging.
                     self._stood_in = None
-                use(*found, weights)
+                use(found, weights)
                 with engine.lock:
                     engine.replica.average_used(found[0].step + 1)
                 return True
@@ -186,7 +249,9 @@ class LocalSteps:
         return [float(mean[-1]) for mean in result.means]
 
     def refresh_state(self) -> None:
-        """The optimizer's state is this rank's own between two averagings."""
+        """The optimizer's state is this rank's own between two averagings; one under way ends first."""
+        self.take_over()
+        self._use_sent(wait=True)
 
     def drain(self) -> None:
         """Averagings end without the training thread: the helper takes part in them."""
@@ -210,29 +275,51 @@ class LocalSteps:
         if self._weight:
             with self._engine.replica.copying():
                 for view, param in zip(bucket.split(part), bucket.params, strict=True):
-                    view.copy_(param.detach()).mul_(self._weight)
+                    view.copy_(param.detach())
+                if self._copy is not None:
+                    self._copy.params.append(part.clone())
+                if (unused := self._unused()) is not None:
+                    result, _, copy = unused
+                    copy.fence.order(*copy.params)
+                    part.add_(result.means[bucket.index]).sub_(copy.params[bucket.index])
+            part.mul_(self._weight)
             part[-1] = self._weight
         return part
 
+    def _unused(self) -> tuple[Result, list[torch.Tensor], _Copy] | None:
+        """An averaging whose difference the training thread, which is inactive, has not added yet."""
+        found = self._stood_in
+        return None if found is None or found[2] is None else (found[0], found[1], found[2])
+
     def extras(self) -> list[tuple[str, torch.Tensor]]:
         """The optimizer's float state times this rank's weight, one tensor per bucket and kind of state."""
-        found = []
+        found, state = [], self._engine.applier.optimizer.state
         with self._engine.replica.copying():
             for bucket in self._engine.applier.buckets:
-                for key in self._keys(bucket, self._engine.applier.optimizer.state):
+                for key in self._keys(bucket, state):
                     own = torch.zeros(bucket.numel, dtype=bucket.average_dtype, device=bucket.flat.device)
                     for view, param in zip(bucket.split(own), bucket.params, strict=True):
-                        value = self._engine.applier.optimizer.state.get(param, {}).get(key)
+                        value = state.get(param, {}).get(key)
                         if value is not None and self._weight:
-                            view.copy_(value).mul_(self._weight)
-                    found.append((f"m{bucket.index}.{key}", own))
-        return found
+                            view.copy_(value)
+                    found.append((bucket.index, key, own))
+            if self._copy is not None:
+                self._copy.state = [(index, key, own.clone()) for index, key, own in found]
+            if self._weight and (unused := self._unused()) is not None:
+                result, totals, copy = unused
+                copy.fence.order(*(before for _, _, before in copy.state))
+                for (index, key, own), (at, name, before), total in zip(found, copy.state, totals, strict=True):
+                    assert (index, key) == (at, name), "the optimizer's state has another form than before"
+                    own.add_(total / result.means[index][-1]).sub_(before)
+        return [(f"m{index}.{key}", own.mul_(self._weight)) for index, key, own in found]
 
     def ended_by_proxy(self, result: Result, extras: list[torch.Tensor]) -> None:
         """Keep an averaging that the helper completed."""
         result.fence = self._engine.streams.give(AVERAGED)
-        self._stood_in = (result, extras)
-        self._weight = 0.0
+        self._stood_in = (result, extras, self._copy)
+        if not self._sent:  # It was made of what the training thread had done by then.
+            self._weight = 0.0
+        self._sent, self._copy = False, None
 
     def _keys(self, bucket: Bucket, state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
         """State that has the parameters' shape. It is the same on all ranks once all have stepped."""
@@ -248,15 +335,18 @@ class LocalSteps:
 
     def _write(
         self,
-        result: Result,
-        extras: list[torch.Tensor],
+        ended: Ended,
         weights: list[float],
         buckets: Sequence[Bucket] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Write averages into the live parameters and state, or into those of a copy."""
+        result, extras, copy = ended
         position, state = 0, (optimizer or self._engine.applier.optimizer).state
         chosen = buckets or self._engine.applier.buckets
+        if copy is not None:
+            _add_difference(result.means, extras, weights, copy, chosen, state)
+            return
         for bucket, mean, weight in zip(chosen, result.means, weights, strict=True):
             with torch.no_grad():
                 for view, param in zip(bucket.split(mean), bucket.params, strict=True):
@@ -267,3 +357,34 @@ class LocalSteps:
                 for view, param in zip(bucket.split(own), bucket.params, strict=True):
                     if key in state.get(param, {}):
                         state[param][key].copy_(view)
+
+
+@torch.no_grad()
+def _add_difference(
+    means: Sequence[torch.Tensor],
+    extras: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    copy: _Copy,
+    buckets: Sequence[Bucket],
+    state: Mapping[Any, Mapping[str, Any]],
+) -> None:
+    """Add mean minus copy to what a rank has by now: steps it has made since the copy stay in it."""
+    for bucket, mean, before in zip(buckets, means, copy.params, strict=True):
+        for view, param in zip(bucket.split(mean.sub_(before)), bucket.params, strict=True):
+            param.add_(view)
+    for (index, key, before), total in zip(copy.state, extras, strict=True):
+        bucket, mean = buckets[index], total.div_(weights[index] or 1.0)
+        for own, view, param in zip(bucket.split(before), bucket.split(mean), bucket.params, strict=True):
+            if key in state.get(param, {}):
+                _move(state[param][key], own, view)
+
+
+def _move(value: torch.Tensor, before: torch.Tensor, mean: torch.Tensor) -> None:
+    """Add `mean - before` to `value`. What is never negative, a second moment, stays above zero.
+
+    Such a moment shrinks by itself, so that the difference of two older values can exceed what is left of it. It stays
+    at least as large as the smaller of own value and mean.
+    """
+    moved = value + (mean - before)
+    never_negative = (before.amin() >= 0) & (mean.amin() >= 0) & (value.amin() >= 0)
+    value.copy_(torch.where(never_negative, torch.maximum(moved, torch.minimum(value, mean.to(moved.dtype))), moved))

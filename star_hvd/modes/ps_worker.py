@@ -1,4 +1,10 @@
-"""`ps` on a worker: gradients go to parameter servers, parameters come back; nothing is reduced here."""
+"""`ps` on a worker: gradients go to parameter servers, parameters come back; nothing is reduced here.
+
+In the background (`Config.background`) a bucket is sent when its gradient is whole, within backward; `step` sends what
+is left and announces the push. The servers count a push from its announcement on, so that rules and their outcome are
+the same. A program that changes gradients before `step`, to clip them by hand for example, voids what was sent: the
+push is made again as a whole, under a new number, and from then on none begins within backward.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +32,9 @@ _LOOK_S = 5.0  # Between two looks whether this rank has failed.
 class Client(Protocol):
     """The part of `star_hvd.ps.worker.client.Client` used here."""
 
+    @property
+    def takes_buckets(self) -> bool: ...
+    def give(self, step: int, index: int, flat: torch.Tensor) -> None: ...
     def push(
         self,
         *,
@@ -81,6 +90,7 @@ class ServerSteps:
         on_notes: Gets the servers' notes of their updates.
         plan_of: The plan of an epoch that the servers have taken up, None where it is unknown here.
         same_session: Whether two plans are served without an end between them.
+        background: Whether buckets are sent within backward.
     """
 
     def __init__(
@@ -94,6 +104,7 @@ class ServerSteps:
         on_notes: Callable[[list[Any]], None],
         plan_of: Callable[[int], Plan | None],
         same_session: Callable[[Plan, Plan], bool],
+        background: bool = False,
     ) -> None:
         self.plan = plan
         self.client = client
@@ -105,6 +116,10 @@ class ServerSteps:
         self._same_session = same_session
         self._pushes = 0
         self._moved = False
+        # A push is clipped as a whole, and buffers on a device are copied as a whole.
+        self._background = background and engine.applier.max_grad_norm is None and not engine.streams.devices
+        self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
+        self._given: dict[int, int] = {}  # Buckets sent ahead of `step`, with the version of their memory.
 
     @property
     def wanted(self) -> bool:
@@ -127,6 +142,14 @@ class ServerSteps:
     def give(self, bucket: Bucket) -> None:
         """A gradient is whole."""
         self._engine.outside_gradient(bucket.index)
+        # A late gradient is folded in by `step` alone: behind this one there may be no step.
+        if self._background and self.client.takes_buckets and not self.over and not self._engine.pending_weight:
+            if not self._given or bucket.index in self._given:  # The latter where no step followed a backward pass.
+                self._given.clear()
+                self._pushes += 1
+            self._weigh(bucket)
+            self._given[bucket.index] = bucket.flat._version
+            self.client.give(self._pushes, bucket.index, bucket.flat)
 
     def step(self, *, skip: bool) -> Any:
         """Push this rank's gradient, wait for parameters.
@@ -154,13 +177,23 @@ class ServerSteps:
 
     def _contribution(self) -> list[torch.Tensor]:
         """The buckets' buffers as they are reduced: gradients times weight, the weight, late gradients folded in."""
-        weight = self._engine.weight
+        given, self._given = self._given, {}
         for bucket in self._engine.applier.buckets:
-            if weight != 1.0:
-                bucket.flat[:-1].mul_(weight)
-            bucket.flat[-1] = weight
-            self._engine.fold_late(bucket, bucket.flat)
-        return [bucket.flat for bucket in self._engine.applier.buckets]
+            if bucket.index not in given:
+                self._weigh(bucket)
+        buckets = self._engine.applier.buckets
+        self._begun = bool(given) and all(buckets[index].flat._version == was for index, was in given.items())
+        if given and not self._begun:
+            self._background = False
+            logger.info("gradients were changed before step(): pushes do not begin within backward any more")
+        return [bucket.flat for bucket in buckets]
+
+    def _weigh(self, bucket: Bucket) -> None:
+        weight = self._engine.weight
+        if weight != 1.0:
+            bucket.flat[:-1].mul_(weight)
+        bucket.flat[-1] = weight
+        self._engine.fold_late(bucket, bucket.flat)
 
     def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
         return self._push(flats, count=1)
@@ -169,7 +202,9 @@ class ServerSteps:
         engine = self._engine
         engine.streams.await_host(self._deadline_s)
         total = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
-        self._pushes += 1
+        if not self._begun:
+            self._pushes += 1
+        self._begun = False
         self.client.push(
             step=self._pushes,
             version=engine.step,

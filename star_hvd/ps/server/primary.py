@@ -133,6 +133,10 @@ class Primary:
             self._answer_cut(rank, step)
         else:
             self._unfed.setdefault((rank, step), meta)
+            # Parts came, but no announcement, of a push that its rank has replaced by this one.
+            for void in [each for each in self._arrived if each[0] == rank and each[1] < step]:
+                if void not in self._unfed and void not in memory.metas:
+                    del self._arrived[void]
             self._feed()
         self._flush()
 

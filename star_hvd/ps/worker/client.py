@@ -40,8 +40,10 @@ class Client:
         self._layout = layout
         self._line = Line(rank, optimizer_id, session, endpoints, layout, key)
         self._woken = False
-        self._flats: list[torch.Tensor] = []
+        # Of answers; not touched before the first.
+        self._flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in layout.buckets]
         self._lent: list[torch.Tensor] = []
+        self._begun: Push | None = None  # Buffers of it are on their way; it is not announced yet.
         self._orphaned = False
         self._withdrawn = False  # The push in flight is not sent, or void: its parent is, or was, absent.
 
@@ -79,6 +81,30 @@ class Client:
         return self._line.malformed
 
     # ---- what the worker does -----------------------------------------------------------------------------
+
+    @property
+    def takes_buckets(self) -> bool:
+        """Whether `give` may be called: in a fan-in tree pushes are added up before they go on."""
+        return self._line.relay is None and self._line.parent is None
+
+    def give(self, step: int, index: int, flat: torch.Tensor) -> None:
+        """Send one buffer of the push of `step`, which `push` announces once all are there. Does not block.
+
+        A push that was begun and is followed by one of another step is void: the servers forget it.
+
+        Args:
+            step: As in `push`.
+            index: The bucket.
+            flat: Its buffer, in host memory, which stays unchanged until the answer has come.
+        """
+        with self._line.changed:
+            self._line.check()
+            if self._begun is None or self._begun.step != step:
+                missing = torch.empty(0, device="cpu")
+                self._begun = Push(step, {}, [missing] * len(self._layout.buckets), Exchange(self._layout, self._flats))
+            begun = self._begun
+            begun.flats[index] = flat
+        self._line.do("bucket", (begun, index))
 
     def push(
         self,
@@ -126,9 +152,12 @@ class Client:
                 "row": None if row is None else [float(number) for number in row],
                 "loss": None if loss is None else float(loss),
             }
-            if not self._flats:
-                self._flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
-            self._line.push = Push(step, meta, lent, Exchange(self._layout, self._flats))
+            begun, self._begun = self._begun, None
+            if begun is not None and begun.step == step:
+                begun.meta, begun.flats = meta, lent
+                self._line.push = begun
+            else:
+                self._line.push = Push(step, meta, lent, Exchange(self._layout, self._flats))
             self._withdrawn = self._orphaned
         if not self._withdrawn:
             self._line.do("push", self._line.push)

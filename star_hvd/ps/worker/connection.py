@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -40,13 +40,15 @@ class Push:
 
     Attributes:
         carriers: Connections that carry its parts, with the number of the last message on each.
+        sent: Buckets that were sent ahead of its announcement.
     """
 
-    __slots__ = ("carriers", "exchange", "flats", "meta", "step")
+    __slots__ = ("carriers", "exchange", "flats", "meta", "sent", "step")
 
     def __init__(self, step: int, meta: dict[str, Any], flats: list[torch.Tensor], exchange: Exchange) -> None:
         self.step, self.meta, self.flats, self.exchange = step, meta, flats, exchange
         self.carriers: dict[Dealer, int] = {}
+        self.sent: set[int] = set()
 
     @property
     def answered(self) -> bool:
@@ -108,6 +110,7 @@ class Line:
         os.set_blocking(self._wakeup[1], False)
         self._requests = 0
         self._held: Push | None = None
+        self._begun: Push | None = None  # Of which buckets were sent, and which is not announced.
         self._presence: str | None = None  # Last announced presence of this worker.
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
@@ -227,8 +230,11 @@ class Line:
 
     def _execute(self, what: str, argument: Any) -> None:
         if what == "push":
-            self._held = argument
+            self._held, self._begun = argument, None
             self._send_held()
+        elif what == "bucket":
+            self._begun, index = argument
+            self._send_bucket(self._begun, index)
         elif what == "read":
             self._ask(argument)
         elif what == "presence":
@@ -250,8 +256,14 @@ class Line:
         if self.relay is not None:
             push.meta = self.relay.add(push.meta, push.flats)
         self._announce(push)
+        left = set(range(len(push.flats))) - push.sent
         for index, socket in enumerate(self._sockets):
-            self._send_chunks(push, index, socket if self.parent is None else self._upstream)
+            self._send_chunks(push, index, socket if self.parent is None else self._upstream, left)
+
+    def _send_bucket(self, push: Push, bucket: int) -> None:
+        push.sent.add(bucket)
+        for index, socket in enumerate(self._sockets):
+            self._send_chunks(push, index, socket, {bucket})
 
     def _announce(self, push: Push, again: int | None = None) -> None:
         self._meta(Kind.PUSH, push.step, push.meta if again is None else {**push.meta, "again": again})
@@ -260,9 +272,11 @@ class Line:
         through = self._upstream if kind in (Kind.PUSH, Kind.PRESENCE) else self._sockets[0]
         self._send(through, [pack(self._header(kind, step)), msgpack.packb(meta)])
 
-    def _send_chunks(self, push: Push, index: int, dealer: Dealer) -> None:
+    def _send_chunks(self, push: Push, index: int, dealer: Dealer, buckets: Container[int]) -> None:
         header = self._header(Kind.CHUNK, push.step)
         for chunk in self._layout.of_server(index):
+            if chunk.bucket not in buckets:
+                continue
             data = raw(push.flats[chunk.bucket][chunk.start : chunk.stop])
             for begin, end in parts(len(data)):
                 head = pack(header._replace(chunk=chunk.index, offset=begin, size=len(data)))
@@ -291,7 +305,9 @@ class Line:
         # A parent sends its children's gradients again itself.
         if push is not None and not push.answered and push is not self._held and self.parent is None:
             self._announce(push, again=index)
-            self._send_chunks(push, index, self._sockets[index])
+            self._send_chunks(push, index, self._sockets[index], range(len(push.flats)))
+        if self._begun is not None:
+            self._send_chunks(self._begun, index, self._sockets[index], self._begun.sent)
         with self.changed:
             unanswered = [each for each in self.reads.values() if not each.complete]
             self.reads.clear()

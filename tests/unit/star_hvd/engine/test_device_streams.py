@@ -289,14 +289,17 @@ def test_a_group_sums_whole_gradients_and_hands_parameters_out() -> None:
 class LocalWorld(DeviceWorld):
     """`local(2)`: ranks make different numbers of steps; helpers average for those that have ended theirs."""
 
-    def __init__(self, *given: Any, **options: Any) -> None:
+    def __init__(self, *given: Any, background: bool = False, **options: Any) -> None:
         self.busy: set[int] = set()
+        self.background = background
         super().__init__(*given, **options)
 
     def _engine(self, rank: int, seed: int, optimizer: str) -> StepEngine:
         engine = super()._engine(rank, seed, optimizer)
         engine.agreement.plan = self.known[1] = Plan.local(self.world_size, steps=2).replace(plan_id=1)
-        engine.averaging = LocalSteps(engine, functools.partial(self.wait, engine))
+        engine.averaging = LocalSteps(
+            engine, functools.partial(self.wait, engine), background=self.background
+        )
         return engine
 
     def wait(self, engine: StepEngine) -> None:
@@ -344,7 +347,7 @@ class LocalWorld(DeviceWorld):
     def _settle(self) -> None:
         for engine in self.engines:
             with self.device.on(f"T{engine.rank}"):
-                cast(LocalSteps, engine.averaging).take_over()
+                cast(LocalSteps, engine.averaging).refresh_state()
         self.device.finish()
         self.check()
 
@@ -352,13 +355,13 @@ class LocalWorld(DeviceWorld):
         """Nothing is sampled: the buffers hold parameters."""
 
 
-def averaged_job(seed: int, device: FakeDevice, lazy: str) -> LocalWorld:
-    return LocalWorld(seed, device, kernels=0.4, lazy=lazy, world_size=2 + seed % 2, steps=6)
+def averaged_job(seed: int, device: FakeDevice, lazy: str, *, background: bool = False) -> LocalWorld:
+    return LocalWorld(seed, device, kernels=0.4, lazy=lazy, world_size=2 + seed % 2, steps=6, background=background)
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 2**32), lazy=st.sampled_from(["", "HS", "T"]))
-def test_averagings_of_local_steps_hold_no_poison(seed: int, lazy: str) -> None:
+@given(seed=st.integers(0, 2**32), lazy=st.sampled_from(["", "HS", "T"]), background=st.booleans())
+def test_averagings_of_local_steps_hold_no_poison(seed: int, lazy: str, background: bool) -> None:
     with running() as device:
-        averaged_job(seed, device, lazy).run()
+        averaged_job(seed, device, lazy, background=background).run()
         assert not device.faults

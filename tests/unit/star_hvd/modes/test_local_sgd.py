@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from scheduler.records import Plan
+from star_hvd.engine.applier import Applier
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.replica import ReplicaState
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.modes.local_sgd import LocalSteps
-from tests.support.world import World
+from star_hvd.modes.local_sgd import LocalSteps, _move
+from tests.support.world import Ears, Network, Port, World
 
 
 def alone() -> tuple[World, StepEngine, LocalSteps]:
@@ -88,3 +93,162 @@ def test_an_averaging_that_ended_without_it_waits_for_the_device_without_a_lock(
     steps.take_over()
     assert engine.replica.state is ReplicaState.CURRENT and engine.step == engine.next_step
     assert free and free[0], "the other threads wait for a device here"
+
+
+# ---- in the background ---------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Two ranks in `local(2)` whose gradients differ: -1 on rank 0 and -3 on rank 1, learning rate 1."""
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        self.network = Network(2)
+        world = World(1, world_size=2)
+        self.ears = [Ears(world, rank) for rank in range(2)]
+        self.engines: list[StepEngine] = []
+        self.steps: list[LocalSteps] = []
+        for rank in range(2):
+            params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+            optimizer = torch.optim.SGD(params, lr=1.0, momentum=momentum)
+            applier = Applier(optimizer, torch.optim.SGD, pack(params, 16), HyperRow(optimizer.param_groups))
+            engine = StepEngine(
+                rank=rank, plan=Plan.sync(2), applier=applier, collective=Port(self.network, rank),
+                listener=self.ears[rank],
+            )
+            with engine.lock:
+                engine.agreement.plan = Plan.local(2, steps=2, plan_id=1)
+            self.engines.append(engine)
+            self.steps.append(LocalSteps(engine, lambda engine=engine: self.wait(engine), background=True).begin())
+            engine.averaging = self.steps[-1]
+
+    def wait(self, engine: StepEngine) -> None:
+        """Only the reductions that the other rank has submitted too can end."""
+        for handle in engine.own_handles():
+            if not engine.collective.poll(handle):
+                self.reduce()
+            engine.collective.finish(handle)
+
+    def reduce(self) -> None:
+        for name in self.network.ready():
+            self.network.end(name)
+
+    def step(self, rank: int) -> None:
+        for bucket in self.engines[rank].applier.buckets:
+            bucket.flat.fill_(-1.0 - 2.0 * rank)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+            self.steps[rank].give(bucket)
+        self.steps[rank].step(skip=False)
+
+    def value(self, rank: int) -> float:
+        values = {float(x) for b in self.engines[rank].applier.buckets for p in b.params for x in p.detach()}
+        assert len(values) == 1
+        return values.pop()
+
+
+def test_in_the_background_nothing_waits_and_later_steps_stay_in_the_parameters() -> None:
+    pair = Pair()
+    for _ in range(2):
+        for rank in range(2):
+            pair.step(rank)  # Nothing has ended: a wait here would fail.
+    assert (pair.value(0), pair.value(1)) == (2.0, 6.0) and pair.network.ready()
+    pair.step(1)
+    pair.reduce()
+    assert pair.value(1) == 9.0, "parameters change in step() only"
+    pair.step(0)
+    pair.step(1)  # Its next averaging is due: it uses the one before first.
+    assert pair.value(0) == 4.0 + 1.0, "mean of 2 and 6, and the step made since"
+    assert pair.value(1) == 4.0 + 2 * 3.0
+    assert [engine.step for engine in pair.engines] == [1, 1] and pair.engines[1].next_step == 2
+
+
+def test_a_meeting_leaves_equal_replicas() -> None:
+    pair = Pair(momentum=0.5)
+    for _ in range(2):
+        for rank in range(2):
+            pair.step(rank)
+    pair.step(1)
+
+    def meet(rank: int) -> None:
+        pair.steps[rank].catch_up()
+
+    lock = threading.Lock()
+    submit, pair.network.submit = pair.network.submit, None  # type: ignore[assignment,method-assign]
+
+    def one_by_one(rank: int, name: str, tensor: torch.Tensor) -> int:
+        with lock:
+            return submit(rank, name, tensor)
+
+    def wait(engine: StepEngine) -> None:
+        for handle in engine.own_handles():
+            while not engine.collective.poll(handle):
+                with lock:
+                    pair.reduce()
+                time.sleep(0.0001)
+            engine.collective.finish(handle)
+
+    pair.network.submit = one_by_one  # type: ignore[method-assign]
+    pair.wait = wait  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(meet, rank) for rank in range(2)]:
+            done.result(timeout=120.0)
+    assert pair.value(0) == pair.value(1)
+    momenta = [
+        [engine.applier.optimizer.state[p]["momentum_buffer"] for b in engine.applier.buckets for p in b.params]
+        for engine in pair.engines
+    ]
+    assert all(torch.equal(one, other) for one, other in zip(*momenta, strict=True))
+
+
+def test_the_helper_of_an_inactive_rank_completes_an_averaging_and_adds_it_to_the_next() -> None:
+    pair = Pair()
+    for _ in range(2):
+        for rank in range(2):
+            pair.step(rank)
+    pair.step(1)  # 9: one step since its copy of 6.
+    first, second = pair.engines
+    second.set_inactive(True)
+    assert not second.helper_has_work(), "as long as no other rank waits the training thread will do it"
+    pair.reduce()
+    pair.step(0)
+    pair.step(0)  # 4 + 2, and its next averaging is due.
+    assert pair.value(0) == 6.0
+    second.close(second.next_step)
+    for _ in range(20):
+        second.helper_tick()
+        pair.reduce()
+    second.set_inactive(False)
+    pair.steps[0].refresh_state()
+    pair.steps[1].take_over()
+    # Rank 1 had 4 + 3, of one step; rank 0 had 6, of two.
+    assert pair.value(0) == pair.value(1) == pytest.approx((2 * 6.0 + 1 * 7.0) / 3)
+    assert first.step == second.step == 2
+
+
+def test_an_averaging_that_may_be_the_modes_last_is_waited_for() -> None:
+    pair = Pair()
+    for engine in pair.engines:
+        assert engine.agreement.prepare(Plan.sync(2, plan_id=2)) is None
+    for rank in range(2):
+        pair.step(rank)
+    waited: list[int] = []
+
+    def wait(engine: StepEngine) -> None:
+        waited.append(engine.rank)
+        raise InterruptedError
+
+    pair.wait = wait  # type: ignore[method-assign]
+    for rank in range(2):
+        with pytest.raises(InterruptedError):
+            pair.step(rank)
+    assert waited == [0, 1]
+
+
+def test_a_second_moment_stays_above_zero() -> None:
+    before, mean = torch.tensor([4.0, 1.0]), torch.tensor([1.0, 1.0])
+    value = torch.tensor([2.0, 0.5])  # Both have shrunk since: 2 - 3 would be below zero.
+    _move(value, before, mean)
+    assert value.tolist() == [1.0, 0.5]
+    signed = torch.tensor([2.0, -0.5])
+    _move(signed, torch.tensor([4.0, -1.0]), torch.tensor([1.0, 1.0]))
+    assert signed.tolist() == [-1.0, 1.5], "what has a sign moves by the whole difference"

@@ -196,6 +196,45 @@ def total_applied(made: Cluster, ranks: int, steps: int) -> None:
         assert count == [steps] * ranks
 
 
+@pytest.mark.parametrize("x", [1, 3])
+def test_a_push_whose_buckets_were_sent_ahead_counts_from_its_announcement_on(x: int) -> None:
+    with cluster(Plan.ps(3, x, damping="none"), servers=2, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)) as made:
+        flats = [[torch.ones(b.numel + 1) for b in made.buckets] for _ in range(3)]
+        for rank in range(3):
+            for index, flat in enumerate(flats[rank]):
+                made.clients[rank].give(0, index, flat)
+        for rank in range(3):
+            assert made.clients[rank].pull(DEADLINE_S).version == 0, "an update was made of what was not announced"
+        for rank in range(3):
+            made.clients[rank].push(step=0, version=0, flats=flats[rank], weight=1.0, keep=True)
+        replies = [made.clients[rank].wait(DEADLINE_S) for rank in range(3)]
+        assert all(reply.kind == "params" and reply.applied for reply in replies)
+        after = made.clients[0].state(DEADLINE_S)
+        assert after.step == 3 // x
+        for old, new in zip(made.ordered, after.params, strict=True):
+            torch.testing.assert_close(old.detach() - new, torch.ones_like(new), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_a_push_that_was_begun_and_made_again_is_applied_once(complete: bool) -> None:
+    """What was sent ahead is void, all of it or a part; x = 1, so that anything counted twice would show."""
+    with cluster(Plan.ps(2, 1, damping="none"), servers=2, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)) as made:
+        for step in range(6):
+            client = made.clients[0]
+            for index, bucket in enumerate(made.buckets[: None if complete else 1]):
+                client.give(2 * step, index, torch.full((bucket.numel + 1,), 100.0))
+            client.pull(DEADLINE_S)
+            flats = [torch.ones(b.numel + 1) for b in made.buckets]
+            client.push(step=2 * step + 1, version=step, flats=flats, weight=1.0, keep=True)
+            reply = client.wait(DEADLINE_S)
+            assert reply.kind == "params" and reply.applied and reply.version == step + 1
+        found = client.state(DEADLINE_S)
+        for old, new in zip(made.ordered, found.params, strict=True):
+            torch.testing.assert_close(old.detach() - new, torch.full_like(new, 3.0), rtol=1e-5, atol=1e-5)
+        job = made.server_of(0)._jobs[0, 0]
+        assert job.primary is not None and len(job.primary._arrived) <= 1, "void pushes are remembered"
+
+
 def test_pushes_before_the_seed_are_kept() -> None:
     with cluster(Plan.ps(2, 2), seed=False) as made:
         done = threading.Thread(target=run_all, args=[lambda r=r: worker(made, r, 2) for r in range(2)])

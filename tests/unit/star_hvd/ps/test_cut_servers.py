@@ -139,8 +139,9 @@ def test_server_processes_are_reached_again() -> None:
         assert made.deaths == 0
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["whole pushes", "buckets ahead"])
 @pytest.mark.parametrize("x", [1, 2])
-def test_resets_at_any_moment_lose_and_double_nothing(x: int) -> None:
+def test_resets_at_any_moment_lose_and_double_nothing(x: int, ahead: bool) -> None:
     """Every push is applied exactly once, in any mode: a gradient of ones moves SGD by its rate."""
     plain = lambda params: torch.optim.SGD(params, lr=1.0)  # noqa: E731
     steps, stop = 60, threading.Event()
@@ -155,6 +156,9 @@ def test_resets_at_any_moment_lose_and_double_nothing(x: int) -> None:
             version = 0
             for step in range(steps):
                 flats = [torch.ones(b.numel + 1) for b in made.buckets]
+                for index, flat in enumerate(flats if ahead else ()):
+                    made.clients[rank].give(step, index, flat)
+                    time.sleep(0.005)
                 made.clients[rank].push(step=step, version=version, flats=flats, weight=1.0, keep=True)
                 reply = made.clients[rank].wait(DEADLINE_S)
                 assert reply.kind == "params" and reply.applied

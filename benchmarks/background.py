@@ -1,0 +1,99 @@
+"""Transfers behind compute (`Config.background`) against the same mode without, on hosts with rated links.
+
+`python -m benchmarks.background --json FILE` makes one host per rank (network namespaces, needs root), and trains with
+layer-wise device time. Per cell, alternately in one run: the step's time without and with, and what of it is exposed
+communication: the time beyond that of the device and of the processor, which is that of a step in which nothing waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.launch import JobFailed, run_job
+from benchmarks.netns import Network, NetworkError
+from benchmarks.netns_launch import netns_command, write_plan
+
+__all__ = ["main", "measure"]
+
+DEADLINE_S = 240.0
+
+
+def _train(spec: dict[str, Any], network: Network) -> dict[str, Any]:
+    """One training of one cell; what its first rank has measured."""
+    with tempfile.TemporaryDirectory(prefix="star-background-") as name:
+        folder = Path(name)
+        write_plan(folder / "hosts.json", network)
+        (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
+        command = netns_command(folder / "hosts.json", "benchmarks.background_worker", name)
+        run_job(command, folder, deadline_s=DEADLINE_S, stall_s=DEADLINE_S, on_progress=lambda fields: None)
+        found: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return found
+
+
+def measure(spec: dict[str, Any], network: Network, repeats: int) -> dict[str, Any]:
+    """Without and with, alternately; medians over the repeats."""
+    runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for _ in range(repeats):
+        for background in (False, True):
+            runs[background].append(_train({**spec, "background": background}, network))
+    step_s = {each: statistics.median(run["step_s"] for run in found) for each, found in runs.items()}
+    # In `local` most steps wait for nothing; at servers every step waits, so there the device time alone is free of it.
+    idle_s = min(run["median_step_s"] for run in runs[False]) if "local" in spec["mode"] else spec["compute_s"]
+    exposed_s = {each: max(0.0, step_s[each] - idle_s) for each in runs}
+    return {
+        **spec,
+        "step_before_s": step_s[False],
+        "step_after_s": step_s[True],
+        "exposed_before_s": exposed_s[False],
+        "exposed_after_s": exposed_s[True],
+        "exposed_ratio": exposed_s[True] / max(exposed_s[False], 1e-9),
+        "step_ratio": step_s[True] / step_s[False],
+    }
+
+
+def _row(cell: dict[str, Any]) -> str:
+    times = ("compute_s", "step_before_s", "step_after_s", "exposed_before_s", "exposed_after_s")
+    in_ms = " ".join(f"{1e3 * cell[name]:10.1f}" for name in times)
+    ratios = f"{cell['exposed_ratio']:7.2f} {cell['step_ratio']:7.2f}"
+    return f"{cell['mode']:>9} {cell['mbytes']:6g} {cell['mbit']:6g} {in_ms} {ratios}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print a table, write JSON; exit status 1 where there are no rated links."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--modes", default="local(8);ps(3)", help="separated by semicolons")
+    parser.add_argument("--mbytes", default="1,10", help="sizes of the gradient in 10^6 bytes")
+    parser.add_argument("--mbit", default="200", help="rates of the links")
+    parser.add_argument("--compute-ms", type=float, default=100.0, help="device time of a step")
+    parser.add_argument("--steps", type=int, default=48, help="timed steps of a training")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    print("     mode     MB Mbit/s compute/ms  before/ms   after/ms  exposed/ms      after   ratio    step")
+    cells = []
+    try:
+        for mbit in (float(each) for each in options.mbit.split(",")):
+            with Network(options.ranks, 1e6 * mbit) as network:
+                for mbytes in (float(each) for each in options.mbytes.split(",")):
+                    for mode in options.modes.split(";"):
+                        spec = {"mode": mode, "mbytes": mbytes, "mbit": mbit, "steps": options.steps,
+                                "compute_s": options.compute_ms / 1e3}
+                        cells.append(measure(spec, network, options.repeats))
+                        print(_row(cells[-1]), flush=True)
+    except (NetworkError, JobFailed) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.json is not None:
+        options.json.write_text(json.dumps({"cells": cells}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""A rank of `benchmarks.background`: a network of equal layers, and the times of its steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import star_hvd as hvd
+from benchmarks.device import DeviceTime, LayerClock, SleepDevice
+from star_hvd.config import Config
+
+__all__ = ["LAYERS", "main"]
+
+LAYERS = 8
+BATCH = 4
+LONGEST_WARM_UP = 200  # Steps until the mode is in force.
+SETTLING = 10  # Steps of it that are not timed: buffers and connections are made in the first.
+
+
+def make_model(mbytes: float) -> nn.Sequential:
+    """Linear layers without bias whose gradients have `mbytes` 10^6 bytes in float32."""
+    width = round(math.sqrt(1e6 * mbytes / 4 / LAYERS))
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+
+
+def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[float, float]:
+    """One step; its time and what of it was spent in `step()`."""
+    began_s = time.monotonic()
+    optimizer.zero_grad()
+    model(inputs).square().mean().backward()
+    computed_s = time.monotonic()
+    optimizer.step()
+    ended_s = time.monotonic()
+    return ended_s - began_s, ended_s - computed_s
+
+
+def main(folder: Path) -> None:
+    """Train; rank 0 writes the times of its steps into `folder`."""
+    spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
+    hvd.init()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = make_model(spec["mbytes"])
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        mode=spec["mode"],
+        config=Config(background=spec["background"], bucket_bytes=round(1e6 * spec["mbytes"] / LAYERS) + 4096),
+    )
+    inputs = torch.randn(BATCH, model[0].in_features)
+    engine = optimizer._star.core.driver.engine
+    clock = LayerClock(model, SleepDevice(), DeviceTime(fixed_s=spec["compute_s"], per_sample_s=0.0),
+                       dict.fromkeys(model, 1.0 / LAYERS))
+    with clock:
+        for _ in range(LONGEST_WARM_UP):
+            _step(model, optimizer, inputs)
+            if engine.plan.mode != "sync":
+                break
+        for _ in range(SETTLING):
+            _step(model, optimizer, inputs)
+        began_s = time.monotonic()
+        times = [_step(model, optimizer, inputs) for _ in range(spec["steps"])]
+        total_s = time.monotonic() - began_s
+    if hvd.rank() == 0:
+        found = {
+            "mode": engine.plan.label,
+            "step_s": total_s / len(times),
+            "median_step_s": statistics.median(step_s for step_s, _ in times),
+            "in_step_s": statistics.fmean(inside_s for _, inside_s in times),
+            "times_s": times,
+        }
+        (folder / "result.json").write_text(json.dumps(found), encoding="utf-8")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
