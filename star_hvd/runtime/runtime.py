@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import math
 import os
 import queue
 import threading
