@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["accuracy", "check_locks", "encryption", "host", "interface", "least_quorum", "mode", "policy",
+__all__ = ["accuracy", "check_locks", "encryption", "host", "interface", "least_quorum", "mode", "overlap", "policy",
            "relaxed_cuda", "tags", "target"]
 
 
 def mode() -> str | None:
     """`STAR_MODE`: overrides the `mode` argument of `DistributedOptimizer`. Default: unset."""
     return os.environ.get("STAR_MODE") or None
+
+
+def overlap() -> str | None:
+    """`STAR_OVERLAP`: 1 or 0, instead of the `overlap` argument of `DistributedOptimizer`. Default: unset."""
+    return os.environ.get("STAR_OVERLAP", "").strip() or None
 
 
 def host() -> str | None:

@@ -74,6 +74,8 @@ def _named(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         run = runtime.current()
+        if run is not None:
+            run.finish_steps()
         if run is None or not run.trains or signature.bind(*args, **kwargs).arguments.get("name") is not None:
             return function(*args, **kwargs)
         run.user_calls[function.__name__] += 1
@@ -103,6 +105,7 @@ def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
         run = runtime.current()
         if run is None or not run.trains:
             return function(*args, **kwargs)
+        run.finish_steps()
         if run.mixed:
             # In a process set of the user's its members do not wait for other ranks.
             together = meets and _process_set(signature, *args, **kwargs) is global_process_set

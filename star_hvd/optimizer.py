@@ -20,8 +20,8 @@ from scheduler.records import Plan, parse_mode
 from star_hvd import env
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
-from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_predivide, names_of
-from star_hvd.wrapper.bucket_core import BucketCore
+from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_overlap, check_predivide, names_of
+from star_hvd.wrapper.bucket_core import BY_HAND, BucketCore
 from star_hvd.wrapper.dropped import release_dropped
 from star_hvd.wrapper.lockstep_core import NativeCore
 
@@ -49,6 +49,7 @@ def DistributedOptimizer(
     config: Config | None = None,
     max_grad_norm: float | None = None,
     accuracy: str = "bounded",
+    overlap: bool = False,
 ) -> Any:
     """Wrap an optimizer so that gradients are averaged over the ranks, in modes that tolerate slow ranks.
 
@@ -76,6 +77,12 @@ def DistributedOptimizer(
         accuracy: What `auto` may choose: `bounded` all modes, `exact` only those in which every step is the step of
             Horovod with the same global batch, `sync`, `sync(balanced)` and `sync(steal)`. The environment variable
             `STAR_ACCURACY` overrides it.
+        overlap: Whether `step()` returns once the gradients of a step in mode `sync` are on their way. Each parameter
+            is updated when its gradient has been reduced, and what uses a parameter waits for that one; gradients are
+            reduced in the order in which the forward pass needs them. Parameters are bit for bit those of
+            `overlap=False`. Clear gradients with `optimizer.zero_grad()`: reading `param.grad` waits. Steps that need
+            the whole gradient (`synchronize()` by hand, `max_grad_norm`, step hooks, LBFGS, a GradScaler) do not
+            overlap, which is logged once. The environment variable `STAR_OVERLAP` overrides it.
 
     If a rank is late: in a relaxed mode the step goes on without it, its gradient is folded into a later step with a
     weight of 1 / (1 + staleness), and its `step()` brings its parameters up to date. Adasum, sparse gradients,
@@ -91,6 +98,7 @@ def DistributedOptimizer(
     check_numbers(backward_passes_per_step, groups, max_grad_norm)
     settings = config or Config()
     exact = check_accuracy(env.accuracy() or accuracy) == "exact"
+    overlaps = check_overlap(env.overlap(), overlap)
     plan = parse_mode(
         env.mode() or mode, int(mpi_ops.size()), damping=settings.damping, max_staleness=settings.max_staleness
     )
@@ -115,6 +123,7 @@ def DistributedOptimizer(
         config=config,
         max_grad_norm=max_grad_norm,
         exact=exact,
+        overlap=overlaps,
     )
 
 
@@ -247,6 +256,7 @@ class _Wrapper:
             run=None if _is_elastic() else runtime.ensure(given["config"]),
             config=given["config"] or Config(),
             exact=given["exact"],
+            overlap=given["overlap"],
             names=given["names"],
             **common,
         )
@@ -303,7 +313,10 @@ class _Wrapper:
                     stacklevel=3,
                 )
             # Reduced again, as in Horovod: no rank knows whether another has new gradients since its synchronize().
-            self.core.synchronize(manual=False)
+            if isinstance(self.core, BucketCore):
+                self.core.synchronize(manual=False, whole=self._whole(grad_scaler))
+            else:
+                self.core.synchronize(manual=False)
         self.synchronized = False
         skip = grad_scaler is not None and _found_infinity(grad_scaler, self.wrapped())
         value = self.core.apply(skip=skip)
@@ -330,6 +343,12 @@ class _Wrapper:
                 "or microbatches of hvd.shard, out"
             )
         return True
+
+    def _whole(self, grad_scaler: Any) -> str | None:
+        """Why the step that `step()` makes may not overlap with the program, as far as the call shows."""
+        if grad_scaler is not None:
+            return "a GradScaler decides after the reduction whether to step"
+        return BY_HAND if self.synchronized else None
 
     def drop(self) -> None:
         """Called by the garbage collector, in any thread, once the user has no reference to the optimizer."""
@@ -405,6 +424,11 @@ class _Methods:
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
+        core = self._star.core
+        if isinstance(core, BucketCore):
+            if (args[0] if args else kwargs.get("set_to_none", True)) and core.clear_gradients():
+                return
+            core.finish_step()
         self._star.base.zero_grad(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def set_backward_passes_per_step(self, passes: int) -> None:

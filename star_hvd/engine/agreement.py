@@ -129,16 +129,25 @@ class Agreement:
             The hyperparameters to apply the step with: the leader's as soon as ranks have ever contributed
             differently, else None, each rank's own as in Horovod.
         """
+        row = self.row_of(header)
         if header.hyper is not None:
             self._row = header.hyper
         self._leader = header.leader_of(self.members)
-        self.mixed = self.mixed or self.plan.relaxed or not header.complete(self.members)
-        row = self._row if self.mixed else None
+        self.mixed = self._mixed_by(header)
         if header.checksum_ok is False:
             self._listener.on_mismatch(step.number)
         self._listener.on_step_end(step.number, header, self.plan, mean_sqr)
         self._maybe_switch(step, header)
         return row
+
+    def row_of(self, header: Header) -> tuple[float, ...] | None:
+        """The hyperparameters that `read` will return for a header."""
+        if not self._mixed_by(header):
+            return None
+        return header.hyper if header.hyper is not None else self._row
+
+    def _mixed_by(self, header: Header) -> bool:
+        return self.mixed or self.plan.relaxed or not header.complete(self.members)
 
     def _maybe_switch(self, step: OpenStep, header: Header) -> None:
         delta = header.agreed_plan_id_delta(len(self.members))

@@ -20,7 +20,7 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import DONE, Fence, Fences, Streams
 from star_hvd.engine.hyperparameters import HyperRow
 
-__all__ = ["Applier", "Shadow", "place_state", "replayable"]
+__all__ = ["Applier", "Shadow", "place_state", "replayable", "steps_by_bucket"]
 
 # These keep everything in `param_groups` and `state`, so a copy of both is a copy of the optimizer.
 _KNOWN = (
@@ -41,6 +41,15 @@ _KNOWN = (
 def replayable(base: type[torch.optim.Optimizer]) -> bool:
     """Whether helpers may replay steps of this class; a subclass may keep state elsewhere, so it is fetched."""
     return base in _KNOWN
+
+
+def steps_by_bucket(base: type[torch.optim.Optimizer]) -> bool:
+    """Whether steps on parts of the parameters, one after the other, are bit for bit one step on all of them.
+
+    So it is where an update of a parameter reads its own gradient and state only. Of a class that is not torch's own
+    that is not known.
+    """
+    return base in (*_KNOWN, torch.optim.Adafactor, torch.optim.Muon)
 
 
 class Applier:
@@ -86,6 +95,32 @@ class Applier:
             self.clip()  # The averaged gradient is equal on all ranks, so the factor is equal too.
         with self.hyper.applied(self.optimizer.param_groups, row):
             return self.base.step(self.optimizer)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """The parameter groups as they are now, without their parameters, to apply a step later with `step_bucket`."""
+        groups = self.optimizer.param_groups
+        return [{key: _own(value) for key, value in group.items() if key != "params"} for group in groups]
+
+    def step_bucket(self, bucket: Bucket, groups: Sequence[dict[str, Any]], row: Sequence[float] | None) -> None:
+        """Apply the gradients of one bucket's parameters that are in `param.grad` now. No step hooks run.
+
+        Args:
+            bucket: The bucket.
+            groups: What `hyperparameters` gave.
+            row: The step's hyperparameters, which go before those.
+        """
+        optimizer, own = self.optimizer, self.optimizer.param_groups
+        chosen = set(bucket.params)
+        parts = [
+            {**kept, "params": [param for param in group["params"] if param in chosen]}
+            for kept, group in zip(groups, own, strict=True)
+        ]
+        with _without_hooks(optimizer), self.hyper.applied(parts, row):
+            optimizer.param_groups = [part for part in parts if part["params"]]
+            try:
+                self.base.step(optimizer)
+            finally:
+                optimizer.param_groups = own
 
     def clip(self) -> None:
         """Clip the gradients that are in `param.grad` now to `max_grad_norm`, if one is set."""

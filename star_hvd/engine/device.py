@@ -8,7 +8,8 @@ stream wait for it (`Fence.order`), which blocks no thread. Memory that was allo
 with the allocator at the same place. A thread waits (`Fence.wait`, with a deadline) only where the host reads what
 the device computes, and never under the engine's lock.
 
-All hand-overs, by the name of their fence (T training thread and autograd's, H helper, S tensor server):
+All hand-overs, by the name of their fence (T training thread and autograd's, H helper, S tensor server, X
+`star-transmit-N`):
 
 | name          | giver   | taker   | what is handed over                                 | where                   |
 |---------------|---------|---------|-----------------------------------------------------|-------------------------|
@@ -22,6 +23,9 @@ All hand-overs, by the name of their fence (T training thread and autograd's, H 
 | `copied`      | H, S    | T       | the same, copied: they may be changed again         | `Replica.copying`       |
 | `shadow`      | H       | T, S    | parameters, state and gradients of the shadow       | `Replica.replay_one`    |
 | `shadow_read` | S       | H       | the same, copied: they may be changed again         | `Replica.snapshot`      |
+| `transmit`    | T, H    | T, H, X | a bucket that is held back until its turn comes     | `OrderedCollective`     |
+| `submitted`   | T       | T, H    | parameters and state, to apply a bucket's mean to   | `Overlap.begin`         |
+| `applied`     | T, H    | T, H    | the same, with the mean applied                     | `Overlap.wait`          |
 | `host`        | T, S    | host    | what goes to a rank or a server: pushes, snapshots  | `Streams.await_host`    |
 
 No row is needed where the same thread gives and takes, where nothing but host memory passes (the preparer's states, a
@@ -47,6 +51,7 @@ from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_lock
 
 __all__ = [
+    "APPLIED",
     "AVERAGED",
     "BUCKET",
     "COPIED",
@@ -61,6 +66,8 @@ __all__ = [
     "PARAMS",
     "SHADOW",
     "SHADOW_READ",
+    "SUBMITTED",
+    "TRANSMIT",
     "Backend",
     "Event",
     "Fence",
@@ -70,7 +77,11 @@ __all__ = [
 
 GRADIENT, NORM, KEPT, BUCKET, MEANS, AVERAGED = "gradient", "norm", "kept", "bucket", "means", "averaged"
 PARAMS, COPIED, SHADOW, SHADOW_READ, HOST = "params", "copied", "shadow", "shadow_read", "host"
-NAMES = (GRADIENT, NORM, KEPT, BUCKET, MEANS, AVERAGED, PARAMS, COPIED, SHADOW, SHADOW_READ, HOST)
+TRANSMIT, SUBMITTED, APPLIED = "transmit", "submitted", "applied"
+NAMES = (
+    GRADIENT, NORM, KEPT, BUCKET, MEANS, AVERAGED, PARAMS, COPIED, SHADOW, SHADOW_READ, HOST, TRANSMIT, SUBMITTED,
+    APPLIED,
+)  # fmt: skip
 
 _POLL_S = 0.0001
 _HOST_DEADLINE_S = 300.0  # A step of a slow rank may take long; a device that hangs must not hang the job silently.

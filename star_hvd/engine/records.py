@@ -91,6 +91,7 @@ class OpenStep:
         waiting: Handles the helper has not collected yet.
         averaging: Set where the buffers hold parameters (`local`).
         extras: What is averaged besides them.
+        means: Per bucket the mean, once it was made.
     """
 
     number: int
@@ -106,6 +107,7 @@ class OpenStep:
     waiting: collections.deque[int] = field(default_factory=collections.deque)
     averaging: Averaging | None = None
     extras: list[torch.Tensor] = field(default_factory=list)
+    means: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def open(cls, number: int, n_buckets: int) -> OpenStep:
@@ -115,6 +117,12 @@ class OpenStep:
     def claimed(self, index: int) -> bool:
         """Whether a bucket has been given to this step."""
         return self.buffers[index] is not None
+
+    def handle_of(self, index: int) -> int:
+        """The handle of a bucket, after the header was claimed: the carrier's is the header's."""
+        handle = self.handles[index] if self.handles[index] is not None else self.header_handle
+        assert handle is not None
+        return handle
 
     def all_handles(self) -> list[int]:
         """Handles of all buckets and the header, after the header was claimed."""

@@ -111,6 +111,7 @@ class Replica:
         self.step = 0
         self.state = ReplicaState.CURRENT
         self.computing = True
+        self.partial = False  # Whether a step is applied to a part of the buckets only.
         self.queue: collections.deque[Result] = collections.deque()
         self._counters = counters
         self._changed = changed
@@ -137,6 +138,7 @@ class Replica:
 
     def advance(self) -> None:
         """The training thread has applied one more step to the live parameters."""
+        self.partial = False
         if self.state is not ReplicaState.AVERAGE_PENDING:  # Else `step` is that of the averaging already.
             self.step += 1
 
@@ -416,7 +418,7 @@ class Replica:
                 shadow = self._shadow
                 step = self.step if shadow is None else shadow.step
                 pending = self.state is ReplicaState.AVERAGE_PENDING and shadow is None
-                if not self.state.servable or pending or self.queue or step < min_step:
+                if not self.state.servable or pending or self.queue or step < min_step or self.partial:
                     return None
             if shadow is None:
                 with self.copying():

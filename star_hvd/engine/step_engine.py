@@ -295,6 +295,37 @@ class StepEngine:
             assert self._inflight is not None and self._inflight.owner == "trainer"
             return self._inflight.all_handles()
 
+    def may_overlap(self) -> bool:
+        """Whether the step that the training thread owns may be applied bucket by bucket: nothing changes with it.
+
+        A plan can only come into force in a step in which this rank has raised its flag.
+        """
+        with self.lock:
+            step = self._inflight
+            assert step is not None and step.owner == "trainer"
+            return self.plan.mode == "sync" and step.flagged is None and self.replica.is_whole
+
+    def own_handle(self, index: int | None) -> int:
+        """Handle of one bucket of the step that the training thread owns, of its header where None."""
+        with self.lock:
+            self._raise_failure()
+            step = self._inflight
+            assert step is not None and step.owner == "trainer" and step.header_handle is not None
+            return step.header_handle if index is None else step.handle_of(index)
+
+    def own_row(self) -> tuple[float, ...] | None:
+        """Hyperparameters of that step, None for this rank's own; its header was collected."""
+        with self.lock:
+            assert self._inflight is not None and self._inflight.header is not None
+            return self.agreement.row_of(self.agreement.codec.read(self._inflight.header.numpy()))
+
+    def own_mean(self, index: int) -> torch.Tensor:
+        """The mean of one bucket of that step, which was collected; in place."""
+        with self.lock:
+            step = self._inflight
+        assert step is not None and step.owner == "trainer"
+        return self._mean(self.applier.buckets[index], step)
+
     def finish_own(self) -> Result:
         """Average the step the training thread owns, in place; its handles must have ended and be collected."""
         with self.lock:
@@ -732,12 +763,15 @@ class StepEngine:
         return Result(step.number, means, row)
 
     def _mean(self, bucket: Bucket, step: OpenStep) -> torch.Tensor:
+        if (made := step.means.get(bucket.index)) is not None:
+            return made
         flat, reduced_buffer = step.buffers[bucket.index], step.reduced_buffers[bucket.index]
         assert flat is not None and reduced_buffer is not None
         self.streams.use(reduced_buffer, flat)  # Another thread may have submitted them.
         if step.averaging is None:
             bucket.from_wire(reduced_buffer, flat)
-        return divide(flat, self.streams, self.world_size if self._scale_by_ranks else 1)
+        mean = step.means[bucket.index] = divide(flat, self.streams, self.world_size if self._scale_by_ranks else 1)
+        return mean
 
     def _collected(self) -> OpenStep | None:
         """The step in flight once all its operations have ended."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +37,23 @@ _POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that 
 _MODES_BEHIND = 16  # Far more modes than a rank can be behind by: none begins before it has prepared for it.
 
 
+class Overlapped(Protocol):
+    """Steps that end after `step()`."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether one is under way."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for its end."""
+        ...
+
+    def stop(self) -> None:
+        """There is no further one, and one that is under way does not end."""
+        ...
+
+
 class StepDriver:
     """One optimizer's engine with its helper thread.
 
@@ -51,6 +69,7 @@ class StepDriver:
         reporter: Reports its steps; the engine's listener.
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
+        overlapped: Its overlapped steps, where it has any.
     """
 
     def __init__(
@@ -72,6 +91,8 @@ class StepDriver:
         self._preparer = preparer
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
+        self.overlapped: Overlapped | None = None
+        self._loss = math.nan
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()
@@ -117,6 +138,8 @@ class StepDriver:
             # Connections are closed. `local` has none, and its averaging under way would be waited for: in vain, since
             # the helper that completes it has ended.
             active.exit()
+        if self.overlapped is not None:
+            self.overlapped.stop()
         self.engine.drop_pending()
         self.timer.close()
 
@@ -147,6 +170,7 @@ class StepDriver:
     def _carry_on_dropped(self) -> None:
         """Contribute for the training thread from now on, and keep the coordinator informed of where this rank is."""
         if not self._carries_on:
+            self.finish_step()  # The program may still have the parameters.
             self._carries_on = True
             self.engine.drop()
             self.switcher.set_inactive(True)
@@ -183,21 +207,59 @@ class StepDriver:
 
     def synchronize(self, *, manual: bool) -> Result | None:
         """Give the step this rank's gradient and wait for its mean; None when the gradient came too late for it."""
-        with self._named_failures():
+        return self.complete() if self.arrive(manual=manual) else None
+
+    def arrive(self, *, manual: bool) -> bool:
+        """Give the step this rank's gradient. Whether it is in the step; `complete` has to follow then."""
+        with self.named_failures():
             self._await_deferred()
-            loss, step = self.engine.loss, self.engine.step
+            self._loss, step = self.engine.loss, self.engine.step
             self.reporter.begin_timing()
             self._look_at_device()
-            if not self.engine.arrive(manual=manual):
-                self._look_at_device(wait=True)
-                self.reporter.log_step(step, loss, 0.0, late=True)
-                return None
+            if self.engine.arrive(manual=manual):
+                return True
+            self._look_at_device(wait=True)
+            self.reporter.log_step(step, self._loss, 0.0, late=True)
+            return False
+
+    def complete(self) -> Result:
+        """Wait for the mean of the step that this rank's gradient is in."""
+        with self.named_failures():
             self._await_own()
             self._look_at_device(wait=True)
             result = self.engine.finish_own()
         self.reporter.wait_s = time.monotonic() - self._computed_s
-        self.reporter.log_step(step, loss, self.reporter.wait_s, late=False)
+        self.reporter.log_step(result.step, self._loss, self.reporter.wait_s, late=False)
         return result
+
+    def begin_overlapped(self) -> None:
+        """Instead of `complete`: the program goes on, and the work of its next step begins."""
+        self._look_at_device(wait=True)
+        self.timer.start()
+
+    def end_overlapped(self, step: int, wait_s: float) -> None:
+        """A step that went on beside the program has ended.
+
+        Args:
+            step: Its number.
+            wait_s: How long the program waited for it in all.
+        """
+        self.reporter.wait_s = wait_s
+        self.reporter.log_step(step, self._loss, wait_s, late=False)
+        if not self.dropped:
+            with self.named_failures():
+                self._change_mode()
+        self.engine.replica.reuse_buckets()
+
+    def finish_step(self) -> None:
+        """Wait for the end of an overlapped step, before anything else is done."""
+        if self.overlapped is not None:
+            self.overlapped.finish()
+
+    @property
+    def steps(self) -> int:
+        """Steps the program has made, with one that is under way."""
+        return self.engine.step + (self.overlapped is not None and self.overlapped.pending)
 
     def _await_deferred(self) -> None:
         limit_s = time.monotonic() + self._config.step_deadline_s
@@ -242,7 +304,7 @@ class StepDriver:
         """A whole step in the active mode; see the steps' own classes."""
         active = self.active_mode
         assert active is not None
-        with self._named_failures():
+        with self.named_failures():
             self.reporter.begin_timing()
             self._look_at_device(wait=True)
             loss = self.engine.loss  # An averaging takes it along.
@@ -260,12 +322,13 @@ class StepDriver:
         """Bring the parameters up to date at a place where all ranks meet, at the end of an epoch for example."""
         if self.dropped:
             return
+        self.finish_step()
         for _ in range(_MODES_BEHIND):
             active = self.active_mode
             if active is None:
                 self.end_of_step(was_late=False)
             else:
-                with self._named_failures():
+                with self.named_failures():
                     active.catch_up()
                     self._change_mode()
             if self.active_mode is active:  # Else the mode ended meanwhile, and what is newest is in the next one.
@@ -304,7 +367,7 @@ class StepDriver:
                 if self.active_mode is None:
                     break
                 continue
-            with self._named_failures():
+            with self.named_failures():
                 active.refresh_state()
                 if not active.over:
                     break
@@ -345,7 +408,7 @@ class StepDriver:
         if self.engine.rank == 0:
             self._send(Restart(self.number))
         limit_s = time.monotonic() + self._config.control_deadline_s
-        with self._named_failures():
+        with self.named_failures():
             while self.state_is_elsewhere or self.active_mode is not None:
                 if time.monotonic() > limit_s:
                     raise DeadlineError(
@@ -362,6 +425,8 @@ class StepDriver:
         """The training thread, which calls this, leaves its training loop, or is back. Does not wait for others."""
         if self.dropped:
             return  # It never comes back to this optimizer.
+        if inactive:
+            self.finish_step()
         self.engine.set_inactive(inactive)
         self.switcher.set_inactive(inactive)
 
@@ -392,7 +457,7 @@ class StepDriver:
             was_late: This rank's gradient missed its step. If the rank is not slow, only out of phase with the
                 others, it waits here for the next step to end once, so that it starts together with them again.
         """
-        with self._named_failures():
+        with self.named_failures():
             self._change_mode()
             if was_late and self.active_mode is None and self._out_of_phase():
                 ended = self.engine.next_step
@@ -536,7 +601,8 @@ class StepDriver:
         """Under the engine's lock."""
         self.switcher.taken_up(plan)
 
-    def _named_failures(self) -> _NamedFailures:
+    def named_failures(self) -> _NamedFailures:
+        """Context in which the failure of a collective names the rank that is gone."""
         return _NamedFailures(self)
 
 

@@ -299,6 +299,7 @@ class Runtime:
             reason: For the log.
             out_of_data: There is nothing to train on for now. False inside a collective of the user's.
         """
+        self.finish_steps()
         began_s = time.monotonic()
         try:
             with self._inactivity.during(reason, out_of_data=out_of_data):
@@ -361,6 +362,11 @@ class Runtime:
 
     # ---- looking after the job -----------------------------------------------------------------------------------
 
+    def finish_steps(self) -> None:
+        """Wait for the ends of overlapped steps."""
+        for driver in list(self.drivers.values()):
+            driver.finish_step()
+
     def catch_up(self) -> None:
         """Bring the parameters of all optimizers up to date; only outside forward and backward."""
         for driver in self.drivers.values():
@@ -397,7 +403,7 @@ class Runtime:
         """Steps the parameters here have had, of the first optimizer; -1 where ranks do not count them alike."""
         for driver in list(self.drivers.values()):
             if not driver.dropped:
-                return driver.engine.step if driver.active_mode is None else -1
+                return driver.steps if driver.active_mode is None else -1
         return -1
 
     def check_shares(self, batch: int) -> None:
@@ -425,7 +431,7 @@ class Runtime:
 
     def _first_step(self) -> int:
         """The step of the first optimizer: what batches of a loader are counted by."""
-        return next((driver.engine.step for driver in list(self.drivers.values())), 0)
+        return next((driver.steps for driver in list(self.drivers.values())), 0)
 
     def _most_samples(self) -> int:
         """Most samples in a batch: what the user set, or fits in the device's memory; 0 where unknown."""
@@ -486,6 +492,8 @@ class Runtime:
         """
         if self._stopped or os.getpid() != self._pid:
             return
+        if drain and not any(d.failure for d in self.drivers.values()):
+            self.finish_steps()
         self._stopped = True
         self._unwatch_threads()
         if drain and self.trains and not any(d.failure for d in self.drivers.values()):

@@ -10,7 +10,7 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average
 
-__all__ = ["check_accuracy", "check_numbers", "check_predivide", "names_of"]
+__all__ = ["check_accuracy", "check_numbers", "check_overlap", "check_predivide", "names_of"]
 
 
 def check_predivide(op: Any) -> None:
@@ -37,6 +37,23 @@ def check_accuracy(accuracy: Any) -> str:
             "(all modes); the environment variable STAR_ACCURACY goes before the argument"
         )
     return str(accuracy)
+
+
+def check_overlap(chosen: str | None, overlap: Any) -> bool:
+    """Whether steps overlap with the program.
+
+    Args:
+        chosen: By the environment, None where it says nothing.
+        overlap: The argument.
+
+    Raises:
+        ValueError: Neither yes nor no.
+    """
+    if chosen is not None:
+        overlap = {"1": True, "0": False}.get(chosen, chosen)
+    if not isinstance(overlap, bool):
+        raise ValueError(f"overlap is {overlap!r}; expected True or False, or STAR_OVERLAP=1 or 0")
+    return overlap
 
 
 def check_numbers(passes: int, groups: Any, max_grad_norm: float | None) -> None:

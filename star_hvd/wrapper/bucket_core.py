@@ -19,8 +19,9 @@ from star_hvd import env
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
 from star_hvd.engine.buckets import Bucket, memory_format_of, pack
-from star_hvd.engine.collective import HorovodCollective
+from star_hvd.engine.collective import Collective, HorovodCollective
 from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.ordered_collective import OrderedCollective
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
@@ -29,15 +30,19 @@ from star_hvd.runtime import runtime
 from star_hvd.runtime.microbatches import MicrobatchInHand
 from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
+from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
 
-__all__ = ["BucketCore", "mean_loss", "too_many_passes"]
+__all__ = ["BY_HAND", "BucketCore", "mean_loss", "too_many_passes"]
 
 logger = logging.getLogger("star_hvd")
 
 Closure = Callable[[], Any]
 
+BY_HAND = "the program calls synchronize() itself"
 _LEAST_BUCKETS = 4
+_OVERLAPPED_BUCKETS = 16  # A bucket is what the forward pass waits for, and what others wait behind.
+_CREDIT_BYTES = 1  # One reduction runs, one waits in Horovod's queue.
 
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
 
@@ -93,6 +98,7 @@ class BucketCore:
         names: Name of every parameter.
         max_grad_norm: Norm to which the averaged gradient is clipped.
         exact: Whether `auto` is to choose among the exact modes only.
+        overlap: Whether steps of `sync` go on while the program does.
     """
 
     def __init__(
@@ -111,8 +117,11 @@ class BucketCore:
         names: dict[torch.nn.Parameter, str],
         max_grad_norm: float | None,
         exact: bool = False,
+        overlap: bool = False,
     ) -> None:
         self._exact = exact
+        self._overlap_wanted = overlap
+        self._overlap: Overlap | None = None
         self.base = base
         self._inner = inner
         self._wrapped = wrapped
@@ -180,11 +189,16 @@ class BucketCore:
             max_staleness=self._config.max_staleness,
             reason="every job starts in sync",
         )
+        everybody: Collective = HorovodCollective()
+        if self._overlap_wanted:
+            everybody = OrderedCollective(
+                everybody, applier.streams, _CREDIT_BYTES, f"star-transmit-{driver.number}"
+            )
         engine = StepEngine(
             rank=run.rank,
             plan=initial,
             applier=applier,
-            collective=HorovodCollective(),
+            collective=everybody,
             listener=driver.reporter,
             collective_of=lambda members: HorovodCollective(run.services.process_set(members)),
             prefix=f"star.{driver.number}",
@@ -199,6 +213,8 @@ class BucketCore:
             late = plan.world_size - plan.quorum
             plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
         run.attach(driver, engine, initial, plan, exact=self._exact)
+        if isinstance(everybody, OrderedCollective):
+            self._overlap = Overlap(driver, everybody, self._config.step_deadline_s)
         if issubclass(self.base, torch.optim.LBFGS):
             driver.pin("LBFGS evaluates its closure several times per step")
         reason = lockstep_only(self._buckets, self.optimizer.param_groups)
@@ -213,7 +229,8 @@ class BucketCore:
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
         # At least four buckets: otherwise the first gradients of a small network would wait for its last ones.
-        capacity = min(self._config.bucket_bytes, max(1, -(-size // _LEAST_BUCKETS)))
+        least = _OVERLAPPED_BUCKETS if self._overlap_wanted else _LEAST_BUCKETS
+        capacity = min(self._config.bucket_bytes, max(1, -(-size // least)))
         buckets = pack(params, capacity, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)
         for bucket in buckets:
@@ -226,6 +243,7 @@ class BucketCore:
 
     def remove_hooks(self) -> None:
         """Remove the hooks, for example before the parameters are wrapped again."""
+        self.finish_step()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -244,9 +262,19 @@ class BucketCore:
             if param.grad is bucket.views[position]:
                 param.grad = param.grad.clone()
 
+    def finish_step(self) -> None:
+        """Wait for the end of an overlapped step."""
+        if self._overlap is not None and self._overlap.pending:
+            self._overlap.finish()
+
+    def clear_gradients(self) -> bool:
+        """The user sets gradients to None. Whether this belongs to a step that is under way, which takes care of it."""
+        return self._overlap is not None and self._overlap.clear_gradients()
+
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._dropped:
             return
+        self.finish_step()
         part = self.in_hand
         if part is not None:
             self._end_synchronized()
@@ -323,6 +351,7 @@ class BucketCore:
 
     def refresh_state(self) -> None:
         """Fetch the job's optimizer state, for a checkpoint, where it is not on this rank."""
+        self.finish_step()
         running = runtime.current()  # None between two worlds of an elastic job: then the local state is used.
         if running is not None and self.attached_to(running) and not self._given:
             self.driver.refresh_state()
@@ -340,6 +369,8 @@ class BucketCore:
     def forget(self) -> None:
         """Discard a step that was begun, on all ranks: submitted gradients are reduced and not applied."""
         alive = self._attached is not None and self.attached_to(runtime.current())
+        if alive and self.driver.engine.failure is None:
+            self.finish_step()
         if self._given and alive and self.driver.engine.failure is None:
             try:
                 self.synchronize(manual=True)
@@ -361,11 +392,16 @@ class BucketCore:
         if outcome == "member" and result is not None and self.driver.engine.failure is None:
             self.driver.engine.apply_own(result, lambda row: None)
 
-    def synchronize(self, *, manual: bool) -> None:
+    def synchronize(self, *, manual: bool, whole: str | None = BY_HAND) -> None:
         """Submit missing gradients and wait; on return every gradient is the mean over the step's members.
 
         If this rank is late: its gradient is kept for a later step and `apply` will bring the parameters up to date.
+
+        Args:
+            manual: The user calls this.
+            whole: Why the step may not overlap with the program; None where it may, and is not waited for then.
         """
+        self.finish_step()
         self._end_synchronized()
         part = self.in_hand
         if part is not None:
@@ -377,13 +413,25 @@ class BucketCore:
             self._reset()
             self._outcome = "in mode"
             return
-        result = self.driver.synchronize(manual=manual)
+        arrived = self.driver.arrive(manual=manual)
+        if arrived and self._may_overlap(whole):
+            self._reset()
+            self._outcome = "overlapped"
+            return
+        result = self.driver.complete() if arrived else None
         if result is not None:
             self._sparse.collect()
         self._reset()
         self._result, self._outcome = result, "late" if result is None else "member"
         if manual:
             self.driver.timer.start()  # No step() may follow; the wait is not this rank's own work.
+
+    def _may_overlap(self, whole: str | None) -> bool:
+        if self._overlap is None:
+            return False
+        if self._sparse.any:
+            whole = "sparse gradients are reduced by Horovod itself"
+        return self._overlap.allowed(whole) and self.driver.engine.may_overlap()
 
     def apply(self, *, skip: bool = False) -> Any:
         """Apply the step that `synchronize` ended, or catch up with those that ended without this rank.
@@ -398,6 +446,9 @@ class BucketCore:
             step = (lambda row: None) if skip else None
             value = engine.apply_own(result, step)
             self.driver.end_of_step(was_late=False)
+        elif outcome == "overlapped":
+            assert self._overlap is not None
+            self._overlap.begin()
         elif outcome == "in mode":
             with _hooks_around(self.optimizer):
                 value = self.driver.step_in_mode(skip=skip)
@@ -428,12 +479,18 @@ class BucketCore:
 
     def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Include parameters of a new group. Collective: all ranks add them after the same step."""
+        self.finish_step()
         raise_if_relaxed(self.driver.engine)
         self._add([param for param in params if param.requires_grad and param not in self._where])
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
+        if self._overlap is not None:
+            self._overlap.layout_changed()
 
     def restart(self, run: runtime.Runtime) -> None:
         """Continue in a new world (elastic) with the parameters and the optimizer state; a begun step is discarded."""
+        if self._overlap is not None:
+            self._overlap.stop()
+            self._overlap = None
         self._reset()
         self._result, self._outcome = None, ""
         same_on_all_ranks([param for bucket in self._buckets for param in bucket.params], self._names, ordered=True)

@@ -24,6 +24,11 @@ class SparseGradients:
         self._seen: set[torch.nn.Parameter] = set()
         self._waiting: dict[torch.nn.Parameter, Callable[[], Any]] = {}
 
+    @property
+    def any(self) -> bool:
+        """Whether a gradient has ever been sparse."""
+        return bool(self._seen)
+
     def is_sparse(self, param: torch.nn.Parameter) -> bool:
         """Whether this parameter's gradient is sparse, now or in an earlier step (a missing one is then empty)."""
         if param.grad is not None and param.grad.is_sparse:

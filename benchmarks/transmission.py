@@ -1,0 +1,160 @@
+"""What scheduling of the communication saves on slow links: steps under Horovod and under star_hvd, cell by cell.
+
+Every rank is a host of its own behind a link of a given rate (network namespaces, `tc`). Device time is spent layer by
+layer, so that the gradients of the last layers travel while the first layers still work; it is a given part of the time
+that the gradients need on the link at least. A cell is a size of the network, a rate, a part and a mode; each of its
+variants is one job, and all of a cell run one right after the other. `ratio` is the step time over that of plain
+Horovod, `exposed_comm_s` the step time less the device time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launch import JobFailed, run_job
+from benchmarks.netns import Network, NetworkError
+from benchmarks.netns_launch import netns_command, write_plan
+from benchmarks.spec import write_json
+from benchmarks.transmission_worker import VARIANTS, Job
+
+__all__ = ["Cell", "figures", "main", "measure"]
+
+PLAIN = "horovod"
+_EXIT_FAILED = 1
+_STARTUP_S = 120.0
+
+Cell = dict[str, Any]  # One variant of one cell, as it is written to the file.
+
+
+def link_s(mbytes: float, mbit: float, ranks: int) -> float:
+    """Least time of an all-reduce: a rank sends 2 (n - 1) / n times the bytes."""
+    return 2.0 * (ranks - 1) / ranks * mbytes * 8.0 / mbit
+
+
+def variants_of(mode: str) -> list[str]:
+    """The variants that are measured in a mode, Horovod's first."""
+    return [name for name, variant in VARIANTS.items() if variant.modes is None or mode in variant.modes]
+
+
+def measure(mbytes: float, mbit: float, part: float, mode: str, args: argparse.Namespace) -> list[Cell]:
+    """One cell: all its variants.
+
+    Raises:
+        JobFailed: A job died, hung or took too long.
+        NetworkError: No rated links can be had here.
+    """
+    comm_s = link_s(mbytes, mbit, args.ranks)
+    job = Job(mbytes=mbytes, compute_s=part * comm_s, layers=args.layers, mode=mode, steps=args.steps, warm=args.warm)
+    found: list[Cell] = []
+    with Network(args.ranks, 1e6 * mbit) as network:
+        for variant in variants_of(mode):
+            if args.variants and variant not in args.variants.split(","):
+                continue
+            result = _run(network, variant, job, args)
+            steps_s = result["step_s"]
+            found.append(
+                {
+                    "mbytes": mbytes, "mbit": mbit, "mode": mode, "part": part, "variant": variant,
+                    "link_s": comm_s, "compute_s": job.compute_s,
+                    "step_s": steps_s, "exposed_comm_s": max(0.0, steps_s - job.compute_s), **result["more"],
+                }
+            )  # fmt: skip
+    plain = next((cell["step_s"] for cell in found if cell["variant"] == PLAIN), None)
+    for cell in found:
+        cell["ratio"] = cell["step_s"] / plain if plain else None
+    return found
+
+
+def _run(network: Network, variant: str, job: Job, args: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="transmission-") as folder:
+        run_dir = Path(folder)
+        write_plan(run_dir / "hosts.json", network)
+        out = run_dir / "result.json"
+        command = netns_command(
+            run_dir / "hosts.json", "benchmarks.transmission_worker", str(out), variant, json.dumps(job.to_dict())
+        )
+        longest_s = 4.0 * (job.warm + job.steps) * (job.compute_s + link_s(job.mbytes, args.least_mbit, args.ranks))
+        deadline_s = _STARTUP_S + longest_s
+        run_job(
+            command,
+            run_dir,
+            deadline_s=deadline_s,
+            stall_s=deadline_s,
+            on_progress=lambda _: None,
+            added_environment=VARIANTS[variant].environment,
+        )
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return found
+
+
+def figures(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The figures of merit that these cells hold; those without a cell are left out.
+
+    `sync_lossless`: the largest ratio of `sync` with overlap where communication is longer than compute.
+    `compute_bound`: the largest ratio of `overlap="auto"` where compute is at least as long.
+    """
+    bound = [c for c in cells if c["part"] < 1.0 and c["ratio"] is not None]
+    kept = [c["ratio"] for c in bound if c["mode"] == "sync" and c["variant"] == "overlap"]
+    found: dict[str, Any] = {"sync_lossless": max(kept)} if kept else {}
+    idle = [c["ratio"] for c in cells if c["part"] >= 1.0 and c["variant"] == "overlap-auto" and c["ratio"]]
+    return found | ({"compute_bound": max(idle)} if idle else {})
+
+
+def _table(cells: Sequence[Cell]) -> Table:
+    table = Table(title="steps on slow links", box=box.SIMPLE)
+    for name in ("MB", "Mbit/s", "mode", "link ms", "compute ms", "variant", "step ms", "exposed ms", "ratio"):
+        table.add_column(name, justify="left" if name in ("mode", "variant") else "right")
+    for c in cells:
+        times = [f"{1e3 * c[name]:.1f}" for name in ("link_s", "compute_s")]
+        ratio = "" if c["ratio"] is None else f"{c['ratio']:.3f}"
+        more = (f"{1e3 * c['step_s']:.1f}", f"{1e3 * c['exposed_comm_s']:.1f}", ratio)
+        table.add_row(f"{c['mbytes']:g}", f"{c['mbit']:g}", c["mode"], *times, c["variant"], *more)
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; exit status 1 where a job failed."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transmission", description=__doc__.splitlines()[0])
+    parser.add_argument("--mbytes", default="1,10", help="sizes of the network, separated by commas")
+    parser.add_argument("--mbit", default="50,200", help="rates of the links")
+    parser.add_argument("--parts", default="0.8", help="device time of a step over the least time of its reduction")
+    parser.add_argument("--modes", default="sync", help="separated by semicolons")
+    parser.add_argument("--variants", default="", help=f"those to measure, of {', '.join(VARIANTS)}; all by default")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=12, help="that count")
+    parser.add_argument("--warm", type=int, default=8, help="before that")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    args = parser.parse_args(argv)
+    rates = [float(text) for text in args.mbit.split(",")]
+    sizes = [float(text) for text in args.mbytes.split(",")]
+    args.least_mbit = min(rates)
+    console, cells = Console(highlight=False), []
+    parts = [float(text) for text in args.parts.split(",")]
+    for mbytes, mbit, part, mode in itertools.product(sizes, rates, parts, args.modes.split(";")):
+        try:
+            cells += measure(mbytes, mbit, part, mode, args)
+        except (JobFailed, NetworkError) as error:
+            console.print(f"error: {error}", markup=False)
+            return _EXIT_FAILED
+        if args.json is not None:
+            write_json(args.json, {"schema": 1, "ranks": args.ranks, "cells": cells, **figures(cells)})
+    console.print(_table(cells))
+    for name, value in figures(cells).items():
+        console.print(f"{name}: {value:.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

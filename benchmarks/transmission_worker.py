@@ -1,0 +1,138 @@
+"""One rank of a job of `benchmarks.transmission`: trains a network of equal layers and times its steps.
+
+`VARIANTS` is the list of what is compared; a further one is one more entry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.device import DeviceTime, LayerClock, SleepDevice
+from benchmarks.spec import write_json
+
+__all__ = ["VARIANTS", "Job", "Variant", "main", "network_of"]
+
+BATCH = 8
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What a rank trains.
+
+    Attributes:
+        mbytes: Size of the network's parameters.
+        compute_s: Device time of a step.
+        layers: Of equal size.
+        mode: Of star_hvd's variants.
+        steps: That count.
+        warm: Steps before that.
+    """
+
+    mbytes: float
+    compute_s: float
+    layers: int
+    mode: str
+    steps: int
+    warm: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the command line."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to train.
+
+    Attributes:
+        ours: Whether it is star_hvd, else plain Horovod.
+        options: Arguments of `DistributedOptimizer` by name; `fp16` stands for Horovod's compression.
+        environment: Variables of its job.
+        modes: The modes it exists in, None for all.
+    """
+
+    ours: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    modes: tuple[str, ...] | None = None
+
+
+VARIANTS: dict[str, Variant] = {
+    "horovod": Variant(ours=False),
+    "horovod-fp16": Variant(ours=False, options={"fp16": True}),
+    "star": Variant(ours=True),
+    "overlap": Variant(ours=True, options={"overlap": True}, modes=("sync",)),
+}
+
+
+def network_of(job: Job) -> torch.nn.Sequential:
+    """As many layers as asked for, of equal size, with the wanted bytes in all."""
+    width = max(1, round((1e6 * job.mbytes / _FLOAT_BYTES / job.layers) ** 0.5))
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(job.layers)))
+
+
+def _optimizer(variant: Variant, net: torch.nn.Module, mode: str) -> tuple[Any, Any]:
+    """The library and the wrapped optimizer."""
+    import horovod.torch
+
+    options = dict(variant.options)
+    if options.pop("fp16", False):
+        options["compression"] = horovod.torch.Compression.fp16
+    hvd: Any = horovod.torch
+    if variant.ours:
+        import star_hvd as hvd
+
+        options["mode"] = mode
+    hvd.init()
+    own = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+    return hvd, hvd.DistributedOptimizer(own, named_parameters=net.named_parameters(), **options)
+
+
+def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
+    """Figures of this rank, and its number."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    net = network_of(job)
+    hvd, optimizer = _optimizer(variant, net, job.mode)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    generator = torch.Generator().manual_seed(int(hvd.rank()))
+    x = torch.randn(BATCH, net[0].in_features, generator=generator)
+    share = 1.0 / job.layers
+    device_time = DeviceTime(fixed_s=job.compute_s, per_sample_s=0.0)
+    ends_s = []
+    with LayerClock(net, SleepDevice(), device_time, {layer: share for layer in net}):
+        for _ in range(job.warm + job.steps):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+            ends_s.append(time.perf_counter())
+        net.state_dict()  # Where steps overlap, the last one ends here.
+    counted = [later - sooner for sooner, later in zip(ends_s[job.warm - 1 :], ends_s[job.warm :], strict=False)]
+    more = {"p90_step_s": sorted(counted)[int(0.9 * (len(counted) - 1))]}
+    rank = int(hvd.rank())
+    hvd.shutdown()
+    return {"step_s": statistics.median(counted), "more": more}, rank
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train, and write rank 0's figures."""
+    out, variant, job = argv
+    found, rank = train(VARIANTS[variant], Job(**json.loads(job)))
+    if rank == 0:
+        write_json(Path(out), found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""Reductions in an order of our own: the buckets that the next forward pass needs first go before the others.
+
+Horovod has no priorities: what was submitted is reduced in the order of its cache, fused as far as it fits. So a bucket
+is held back until it is its turn and what is under way has become little (the credit). The order is the same on all
+ranks; ranks that waited for different buckets would wait for ever.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from star_hvd import threads
+from star_hvd.engine.collective import Collective
+from star_hvd.engine.device import TRANSMIT, Fence, Streams
+
+__all__ = ["OrderedCollective"]
+
+_POLL_S = 0.0005
+
+
+@dataclass(slots=True)
+class _Held:
+    ticket: int
+    name: str
+    tensor: torch.Tensor
+    fence: Fence
+
+
+class OrderedCollective:
+    """Holds back what goes to another collective. For any thread.
+
+    Args:
+        inner: Reduces the tensors.
+        streams: Of the tensors' devices; what is held is submitted by any thread.
+        credit_bytes: While more than this is under way nothing is submitted.
+        thread_name: Of the thread that submits what is held while no other thread comes by.
+    """
+
+    def __init__(self, inner: Collective, streams: Streams, credit_bytes: int, thread_name: str) -> None:
+        self.core_each = inner.core_each
+        self._inner, self._streams, self._credit_bytes = inner, streams, credit_bytes
+        self._changed = threading.Condition()
+        self._order: tuple[str, ...] = ()
+        self._wanted: tuple[str, ...] | None = None  # The order from the next step on.
+        self._next = 0  # Place in the order of what is submitted next.
+        self._held: dict[str, _Held] = {}
+        self._under_way: collections.deque[tuple[int, int]] = collections.deque()  # Handle and bytes.
+        self._handles: dict[int, int] = {}  # By ticket.
+        self._tickets = 0
+        self._stopped = False
+        self._failure: Exception | None = None
+        threads.supervised(self._run, thread_name).start()
+
+    def set_order(self, names: Sequence[str]) -> None:
+        """The order of these names from the next step on, on all ranks after the same step; others are not held."""
+        with self._changed:
+            self._wanted = tuple(names)
+            self._renew()
+
+    def submit(self, name: str, tensor: torch.Tensor) -> int:
+        """See `Collective.submit`; the tensor may be held back."""
+        with self._changed:
+            self._tickets += 1
+            if name not in self._order:
+                self._handles[self._tickets] = self._inner.submit(name, tensor)
+                return self._tickets
+            self._held[name] = _Held(self._tickets, name, tensor, self._streams.give_one(TRANSMIT, tensor))
+            ticket = self._tickets
+            self._pump()
+            if self._held:
+                self._changed.notify_all()
+            return ticket
+
+    def poll(self, ticket: int) -> bool:
+        """See `Collective.poll`."""
+        with self._changed:
+            self._pump()
+            handle = self._handles.get(ticket)
+            if handle is None:
+                return all(held.ticket != ticket for held in self._held.values())
+            return self._inner.poll(handle)
+
+    def finish(self, ticket: int) -> None:
+        """See `Collective.finish`; again for what was collected, it does nothing."""
+        with self._changed:
+            handle = self._handles.pop(ticket, None)
+            if handle is not None:
+                self._under_way = collections.deque(each for each in self._under_way if each[0] != handle)
+                self._inner.finish(handle)
+                self._pump()
+
+    def stop(self) -> None:
+        """End the thread; nothing is submitted any more."""
+        with self._changed:
+            self._stopped = True
+            self._held.clear()
+            self._changed.notify_all()
+
+    def _pump(self) -> None:
+        """Submit what has its turn."""
+        if self._failure is not None:
+            raise self._failure
+        while self._held and (held := self._held.get(self._order[self._next])) is not None:
+            while self._under_way and self._inner.poll(self._under_way[0][0]):
+                self._under_way.popleft()
+            if sum(size for _, size in self._under_way) > self._credit_bytes:
+                return
+            del self._held[held.name]
+            held.fence.order(held.tensor)
+            handle = self._handles[held.ticket] = self._inner.submit(held.name, held.tensor)
+            self._under_way.append((handle, held.tensor.numel() * held.tensor.element_size()))
+            self._next += 1
+            if self._next == len(self._order):
+                self._next = 0
+                self._renew()
+
+    def _renew(self) -> None:
+        """Between two steps: the order that is wanted now."""
+        if self._wanted is not None and self._next == 0 and not self._held:
+            self._order, self._wanted = self._wanted, None
+
+    def _run(self) -> None:
+        with self._streams.own():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped or bool(self._held))
+                    if self._stopped:
+                        return
+                    try:
+                        self._pump()
+                    except Exception as error:  # The training thread raises it where it waits.
+                        self._failure = error
+                        self._held.clear()
+                    self._changed.wait(_POLL_S)

@@ -1,0 +1,248 @@
+"""`overlap=True`: `step()` returns once its gradients are submitted; every bucket is applied when it is needed.
+
+The reductions and the arithmetic are those of `sync`: each bucket's mean is applied by the user's own optimizer class
+to the bucket's parameters, with the hyperparameters as they were in `step()`. Until then the bucket's gates are closed
+(`forward_gates.py`), so that whatever uses a parameter waits for it; `finish` waits for all and ends the step.
+
+All of it may be called in any thread, since a parameter may be used in any. `Replica.apply_lock` is held while a
+bucket is applied, never while it is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from star_hvd.engine.applier import steps_by_bucket
+from star_hvd.engine.collective import wait_all
+from star_hvd.engine.device import APPLIED, DONE, SUBMITTED, Fence
+from star_hvd.engine.ordered_collective import OrderedCollective
+from star_hvd.modes.driver import StepDriver
+from star_hvd.wrapper.forward_gates import ForwardGates
+
+__all__ = ["Overlap", "order_of"]
+
+logger = logging.getLogger("star_hvd")
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A step that is submitted and not applied to all buckets yet."""
+
+    step: int
+    groups: list[dict[str, Any]]
+    left: set[int]
+    submitted: Fence
+    row: Sequence[float] | None = None
+    row_known: bool = False
+    cleared: bool = False  # The user has called `zero_grad` since.
+    wait_s: float = 0.0
+    applied: dict[int, Fence] = field(default_factory=dict)
+
+
+def order_of(prefix: str, buckets: int) -> list[str]:
+    """Names of the reductions, in the order in which they are submitted."""
+    sooner = list(range(0, buckets - 1, 2))
+    rest = [index for index in range(buckets - 1, -1, -1) if index not in sooner]
+    return [f"{prefix}.b{index}" for index in (*sooner, *rest)]
+
+
+class Overlap:
+    """The overlapped steps of one optimizer on one rank.
+
+    Args:
+        driver: Of the optimizer.
+        collective: Of its engine.
+        deadline_s: Longest wait for a reduction.
+    """
+
+    def __init__(self, driver: StepDriver, collective: OrderedCollective, deadline_s: float) -> None:
+        self.driver, self.collective, self._deadline_s = driver, collective, deadline_s
+        self.gates = ForwardGates(self.wait)
+        self._engine = driver.engine
+        self._applier = driver.engine.applier
+        self._lock = driver.engine.replica.apply_lock
+        self._pending: _Pending | None = None
+        self._pid = os.getpid()
+        self._reasons: set[str] = set()
+        self.layout_changed()
+        driver.overlapped = self
+
+    def layout_changed(self) -> None:
+        """Buckets were added."""
+        self.collective.set_order(order_of(self._engine.prefix, len(self._applier.buckets)))
+
+    @property
+    def pending(self) -> bool:
+        """Whether a step is submitted that does not count yet."""
+        return self._pending is not None
+
+    # ---- may this step overlap ------------------------------------------------------------------------------------
+
+    def allowed(self, reason: str | None = None) -> bool:
+        """Whether the step to come may overlap; why not is logged once.
+
+        Args:
+            reason: Against it, known to the caller.
+        """
+        reason = reason or self._reason()
+        if reason is not None and reason not in self._reasons:
+            self._reasons.add(reason)
+            logger.warning("overlap is off: %s", reason)
+        return reason is None
+
+    def _reason(self) -> str | None:
+        applier, optimizer = self._applier, self._applier.optimizer
+        if not steps_by_bucket(applier.base):
+            return (
+                f"{applier.base.__name__} is not known to update every parameter from its own gradient and state alone"
+            )
+        if applier.max_grad_norm is not None:
+            return "max_grad_norm needs the norm of the whole gradient"
+        hooks = (
+            optimizer.__dict__.get("_optimizer_step_pre_hooks"),
+            optimizer.__dict__.get("_optimizer_step_post_hooks"),
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+        if any(hooks):
+            return "step hooks see the whole step"
+        if self._applier.streams.devices:
+            return "parameters are on a device of their own kind of queue, where this was not measured"
+        compiled = sys.modules.get("torch._dynamo.convert_frame")
+        if compiled is not None and compiled.FRAME_COUNTER:
+            return "torch.compile is in use, whose code reads parameters where that is not seen"
+        return None
+
+    # ---- a step ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The training thread owns the step, and all of it is submitted: from here on parameters wait for it."""
+        engine, applier = self._engine, self._applier
+        with self._lock:
+            engine.replica.partial = True
+            self._pending = _Pending(
+                engine.step,
+                applier.hyperparameters(),
+                {bucket.index for bucket in applier.buckets},
+                applier.streams.give(SUBMITTED),
+            )
+            for bucket in applier.buckets:
+                for param in bucket.params:
+                    param.grad = None  # What is in the buffer is on its way.
+                self.gates.close(bucket.index, bucket.params)
+        self.driver.begin_overlapped()
+
+    def clear_gradients(self) -> bool:
+        """The user clears the gradients of a step by setting them to None. Whether it is still under way."""
+        with self._lock:
+            pending = self._pending
+            if pending is None:
+                return False
+            pending.cleared = True
+            for bucket in self._applier.buckets:
+                if bucket.index not in pending.left:
+                    for param in bucket.params:
+                        param.grad = None
+            return True
+
+    def wait(self, index: int) -> None:
+        """Return once the mean of a bucket is applied, and its gates are open.
+
+        Raises:
+            HorovodInternalError: The reduction failed; all gates are open then.
+            DeadlineError: Some rank did not take part in time.
+        """
+        pending = self._pending
+        if pending is None or self._pid != os.getpid():  # A forked process has the parameters as they are.
+            self.gates.open(index)
+            return
+        began_s = time.monotonic()
+        try:
+            with self.driver.named_failures():
+                if not pending.row_known:
+                    self._await(pending, None)
+                self._await(pending, index)
+            self._apply(pending, index)
+        except Exception:
+            self.abandon()
+            raise
+        finally:
+            self._note_wait(pending, time.monotonic() - began_s)
+        if not pending.left:
+            self._end(pending)
+
+    def finish(self) -> None:
+        """Wait for all that is left of the step and end it. Does nothing where no step is under way."""
+        while (pending := self._pending) is not None:
+            with self._lock:
+                left = sorted(pending.left, reverse=True)
+            for index in left:
+                self.wait(index)
+            if not left:
+                self._end(pending)
+
+    def abandon(self) -> None:
+        """The step cannot end: its world is gone. Parameters stay as they are."""
+        with self._lock:
+            self._pending = None
+            self.gates.open_all()
+
+    def stop(self) -> None:
+        """No step overlaps any more."""
+        self.abandon()
+        self.gates.remove()
+        self.collective.stop()
+
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    def _await(self, pending: _Pending, index: int | None) -> None:
+        with self._lock:
+            if self._pending is not pending or (index is not None and index not in pending.left):
+                return
+            handle = self._engine.own_handle(index)
+        what = f"the reduction of step {pending.step}"
+        wait_all(self._engine.collective, [handle], self._deadline_s, what)
+
+    def _apply(self, pending: _Pending, index: int) -> None:
+        """Apply a bucket whose reduction was collected; in one of the threads that wait for it."""
+        with self._lock:
+            if self._pending is not pending or index not in pending.left:
+                pending.applied.get(index, DONE).order()
+                return
+            engine, bucket = self._engine, self._applier.buckets[index]
+            if not pending.row_known:
+                pending.row, pending.row_known = engine.own_row(), True
+            pending.submitted.order()
+            engine.own_mean(index)
+            with engine.replica.writing():
+                self.gates.open(index)
+                for param, view in zip(bucket.params, bucket.views, strict=True):
+                    param.grad = view
+                self._applier.step_bucket(bucket, pending.groups, pending.row)
+                if pending.cleared:
+                    for param in bucket.params:
+                        param.grad = None
+            pending.left.discard(index)
+            pending.applied[index] = engine.streams.give(APPLIED)
+
+    def _note_wait(self, pending: _Pending, waited_s: float) -> None:
+        pending.wait_s += waited_s
+        self.driver.timer.add_outside(waited_s)
+
+    def _end(self, pending: _Pending) -> None:
+        """The step counts from here on."""
+        with self._lock:
+            if self._pending is not pending or pending.left:
+                return
+            self._pending = None
+            result = self._engine.finish_own()
+            self._engine.apply_own(result, lambda row: None)
+        self.driver.end_overlapped(pending.step, pending.wait_s)
