@@ -75,7 +75,7 @@ class BucketCodec:
         for param in self._bucket.params:
             rows = _rows(param)
             cols = param.numel() // rows if rows else 0
-            if rows and RANK * (rows + cols) < param.numel():  # At most half of it travels, on the average of two steps.
+            if rows and RANK * (rows + cols) < param.numel():  # Less than half of it travels, on the average.
                 found.append(_Matrix(start, rows, cols, torch.empty(0)))
             start += param.numel()
         return found

@@ -120,7 +120,7 @@ class LossyWire(Wire):
             indices: Places of the parameters in the optimizer's groups.
         """
         found: dict[int, torch.Tensor] = {}
-        for bucket, codec in zip(self._buckets, self._codecs, strict=True):
+        for bucket, codec in zip(self._buckets, self._codecs, strict=False):  # None before the first world.
             residuals = codec.residuals()
             if residuals is not None:
                 found |= {indices[param]: value for param, value in zip(bucket.params, residuals, strict=True)}
