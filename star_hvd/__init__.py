@@ -11,7 +11,6 @@ import star_hvd.requirements  # noqa: F401  # isort: skip  # First: its error sa
 from horovod.torch import (
     Adasum,
     Average,
-    Compression,
     HorovodInternalError,
     Max,
     Min,
@@ -46,6 +45,7 @@ from horovod.torch import (
 
 from scheduler.records import Plan, PlanError
 from star_hvd import elastic
+from star_hvd.compression import Compression
 from star_hvd.config import Config
 from star_hvd.errors import (
     ChannelError,

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
-from horovod.torch.compression import Compression
 from horovod.torch.mpi_ops import Average, global_process_set
 
 from scheduler.records import Plan, parse_mode
 from star_hvd import env
+from star_hvd.compression import Compression
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
 from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_overlap, check_predivide, names_of
@@ -59,7 +59,9 @@ def DistributedOptimizer(
     Args:
         optimizer: Optimizer to use for computing gradients and applying updates.
         named_parameters: Names of the parameters, usually `model.named_parameters()`.
-        compression: `Compression.none` or `Compression.fp16`; with another class gradients are reduced one by one.
+        compression: `Compression.none`, `Compression.fp16`, or `Compression.auto`, which allows loss: gradients are
+            reduced as they are, as float16 or in low rank, with error feedback, whichever makes steps fastest. With
+            another class gradients are reduced one by one.
         backward_passes_per_step: Backward passes accumulated (summed) before a reduction.
         op: `Average`, `Sum` or `Adasum`.
         gradient_predivide_factor: Splits the division by the number of ranks around the sum.
@@ -252,6 +254,7 @@ class _Wrapper:
             wrapped=self.wrapped,
             scale_by_ranks=given["op"] == mpi_ops.Sum,
             fp16=given["compression"] is Compression.fp16,
+            lossy=given["compression"] is Compression.auto,
             plan=given["plan"],
             run=None if _is_elastic() else runtime.ensure(given["config"]),
             config=given["config"] or Config(),
@@ -271,8 +274,8 @@ class _Wrapper:
             return "a reduction other than Average and Sum"
         if given["predivide"] != 1.0:
             return "gradient_predivide_factor"
-        if given["compression"] not in (Compression.none, Compression.fp16):
-            return "a compressor other than none and fp16"
+        if given["compression"] not in (Compression.none, Compression.fp16, Compression.auto):
+            return "a compressor other than none, fp16 and auto"
         return None
 
     def restart(self) -> None:
@@ -358,6 +361,8 @@ class _Wrapper:
         """Stay in lockstep from now on."""
         if isinstance(self.core, BucketCore):
             self.core.driver.pin(reason)
+            if self.core.wire is not None:
+                self.core.wire.forbid(f"they are: {reason}")
 
 
 def _is_elastic() -> bool:
@@ -444,7 +449,10 @@ class _Methods:
         """
         if isinstance(self._star.core, BucketCore):
             self._star.core.refresh_state()
-        return dict(self._star.base.state_dict(self))  # type: ignore[arg-type]
+        state = dict(self._star.base.state_dict(self))  # type: ignore[arg-type]
+        if isinstance(self._star.core, BucketCore):
+            self._star.core.save_residuals(state)
+        return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's state, on all ranks; a step that was begun is discarded."""
@@ -453,6 +461,8 @@ class _Methods:
             self._star.core.leave_remote_state()
         self._star.synchronized, self._star.should_synchronize = False, True
         self._star.base.load_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
+        if isinstance(self._star.core, BucketCore):
+            self._star.core.load_residuals(args[0] if args else kwargs["state_dict"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reduce its gradients too. Collective: on all ranks after the same step, in `sync` only."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["Bucket", "in_format_of", "memory_format_of", "pack", "partition"]
+__all__ = ["Bucket", "Wire", "in_format_of", "memory_format_of", "pack", "partition"]
 
 Key = tuple[torch.dtype, torch.device]
 
@@ -178,3 +179,41 @@ def pack(
             views = tuple(_views(flat, chosen))
             buckets.append(Bucket(first_index + len(buckets), chosen, flat, views, wire))
     return buckets
+
+
+class Wire:
+    """How buckets travel: as they are. Of one optimizer; `star_hvd.compression` has the lossy kind.
+
+    Attributes:
+        wanted: Form in which this rank, if it leads, asks for the next step's gradients; 0 is as they are.
+        lossy: Whether gradients of the step to come lose something.
+        has_tail: Whether a header can travel behind the weight of a bucket that has room for it.
+    """
+
+    wanted: int = 0
+    lossy: bool = False
+    has_tail: bool = True
+
+    def begin(self, streams: Any, rank: int, world_size: int) -> None:
+        """An engine begins, on all ranks alike."""
+
+    def restart(self) -> None:
+        """Another plan begins, or buckets were added; some ranks may join that have seen no step before."""
+
+    def name(self, bucket: Bucket) -> str:
+        """Name of what is reduced for a bucket in the step to come."""
+        return f"b{bucket.index}"
+
+    def encode(self, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> torch.Tensor:
+        """What is reduced for `flat`; `given` says whether there is a gradient in it."""
+        return bucket.to_wire(flat)
+
+    def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
+        """Bring the reduced values back into `flat`."""
+        bucket.from_wire(reduced, flat)
+
+    def arrived(self) -> None:
+        """The training thread waits for the reduction from here on."""
+
+    def ended(self, asked: int) -> None:
+        """A step of gradients has ended, whose leader asked for a form of the next one."""

@@ -35,6 +35,7 @@ _FIELDS = (
     "sum_count",
     "waited",
     "manual_before",
+    "wire",
 )
 _CHECKSUM = 6  # Three 8-bit pieces and their squares: exact in float32 up to 257 ranks.
 _FIXED = len(_FIELDS) + _CHECKSUM
@@ -58,6 +59,7 @@ class Contribution:
         checksum: 24 bits over the parameters, None when not due.
         waited: Whether gradients waited for this header: the user works between `backward` and `step`.
         manual_before: `manual` of the step before, where that became known after its header was on its way.
+        wire: Form that the leader of the members asks for in the next step (`Wire.wanted`), 0 of the other ranks.
     """
 
     fresh: bool
@@ -72,6 +74,7 @@ class Contribution:
     checksum: int | None = None
     waited: bool = False
     manual_before: bool = False
+    wire: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ class Header:
     checksum_ok: bool | None
     waited: bool = False
     manual_before: bool = False
+    wire: int = 0
 
     def complete(self, members: Sequence[int]) -> bool:
         """Whether every member's fresh gradient is in the step."""
@@ -144,6 +148,7 @@ class HeaderCodec:
         out[_SLOT["folds"]] = item.folds
         out[_SLOT["waited"]] = item.waited
         out[_SLOT["manual_before"]] = item.manual_before
+        out[_SLOT["wire"]] = item.wire
         if item.checksum is not None:
             out[_SLOT["sum_count"]] = 1.0
             for i in range(3):
@@ -176,6 +181,7 @@ class HeaderCodec:
             checksum_ok=_same(sums, round(get["sum_count"])),
             waited=get["waited"] > 0,
             manual_before=get["manual_before"] > 0,
+            wire=round(get["wire"]) if math.isfinite(get["wire"]) else 0,
         )
 
 

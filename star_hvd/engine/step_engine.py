@@ -29,7 +29,7 @@ import torch
 from scheduler.records import Plan
 from star_hvd.engine.agreement import Agreement
 from star_hvd.engine.applier import Applier
-from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.buckets import Bucket, Wire
 from star_hvd.engine.collective import Collective
 from star_hvd.engine.device import Fence
 from star_hvd.engine.header import Header
@@ -63,6 +63,7 @@ class StepEngine:
         early_after_steps: Complete steps in a row, once steps have ever been incomplete, after which headers are sent
             within backward again.
         raise_on_mismatch: Whether training ends where the replicas' checksums differ after a switch.
+        wire: How gradients travel; as they are where None.
         clock: The time in seconds; only differences count.
     """
 
@@ -82,6 +83,7 @@ class StepEngine:
         noise_interval_steps: int = 8,
         early_after_steps: int = 8,
         raise_on_mismatch: bool = False,
+        wire: Wire | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rank = rank
@@ -120,6 +122,8 @@ class StepEngine:
         self._untold_manual: int | None = None
         self._proxied: int | None = None  # The last step, where the helper completed it.
         self._choose_carrier()
+        self.wire = wire or Wire()
+        self.wire.begin(self.streams, rank, plan.world_size)
         self._current = OpenStep.open(0, len(applier.buckets))
         self._inflight: OpenStep | None = None
         self._close_upto = -1
@@ -217,6 +221,7 @@ class StepEngine:
                 self._claim_header("trainer", manual=manual or not self._can_replay)
             self._ever_manual = self._ever_manual or manual
             self.counters.fresh += 1
+            self.wire.arrived()
             self._listener.on_arrive(self.step, self.plan.plan_id)
             return True
 
@@ -422,6 +427,7 @@ class StepEngine:
             self.streams.renew()
             self.agreement.layout_changed()
             self._choose_carrier()
+            self.wire.restart()
             self._current = OpenStep.open(self.next_step, len(self.applier.buckets))
 
     @property
@@ -569,6 +575,7 @@ class StepEngine:
     def _plan_taken(self) -> None:
         """Use the collective of the plan in force."""
         self._timing.restart()
+        self.wire.restart()
         members = self.plan.members
         if self.plan.mode != "subgroup":
             self.collective = self._everybody
@@ -669,13 +676,21 @@ class StepEngine:
     def _submit(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Submit `flat`, with what was kept for the bucket folded in."""
         step = self._current
-        step.folded += self._late.fold(bucket, flat, step.number, self.plan)
-        reduced_buffer = bucket.to_wire(flat)
+        folded = self._late.fold(bucket, flat, step.number, self.plan)
+        step.folded += folded
+        given = folded or (flat is bucket.flat and self.weight != 0.0)
+        reduced_buffer = self.wire.encode(bucket, flat, given=given)
         step.buffers[bucket.index], step.reduced_buffers[bucket.index] = flat, reduced_buffer
-        if bucket is self._carrier and self._timing.alone:
+        if bucket is self._carrier and self._timing.alone and self.wire.has_tail:
             reduced_buffer[-bucket.tail :].zero_()  # What is left of an earlier header.
-        if bucket is not self._carrier or self._timing.alone:
-            step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.b{bucket.index}", reduced_buffer)
+        if bucket is not self._carrier or self._header_alone:
+            name = f"{self.prefix}.{self.wire.name(bucket)}"
+            step.handles[bucket.index] = self.collective.submit(name, reduced_buffer)
+
+    @property
+    def _header_alone(self) -> bool:
+        """Whether the header of the step to come travels as a tensor of its own, though there is a carrier."""
+        return self._timing.alone or not self.wire.has_tail
 
     def _submit_proxy(self) -> None:
         """Submit every bucket the training thread has not, then the header."""
@@ -697,6 +712,7 @@ class StepEngine:
         assert self._inflight is None, "two steps in flight"
         fresh = owner == "trainer"
         item = self.agreement.contribution(step, self.own_steps, fresh=fresh, inactive=self.inactive)
+        item.wire = self.wire.wanted if self.rank == self.agreement.members[0] else 0
         if fresh:
             item.manual, item.weight, item.loss = manual, self.weight, self.loss
             item.local_sqr = self.weight * self._norm.sqr if self._norm.due(step.number) else None
@@ -705,12 +721,12 @@ class StepEngine:
             self.loss = math.nan
         codec = self.agreement.codec
         step.owner, name = owner, f"{self.prefix}.h"
-        if self._carrier is None or self._timing.alone or self.plan.mode == "local":
+        if self._carrier is None or self._header_alone or self.plan.mode == "local":
             whole = step.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
         else:
             carrier = step.reduced_buffers[self._carrier.index]
             assert carrier is not None
-            whole, step.header, name = carrier, carrier[-codec.size :], f"{self.prefix}.b{self._carrier.index}"
+            whole, step.header, name = carrier, carrier[-codec.size :], f"{self.prefix}.{self.wire.name(self._carrier)}"
         codec.write(self.rank, item, step.header.numpy())
         if self.averaging is not None and self.plan.mode == "local":
             step.averaging = self.averaging
@@ -731,7 +747,7 @@ class StepEngine:
         assert step.header is not None
         header = self.agreement.codec.read(step.header.numpy())
         means = [self._mean(bucket, step) for bucket in self.applier.buckets]
-        if header.local_count != len(self.agreement.members):
+        if self.wire.lossy or header.local_count != len(self.agreement.members):  # Noise is of whole gradients.
             return header, means, math.nan
         norms = [norm(mean) for mean in means]
         self.streams.await_host()
@@ -749,6 +765,8 @@ class StepEngine:
         self._proxied = step.number if step.owner == "helper" else None
         if self._untold_manual == step.number and complete:
             self._untold_manual = None  # There is no helper whom it would concern.
+        if step.averaging is None:
+            self.wire.ended(header.wire)
         before = self.plan
         row = self.agreement.read(step, header, mean_sqr)
         if header.checksum_ok is False and self._raise_on_mismatch:
@@ -769,7 +787,7 @@ class StepEngine:
         assert flat is not None and reduced_buffer is not None
         self.streams.use(reduced_buffer, flat)  # Another thread may have submitted them.
         if step.averaging is None:
-            bucket.from_wire(reduced_buffer, flat)
+            self.wire.decode(bucket, reduced_buffer, flat)
         mean = step.means[bucket.index] = divide(flat, self.streams, self.world_size if self._scale_by_ranks else 1)
         return mean
 

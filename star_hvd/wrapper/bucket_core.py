@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
 from star_hvd import env
+from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
 from star_hvd.engine.buckets import Bucket, memory_format_of, pack
@@ -90,6 +91,7 @@ class BucketCore:
         passes: Backward passes per step.
         scale_by_ranks: Whether the reduction is `op=Sum`.
         fp16: Whether gradients are reduced as float16.
+        lossy: Whether they may be reduced in a lossy form where that makes steps faster (`Compression.auto`).
         sparse_as_dense: Whether sparse gradients are made dense for the reduction.
         plan: The user's plan, None for `auto`.
         run: The runtime. None in an elastic job, where a new worker must not call collectives before
@@ -118,6 +120,7 @@ class BucketCore:
         max_grad_norm: float | None,
         exact: bool = False,
         overlap: bool = False,
+        lossy: bool = False,
     ) -> None:
         self._exact = exact
         self._overlap_wanted = overlap
@@ -142,6 +145,7 @@ class BucketCore:
         self._result: Result | None = None
         self._outcome = ""
         self._buckets: list[Bucket] = []
+        self.wire = LossyWire(self._buckets) if lossy else None  # Of the optimizer: it outlives a world.
         self._names = names
         self._config = config
         self._attached: tuple[runtime.Runtime, StepDriver] | None = None
@@ -207,6 +211,7 @@ class BucketCore:
             replay_queue=self._config.replay_queue,
             noise_interval_steps=self._config.noise_interval_steps,
             raise_on_mismatch=self._config.replica_mismatch == "raise",
+            wire=self.wire,
         )
         plan = self._plan
         if plan is not None and plan.world_size != run.world_size:  # Elastic: keep the number that may be late.
@@ -365,6 +370,21 @@ class BucketCore:
             with running.inactive("load_state_dict"):
                 running.client.await_all("load_state_dict", self._config.step_deadline_s)
             self.driver.bring_state_home()
+
+    def save_residuals(self, state: dict[str, Any]) -> None:
+        """Add to an optimizer's state what compression has left to send on this rank."""
+        residuals = self.wire.state(self._indices()) if self.wire is not None else None
+        if residuals is not None:
+            state[STATE_KEY] = residuals
+
+    def load_residuals(self, state: Mapping[str, Any]) -> None:
+        """Take over what `save_residuals` added on this rank."""
+        if self.wire is not None:
+            self.wire.load(state.get(STATE_KEY), self._indices())
+
+    def _indices(self) -> dict[torch.nn.Parameter, int]:
+        params = [param for group in self._inner.param_groups for param in group["params"]]
+        return {param: i for i, param in enumerate(params)}
 
     def forget(self) -> None:
         """Discard a step that was begun, on all ranks: submitted gradients are reduced and not applied."""

@@ -21,7 +21,7 @@ MOST_FILES = 15  # In a room, `__init__.py` not counted.
 
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "scheduler": (
-        ("stats", "redact", "run_events", "target", "commands", "balance"),
+        ("stats", "redact", "run_events", "target", "commands", "balance", "transmission"),
         ("plan",),
         ("records",),
         ("diagnosis",),
@@ -35,7 +35,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("errors", "env", "config", "threads", "requirements", "cli"),
         ("locks", "patches", "telemetry", "channel.messages"),
         ("build_check", "engine"),
-        ("channel",),
+        ("channel", "compression"),
         ("doctor", "modes", "ps.common"),
         ("ps.worker", "ps.server", "ps.owner", "coordinator", "run_log"),
         ("runtime",),

@@ -1,0 +1,141 @@
+"""In which form gradients are reduced: chosen by what steps took with each form, tried in alternating blocks.
+
+Encoding, decoding, the smaller transfer and what of it is hidden behind computation are all in the time of a whole
+step, so that is what is compared. A form that loses more is taken only where it saves 3 % of the step over one that
+loses less. Nothing is tried where the training thread hardly waits for reductions, and later trials cost at most 1 %.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["FORMS", "HALF", "LOW_RANK", "NONE", "WireChoice"]
+
+NONE, HALF, LOW_RANK = 0, 1, 2
+FORMS = ("none", "fp16", "low rank")
+"""In the order of what they lose."""
+
+_LEAST_EXPOSED = 0.05  # Part of a step that is waited for; below it a form cannot save the 3 % and its own work.
+_LEAST_GAIN = 0.03
+_Z = 1.645  # 90 % of a normal distribution are within so many standard errors.
+_SKIPPED = 2  # First steps with a form: allocations, Horovod's negotiation of new names.
+_BLOCK = 6
+_CYCLES = 3  # Blocks of each form in a trial that stays undecided.
+_FIRST_REST, _LONGEST_REST = 512, 16_384  # Steps until the next look; doubled where it changes nothing.
+_MOST_COST = 0.01  # Of a trial, in steps with the chosen form.
+
+
+@dataclass(slots=True)
+class WireChoice:
+    """The form that one rank asks for; the rank that leads the members writes it into the header of every step.
+
+    Attributes:
+        wanted: The form to ask for.
+        reason: The last decision with its figures, empty before the first.
+    """
+
+    wanted: int = NONE
+    reason: str = ""
+    _chosen: int = NONE
+    _trial: bool = True  # The first block, without compression, is also the look at what is exposed.
+    _cycle: int = 0
+    _steps: int = 0  # With the form that is wanted.
+    _rest: int = _FIRST_REST
+    _took_s: dict[int, list[float]] = field(default_factory=lambda: {form: [] for form in range(len(FORMS))})
+    _exposed: list[float] = field(default_factory=list)
+
+    def observe(self, form: int, step_s: float, exposed_s: float) -> bool:
+        """A step has ended.
+
+        Args:
+            form: The form that its gradients had.
+            step_s: Time since the step before.
+            exposed_s: Part of it in which the training thread waited for the reduction.
+
+        Returns:
+            Whether a decision was made.
+        """
+        if form != self.wanted:  # Asked for and not in force yet.
+            return False
+        self._steps += 1
+        if not self._trial:
+            if self._steps >= self._rest:
+                self._begin_trial()
+            return False
+        if self._steps <= _SKIPPED:
+            return False
+        self._took_s[form].append(step_s)
+        if form == NONE:
+            self._exposed.append(exposed_s / step_s if step_s > 0 else 0.0)
+        if self._steps < _SKIPPED + _BLOCK:
+            return False
+        return self._end_block()
+
+    def restart(self) -> None:
+        """Others reduce together from here on: what was measured says nothing about them."""
+        self.wanted = self._chosen = NONE
+        self._rest = _FIRST_REST
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        self.wanted, self._trial, self._cycle, self._steps = NONE, True, 0, 0
+        self._exposed.clear()
+        for times in self._took_s.values():
+            times.clear()
+
+    def _end_block(self) -> bool:
+        self._steps = 0
+        if self.wanted == NONE and statistics.median(self._exposed) < _LEAST_EXPOSED:
+            return self._decide(NONE)
+        if self.wanted < LOW_RANK:
+            self.wanted += 1
+            return False
+        self._cycle += 1
+        best = self._best()
+        if best != NONE or self._cycle == _CYCLES or self._hopeless():
+            return self._decide(best)
+        self.wanted = NONE
+        return False
+
+    def _best(self) -> int:
+        best = NONE
+        for form in (HALF, LOW_RANK):
+            saved, error = gain(self._took_s[best], self._took_s[form])
+            if saved > _LEAST_GAIN and saved > _Z * error:
+                best = form
+        return best
+
+    def _hopeless(self) -> bool:
+        """Whether no form can be expected to save enough, however long it is tried."""
+        base = self._took_s[NONE]
+        gains = [gain(base, self._took_s[form]) for form in (HALF, LOW_RANK)]
+        return all(saved + _Z * error < _LEAST_GAIN for saved, error in gains)
+
+    def _decide(self, form: int) -> bool:
+        exposed = statistics.median(self._exposed)
+        self.reason = f"{FORMS[form]}: reductions are {exposed:.0%} of a step without compression"
+        took_s = {i: statistics.median(times) for i, times in self._took_s.items() if times}
+        if len(took_s) > 1:
+            self.reason += "; a step took " + ", ".join(f"{1e3 * s:.1f} ms ({FORMS[i]})" for i, s in took_s.items())
+        self._rest = min(_LONGEST_REST, 2 * self._rest) if form == self._chosen else _FIRST_REST
+        lost = sum(max(0.0, s / took_s[form] - 1) for s in took_s.values() if took_s[form] > 0)
+        self._rest = max(self._rest, round((_SKIPPED + _BLOCK) * lost / _MOST_COST))
+        self.wanted = self._chosen = form
+        self._trial, self._steps = False, 0
+        return True
+
+
+def gain(base_s: Sequence[float], other_s: Sequence[float]) -> tuple[float, float]:
+    """Part of the base's median that the other saves, and its standard error (medians, MAD)."""
+    base, other = statistics.median(base_s), statistics.median(other_s)
+    if base <= 0:
+        return 0.0, 0.0
+    squares = [(1.253 * 1.4826 * _mad(times)) ** 2 / len(times) for times in (base_s, other_s)]
+    return (base - other) / base, float(sum(squares) ** 0.5) / base
+
+
+def _mad(values: Sequence[float]) -> float:
+    middle = statistics.median(values)
+    return statistics.median(abs(value - middle) for value in values)

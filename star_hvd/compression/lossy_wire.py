@@ -1,0 +1,143 @@
+"""`Compression.auto`: the form in which all ranks reduce a step's gradients, and what each rank still has to send.
+
+The leading member measures steps and asks for a form in the header of every step. All ranks read the same header in the
+same step, so the next one has that form on all of them. When another plan begins, gradients travel as they are until
+the leader, whoever it is then, has asked again: ranks that join have read none of the headers before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from scheduler.transmission.wire import FORMS, HALF, NONE, WireChoice
+from star_hvd.compression.bucket_codec import BucketCodec
+from star_hvd.engine.buckets import Bucket, Wire
+from star_hvd.engine.device import Streams
+
+__all__ = ["STATE_KEY", "LossyWire"]
+
+logger = logging.getLogger("star_hvd")
+
+STATE_KEY = "star_compression"
+
+
+class LossyWire(Wire):
+    """See the module's text. The engine calls it under its lock, `decode` as the owner of the step in flight.
+
+    Args:
+        buckets: The optimizer's buckets, extended in place when parameters are added.
+        choice: Chooses the form to ask for.
+        clock: The time in seconds; only differences count.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        choice: WireChoice | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.choice = choice or WireChoice()
+        self._buckets = buckets
+        self._clock = clock
+        self._codecs: list[BucketCodec] = []
+        self._forbidden = ""
+        self._early: tuple[Mapping[str, Any], Mapping[torch.nn.Parameter, int]] | None = None
+        self._owner = uuid.uuid4().hex
+        self._rank = 0
+        self._world_size = 1
+
+    # ---- what the engine calls ------------------------------------------------------------------------------
+
+    def begin(self, streams: Streams, rank: int, world_size: int) -> None:
+        self._streams, self._rank, self._world_size = streams, rank, world_size
+        for codec in self._codecs:
+            codec.begin(streams, world_size)
+        self.restart()
+        if self._early is not None:
+            self.load(*self._early)
+            self._early = None
+
+    def restart(self) -> None:
+        self._use(NONE)
+        self._arrived_s: float | None = None
+        self._ended_s: float | None = None
+        self.choice.restart()
+        self._ask()
+        for codec in self._codecs:
+            codec.restart()
+        for bucket in self._buckets[len(self._codecs) :]:
+            self._codecs.append(BucketCodec(bucket, self._streams, self._world_size))
+
+    def _use(self, form: int) -> None:
+        self._form, self.lossy, self.has_tail = form, form != NONE, form != HALF
+
+    def _ask(self) -> None:
+        self.wanted = NONE if self._forbidden else self.choice.wanted
+
+    def name(self, bucket: Bucket) -> str:
+        return super().name(bucket) + self._codecs[bucket.index].suffix(self._form)
+
+    def encode(self, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> torch.Tensor:
+        return self._codecs[bucket.index].encode(flat, self._form, given=given)
+
+    def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
+        self._codecs[bucket.index].decode(reduced, flat)
+
+    def arrived(self) -> None:
+        self._arrived_s = self._clock()
+
+    def ended(self, asked: int) -> None:
+        now_s = self._clock()
+        if self._ended_s is not None and self._arrived_s is not None:
+            decided = self.choice.observe(self._form, now_s - self._ended_s, now_s - self._arrived_s)
+            if decided and self._rank == 0:
+                logger.info("gradients travel as %s", self.choice.reason)
+        self._ended_s, self._arrived_s = now_s, None
+        self._ask()
+        self._use(asked if 0 <= asked < len(FORMS) else NONE)
+
+    # ---- what the wrapper calls -----------------------------------------------------------------------------
+
+    def forbid(self, reason: str) -> None:
+        """Ask for no lossy form from now on."""
+        self._forbidden = reason
+        self._ask()
+
+    def explain(self) -> str:
+        """The form in force and why."""
+        return f"gradients travel as {self._forbidden or self.choice.reason or 'they are until their steps are timed'}"
+
+    def state(self, indices: Mapping[torch.nn.Parameter, int]) -> dict[str, Any] | None:
+        """For a checkpoint: what this rank still has to send; None where nothing is.
+
+        Args:
+            indices: Places of the parameters in the optimizer's groups.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for bucket, codec in zip(self._buckets, self._codecs, strict=False):  # None before the first world.
+            residuals = codec.residuals()
+            if residuals is not None:
+                found |= {indices[param]: value for param, value in zip(bucket.params, residuals, strict=True)}
+        if not found:
+            return None
+        return {"owner": self._owner, "rank": self._rank, "world_size": self._world_size, "residuals": found}
+
+    def load(self, state: Mapping[str, Any] | None, indices: Mapping[torch.nn.Parameter, int]) -> None:
+        """Take what `state` gave on this rank; without it, or with another rank's, nothing is left to send."""
+        state = state or {}
+        if not self._codecs:  # An elastic job loads what it saved before its first world begins.
+            self._early = state, indices
+            return
+        place = state.get("rank"), state.get("world_size")
+        mine = state.get("owner") == self._owner or place == (self._rank, self._world_size)
+        found: Mapping[int, torch.Tensor] = state.get("residuals", {}) if mine else {}
+        for bucket, codec in zip(self._buckets, self._codecs, strict=True):
+            values = [found.get(indices[param]) for param in bucket.params]
+            whole = [value for value in values if value is not None]
+            codec.load(whole if len(whole) == len(values) else None)

@@ -1,0 +1,172 @@
+"""Every rank of jobs with `Compression.auto`: `python -m tests.multiproc.compression_job SCENARIO`."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from typing import Any
+
+import torch
+
+import star_hvd as hvd
+from benchmarks.networks import make_network
+from benchmarks.tasks import load_task
+from scheduler.transmission.wire import FORMS, LOW_RANK, NONE, WireChoice
+from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
+from tests.multiproc.modes import CONFIG, publish, within
+from tests.multiproc.scenarios import digest
+from tests.support.inside import driver_of, inside
+from tests.support.launch import write_result
+
+TOUR = ("partial(3)", "sync", "subgroup(0,1,2)", "sync", "local(2)", "sync")
+STEPS = 14  # In each mode.
+SEEDS, EPOCHS, BATCH = 3, 12, 32
+
+
+class Always(WireChoice):
+    """Asks for one form, whatever it costs: what is tested must not depend on the machine's speed."""
+
+    form = NONE
+
+    def observe(self, form: int, step_s: float, exposed_s: float) -> bool:
+        return False
+
+    def restart(self) -> None:
+        self.wanted = self.form
+
+
+def lossy_optimizer(net: torch.nn.Module, form: int, mode: str = "sync", **options: Any) -> tuple[Any, LossyWire]:
+    own = torch.optim.SGD(net.parameters(), lr=options.pop("lr", 0.02), momentum=0.9)
+    wrapped = hvd.DistributedOptimizer(
+        own, net.named_parameters(), compression=hvd.Compression.auto, mode=mode, config=CONFIG, **options
+    )
+    wire = inside(wrapped).core.wire
+    assert isinstance(wire, LossyWire)
+    engine = driver_of(wrapped).engine
+    wire.choice = Always()
+    wire.choice.form = form  # type: ignore[attr-defined]
+    with engine.lock:
+        wire.restart()
+    return wrapped, wire
+
+
+def wide() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 24))
+
+
+def step(net: torch.nn.Module, optimizer: Any, number: int) -> float:
+    generator = torch.Generator().manual_seed(1000 * int(hvd.rank()) + number)
+    inputs = torch.randn(8, 32, generator=generator)
+    optimizer.zero_grad()
+    loss = (net(inputs) - inputs[:, :24].sin()).square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def tour() -> dict[str, Any]:
+    """Through modes and back, compressed wherever gradients are reduced with those of all ranks or of a subgroup."""
+    net = wide()
+    optimizer, wire = lossy_optimizer(net, LOW_RANK)
+    number, seen, losses = 0, {}, []
+    for mode in TOUR:
+        began_s = time.monotonic()
+        publish(optimizer, mode)
+        while optimizer.mode != mode and within(began_s):
+            step(net, optimizer, number)
+            publish(optimizer, mode)
+            number += 1
+        forms = set()
+        for _ in range(STEPS):
+            losses.append(step(net, optimizer, number))
+            forms.add(FORMS[wire._form])
+            number += 1
+        seen[f"{len(seen)} {mode}"] = sorted(forms)
+    state = optimizer.state_dict()
+    optimizer.close()
+    left = state[STATE_KEY]["residuals"]
+    return {
+        "digest": digest(net),
+        "forms": seen,
+        "first": losses[0],
+        "last": sum(losses[-5:]) / 5,
+        "left": float(sum(value.norm() for value in left.values())),
+        "explain": wire.explain(),
+    }
+
+
+def resumed() -> dict[str, Any]:
+    """What is left to send is in the state: with it a second optimizer goes on exactly as the first would have."""
+    net = wide()
+    optimizer, _ = lossy_optimizer(net, LOW_RANK)
+    for number in range(9):
+        step(net, optimizer, number)
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())
+    left = state[STATE_KEY]["residuals"]
+    optimizer.load_state_dict(state)
+    again = optimizer.state_dict()[STATE_KEY]["residuals"]
+    same = all(torch.equal(again[i], value) for i, value in left.items())
+    digests = []
+    for loaded in (state, {key: value for key, value in state.items() if key != STATE_KEY}):
+        twin = wide()
+        twin.load_state_dict(weights)
+        other, _ = lossy_optimizer(twin, LOW_RANK)
+        other.load_state_dict(copy.deepcopy(loaded))
+        for number in range(9, 12):
+            step(twin, other, number)
+        digests.append(digest(twin))
+        other.close()
+    optimizer.close()
+    return {"same": same, "digests": digests, "keys": sorted(state)}
+
+
+def accuracy() -> dict[str, Any]:
+    """Final accuracy on the digits, over seeds, for each form."""
+    torch.set_num_threads(1)
+    task = load_task("digits", 1280)
+    inputs, labels = task.train.tensors  # type: ignore[attr-defined]
+    found: dict[str, list[float]] = {name: [] for name in FORMS}
+    mine = torch.arange(int(hvd.rank()), len(inputs), int(hvd.size()))
+    digests = []
+    for seed in range(SEEDS):
+        for form, name in enumerate(FORMS):
+            torch.manual_seed(seed)
+            net = make_network("digits", 64, "mlp")
+            optimizer, _ = lossy_optimizer(net, form, lr=0.05)
+            order = torch.Generator().manual_seed(seed)
+            for _ in range(EPOCHS):
+                for rows in mine[torch.randperm(len(mine), generator=order)].split(BATCH)[:-1]:
+                    optimizer.zero_grad()
+                    torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()
+                    optimizer.step()
+            with torch.no_grad():
+                right = (net(task.test_x).argmax(1) == task.test_y).float().mean()
+            found[name].append(100.0 * float(right))
+            digests.append(digest(net))
+            optimizer.close()
+    return {"accuracy": found, "digests": digests}
+
+
+def chosen() -> dict[str, Any]:
+    """Nothing is lost where the choice is made by measurement and reductions are as good as free."""
+    net = wide()
+    own = torch.optim.SGD(net.parameters(), lr=0.02)
+    optimizer = hvd.DistributedOptimizer(own, net.named_parameters(), compression=hvd.Compression.auto, mode="sync")
+    for number in range(60):
+        step(net, optimizer, number)
+    wire = inside(optimizer).core.wire
+    found = {"explain": wire.explain(), "digest": digest(net)}
+    optimizer.close()
+    return found
+
+
+def main() -> None:
+    hvd.init()
+    write_result(globals()[sys.argv[1]]())
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""`Compression.auto` in real jobs: equal replicas, modes and back, checkpoints, accuracy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.multiproc.compression_job import TOUR
+from tests.support.launch import JOB_LIMIT_S, run_job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
+
+POINTS = 0.3  # Of accuracy that may be lost, in the mean over the seeds.
+
+
+def _job(scenario: str, ranks: int) -> list[dict[str, Any]]:
+    return run_job("tests.multiproc.compression_job", scenario, ranks=ranks).check().results
+
+
+def test_replicas_are_equal_through_modes_and_back() -> None:
+    results = _job("tour", 4)
+    assert len({result["digest"] for result in results}) == 1
+    for rank, result in enumerate(results):
+        assert list(result["forms"]) == [f"{i} {mode}" for i, mode in enumerate(TOUR)]
+        for mode, forms in result["forms"].items():
+            outside = rank == 3 and "subgroup" in mode
+            assert outside or "local" in mode or "low rank" in forms, f"rank {rank} did not compress in {mode}"
+        assert result["last"] < 0.7 * result["first"] and result["left"] > 0
+
+
+def test_what_is_left_to_send_is_in_the_optimizers_state() -> None:
+    results = _job("resumed", 2)
+    assert all(result["same"] and "star_compression" in result["keys"] for result in results)
+    with_state, without = zip(*(result["digests"] for result in results), strict=True)
+    assert len(set(with_state)) == len(set(without)) == 1
+    assert with_state[0] != without[0], "the state that was loaded makes no difference"
+
+
+def test_accuracy_is_that_of_whole_gradients() -> None:
+    results = _job("accuracy", 2)
+    assert len({tuple(result["digests"]) for result in results}) == 1, "replicas differ"
+    means = {name: sum(values) / len(values) for name, values in results[0]["accuracy"].items()}
+    assert means["none"] > 90.0, "the task is not learned at all"
+    assert means["fp16"] >= means["none"] - POINTS and means["low rank"] >= means["none"] - POINTS, means
+
+
+def test_the_form_is_chosen_by_what_is_measured() -> None:
+    results = _job("chosen", 2)
+    assert len({result["digest"] for result in results}) == 1
+    assert "reductions are" in results[0]["explain"] or "timed" in results[0]["explain"]

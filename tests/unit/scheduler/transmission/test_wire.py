@@ -1,0 +1,98 @@
+"""Which form of gradients is asked for: decided by the times of whole steps, tried only where it can pay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.transmission.wire import FORMS, HALF, LOW_RANK, NONE, WireChoice, gain
+from tests.support.effort import cases
+
+
+def run(choice: WireChoice, steps: int, step_s: Callable[[int], float], exposed: float) -> list[int]:
+    """Forms of the steps of a job that asks for the form of each next step."""
+    forms, in_force = [], NONE
+    for _ in range(steps):
+        forms.append(in_force)
+        took_s = step_s(in_force)
+        choice.observe(in_force, took_s, exposed * took_s)
+        in_force = choice.wanted
+    return forms
+
+
+def test_on_a_slow_link_low_rank_is_taken_after_one_block_of_each() -> None:
+    choice = WireChoice()
+    forms = run(choice, 200, lambda form: (1.0, 0.5, 0.1)[form], 0.9)
+    assert set(forms[30:]) == {LOW_RANK} and "low rank" in choice.reason
+    assert forms.count(NONE) < 10 and forms.count(HALF) < 12
+
+
+def test_what_loses_less_is_preferred_where_the_rest_is_within_three_percent() -> None:
+    forms = run(WireChoice(), 200, lambda form: (1.0, 0.5, 0.49)[form], 0.5)
+    assert set(forms[-50:]) == {HALF}
+
+
+def test_where_nothing_is_waited_for_nothing_is_tried() -> None:
+    assert set(run(WireChoice(), 3000, lambda form: 1.0, 0.01)) == {NONE}
+
+
+def test_where_nothing_is_saved_trials_cost_less_than_a_percent() -> None:
+    """The wait is for a slow rank, say: every form only adds its own work, 5 % of a step."""
+    took_s = (1.0, 1.05, 1.05)
+    forms = run(WireChoice(), 20_000, lambda form: took_s[form], 0.3)
+    assert forms[-1] == NONE
+    assert sum(took_s[form] for form in forms) <= 1.01 * len(forms)
+
+
+def test_where_much_is_saved_later_looks_cost_about_a_percent() -> None:
+    took_s = (1.0, 0.5, 0.1)
+    forms = run(WireChoice(), 30_000, lambda form: took_s[form], 0.9)[40:]
+    assert forms.count(NONE) > 0, "it never looks again"
+    assert sum(took_s[form] for form in forms) <= 1.02 * took_s[LOW_RANK] * len(forms)
+
+
+def test_a_link_that_recovers_is_noticed() -> None:
+    choice = WireChoice()
+    run(choice, 100, lambda form: (1.0, 0.5, 0.1)[form], 0.9)
+    assert run(choice, 12_000, lambda form: (0.1, 0.11, 0.12)[form], 0.1)[-1] == NONE
+
+
+def test_noise_alone_decides_for_no_loss() -> None:
+    taken = 0
+    for seed in range(100):
+        noise = random.Random(seed)
+        forms = run(WireChoice(), 120, lambda form: noise.lognormvariate(0.0, 0.2), 0.3)  # noqa: B023
+        taken += forms[-1] != NONE
+    assert taken <= 25, f"{taken} of 100 jobs took a form that saves nothing"
+
+
+def test_after_a_restart_nothing_that_was_measured_counts() -> None:
+    choice = WireChoice()
+    run(choice, 100, lambda form: (1.0, 0.5, 0.1)[form], 0.9)
+    choice.restart()
+    assert choice.wanted == NONE
+    assert run(choice, 100, lambda form: 1.0, 0.01)[-1] == NONE
+
+
+def test_a_step_with_another_form_than_asked_for_is_not_counted() -> None:
+    choice = WireChoice()
+    assert not any(choice.observe(LOW_RANK, 1.0, 0.5) for _ in range(100))
+    assert choice.wanted == NONE
+
+
+@settings(max_examples=cases(100))
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=300))
+def test_any_times_give_a_form(times: list[tuple[float, float]]) -> None:
+    choice = WireChoice()
+    for step_s, exposed_s in times:
+        choice.observe(choice.wanted, step_s, exposed_s)
+        assert 0 <= choice.wanted < len(FORMS)
+
+
+def test_the_gain_is_of_medians() -> None:
+    saved, error = gain([1.0, 1.0, 9.0], [0.5, 0.5, 0.5])
+    assert saved == pytest.approx(0.5) and error == 0.0

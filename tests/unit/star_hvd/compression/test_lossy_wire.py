@@ -1,0 +1,201 @@
+"""Lossy forms inside engines of several ranks, in random interleavings: folds, proxies, switches, late ranks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from scheduler.records import Plan
+from scheduler.transmission.wire import FORMS, HALF, LOW_RANK, NONE, WireChoice
+from star_hvd.compression.lossy_wire import LossyWire
+from star_hvd.engine.applier import Applier
+from star_hvd.engine.buckets import Bucket, pack
+from star_hvd.engine.device import Streams
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.step_engine import StepEngine
+from tests.support.effort import cases
+from tests.support.world import Port, World
+
+SIDE = 12  # Of matrices that are large enough for factors.
+
+
+class AnyForm(WireChoice):
+    """Asks for another form whenever a step has ended; `observe` is what ends it."""
+
+    def __init__(self, seed: int, forms: list[int]) -> None:
+        super().__init__()
+        self._random, self._forms = random.Random(seed), forms
+
+    def observe(self, form: int, step_s: float, exposed_s: float) -> bool:
+        self.wanted = self._random.choice(self._forms)
+        return False
+
+
+class Recorded(LossyWire):
+    """Keeps the decoded sums."""
+
+    def __init__(self, buckets: list[Bucket], choice: WireChoice) -> None:
+        super().__init__(buckets, choice)
+        self.sums: list[tuple[int, torch.Tensor]] = []
+        self.used: set[int] = set()
+
+    def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
+        super().decode(bucket, reduced, flat)
+        self.used.add(self._form)
+        self.sums.append((bucket.index, flat.double().clone()))
+
+
+class LossyWorld(World):
+    """A world whose ranks may compress; the leader asks for forms at random."""
+
+    forms = [NONE, HALF, LOW_RANK, LOW_RANK]
+
+    def _engine(self, rank: int, seed: int, optimizer: str) -> StepEngine:
+        torch.manual_seed(seed)
+        gaps = random.Random(100 * seed + rank)
+        params = [torch.nn.Parameter(torch.randn(SIDE, SIDE)) for _ in range(3)]
+        opt = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        buckets = pack(params, 4 * SIDE * SIDE)
+        return StepEngine(
+            rank=rank,
+            plan=self.first,
+            applier=Applier(opt, torch.optim.SGD, buckets, HyperRow(opt.param_groups)),
+            collective=Port(self.network, rank),
+            listener=self.ears[rank],
+            replay_queue=4,
+            noise_interval_steps=2,
+            clock=lambda: gaps.uniform(0.0, 0.02),
+            wire=Recorded(buckets, AnyForm(seed + rank, self.forms)),
+        )
+
+
+def wire_of(engine: StepEngine) -> Recorded:
+    assert isinstance(engine.wire, Recorded)
+    return engine.wire
+
+
+def left_over(engine: StepEngine, bucket: Bucket) -> torch.Tensor:
+    found = wire_of(engine)._codecs[bucket.index].residuals()
+    return torch.zeros(SIDE * SIDE) if found is None else found[0].reshape(-1)
+
+
+def check(world: LossyWorld) -> None:
+    first = world.engines[0]
+    for engine, ears in zip(world.engines, world.ears, strict=True):
+        assert engine.step == engine.next_step == first.step and ears.mismatches == []
+        for mine, theirs in zip(engine.applier.buckets, first.applier.buckets, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True)), "replicas differ"
+        for (i, mine_sum), (j, their_sum) in zip(wire_of(engine).sums, wire_of(first).sums, strict=True):
+            assert i == j and torch.equal(mine_sum, their_sum), "ranks decoded different sums"
+    for bucket in first.applier.buckets:
+        sums = sum(total for index, total in wire_of(first).sums if index == bucket.index)
+        assert isinstance(sums, torch.Tensor)
+        left = sum(left_over(engine, engine.applier.buckets[bucket.index]).double() for engine in world.engines)
+        wanted = torch.zeros(SIDE * SIDE, dtype=torch.float64)
+        for index, rank, number in world.given:
+            if index == bucket.index:
+                wanted[rank * world.max_steps + number] += 1.0
+        for engine in world.engines:  # What came after the last step waits.
+            kept = engine._late._kept.get(bucket.index)
+            wanted -= 0.0 if kept is None else kept.flat[:-1].double()
+        assert float((sums[:-1] + left - wanted).abs().max()) < 5e-3, "a gradient was lost or applied twice"
+        waiting = sum(engine.pending_weight for engine in world.engines)
+        assert float(sums[-1]) == pytest.approx(len(world.given) / len(first.applier.buckets) - waiting)
+
+
+@pytest.mark.slow
+def test_every_gradient_is_applied_once_or_still_to_be_sent() -> None:
+    used: set[int] = set()
+    folds = proxied = 0
+    for seed in range(cases(60)):
+        size = 2 + seed % 3
+        plans = [
+            Plan.partial(size, 1 + seed % size, plan_id=1, damping="none"),
+            Plan.sync(size, plan_id=2, damping="none"),
+            Plan.partial(size, 1, plan_id=3, damping="none"),
+        ]
+        world = LossyWorld(seed, world_size=size, steps=8, plans=plans[: seed % 4], manual_share=0.3 * (seed % 2))
+        world.run()
+        check(world)
+        used |= wire_of(world.engines[0]).used
+        folds += sum(engine.counters.folds for engine in world.engines)
+        proxied += sum(engine.counters.proxied for engine in world.engines)
+    assert used == set(range(len(FORMS))) and folds > 0 and proxied > 0
+
+
+def test_a_new_plan_begins_without_compression() -> None:
+    """A rank that joins has not read what was asked for before."""
+    world = LossyWorld(3, steps=4, uneven=False)
+    world.run()
+    engine = world.engines[0]
+    wire_of(engine).ended(LOW_RANK)
+    assert engine.wire.lossy
+    engine.resume(Plan.sync(3, plan_id=9), engine.step)
+    assert not engine.wire.lossy and engine.wire.wanted == NONE and engine.wire.has_tail
+
+
+def wire(rank: int = 0, world_size: int = 2) -> tuple[LossyWire, dict[torch.nn.Parameter, int], list[Bucket]]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(SIDE, SIDE)) for _ in range(2)]
+    buckets = pack(params, 1 << 20)
+    made = LossyWire(buckets)
+    made.begin(Streams(buckets), rank, world_size)
+    return made, {param: i for i, param in enumerate(params)}, buckets
+
+
+def used(made: LossyWire, buckets: list[Bucket]) -> dict[str, Any]:
+    made.ended(LOW_RANK)
+    buckets[0].flat.normal_()
+    made.encode(buckets[0], buckets[0].flat, given=True)
+    return {}
+
+
+def test_state_goes_back_to_its_own_rank_only() -> None:
+    made, indices, buckets = wire(rank=1)
+    assert made.state(indices) is None, "a job that compresses nothing has no such state"
+    used(made, buckets)
+    state = made.state(indices)
+    assert state is not None and set(state["residuals"]) == {0, 1}
+    again, places, _ = wire(rank=1)  # The job was started again.
+    again.load(state, places)
+    found = again.state(places)
+    assert found is not None
+    assert all(torch.equal(found["residuals"][i], state["residuals"][i]) for i in (0, 1))
+    for rank, size in ((0, 2), (1, 3)):
+        other, places, _ = wire(rank=rank, world_size=size)
+        other.load(state, places)
+        assert other.state(places) is None, "what rank 1 has to send would be sent twice"
+    made.begin(Streams(buckets), 0, 3)  # An elastic job whose ranks were renumbered.
+    made.load(None, indices)
+    made.load(state, indices)
+    assert made.state(indices) is not None
+
+
+def test_a_world_that_begins_anew_keeps_what_is_left_to_send() -> None:
+    made, indices, buckets = wire()
+    used(made, buckets)
+    made.begin(Streams(buckets), 1, 4)
+    assert not made.lossy and made.state(indices) is not None
+
+
+def test_state_loaded_before_the_first_world_is_taken_when_it_begins() -> None:
+    made, indices, buckets = wire()
+    used(made, buckets)
+    state = made.state(indices)
+    late = LossyWire(buckets)
+    late.load(state, indices)
+    assert late.state(indices) is None
+    late.begin(Streams(buckets), 0, 2)
+    assert late.state(indices) is not None
+
+
+def test_who_forbids_loss_asks_for_none() -> None:
+    made, _, _ = wire()
+    made.choice.wanted = LOW_RANK
+    made.ended(NONE)
+    assert made.wanted == LOW_RANK
+    made.forbid("they are: a GradScaler decides")
+    assert made.wanted == NONE and "GradScaler" in made.explain()
