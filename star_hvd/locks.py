@@ -23,6 +23,7 @@ ORDER = (
     "ModeSwitcher._presence",
     "Replica.apply_lock",
     "StepEngine.lock",
+    "OrderedCollective._changed",
     "ModeSwitcher._lock",
     "ModeServices._changed",
     "ServerSessions._changed",

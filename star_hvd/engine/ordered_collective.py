@@ -8,7 +8,6 @@ ranks; ranks that waited for different buckets would wait for ever.
 from __future__ import annotations
 
 import collections
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ import torch
 from star_hvd import threads
 from star_hvd.engine.collective import Collective
 from star_hvd.engine.device import TRANSMIT, Fence, Streams
+from star_hvd.locks import ordered_condition
 
 __all__ = ["OrderedCollective"]
 
@@ -44,7 +44,7 @@ class OrderedCollective:
     def __init__(self, inner: Collective, streams: Streams, credit_bytes: int, thread_name: str) -> None:
         self.core_each = inner.core_each
         self._inner, self._streams, self._credit_bytes = inner, streams, credit_bytes
-        self._changed = threading.Condition()
+        self._changed = ordered_condition("OrderedCollective._changed")
         self._order: tuple[str, ...] = ()
         self._wanted: tuple[str, ...] | None = None  # The order from the next step on.
         self._next = 0  # Place in the order of what is submitted next.
