@@ -165,8 +165,8 @@ def test_two_ranks_that_are_both_overdue_do_not_take_a_task_from_each_other_for_
     pool = _pool(ranks, 2)
     for rank in range(ranks):
         pool.begin(rank, 0, 2 * rank, 0.01, 0.0)
-    told = pool.begin(0, 0, 1, 0.01, 0.01)
-    moved = 0
+    pool.begin(0, 0, 1, 0.01, 0.01)
+    told, moved = pool.begin(0, 0, -1, 0.01, 1.0), 0  # All others are at their first for 1 s, and have one left.
     while recalled := [each for each in told if each.kind is Kind.RECALL]:
         moved += 1
         assert moved <= ranks
@@ -175,7 +175,7 @@ def test_two_ranks_that_are_both_overdue_do_not_take_a_task_from_each_other_for_
             for each in recalled
             for after in [*pool.returned(each.rank, 0, each.task, True, 1.0), *pool.tick(1.0)[0]]
         ]
-    assert sum(len(pool.queued(rank, 0)) for rank in range(ranks)) == ranks - 1
+    assert moved and sum(len(pool.queued(rank, 0)) for rank in range(ranks)) == ranks - 1
 
 
 def test_a_step_of_many_ranks_is_decided_as_quickly_as_it_is_computed() -> None:
