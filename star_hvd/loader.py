@@ -233,17 +233,20 @@ class ShardLoader:
         if self._run.reference_samples == 0:
             self._run.reference_samples = float(reference)
         self._reference_samples = self._run.reference_samples
-        # One rank alone has nothing to accumulate for: the step of its whole batch is the same.
-        self._parts = microbatches if microbatches is not None and self._run.world_size > 1 else 0
+        self._microbatches = microbatches or 0
+
+    @property
+    def _parts(self) -> int:
+        """Parts into which a batch is cut, 0 for whole ones; one rank alone makes the same step of a whole batch."""
+        return self._microbatches if self._run.world_size > 1 else 0
 
     def __len__(self) -> int:
         positions = self._positions
         if positions is None:
             raise TypeError(f"the sampler of this loader ({type(self._order).__name__}) has no length")
         if self._parts:
-            layout = StepLayout(
-                positions, self.batch_size, self._parts, self._run.world_size, drop_last=self._drop_last
-            )
+            size = self._run.world_size
+            layout = StepLayout(positions, self.batch_size, self._parts, size, drop_last=self._drop_last)
             return -(-layout.total // self._run.world_size)
         total = positions // self.batch_size if self._drop_last else -(-positions // self.batch_size)
         return -(-total // self._run.world_size)

@@ -45,8 +45,11 @@ _PACES = 3
 
 _HALVINGS = 30  # Of an interval that is a few times as long as what is sought.
 
-_LOOK = 0.25
-"""Part of the fastest rank's pace after which a rank without tasks is looked at again."""
+_LOOK, _LOOK_S = 0.25, 2e-5
+"""Part of the fastest rank's pace after which ranks without tasks are looked at again; at least so long per rank."""
+
+_MANY = 16
+"""Ranks above which a rank's end is reckoned anew only where it may be the last one, and all of them by the clock."""
 
 
 class StepLayout:
@@ -265,6 +268,9 @@ class MicrobatchPool:
         self._ahead = 1  # Steps beyond the present one of which shares are known.
         self._steps: dict[int, _Step] = {}  # Open ones.
         self._made = 0  # Steps that have had shares.
+        self._look_at_s = 0.0
+        self._ends: list[tuple[float, int]] = []  # When ranks would end, negative, as a heap; and of which step.
+        self._ends_of = -1
         self._workers = [_Worker() for _ in range(layout.world_size)]
         for worker, pace_s in zip(self._workers, paces_s, strict=False):
             if math.isfinite(pace_s):
@@ -304,7 +310,7 @@ class MicrobatchPool:
             for task in self._first_tasks(each, rank)
             if task not in each.queues[rank]
         ]
-        return [*told, *moved, *self._make_steps(), *self._steal(now_s)]
+        return [*told, *moved, *self._make_steps()]
 
     def begin(self, rank: int, step: int, task: int, task_s: float, now_s: float) -> list[Action]:
         """A rank begins a task, or has nothing to work on.
@@ -332,7 +338,9 @@ class MicrobatchPool:
             found.begun[rank] += 1
             self.taken_over += task not in self._first_tasks(found, rank)
             actions += self._maybe_close(step)
-        return [*actions, *self._make_steps(), *self._steal(now_s)]
+        if task < 0:
+            self._look_at_s = min(self._look_at_s, now_s + self._look_s())
+        return [*actions, *self._make_steps(), *self._steal(now_s, rank)]
 
     def returned(self, rank: int, step: int, task: int, given: bool, now_s: float) -> list[Action]:
         """A rank's answer to a recall: it has given the task back, or has begun it (and says so elsewhere)."""
@@ -341,13 +349,13 @@ class MicrobatchPool:
             return []
         taker = found.asked.pop(task)
         if not given or task not in found.queues[rank]:
-            return self._steal(now_s)
+            return self._steal(now_s, taker)
         found.queues[rank].remove(task)
         if self._workers[taker].left:
             found.free.append(task)
             return self._steal(now_s)
         found.queues[taker].append(task)
-        return [Action(taker, Kind.GRANT, step, task), *self._steal(now_s)]
+        return [Action(taker, Kind.GRANT, step, task)]
 
     def leave(self, rank: int, now_s: float) -> list[Action]:
         """A rank takes no more: what it has not begun is for the others."""
@@ -364,12 +372,13 @@ class MicrobatchPool:
 
     def tick(self, now_s: float) -> tuple[list[Action], float]:
         """What time alone brings about, and when to look again (infinite where nothing can come of it)."""
+        if not self.steals or now_s < self._look_at_s:
+            return [], self._look_at_s if self.steals else math.inf
+        self._ends_of = -1
         actions = self._steal(now_s)
         waits = any(self._is_free(rank) and math.isnan(w.began_s) for rank, w in enumerate(self._workers))
-        if not self.steals or not waits or not any(any(each.queues) for each in self._steps.values()):
-            return actions, math.inf
-        known = [pace_s for pace_s in self.paces_s if not math.isnan(pace_s)]
-        return actions, now_s + max(2.0 * TRANSFER_S, _LOOK * min(known, default=0.0))
+        self._look_at_s = now_s + self._look_s() if waits else math.inf
+        return actions, self._look_at_s
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
@@ -422,36 +431,63 @@ class MicrobatchPool:
             return False
         return rank not in found.asked.values()
 
+    def _present_pace_s(self, rank: int, now_s: float) -> float:
+        """Seconds per task, at least what the present one has taken so far; 0 where nothing is known."""
+        worker = self._workers[rank]
+        known_s = worker.pace_s
+        elapsed_s = now_s - worker.began_s  # NaN where it works on none.
+        return max(0.0 if math.isnan(known_s) else known_s, 0.0 if math.isnan(elapsed_s) else elapsed_s)
+
     def _free_s(self, rank: int, now_s: float) -> float:
         """When a rank ends its present task."""
-        worker = self._workers[rank]
-        if math.isnan(worker.began_s):
-            return now_s
-        return max(now_s, worker.began_s + (0.0 if math.isnan(worker.pace_s) else worker.pace_s))
+        began_s = self._workers[rank].began_s
+        return now_s if math.isnan(began_s) else max(now_s, began_s + self._present_pace_s(rank, now_s))
 
-    def _steal(self, now_s: float) -> list[Action]:
-        """What ranks without tasks are given, the one that is free first before the others."""
+    def _look_s(self) -> float:
+        """Time from one look at ranks without tasks to the next."""
+        known = [pace_s for pace_s in self.paces_s if not math.isnan(pace_s)]
+        return max(2.0 * TRANSFER_S, _LOOK * min(known, default=0.0), _LOOK_S * len(self._workers))
+
+    def _steal(self, now_s: float, rank: int = -1) -> list[Action]:
+        """What ranks without tasks are given, those first that are free first; with many ranks `rank` alone."""
         actions: list[Action] = []
         if not self.steals and not any(each.free for each in self._steps.values()):
             return actions
-        free = [rank for rank in range(len(self._workers)) if self._is_free(rank)]
-        for rank in sorted(free, key=lambda rank: self._free_s(rank, now_s)):
-            step = self._workers[rank].step
+        few = len(self._workers) <= _MANY
+        among = range(len(self._workers)) if rank < 0 or few else (rank,)
+        free = sorted((self._free_s(each, now_s), each) for each in among if self._is_free(each))
+        self._ends_of = -1 if few else self._ends_of
+        for _, each in free:
+            step = self._workers[each].step
             found = self._steps[step]
             if found.free:
                 task = found.free.popleft()
-                found.queues[rank].append(task)
-                actions.append(Action(rank, Kind.GRANT, step, task))
+                found.queues[each].append(task)
+                actions.append(Action(each, Kind.GRANT, step, task))
             elif self.steals:
-                actions += self._take_over(rank, step, found, now_s)
+                actions += self._take_over(each, step, found, now_s)
         return actions
+
+    def _last(self, step: int, found: _Step, now_s: float) -> tuple[float, int]:
+        """When the rank would end that would end last, of those that have tasks to give away; and which it is."""
+        if self._ends_of != step:
+            ranks = range(len(self._workers))
+            self._ends_of, self._ends = step, [(-self._end_s(rank, step, found, now_s), rank) for rank in ranks]
+            heapq.heapify(self._ends)
+        while self._ends:
+            before, rank = self._ends[0]
+            now = -self._end_s(rank, step, found, now_s)
+            if now < math.inf and now <= before:  # As it was, or later.
+                return -now, rank
+            heapq.heapreplace(self._ends, (now, rank)) if now < math.inf else heapq.heappop(self._ends)
+        return -math.inf, -1
 
     def _take_over(self, rank: int, step: int, found: _Step, now_s: float) -> list[Action]:
         """The last task of the rank that would end last, if this one ends it sooner."""
-        end_s, victim = max((self._end_s(other, step, found, now_s), other) for other in range(len(self._workers)))
-        pace_s = self._workers[rank].pace_s
-        own_s = 0.0 if math.isnan(pace_s) else pace_s
-        if victim == rank or self._free_s(rank, now_s) + TRANSFER_S + own_s >= end_s:
+        end_s, victim = self._last(step, found, now_s)
+        # The same reckoning for both, or they would take a task from each other for ever.
+        own_s = self._free_s(rank, now_s) + self._present_pace_s(rank, now_s)
+        if victim < 0 or victim == rank or own_s + TRANSFER_S >= end_s:
             return []
         task = next(task for task in reversed(found.queues[victim]) if task not in found.asked)
         if not self._workers[victim].opened:
@@ -467,8 +503,5 @@ class MicrobatchPool:
         left = sum(task not in found.asked for task in queue)
         if left - (found.begun[rank] == 0) < 1:  # One stays, so that it has a part in the step.
             return -math.inf
-        running = worker.step == step and not math.isnan(worker.began_s)
-        elapsed_s = now_s - worker.began_s if running else 0.0
-        known_s = worker.pace_s
-        pace_s = max(elapsed_s, 0.0 if math.isnan(known_s) else known_s)
-        return (max(now_s, worker.began_s + pace_s) if running else now_s) + left * pace_s
+        began = worker.step == step
+        return (self._free_s(rank, now_s) if began else now_s) + left * self._present_pace_s(rank, now_s)

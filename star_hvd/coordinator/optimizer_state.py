@@ -370,7 +370,7 @@ class OptimizerState:
         return (self.choice.explain() if self.choice is not None else "") or self._plain_reason()
 
     def _plain_reason(self) -> str:
-        if self.refused is not None or self.unfed:
+        if (self.refused is not None or self.unfed) and not self.active.steal:
             return f"{self.active.label}: {self.refused or self.unfed}"
         return f"{self.active.label}: {self.active.reason or 'asked for'}"
 
@@ -442,7 +442,9 @@ class OptimizerState:
         window = self.window(now_s)
         self._trigger.set_typical(Readings.of(window).typical_s)
         self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
-        if self._switch is not None or self.refused is not None or self.closing:
+        # With micro-batches there is nothing to choose that changes a rank's steps.
+        refused = self.refused is not None and not self.microbatches
+        if self._switch is not None or refused or self.closing:
             if self.choice is not None:
                 self.choice.watch(window, self.active, now_s)
             return
@@ -479,6 +481,7 @@ class OptimizerState:
         if (wanted.uneven and not self.has_shares) or (wanted.steal and not self.microbatches):
             self._say_unfed(wanted)
             return
+        self.unfed = ""
         same = self.active.mode == wanted.mode and self.active.uneven == wanted.uneven
         same = same and self.active.steal == wanted.steal
         if not same and wanted.mode not in self.blocked:

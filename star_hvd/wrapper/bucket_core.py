@@ -306,7 +306,8 @@ class BucketCore:
             bucket.adopt(position)
         self._unready[bucket.index] -= 1
         if self._unready[bucket.index] == 0:
-            self.driver.engine.weight = self._accumulation.weight or self.run.batch_weight(self.passes)
+            parts = self.in_hand is not None or self._accumulation.count
+            self.driver.engine.weight = self._accumulation.weight if parts else self.run.batch_weight(self.passes)
             self.driver.give(bucket)
 
     # ---- a step ---------------------------------------------------------------------------------------------
@@ -423,10 +424,9 @@ class BucketCore:
         """
         self.finish_step()
         self._end_synchronized()
-        part = self.in_hand
-        if part is not None:
-            self._accumulation.finish()
-        self.driver.reporter.own_part = max(1, self._accumulation.count) / part.parts if part is not None else 1.0
+        self._accumulation.finish()
+        part, count = self.in_hand, max(1, self._accumulation.count)
+        self.driver.reporter.own_part = count / part.parts if part is not None else 1.0
         for param in self.requires_update - self._given:
             self._give(param)
         if self.driver.active_mode is not None:  # The gradients stay this rank's own; `apply` makes the whole step.

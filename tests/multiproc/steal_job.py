@@ -16,7 +16,9 @@ BATCH, PARTS, RANKS = 20, 4, 4  # 12 steps of 80 samples and one of 35.
 SLOW = 4.0
 
 
-def _train(mode: str, epochs: int, *, slow: bool = False, parts: int = PARTS, **given: Any) -> Any:
+def _train(
+    mode: str, epochs: int, *, slow: bool = False, parts: int = PARTS, batch: int = BATCH, **given: Any
+) -> Any:
     """The micro-batches that this rank had in each step, by epoch; and the parameters behind each step.
 
     A slow rank, rank 2, takes so many times as long; at half of the epochs it is another one.
@@ -24,7 +26,7 @@ def _train(mode: str, epochs: int, *, slow: bool = False, parts: int = PARTS, **
     net, options = _net(), {name: value for name, value in given.items() if name == "accuracy"}
     optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
     loading = {name: value for name, value in given.items() if name != "accuracy"}
-    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=parts, **loading)
+    loader = hvd.shard(_data(), batch_size=batch, seed=11, microbatches=parts, **loading)
     behind: list[torch.Tensor] = []
     taken: list[list[list[list[int]]]] = []
     for epoch in range(epochs):
@@ -85,6 +87,20 @@ def loaded_ahead() -> dict[str, Any]:
 def uneven() -> dict[str, Any]:
     """Micro-batches of different sizes: 3 of 20 samples, weighed by what they have."""
     return _compared("sync(steal)", 2, slow=True, parts=3)
+
+
+def short() -> dict[str, Any]:
+    """A last step of 3 samples in one micro-batch: three ranks have no part in it, and the parameters all the same."""
+    optimizer, behind, own = _train("sync(steal)", 3, batch=31)
+    taken = hvd.allgather_object(own, name="taken")
+    whole = [[[[i for part in step for i in part] for step in epoch] for epoch in rank] for rank in taken]
+    last, expected = optimizer.param_groups[0]["params"], _reference(whole)[-1]
+    vector = torch.nn.utils.parameters_to_vector(last).detach()
+    return {
+        "error": float((vector - expected).abs().max() / expected.abs().max()),
+        "steps": optimizer.stats()["steps"],
+        "own": len(behind),
+    }
 
 
 def auto() -> dict[str, Any]:

@@ -70,6 +70,12 @@ def test_the_gradient_is_the_mean_over_the_step(scenario: str) -> None:
         assert all(stepped == seen for stepped, seen in result.get("norms", []))
 
 
+def test_ranks_without_a_part_in_a_short_last_step_have_its_parameters_too() -> None:
+    results = _job("short")
+    assert all(result["error"] < 1e-6 and result["steps"] == 27 for result in results)
+    assert sorted(result["own"] for result in results)[0] < 27  # Of its own; the others' were applied for it.
+
+
 @pytest.mark.parametrize("scenario", ["left", "resumed"])
 def test_every_sample_once_where_a_rank_leaves_or_an_epoch_goes_on_elsewhere(scenario: str) -> None:
     assert sorted(i for result in _job(scenario) for i in result["taken"]) == list(range(SAMPLES))

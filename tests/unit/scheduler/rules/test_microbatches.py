@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import random
+import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -155,3 +158,51 @@ def test_a_rank_that_leaves_leaves_its_micro_batches_to_the_others_also_without_
         taken.append(granted[0].task)
         granted = pool.begin(0, 0, granted[0].task, TRANSFER_S, 2.0)
     assert sorted(taken) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("ranks", [2, 40])
+def test_two_ranks_that_are_both_overdue_do_not_take_a_task_from_each_other_for_ever(ranks: int) -> None:
+    pool = _pool(ranks, 2)
+    for rank in range(ranks):
+        pool.begin(rank, 0, 2 * rank, 0.01, 0.0)
+    pool.begin(0, 0, 1, 0.01, 0.01)
+    told, moved = pool.begin(0, 0, -1, 0.01, 1.0), 0  # All others are at their first for 1 s, and have one left.
+    while recalled := [each for each in told if each.kind is Kind.RECALL]:
+        moved += 1
+        assert moved <= ranks
+        told = [
+            after
+            for each in recalled
+            for after in [*pool.returned(each.rank, 0, each.task, True, 1.0), *pool.tick(1.0)[0]]
+        ]
+    assert moved and sum(len(pool.queued(rank, 0)) for rank in range(ranks)) == ranks - 1
+
+
+def test_a_step_of_many_ranks_is_decided_as_quickly_as_it_is_computed() -> None:
+    """512 ranks, some of them slow: deciding a whole step takes part of a second of processor time."""
+    ranks, parts = 512, 4
+    pool = _pool(ranks, parts)
+    paces_s = [4.0 if rank % 17 == 3 else 1.0 + 1e-4 * rank for rank in range(ranks)]
+    events: list[tuple[float, int]] = [(0.0, rank) for rank in range(ranks)]
+    waiting: set[int] = set()
+    began_s, now_s = time.process_time(), 0.0
+    while pool.queued(events[0][1], 0) or len(waiting) < ranks:
+        now_s, rank = heapq.heappop(events)
+        queue = pool.queued(rank, 0)
+        told = deque(pool.begin(rank, 0, queue[0] if queue else -1, paces_s[rank] if now_s else 0.0, now_s))
+        if queue:
+            heapq.heappush(events, (now_s + paces_s[rank], rank))
+        else:
+            waiting.add(rank)
+        while told:
+            each = told.popleft()
+            if each.kind is Kind.RECALL:
+                given = each.task in pool.queued(each.rank, 0)
+                told.extend(pool.returned(each.rank, 0, each.task, given, now_s))
+            elif each.kind is Kind.GRANT and each.rank in waiting:
+                waiting.discard(each.rank)
+                heapq.heappush(events, (now_s, each.rank))
+        if not any(pool.queued(rank, 0) for rank in range(ranks)):
+            break
+    assert now_s < 6.0  # Without taking over 16.
+    assert time.process_time() - began_s < 20.0

@@ -1,0 +1,57 @@
+"""Gradients of micro-batches add up, weighed, in the buckets; inside a step `param.grad` is None."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from star_hvd.engine.buckets import pack
+from star_hvd.errors import StarError
+from star_hvd.runtime.microbatches import MicrobatchInHand
+from star_hvd.wrapper.accumulation import Accumulation
+
+
+def _part(samples: int) -> MicrobatchInHand:
+    return MicrobatchInHand(samples, 4.0, lambda: True, 2)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_the_mean_is_that_of_all_samples(to_none: bool) -> None:
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    params = list(net.parameters())
+    buckets = pack(params, 64)
+    where = {param: (bucket, i) for bucket in buckets for i, param in enumerate(bucket.params)}
+    sum_of, part = Accumulation(sparse_as_dense=False), _part(1)
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda p: sum_of.add(p, *where[p], part))
+    inputs = torch.randn(6, 3, dtype=torch.float64)
+    for _ in range(2):  # In the second step gradients begin as views of the buckets, maybe zeroed ones.
+        for rows in (inputs[:1], inputs[1:3], inputs[3:]):
+            part = _part(len(rows))
+            net.zero_grad(set_to_none=to_none)
+            net(rows).square().mean().backward()
+            assert all(param.grad is None for param in params)
+            assert float(torch.nn.utils.clip_grad_norm_(params, 0.1)) == 0.0
+        assert (sum_of.count, sum_of.weight) == (3, 1.5)
+        sum_of.finish()
+        sum_of.clear()
+        expected = torch.autograd.grad(net(inputs).square().mean(), params)
+        for param, wanted in zip(params, expected, strict=True):
+            assert param.grad is not None and torch.allclose(param.grad, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_sparse_gradients_are_refused_or_made_dense() -> None:
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    bucket = pack([table.weight], 1024)[0]
+    for dense in (False, True):
+        table.weight.grad = None
+        table(torch.tensor([1, 1, 3])).sum().backward()
+        sum_of = Accumulation(sparse_as_dense=dense)
+        if not dense:
+            with pytest.raises(StarError, match="sparse_as_dense=True"):
+                sum_of.add(table.weight, bucket, 0, _part(4))
+            continue
+        sum_of.add(table.weight, bucket, 0, _part(4))
+        sum_of.finish()
+        assert table.weight.grad is not None and table.weight.grad[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0, 0.0]
