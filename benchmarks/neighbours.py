@@ -1,11 +1,13 @@
 """Whether servers harm others: they avoid a host that something else uses, and leave another job's step time alone.
 
-Two hosts are made of one machine: half of its processors each, which ranks and load are bound to, and an address each.
+Two hosts are made of one machine, each with an address of its own.
 
-`busy`: processes that compute without end use one of the two hosts, chosen by chance for each of the trials; a job of
-four ranks goes to servers, which must be on the other host.
+`busy`: each host is a control group with a quota of processors, as a container is. Processes that compute without end
+run on one of them, chosen by chance for each of the trials; a job of four ranks goes to servers, which must be on the
+other host.
 
-`neighbour`: a job of two ranks computes on the first host. Another job, with one rank there and three on the second
+`neighbour`: each host is half of the processors, which ranks are bound to. A job of two ranks computes on the first
+host. Another job, with one rank there and three on the second
 host, alternates between `sync`, `ps(3)` with servers that are placed by themselves, and `ps(3)` with its server on the
 first host, whatever that costs. Compared is the first job's step time.
 """
@@ -23,19 +25,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.quota import QuotaError, find_cpu_group
 from benchmarks.spec import write_json
 
 __all__ = ["Phase", "halves", "main", "median_in", "ratios"]
 
 _LIMIT = 1.05
 _HOSTS = ("127.0.0.1", "127.0.0.2")
-_SETTLE_S = 4.0  # Until the load shows in the readings, which are taken once per second.
+_SETTLE_S = 6.0  # Until the load shows in the readings, which are taken once per second.
+_QUOTA_CORES, _BURNERS, _PERIOD_S = 1.0, 2, 0.1  # Of a host that is a control group, and of the load on it.
 _PHASES = ("sync", "placed", "forced")
 _DEVICE_S = 0.02  # Time of a step of the job with servers in which a device would compute.
 _WAIT_S = 90.0  # For servers to be in force, on a machine with little to spare.
@@ -72,15 +76,52 @@ def ratios(ends_s: Sequence[float], phases: Sequence[Phase]) -> dict[str, list[f
 
 
 @contextmanager
-def _load(cpus: Sequence[int]) -> Iterator[None]:
-    """A process on each of these processors that computes without end; it ends with its input, so with this one too."""
+def _containers() -> Iterator[tuple[Path, ...]]:
+    """Make a control group with a quota for each host; where their processes are written to, per host, by kind.
+
+    Raises:
+        QuotaError: They cannot be made here.
+    """
+    group, made = find_cpu_group(), []
+    kinds = [group.path] if group.version == 2 else [group.path, Path(str(group.path).replace("/cpu", "/cpuacct", 1))]
+    quota, period = round(1e6 * _QUOTA_CORES * _PERIOD_S), round(1e6 * _PERIOD_S)
+    try:
+        for host in range(len(_HOSTS)):
+            for kind in kinds:
+                made.append(kind / f"neighbours-{os.getpid()}-{host}")
+                made[-1].mkdir()
+            own = made[-len(kinds)]
+            if group.version == 2:
+                (own / "cpu.max").write_text(f"{quota} {period}")
+            else:
+                (own / "cpu.cfs_period_us").write_text(str(period))
+                (own / "cpu.cfs_quota_us").write_text(str(quota))
+        yield tuple(made)
+    except OSError as error:
+        raise QuotaError(f"cannot make a control group with a quota: {error}") from None
+    finally:
+        for path in made:
+            with suppress(OSError):  # A process of it is still ending.
+                path.rmdir()
+
+
+def _join(groups: Sequence[Path], host: int) -> None:
+    """Be a process of one of the hosts that are control groups."""
+    count = len(groups) // len(_HOSTS)
+    for path in groups[host * count : (host + 1) * count]:
+        (path / "cgroup.procs").write_text(str(os.getpid()))
+
+
+@contextmanager
+def _load(begin: Callable[[], None], count: int) -> Iterator[None]:
+    """Processes that compute without end, after `begin`; they end with their input, so with this one too."""
     code = (
         "import os, sys, threading\n"
-        "os.sched_setaffinity(0, {int(sys.argv[1])})\n"
         "threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()\n"
         "while True: pass\n"
     )
-    made = [subprocess.Popen([sys.executable, "-c", code, str(cpu)], stdin=subprocess.PIPE) for cpu in cpus]
+    command = [sys.executable, "-c", code]
+    made = [subprocess.Popen(command, stdin=subprocess.PIPE, preexec_fn=begin) for _ in range(count)]
     try:
         yield
     finally:
@@ -92,7 +133,7 @@ def _load(cpus: Sequence[int]) -> Iterator[None]:
 
 
 def _bind(host: int) -> None:
-    """Be a process of one of the hosts; before threads are made."""
+    """Be a process of one of the hosts that are halves; before threads are made."""
     os.environ["STAR_HOST"] = _HOSTS[host]
     os.sched_setaffinity(0, halves(sorted(os.sched_getaffinity(0)))[host])
 
@@ -143,14 +184,15 @@ class _Job:
 def _served_by(args: argparse.Namespace) -> None:
     """A rank of `busy`: one optimizer with servers after the other; rank 0 moves the load."""
     rank = int(os.environ["HOROVOD_RANK"])
-    cpus = halves(sorted(os.sched_getaffinity(0)))
-    _bind(rank // 2)
+    os.environ["STAR_HOST"] = _HOSTS[rank // 2]
     import star_hvd as hvd
 
+    groups = [Path(text) for text in args.groups.split(",")]
+    _join(groups, rank // 2)
     dice, found = random.Random(args.seed), []
     for trial in range(args.trials):
         burnt = dice.randrange(2)
-        with _load(cpus[burnt] if rank == 0 else ()):
+        with _load(lambda burnt=burnt: _join(groups, burnt), _BURNERS if rank == 0 else 0):
             if trial:
                 time.sleep(_SETTLE_S)
             else:
@@ -234,11 +276,11 @@ def _run(role: str, ranks: int, out: Path, args: argparse.Namespace, **more: obj
 def _measure_busy(args: argparse.Namespace) -> dict[str, Any]:
     """Trials of several jobs; in the first trial of each the load is there before the job."""
     trials: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="neighbours-") as folder:
+    with tempfile.TemporaryDirectory(prefix="neighbours-") as folder, _containers() as groups:
         for seed in range(args.jobs):
-            most = min(args.trials, -(-args.total // args.jobs))
-            out = Path(folder) / f"busy{seed}.json"
-            trials += _run("busy", 4, out, args, trials=most, seed=seed)["trials"]
+            most = -(-args.total // args.jobs)
+            out, places = Path(folder) / f"busy{seed}.json", ",".join(map(str, groups))
+            trials += _run("busy", 4, out, args, trials=most, seed=seed, groups=places)["trials"]
     right = sum(bool(one["servers"]) and all(rank // 2 != one["burnt"] for rank in one["servers"]) for one in trials)
     return {"trials": trials, "avoided": right, "of": len(trials)}
 
@@ -282,8 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--placed-only", action="store_true", help="leave out the phase with a forced server")
     parser.add_argument("--deadline-s", type=float, default=400.0, help="of a job")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
-    for name in ("--worker", "--role", "--trials", "--seed"):
-        kind: Any = {"--worker": Path, "--role": str}.get(name, int)
+    for name in ("--worker", "--role", "--groups", "--trials", "--seed"):
+        kind: Any = {"--worker": Path, "--role": str, "--groups": str}.get(name, int)
         parser.add_argument(name, type=kind, default={"--trials": 5, "--seed": 0}.get(name), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker is not None:
@@ -298,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["neighbour"] = near = _measure_neighbour(args)
             for name, value in near["ratio"].items():
                 print(f"another job's step time, servers {name}: {value:.3f} x that before ({near['ratios'][name]})")
-    except JobFailed as error:
+    except (JobFailed, QuotaError) as error:
         print(f"error: {error}")
         return _EXIT_FAILED
     if args.json is not None:

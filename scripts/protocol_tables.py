@@ -32,8 +32,8 @@ RECORDS = {"StepTimes": Path("scheduler/records.py")}
 
 SERVER: dict[str, tuple[str, str]] = {
     "HELLO": ("worker -> server", "opens a connection"),
-    "PUSH": ("worker or parent -> shard 0", "announces a gradient: version, weight, count, hyperparameters, loss"),
-    "CHUNK": ("worker or parent -> its server", "a part of a chunk of that gradient"),
+    "PUSH": ("worker -> shard 0", "announces a gradient: version, weight, count, hyperparameters, loss"),
+    "CHUNK": ("worker -> its server", "a part of a chunk of that gradient"),
     "PULL": ("worker -> shard 0", "asks for the parameters of one version"),
     "STATE": ("worker -> shard 0", "asks for parameters and optimizer state of one version"),
     "PRESENCE": ("worker -> shard 0", "this worker is absent, or back"),

@@ -11,7 +11,7 @@ from scheduler.plan.headroom import Headroom
 __all__ = ["HostHeadroom"]
 
 _SMOOTHING = 0.4  # Weight of the newest reading, one per second.
-_STEP_CORES = 0.5
+_STEP_CORES = 0.25
 """Idle cores are used in steps of this size, and change only once a reading is half a step outside of its own:
 placement must not follow the noise of readings, because servers that move have to be started anew."""
 

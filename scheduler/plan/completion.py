@@ -40,12 +40,6 @@ def resolve(
         PlanError: It cannot follow the active plan.
     """
     plan = with_groups(plan, _known(times_s))
-    if plan.family == active.family == "ps" and (active.parents or plan.parents or plan.fan_in):
-        raise PlanError(
-            f"{plan.label} cannot follow {active.label}: connections of a fan-in tree are fixed; switch to sync first"
-        )
-    if plan.fan_in and not plan.parents:
-        plan = plan.replace(parents=grouping.fan_in_tree(plan.world_size, link_bytes_per_s, plan.fan_in))
     if plan.family in ("ps", "grouped"):
         plan = _with_servers(plan, active, hosts, slow, link_bytes_per_s, headroom, state_bytes, times_s)
     if plan.family == active.family == "subgroup" and not set(plan.members) & set(active.members):

@@ -1,4 +1,4 @@
-"""Grouping of ranks: groups by speed, groups of similar times, and the fan-in tree.
+"""Grouping of ranks: groups by speed, groups of similar times.
 
 Groups that wait for their own members only (grouped mode, Basu et al., HiPC 2018; dynamic x-order of STAR) deliver
 sum_k |S_k| / max_{i in S_k} t_i gradients per second: a slow rank delays only its own group. With one rank of eight
@@ -19,7 +19,6 @@ from scheduler.stats import lower_median
 
 __all__ = [
     "expected_staleness",
-    "fan_in_tree",
     "progressive_groups",
     "run_time_ratio",
     "similar_groups",
@@ -207,42 +206,6 @@ def similar_groups(times_s: Sequence[float], relative_threshold: float = SIMILAR
         size[index] += size[index + 1]
         mean_s, size = np.delete(mean_s, index + 1), np.delete(size, index + 1)
     return tuple(sorted(tuple(sorted(group)) for group in groups))
-
-
-def fan_in_tree(world_size: int, bandwidths_bytes_per_s: Sequence[float], fan_in: int) -> tuple[tuple[int, int], ...]:
-    """The (child, parent) pairs of a one-level tree for `Plan.parents`, which reduces what a server receives.
-
-    Parents are the ranks of highest bandwidth. Children of similar bandwidth share a parent, so that a slow one delays
-    few others.
-
-    Args:
-        world_size: Number of ranks.
-        bandwidths_bytes_per_s: Link rate of every rank; NaN (unknown) counts as the median of the others.
-        fan_in: Most children of a parent; 0 makes no tree.
-
-    Returns:
-        Pairs ordered by child; ranks that are in no pair push directly.
-
-    Raises:
-        ValueError: The number of rates is not `world_size`, a rate is 0 or less, or the fan-in is negative.
-    """
-    if len(bandwidths_bytes_per_s) != world_size:
-        raise ValueError(f"got {len(bandwidths_bytes_per_s)} bandwidths for {world_size} ranks; expected one each")
-    if fan_in < 0 or any(rate <= 0.0 for rate in bandwidths_bytes_per_s):
-        raise ValueError(
-            f"fan_in is {fan_in} with bandwidths {list(bandwidths_bytes_per_s)}; expected 0 or more children and "
-            "bandwidths above 0"
-        )
-    if fan_in == 0:
-        return ()
-    known = [rate for rate in bandwidths_bytes_per_s if not math.isnan(rate)]
-    usual = lower_median(known) if known else 1.0
-    rates = [usual if math.isnan(rate) else rate for rate in bandwidths_bytes_per_s]
-    order = sorted(range(world_size), key=lambda rank: (-rates[rank], rank))
-    count = math.ceil(world_size / (fan_in + 1))
-    parents, children = order[:count], order[count:]
-    share = len(children) / count
-    return tuple(sorted((child, parents[int(i / share)]) for i, child in enumerate(children)))
 
 
 def _check_times(times_s: Sequence[float]) -> None:

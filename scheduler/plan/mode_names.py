@@ -13,7 +13,7 @@ __all__ = ["parse_mode"]
 _EXPECTED = (
     "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'sync(steal)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
     "'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', "
-    "'ps(backup=b)', 'ps(tree=k)', 'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)' or a Plan"
+    "'ps(backup=b)', 'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)' or a Plan"
 )
 _NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 
@@ -25,7 +25,7 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
         mode: `auto`, `sync`, `sync(balanced)` (batch shares by speed), `sync(24,12,16,24)` (samples of every rank),
             `sync(steal)` (micro-batches taken over inside a step), `partial` (one rank may be late), `partial(m)`,
             `subgroup(0,1,2)` (its members), `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`,
-            `ps(backup=b)`, `ps(tree=k)` (x = n, through parents of k children each), `ssgd` (x = n), `asgd` (x = 1),
+            `ps(backup=b)`, `ssgd` (x = n), `asgd` (x = 1),
             `dynsgd`, `local(H)` (steps), `local(2.5s)` (seconds), or a `Plan`.
         world_size: Number of ranks in this job.
         fields: Further fields of a plan made from a name, such as `max_staleness`; ignored for a `Plan`. `damping`
@@ -110,8 +110,6 @@ def _make_ps(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
         return Plan.ps(n, 1, rule="ssp", slack=_whole(value, "s in 'ps(ssp=s)'"), **rest)
     if equals and name == "backup":
         return Plan.ps(n, n - _whole(value, "b in 'ps(backup=b)'"), rule="backup", lr_rule="none", **rest)
-    if equals and name == "tree":
-        return Plan.ps(n, n, fan_in=_whole(value, "k in 'ps(tree=k)'"), **rest)
     return Plan.ps(n, _whole(argument, "x in 'ps(x)'"), **rest)
 
 

@@ -12,8 +12,9 @@ __all__ = ["LOCAL_COPIES", "MAX_RANKS", "MODES", "RULES", "SET_IDLE_S", "Plan", 
 MODES = ("sync", "partial", "subgroup", "grouped", "ps", "local")
 RULES = ("x", "groups", "ssp", "backup")
 _KEYS = {"plan_id": "epoch"}  # Fields with another name in logs and messages.
+_REMOVED = frozenset(("fan_in",))  # Fields of older logs, without effect where they are 0.
 _FIELDS = {key: name for name, key in _KEYS.items()}
-_INTEGERS = ("world_size", "quorum", "plan_id", "max_staleness", "fan_in", "group_count", "slack", "local_steps")
+_INTEGERS = ("world_size", "quorum", "plan_id", "max_staleness", "group_count", "slack", "local_steps")
 _DAMPINGS = ("inverse", "relative", "none")
 _LR_RULES = ("linear", "noise", "none")
 _GUARDS = ("none", "damp", "reject")
@@ -52,9 +53,7 @@ class Plan:
             `relative` min(1, (n / x) / (1 + s)), which is 1 for equally fast workers, `none` 1.
         max_staleness: Late gradients staler than this many steps are dropped and counted (in `ps` the rule decides).
         members: `subgroup`: the ranks that all-reduce, ascending.
-        fan_in: `ps` with x = n: most children of a parent in a fan-in tree that the coordinator forms, 0 for none.
-        parents: (child, parent) pairs. `subgroup`: every rank that is no member has one, a member. `ps`: the
-            fan-in tree; a parent adds its children's gradients to its own.
+        parents: (child, parent) pairs. `subgroup`: every rank that is no member has one, a member.
         groups: `grouped` and rule `groups`: all ranks, each in one group; a group waits for its own members only.
         group_count: Groups to form where `groups` is empty, 0 for `grouping.progressive_groups`.
         rule: `ps`: `x` any x arrivals make an update, `groups` (dynamic x-order), `ssp` every arrival does and
@@ -84,7 +83,6 @@ class Plan:
     max_staleness: int = 16
     members: Ranks = ()
     parents: tuple[tuple[int, int], ...] = ()
-    fan_in: int = 0
     groups: tuple[Ranks, ...] = ()
     group_count: int = 0
     rule: str = "x"
@@ -230,11 +228,8 @@ class Plan:
             )
 
     def _check_ps(self) -> None:
-        if self.fan_in and (self.rule != "x" or self.quorum != self.world_size):
-            raise PlanError(
-                f"plan fan_in is {self.fan_in} with rule {self.rule} and quorum {self.quorum}; expected rule x and "
-                f"quorum {self.world_size}: a parent waits for its children"
-            )
+        if self.parents:
+            raise PlanError(f"plan parents is {self.parents} in mode ps; expected none: all ranks push to servers")
         if self.rule == "ssp" and self.quorum != 1:
             raise PlanError(f"plan quorum is {self.quorum} with rule ssp; expected 1: every arrival makes an update")
 
@@ -373,7 +368,7 @@ class Plan:
             return f"local({self.local_steps})" if self.local_steps else f"local({self.local_s:g}s)"
         if self.mode == "ps":
             argument = {
-                "x": f"tree={self.fan_in}" if self.fan_in else str(self.quorum),
+                "x": str(self.quorum),
                 "ssp": f"ssp={self.slack}",
                 "groups": "dynamic",
                 "backup": f"backup={self.world_size - self.quorum}",
@@ -384,15 +379,6 @@ class Plan:
     def parent_of(self, rank: int) -> int | None:
         """The rank that `rank` sends its gradients to, None without a parent."""
         return dict(self.parents).get(rank)
-
-    @property
-    def relays(self) -> Ranks:
-        """The ranks that have children, ascending."""
-        return tuple(sorted({parent for _, parent in self.parents}))
-
-    def children_of(self, rank: int) -> Ranks:
-        """The ranks that send their gradients to `rank`."""
-        return tuple(child for child, parent in self.parents if parent == rank)
 
     def replace(self, **changes: Any) -> Plan:
         """A copy with `changes`, validated again."""
@@ -417,6 +403,7 @@ class Plan:
         """
         if not isinstance(values, dict):
             raise PlanError(f"a plan is of type {type(values).__name__}; expected a mapping")
+        values = {key: value for key, value in values.items() if value or key not in _REMOVED}
         known = {_KEYS.get(item.name, item.name) for item in dataclasses.fields(cls)}
         unknown = sorted(set(map(str, values)) - known)
         if unknown:

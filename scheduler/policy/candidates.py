@@ -204,9 +204,7 @@ def reachable(plan: Plan, active: Plan | None) -> bool:
     """
     if active is None or plan.family != active.family:
         return True
-    if plan.family == "subgroup":
-        return bool(set(plan.members) & set(active.members))
-    return not (plan.family == "ps" and (active.parents or plan.parents or plan.fan_in))
+    return plan.family != "subgroup" or bool(set(plan.members) & set(active.members))
 
 
 def same_plan(one: Plan, other: Plan) -> bool:

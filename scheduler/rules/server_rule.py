@@ -109,11 +109,10 @@ Event = Update | Drop | Release
 
 
 def pushers(plan: Plan) -> tuple[int, ...]:
-    """The ranks that push to servers: in `grouped` the first of each group, else all except children."""
+    """The ranks that push to servers: in `grouped` the first of each group, else all."""
     if plan.mode == "grouped" and plan.groups:
         return tuple(sorted(group[0] for group in plan.groups))
-    children = {child for child, _ in plan.parents}
-    return tuple(rank for rank in range(plan.world_size) if rank not in children)
+    return tuple(range(plan.world_size))
 
 
 class ServerRule:
@@ -228,7 +227,7 @@ class ServerRule:
             return tuple(sorted(self._available(self._group_of(rank)) | {rank}))
         all_ranks = tuple(sorted(self._available() | {rank}))
         # A push of several gradients can reach x before the other ranks have pushed.
-        single = not self.plan.parents and all(push.count == 1 for push in self._pending)
+        single = all(push.count == 1 for push in self._pending)
         certain = self._barrier() or (single and self.plan.quorum >= len(all_ranks))
         return all_ranks if certain else None
 

@@ -84,7 +84,7 @@ class Outcome:
 
 def vectorised(plan: Plan) -> bool:
     """Whether many replicas of the plan can be simulated together in arrays."""
-    fixed = not streams(plan) and plan.rule in ("x", "backup") and not plan.parents and plan.guard == "none"
+    fixed = not streams(plan) and plan.rule in ("x", "backup") and plan.guard == "none"
     return plan.mode in ("sync", "partial", "subgroup", "local") or (plan.mode == "ps" and fixed)
 
 

@@ -37,7 +37,7 @@ class Arrivals(Mode):
 
     Args:
         state: The job. Batches begun before count as computed on the servers' initial parameters.
-        plans: One plan per replica, without parents or guard.
+        plans: One plan per replica, without guard.
     """
 
     def __init__(self, state: State, plans: Sequence[Plan]) -> None:
@@ -142,20 +142,14 @@ class Server(Mode):
         (plan,) = plans
         self.plan, machines = plan, state.machines
         rule = plan
-        if plan.mode == "ps" and plan.rule == "groups" and not plan.parents:
+        if plan.mode == "ps" and plan.rule == "groups":
             rule = Plan.grouped(plan.world_size, plan.groups, damping=plan.damping, lr_rule=plan.lr_rule,
                                 noise_scale=plan.noise_scale, guard=plan.guard)
         self.rule = ServerRule(rule, version=int(state.step[0]))
         if rule.mode == "grouped":
             self.pushers = {group[0]: np.array(group) for group in plan.groups}
         else:
-            parents = {parent for _, parent in plan.parents}
-            children = {child for child, _ in plan.parents}
-            self.pushers = {
-                rank: np.array([rank, *plan.children_of(rank)]) if rank in parents else np.array([rank])
-                for rank in range(plan.world_size)
-                if rank not in children
-            }
+            self.pushers = {rank: np.array([rank]) for rank in range(plan.world_size)}
         self.base = dict.fromkeys(self.pushers, int(state.step[0]))
         self.pushes = dict.fromkeys(self.pushers, 0)
         self.lengths = {int(state.step[0]): 0.0}  # Sum of the lengths of all updates before a version.
@@ -168,17 +162,15 @@ class Server(Mode):
     def _push_s(self, leader: int) -> float:
         """When the push of the current batches reaches the server."""
         machines, ranks = self.state.machines, self.pushers[leader]
-        if len(ranks) > 1 and self.plan.mode == "ps" and not self.plan.parents:
+        if len(ranks) > 1 and self.plan.mode == "ps":
             each_s = machines.finish_s[0, ranks] + machines.latency_s[0] + machines.bytes[0] / machines.rate[0, ranks]
             self.first_s[leader] = float(each_s.min())
             return float(each_s.max())
         ready_s = float(machines.finish_s[0, ranks].max())
-        if len(ranks) > 1 and self.plan.mode == "grouped":
+        if len(ranks) > 1:
             members = np.zeros((1, machines.n), dtype=np.bool_)
             members[0, ranks] = True
             ready_s += float(machines.ring_s(members)[0] + machines.helper_delay_s(members)[0])
-        elif len(ranks) > 1:
-            ready_s += float((machines.bytes / machines.rate[0, ranks[1:]].min())[0])
         return ready_s + self._way_s(leader)
 
     def _way_s(self, leader: int) -> float:

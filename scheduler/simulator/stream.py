@@ -28,7 +28,7 @@ _MANY = 64
 
 def streams(plan: Plan) -> bool:
     """Whether a plan is simulated in batches of arrivals."""
-    plain = plan.mode == "ps" and plan.rule in ("x", "ssp") and not plan.parents and plan.guard == "none"
+    plain = plan.mode == "ps" and plan.rule in ("x", "ssp") and plan.guard == "none"
     return plain and plan.world_size >= _MANY * plan.quorum
 
 

@@ -118,7 +118,7 @@ class JobKey:
     Args:
         own: The pair of this process.
         server: The pair of the server that this rank may start.
-        admitted: Public keys that servers, and parents in a fan-in tree, accept: those of all ranks and their servers.
+        admitted: Public keys that servers accept: those of all ranks and their servers.
     """
 
     def __init__(self, own: KeyPair, server: KeyPair, admitted: Iterable[bytes]) -> None:

@@ -68,7 +68,6 @@ logger = logging.getLogger("star_hvd")
 ALL = -1  # Destination: every rank.
 _TIDY_INTERVAL_S = 5.0  # Between two searches for unused process sets.
 _UNLIKELY = 3  # One of so many state sources named is a rank that is not known to have the state.
-_PARENT_AWAY_S = 0.5  # Longer than most collectives of the user's program.
 _MAX_OPEN = 4096  # Optimizers, and epochs of loaders, that are kept.
 _GRANTS_KEPT = 64  # Per rank: more than it has requests in flight.
 _REPORT_IMMEDIATELY_S = 1.0  # After the last rank is active again: the user's collectives come in bursts.
@@ -120,7 +119,6 @@ class JobState:
         self._asked = [0] * world_size
         self._closed: set[int] = set()
         self._away: dict[int, float] = {}  # Inactive ranks and since when.
-        self._waited_for: set[int] = set()  # Inactive parents of a fan-in tree that were announced as absent.
         self._closing: set[int] = set()  # Ranks that are closing an optimizer.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
@@ -158,7 +156,7 @@ class JobState:
         if self._immediate_until_s is not None and not self._away and now_s >= self._immediate_until_s:
             self._immediate_until_s = None
             self._broadcast(ReportImmediately(False))
-        wake_s = min(now_s + self._config.heartbeat_s, self._check_parents(now_s))
+        wake_s = now_s + self._config.heartbeat_s
         due = self.links.due(now_s, wanted=lambda: any(engine.suspects_links for engine in self.engines.values()))
         if due is not None:
             self.outbox.append(due)
@@ -268,7 +266,6 @@ class JobState:
             self._away.setdefault(rank, now_s)
         else:
             self._away.pop(rank, None)
-            self._announce_return(rank)
         if away and self._immediate_until_s is None:
             self._broadcast(ReportImmediately(True))
         if away or self._immediate_until_s is not None:  # An epoch's end may activate a rank first.
@@ -278,32 +275,6 @@ class JobState:
                 engine.rule.deactivate(rank, out_of_data=out_of_data)
             elif rank not in engine.dropped:
                 engine.rule.activate(rank, now_s)
-
-    def _check_parents(self, now_s: float) -> float:
-        """Announce inactive parents of a fan-in tree as absent; returns when to check again.
-
-        Such a parent does not push its children's gradients. Without the announcement its children would wait for it,
-        while it may wait for them in a collective of the user's program.
-        """
-        next_s = now_s + _TIDY_INTERVAL_S
-        if not self._away:
-            return next_s
-        served = [engine.active for engine in self.engines.values() if engine.active.mode == "ps"]
-        parents = {rank for plan in served for rank in plan.relays}
-        for rank in parents & self._away.keys() - self._waited_for:
-            due_s = self._away[rank] + _PARENT_AWAY_S
-            if now_s >= due_s:
-                self._waited_for.add(rank)
-                self._broadcast(Presence(rank, False))
-            else:
-                next_s = min(next_s, due_s)
-        return next_s
-
-    def _announce_return(self, rank: int) -> None:
-        if rank in self._waited_for:
-            self._waited_for.discard(rank)
-            if rank not in self._absent:
-                self._broadcast(Presence(rank, True))
 
     def _request_batch(self, rank: int, message: RequestBatch, now_s: float) -> None:
         given = self._granted[rank]
@@ -396,8 +367,6 @@ class JobState:
             self._broadcast(EpochEnd(*key))
             # All become active at once: a rank that leaves last must not have its first step closed without it.
             self._away = dict.fromkeys(self.finished, now_s)
-            for rank in self._waited_for - self.finished:
-                self._announce_return(rank)
             for engine in self.engines.values():
                 engine.rule.align(now_s)
                 for rank in self.finished.union(engine.dropped):

@@ -39,8 +39,8 @@ class Switch:
         return self.committed and self.active.family in ("ps", "grouped") and not same
 
     def server_up(self, index: int, address: list[str]) -> list[Message]:
-        """A server runs, or a parent of the fan-in tree listens; once all do, their addresses are sent."""
-        wanted = len(self.plan.servers) + (len(self.plan.relays) if self.plan.mode == "ps" else 0)
+        """A server runs; once all do, their addresses are sent."""
+        wanted = len(self.plan.servers)
         if not 0 <= index < wanted:
             return []  # Not a server of this plan.
         self._addresses[index] = address

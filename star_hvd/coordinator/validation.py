@@ -162,9 +162,9 @@ def _machine(message: MachineNote, _: int) -> None:
 
 
 def _address(message: ServerUp | ServerRestarted, world_size: int) -> None:
-    # A plan has at most a server per rank, and a parent per rank in its tree.
-    if not 0 <= message.index < 2 * world_size:
-        raise ChannelError(f"server index of {message.kind} is {message.index}; expected 0..{2 * world_size - 1}")
+    # A plan has at most a server per rank.
+    if not 0 <= message.index < world_size:
+        raise ChannelError(f"server index of {message.kind} is {message.index}; expected 0..{world_size - 1}")
     if len(message.address) != _ADDRESS_PARTS or sum(map(len, message.address)) > _MAX_ADDRESS:
         raise ChannelError(
             f"the address in a {message.kind} message has {len(message.address)} parts and "

@@ -32,8 +32,6 @@ _LOOK_S = 5.0  # Between two looks whether this rank has failed.
 class Client(Protocol):
     """The part of `star_hvd.ps.worker.client.Client` used here."""
 
-    @property
-    def takes_buckets(self) -> bool: ...
     def give(self, step: int, index: int, flat: torch.Tensor) -> None: ...
     def push(
         self,
@@ -143,7 +141,7 @@ class ServerSteps:
         """A gradient is whole."""
         self._engine.outside_gradient(bucket.index)
         # A late gradient is folded in by `step` alone: behind this one there may be no step.
-        if self._background and self.client.takes_buckets and not self.over and not self._engine.pending_weight:
+        if self._background and not self.over and not self._engine.pending_weight:
             if not self._given or bucket.index in self._given:  # The latter where no step followed a backward pass.
                 self._given.clear()
                 self._pushes += 1

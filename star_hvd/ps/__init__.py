@@ -19,9 +19,6 @@ server.recover(deadline_s)`, then `client.replace(index, endpoint)` on every wor
 the other `ServerProcess`es; nothing is lost and nothing applied twice. `server.member(engine, rank, "lost")` reports to
 shard 0 that a worker died.
 
-Fan-in tree (`plan.parents`, x = n): before `start`, `endpoint = parent_client.adopt(children, host)` on the parent and
-`child_client.follow(endpoint)` on its children.
-
 Limits: servers do not clip to a norm over all parameters (`max_grad_norm`). After a server's death in an asynchronous
 mode a reply can hold chunks of neighbouring versions; its version is the least of them.
 

@@ -63,7 +63,6 @@ class ServerSessions:
         self._rank = rank
         self._config = config
         self._key = key
-        self._host = host
         self._send = send
         self._drivers = drivers
         self._process = ServerProcess(rank, key, host, on_event=self._on_event)
@@ -173,22 +172,15 @@ class ServerSessions:
                 self._process.ensure(self._config.plan_deadline_s)
 
     def _connect(self, client: Client, optimizer_id: int, plan: Plan) -> list[Endpoint]:
-        """Announce where this rank's children find it, learn where all are, start; the servers' endpoints."""
-        count = len(plan.servers)
-        if self._rank in plan.relays:
-            own = client.adopt(plan.children_of(self._rank), self._host)
-            self._send(ServerUp(optimizer_id, plan.plan_id, count + plan.relays.index(self._rank), _to_parts(own)))
+        """Learn where all servers are, start; their endpoints."""
         try:
             endpoints = self._await_endpoints(optimizer_id, plan)
         except DeadlineError:
             client.close()
             raise
-        client.reach(endpoints[:count])
-        parent = plan.parent_of(self._rank)
-        if parent is not None:
-            client.follow(endpoints[count + plan.relays.index(parent)])
+        client.reach(endpoints)
         client.start()
-        return endpoints[:count]
+        return endpoints
 
     def _announce(self, optimizer_id: int, plan: Plan) -> None:
         address = _to_parts(self._process.ensure(self._config.plan_deadline_s))
@@ -243,12 +235,6 @@ class ServerSessions:
             if self._leads(engine):
                 with contextlib.suppress(KeyError):
                     self._process.member(engine, rank, "present" if present else "absent")
-            with contextlib.suppress(StarError):
-                session = self._session_of(engine, driver.engine.plan)
-                if session.plan.parent_of(rank) == self._rank:
-                    session.client.child(rank, present=present)
-                if session.plan.parent_of(self._rank) == rank:
-                    session.client.orphan(not present)
 
     def _leads(self, optimizer_id: int) -> bool:
         """Whether this rank runs the first server of an optimizer's present session, which orders the updates."""

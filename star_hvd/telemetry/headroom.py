@@ -1,7 +1,8 @@
 """Processors that a host has left for one more process: idle time of the usable ones, within the CPU quota.
 
-An idle processor of a host where tasks wait nevertheless (pressure stall information) counts for less: the wait shows
-that the idle time comes in pieces too short, or on processors too far, to be used.
+An idle processor counts for less where tasks of this process's control group wait nevertheless (pressure stall
+information): the wait shows that the idle time comes in pieces too short, or on processors too far, to be used. The
+pressure of the whole host says nothing here: on many processors some task waits nearly always.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 __all__ = ["CpuHeadroom", "idle_seconds", "quota_cores", "usable_cpus"]
@@ -68,7 +69,6 @@ class CpuHeadroom:
         self, cgroup: Path | None, stat: Path = _STAT, cpus: Callable[[], frozenset[int]] = usable_cpus
     ) -> None:
         self._cgroup, self._stat, self._cpus = cgroup, stat, cpus
-        self._all = frozenset(range(os.cpu_count() or 1))
 
     def counters(self) -> dict[str, float]:
         """Counters whose rates `free_cores` takes; those that cannot be read are missing."""
@@ -94,22 +94,16 @@ class CpuHeadroom:
                 left = quota_cores(self._cgroup) - (used if math.isfinite(used) else 0.0)
         if math.isnan(idle):
             return idle
-        free = min(idle, left) if math.isfinite(left) else idle
-        return max(0.0, free) * (1.0 - min(1.0, self._pressure(rates)))
-
-    def _pressure(self, rates: Mapping[str, float]) -> float:
-        """Share of the time that tasks beside this process waited; 0 where only those of other processors are known."""
-        own = rates.get("psi_cgroup_share", math.nan)
-        if math.isfinite(own):
-            return own
-        host = rates.get("psi_host_share", math.nan)
-        return host if math.isfinite(host) and self._cpus() >= self._all else 0.0
+        pressure = rates.get("psi_cgroup_share", math.nan)
+        free = idle * (1.0 - min(1.0, pressure)) if math.isfinite(pressure) else idle
+        return max(0.0, min(free, left) if math.isfinite(left) else free)
 
 
 def _used_seconds(cgroup: Path) -> float:
-    """CPU time used by a control group."""
-    with contextlib.suppress(OSError):
-        return 1e-9 * float((cgroup / "cpuacct.usage").read_text(encoding="ascii"))
+    """CPU time used by a control group; version 1 may count it in a hierarchy of its own."""
+    for place in (cgroup, Path(str(cgroup).replace("/cpu/", "/cpuacct/", 1))):
+        with contextlib.suppress(OSError):
+            return 1e-9 * float((place / "cpuacct.usage").read_text(encoding="ascii"))
     for line in (cgroup / "cpu.stat").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(" ")
         if name == "usage_usec":

@@ -161,22 +161,6 @@ def excluded(mode: str) -> Facts:
     return job.finish(mode=job.optimizer.mode)
 
 
-def tree() -> Facts:
-    """An epoch whose last batches go to children of a fan-in tree, whose parent has none left, or the other way."""
-    job = Job(torch.optim.SGD, mode="ps(tree=2)")
-    began_s = time.monotonic()
-    while job.optimizer.mode == "sync" and within(began_s):
-        job.step()
-    rows = torch.randn(4 * 41 + 8, 8)  # 43 batches: three ranks have one more than the fourth.
-    loader, counts = hvd.shard(torch.utils.data.TensorDataset(rows), 4), []
-    for _ in range(5):
-        counts.append(0)
-        for (_inputs,) in loader:
-            job.step()
-            counts[-1] += 1
-    return job.finish(mode=job.optimizer.mode, counts=counts)
-
-
 SCENARIOS: dict[str, Callable[[], Facts]] = {
     "long_step:3": lambda: long_step(3),
     "long_step:0": lambda: long_step(0),
@@ -186,7 +170,6 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
     "excluded:ps(2)": lambda: excluded("ps(2)"),
     "averaged:SGD": lambda: averaged(torch.optim.SGD),
     "averaged:Adam": lambda: averaged(None),
-    "tree": tree,
 }
 
 

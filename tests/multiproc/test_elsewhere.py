@@ -46,12 +46,6 @@ def test_a_plan_without_a_rank_that_is_fetching_the_state(name: str) -> None:
     assert {rank["mode"] for rank in ranks} == {name.partition(":")[2]}
 
 
-def test_epochs_end_where_a_parent_of_the_tree_has_fewer_batches_than_its_children() -> None:
-    ranks = facts("tree")
-    assert {rank["mode"] for rank in ranks} == {"ps(tree=2)"}
-    assert [sum(counts) for counts in zip(*(rank["counts"] for rank in ranks), strict=True)] == [43] * 5
-
-
 @pytest.mark.parametrize("name", names_of("averaged"))
 def test_local_steps_and_many_others_pass_while_a_rank_is_in_a_collective(name: str) -> None:
     ranks = facts(name)

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(4 * JOB_LIMIT_S)]
 RANKS = 4
 CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup(0,1,2)", "checkpoint:local(4)")
 FIXED = ("local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", "ssp(2)", "dynsgd", "ps(backup=1)")
-FIXED += ("ps(dynamic)", "grouped(2)", "ps(tree=2)")
+FIXED += ("ps(dynamic)", "grouped(2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
 SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -44,24 +43,8 @@ class Client:
         self._flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in layout.buckets]
         self._lent: list[torch.Tensor] = []
         self._begun: Push | None = None  # Buffers of it are on their way; it is not announced yet.
-        self._orphaned = False
-        self._withdrawn = False  # The push in flight is not sent, or void: its parent is, or was, absent.
 
     # ---- life ---------------------------------------------------------------------------------------------
-
-    def adopt(self, children: Iterable[int], host: str) -> Endpoint:
-        """Before `start`: be the parent of these ranks, adding their pushes to every own one and forwarding answers.
-
-        A push is then sent when all children that are not absent have pushed too.
-
-        Returns:
-            The endpoint that the children give to `follow`.
-        """
-        return self._line.adopt(children, host)
-
-    def follow(self, parent: Endpoint) -> None:
-        """Before `start`: push to a parent and get its answers, instead of the servers'."""
-        self._line.parent = parent
 
     def reach(self, endpoints: Sequence[Endpoint]) -> None:
         """Before `start`: set the servers, where they were not known when this client was made."""
@@ -81,11 +64,6 @@ class Client:
         return self._line.malformed
 
     # ---- what the worker does -----------------------------------------------------------------------------
-
-    @property
-    def takes_buckets(self) -> bool:
-        """Whether `give` may be called: in a fan-in tree pushes are added up before they go on."""
-        return self._line.relay is None and self._line.parent is None
 
     def give(self, step: int, index: int, flat: torch.Tensor) -> None:
         """Send one buffer of the push of `step`, which `push` announces once all are there. Does not block.
@@ -155,17 +133,16 @@ class Client:
             begun, self._begun = self._begun, None
             if begun is not None and begun.step == step:
                 begun.meta, begun.flats = meta, lent
-                self._line.push = begun
+                push = begun
             else:
-                self._line.push = Push(step, meta, lent, Exchange(self._layout, self._flats))
-            self._withdrawn = self._orphaned
-        if not self._withdrawn:
-            self._line.do("push", self._line.push)
+                push = Push(step, meta, lent, Exchange(self._layout, self._flats))
+            self._line.push = push
+        self._line.do("push", push)
 
     def _borrow(self, flats: Sequence[torch.Tensor], keep: bool) -> list[torch.Tensor]:
         """The buffers themselves where they may be kept, else copies in reused memory."""
         usable = all(flat.device.type == "cpu" and flat.is_contiguous() for flat in flats)
-        if keep and usable and self._line.relay is None:
+        if keep and usable:
             return list(flats)
         if not self._lent:
             self._lent = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
@@ -195,8 +172,6 @@ class Client:
                     if reply.kind == "error":
                         raise ChannelError(f"the servers refused the push of rank {self.rank}: {reply.reason}")
                     return reply
-                if self._withdrawn:
-                    break
                 if self._woken:
                     self._woken = False
                     return Reply("interrupted")
@@ -205,12 +180,6 @@ class Client:
                         f"rank {self.rank} waited {deadline_s:g} s for parameters; "
                         f"{line.push.exchange.describe()} (is a server dead or a rank very late?)"
                     )
-
-        # Only parents push: until its parent is back this worker pulls parameters, and its gradients count as dropped.
-        reply = self.pull(max(0.0, limit_s - time.monotonic()))
-        with self._line.changed:
-            self._line.push, self._withdrawn = None, False
-        return dataclasses.replace(reply, kind="dropped", reason="the parent in the fan-in tree is absent")
 
     def wake(self) -> None:
         """Interrupt the current or the next `wait`."""
@@ -255,20 +224,6 @@ class Client:
             finally:
                 line.reads = {number: each for number, each in line.reads.items() if each is not exchange}
         return exchange
-
-    def child(self, rank: int, *, present: bool) -> None:
-        """Note that a child is absent, so that pushes are sent without it, or present again."""
-        self._line.do("child", (rank, present))
-
-    def orphan(self, alone: bool) -> None:
-        """Note that the parent is absent, or back. A push without an answer is then withdrawn and counts as dropped."""
-        with self._line.changed:
-            if alone == self._orphaned or self._line.parent is None:
-                return
-            self._orphaned = alone
-            self._withdrawn = self._withdrawn or (alone and self._line.push is not None)
-            self._line.changed.notify_all()
-        self._line.do("presence", "withdrawn" if alone else "present")
 
     def absent(self, away: bool) -> None:
         """Announce to the servers that this worker will not push for a while, or that it will again."""

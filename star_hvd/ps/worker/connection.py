@@ -9,14 +9,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import msgpack
 import torch
 import zmq
 
-from star_hvd.channel.link import Dealer, Router
+from star_hvd.channel.link import Dealer
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError
 from star_hvd.locks import ordered_condition
@@ -25,7 +25,6 @@ from star_hvd.ps.common.identities import worker_identity
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.wire import Header, Kind, pack, parts, raw, read_meta, unpack
 from star_hvd.ps.worker.exchange import Exchange, StateExchange
-from star_hvd.ps.worker.relay import Relay
 
 __all__ = ["Line", "Push"]
 
@@ -91,8 +90,6 @@ class Line:
     ) -> None:
         self.rank, self.optimizer_id, self.session = rank, optimizer_id, session
         self.endpoints = list(endpoints)
-        self.parent: Endpoint | None = None
-        self.relay: Relay | None = None
         self.changed = ordered_condition("Line.changed")
         self.push: Push | None = None
         self.reads: dict[int, Exchange] = {}
@@ -102,24 +99,17 @@ class Line:
         self._layout, self._key = layout, key
         self._context = zmq.Context()
         self._sockets: list[Dealer] = []
-        self._upstream: Dealer = None  # type: ignore[assignment]  # Made by the thread: shard 0 or the parent.
         self._poller = zmq.Poller()
         self._todo: deque[tuple[str, Any]] = deque()
         self._wakeup = os.pipe()
         os.set_blocking(self._wakeup[0], False)
         os.set_blocking(self._wakeup[1], False)
         self._requests = 0
-        self._held: Push | None = None
         self._begun: Push | None = None  # Of which buckets were sent, and which is not announced.
         self._presence: str | None = None  # Last announced presence of this worker.
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
     # ---- for the client -----------------------------------------------------------------------------------
-
-    def adopt(self, children: Iterable[int], host: str) -> Endpoint:
-        """Before `start`: see `Client.adopt`."""
-        self.relay = Relay(self._context, self._key, host, self.optimizer_id, self.session, self._layout, children)
-        return self.relay.endpoint
 
     def start(self) -> None:
         """Connect to the servers, which need not listen yet."""
@@ -135,8 +125,6 @@ class Line:
         if self._thread.ident is not None:
             self._wake()
             self._thread.join(deadline_s)
-        elif self.relay is not None:  # Else the thread closes it.
-            self.relay.close()
         self._context.destroy(linger=500)
         for end in self._wakeup:
             os.close(end)
@@ -164,18 +152,12 @@ class Line:
             self._poller.register(self._wakeup[0], zmq.POLLIN)
             for index in range(len(self.endpoints)):
                 self._sockets.append(self._connect(self.endpoints[index]))
-            self._upstream = self._sockets[0] if self.parent is None else self._connect(self.parent)
-            if self.relay is not None:
-                self._poller.register(self.relay.router.socket, zmq.POLLIN)
             while not self.closed:
                 ready = dict(self._poller.poll(self._tick()))
                 if self._wakeup[0] in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(self._wakeup[0], 4096)
-                if self.relay is not None and self.relay.router.socket in ready:
-                    self._drain(self.relay.router, self.relay)
-                    self._send_held()
-                for dealer in self._dealers():
+                for dealer in self._sockets:
                     if not ready.keys().isdisjoint(dealer.sockets):
                         self._drain(dealer)
                 while self._todo:
@@ -186,26 +168,19 @@ class Line:
                 self.error = f"the connection to the parameter servers failed: {type(error).__name__}: {error}"
                 self.changed.notify_all()
         finally:
-            for each in self._dealers():
+            for each in self._sockets:
                 each.close(linger_ms=500)
-            if self.relay is not None:
-                self.relay.close()
-
-    def _dealers(self) -> list[Dealer]:
-        parent = [] if self.parent is None or self._upstream is None else [self._upstream]
-        return [*self._sockets, *parent]
 
     def _tick(self) -> int:
         """Run the connections' timers; milliseconds to the next one."""
-        ends: list[Dealer | Router] = [*self._dealers(), *([self.relay.router] if self.relay is not None else [])]
         now_s = time.monotonic()
-        for end in ends:
-            if end.next_s <= now_s:
-                end.tick()
-        for dealer in self._dealers():
+        for dealer in self._sockets:
+            if dealer.next_s <= now_s:
+                dealer.tick()
+        for dealer in self._sockets:
             if dealer.stream.broken is not None and not dealer.stream.replaced and not dealer.stream.ended:
                 raise ChannelError(dealer.stream.broken)
-        left_s = min((end.next_s for end in ends), default=math.inf) - now_s
+        left_s = min((dealer.next_s for dealer in self._sockets), default=math.inf) - now_s
         return _POLL_MS if left_s > 1e-3 * _POLL_MS else max(0, math.ceil(1e3 * left_s))
 
     def _connect(self, endpoint: Endpoint) -> Dealer:
@@ -230,8 +205,8 @@ class Line:
 
     def _execute(self, what: str, argument: Any) -> None:
         if what == "push":
-            self._held, self._begun = argument, None
-            self._send_held()
+            self._begun = None
+            self._send_push(argument)
         elif what == "bucket":
             self._begun, index = argument
             self._send_bucket(self._begun, index)
@@ -240,25 +215,14 @@ class Line:
         elif what == "presence":
             self._presence = argument
             self._meta(Kind.PRESENCE, 0, {"what": argument})
-        elif what == "child":
-            if self.relay is not None:
-                self.relay.note(*argument)
-                self._send_held()
         else:
             self._reconnect(*argument)
 
-    def _send_held(self) -> None:
-        """Send the push, once those of all present children are complete."""
-        push = self._held
-        if push is None or (self.relay is not None and not self.relay.ready()):
-            return
-        self._held = None
-        if self.relay is not None:
-            push.meta = self.relay.add(push.meta, push.flats)
+    def _send_push(self, push: Push) -> None:
         self._announce(push)
         left = set(range(len(push.flats))) - push.sent
         for index, socket in enumerate(self._sockets):
-            self._send_chunks(push, index, socket if self.parent is None else self._upstream, left)
+            self._send_chunks(push, index, socket, left)
 
     def _send_bucket(self, push: Push, bucket: int) -> None:
         push.sent.add(bucket)
@@ -269,8 +233,7 @@ class Line:
         self._meta(Kind.PUSH, push.step, push.meta if again is None else {**push.meta, "again": again})
 
     def _meta(self, kind: Kind, step: int, meta: dict[str, Any]) -> None:
-        through = self._upstream if kind in (Kind.PUSH, Kind.PRESENCE) else self._sockets[0]
-        self._send(through, [pack(self._header(kind, step)), msgpack.packb(meta)])
+        self._send(self._sockets[0], [pack(self._header(kind, step)), msgpack.packb(meta)])
 
     def _send_chunks(self, push: Push, index: int, dealer: Dealer, buckets: Container[int]) -> None:
         header = self._header(Kind.CHUNK, push.step)
@@ -297,13 +260,10 @@ class Line:
         self._sockets[index].close()
         self.endpoints[index] = endpoint
         self._sockets[index] = self._connect(endpoint)
-        if self.parent is None:
-            self._upstream = self._sockets[0]
         if index == 0 and self._presence is not None:  # The new process may lack it.
             self._meta(Kind.PRESENCE, 0, {"what": self._presence})
         push = self.push
-        # A parent sends its children's gradients again itself.
-        if push is not None and not push.answered and push is not self._held and self.parent is None:
+        if push is not None and not push.answered:
             self._announce(push, again=index)
             self._send_chunks(push, index, self._sockets[index], range(len(push.flats)))
         if self._begun is not None:
@@ -314,14 +274,11 @@ class Line:
         for exchange in unanswered:
             self._ask(exchange)
 
-    def _drain(self, source: Dealer | Router, relay: Relay | None = None) -> None:
+    def _drain(self, source: Dealer) -> None:
         for frames in source.receive(_BATCH):
             try:
                 if isinstance(frames, ChannelError):
                     raise frames
-                if relay is not None:
-                    relay.take(frames)
-                    continue
                 if len(frames) != 2:
                     raise ChannelError(f"a message has {len(frames)} frames; expected a header and a payload")
                 self._take(unpack(frames[0]), frames[1])
@@ -345,8 +302,6 @@ class Line:
             raise ChannelError(f"a worker got a message of kind {Kind(header.kind).name}, which only servers get")
         if exchange is None or exchange.complete:
             return  # A duplicate, after a server's restart.
-        if self.relay is not None and header.kind in (Kind.PARAMS, Kind.VERDICT):
-            self.relay.forward(header, payload.buffer)
         if header.kind == Kind.VERDICT:
             exchange.set_result(read_meta(payload))
         else:
@@ -355,7 +310,5 @@ class Line:
 
     def _announce_complete(self, exchange: Exchange) -> None:
         if exchange.complete:
-            if self.relay is not None and self.push is not None and exchange is self.push.exchange:
-                self.relay.done()
             with self.changed:
                 self.changed.notify_all()

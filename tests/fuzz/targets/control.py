@@ -28,7 +28,7 @@ _PLANS: tuple[dict[str, Any], ...] = tuple(
     for plan in (
         Plan.sync(_WORLD), Plan.partial(_WORLD, 2), Plan.subgroup(_WORLD, (0, 1)), Plan.ps(_WORLD, 2),
         Plan.ps(_WORLD, 1, servers=(0, 1)), Plan.grouped(_WORLD, 2), Plan.local(_WORLD, steps=4),
-        Plan.ps(_WORLD, 1, rule="ssp", slack=2), Plan.ps(_WORLD, _WORLD, fan_in=2),
+        Plan.ps(_WORLD, 1, rule="ssp", slack=2), Plan.ps(_WORLD, _WORLD),
     )
 )  # fmt: skip
 

@@ -24,12 +24,12 @@ _WORLD = 4
 _PLANS = (
     Plan.sync(_WORLD), Plan.partial(_WORLD, 3), Plan.subgroup(_WORLD, (0, 1, 3)), Plan.ps(_WORLD, 2),
     Plan.ps(_WORLD, 1, servers=(0, 1), rule="ssp", slack=3), Plan.grouped(_WORLD, ((0, 1), (2, 3))),
-    Plan.local(_WORLD, seconds=2.5), Plan.ps(_WORLD, _WORLD, fan_in=2, parents=((2, 0), (3, 1))),
+    Plan.local(_WORLD, seconds=2.5), Plan.ps(_WORLD, _WORLD),
     Plan.ps(_WORLD, 1, rule="groups"), Plan.ps(_WORLD, 3, rule="backup"),
 )  # fmt: skip
 _NAMES = (
     "auto", "sync", "partial", "partial(3)", "subgroup(0,1,2)", "grouped(2)", "ps(2)", "ps(dynamic)", "ps(ssp=3)",
-    "ps(backup=1)", "ps(tree=2)", "ssgd", "asgd", "dynsgd", "ssp(3)", "local(4)", "local(2.5s)",
+    "ps(backup=1)", "ssgd", "asgd", "dynsgd", "ssp(3)", "local(4)", "local(2.5s)",
 )  # fmt: skip
 
 

@@ -32,8 +32,7 @@ def test_ranks_of_a_host_share_the_least_of_their_readings() -> None:
 
 
 def test_noise_changes_nothing_and_load_does() -> None:
-    found, dice = HostHeadroom(HOSTS), random.Random(3)
-    seen = set()
+    found, dice, seen = noted({0: 2.5}, times=2), random.Random(3), set()
     for _ in range(300):
         found.note(0, MachineStats(free_cpu_cores=2.5 + dice.uniform(-0.4, 0.4)))
         seen.add(found.levels()[0].free_cpu_cores)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from scheduler.plan.grouping import (
     expected_staleness,
-    fan_in_tree,
     progressive_groups,
     run_time_ratio,
     similar_groups,
@@ -122,30 +120,6 @@ def test_similar_groups_are_those_of_ward_linkage(values: list[int], threshold: 
     assert set(similar_groups([float(value) for value in values], threshold)) == expected
 
 
-def test_tree_has_fast_parents_and_slow_leaves() -> None:
-    rates = [5.0, 1.0, 9.0, 2.0, 8.0, 1.5]
-    pairs = fan_in_tree(6, rates, 2)
-    assert {parent for _, parent in pairs} == {2, 4}
-    assert pairs == ((0, 2), (1, 4), (3, 2), (5, 4))  # the two slowest share a parent
-    plan = Plan.ps(6, 6, parents=pairs)
-    assert plan.children_of(4) == (1, 5)
-    assert fan_in_tree(6, rates, 0) == () and fan_in_tree(1, [1.0], 4) == ()
-    nan = float("nan")
-    assert {parent for _, parent in fan_in_tree(4, [nan, 1.0, 3.0, 2.0], 1)} == {0, 2}  # 2.0, the median of the others
-    assert len(fan_in_tree(4, [nan] * 4, 3)) == 3
-
-
-@given(rates=st.lists(st.floats(1.0, 1e9), min_size=1, max_size=20), fan_in=st.integers(1, 5))
-def test_no_parent_has_more_children_than_allowed(rates: list[float], fan_in: int) -> None:
-    n = len(rates)
-    plan = Plan.ps(n, n, parents=fan_in_tree(n, rates, fan_in))
-    parents = set(range(n)) - {child for child, _ in plan.parents}
-    assert len(parents) == math.ceil(n / (fan_in + 1))
-    assert all(len(plan.children_of(parent)) <= fan_in for parent in parents)
-    children = [rates[child] for child, _ in plan.parents]
-    assert not children or min(rates[parent] for parent in parents) >= max(children)
-
-
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected positive seconds"):
         throughput([1.0, 0.0], [[0]])
@@ -159,7 +133,3 @@ def test_bad_input_is_refused() -> None:
         progressive_groups([1.0], target=0.5)
     with pytest.raises(ValueError, match="relative_threshold is -1"):
         similar_groups([1.0], -1.0)
-    with pytest.raises(ValueError, match="2 bandwidths for 3 ranks"):
-        fan_in_tree(3, [1.0, 1.0], 1)
-    with pytest.raises(ValueError, match="fan_in is -1"):
-        fan_in_tree(1, [1.0], -1)

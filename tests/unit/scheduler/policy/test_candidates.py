@@ -168,7 +168,7 @@ def test_half_of_the_ranks_at_most_are_slow() -> None:
 def test_servers_are_not_offered_where_they_would_slow_another_job() -> None:
     times = steady(4, slow={3: 4.0})
     tight = Headroom(free_cpu_cores=0.0, neighbours=2)
-    free = Headroom(free_cpu_cores=2.0, neighbours=2)
+    free = Headroom(free_cpu_cores=4.0, neighbours=2)
 
     def found(*headroom: Headroom, hosts: str = "abcd") -> list[Plan]:
         known = dataclasses.replace(conditions(times, comm_bytes=4e7), headroom=headroom)
@@ -178,7 +178,7 @@ def test_servers_are_not_offered_where_they_would_slow_another_job() -> None:
     assert found(*[tight] * 4) == [], "all hosts are full"
     assert {plan.servers for plan in found(tight, tight, free, tight)} == {(2,)}
     assert {plan.servers for plan in found(tight, tight, tight, free)} == set(), "that one has the straggler"
-    waiting = Headroom(free_cpu_cores=0.0, neighbours=2, slack_cores=2.0)
+    waiting = Headroom(free_cpu_cores=0.0, neighbours=2, slack_cores=4.0)
     assert {plan.servers for plan in found(tight, waiting, tight, tight)} == {(1,)}
     assert found(*[Headroom(free_cpu_cores=0.0)] * 4), "no other job is there"
     served = dataclasses.replace(conditions(times, comm_bytes=4e7), headroom=(tight,) * 4)

@@ -168,19 +168,6 @@ def test_grouped_pushes_of_leaders() -> None:
     assert rule.expected(0) == (0,)
 
 
-def test_tree_pushes_of_parents_count_for_their_children() -> None:
-    plan = Plan.ps(6, 6, parents=((1, 0), (2, 0), (4, 3), (5, 3)))
-    rule = ServerRule(plan, version=0)
-    assert pushers(plan) == (0, 3) and rule.expected(0) == (0, 3)
-    assert rule.push(push(0, weight=3.0, count=3)) == []
-    (update,) = rule.push(push(3, weight=2.0, count=2))  # one child was late
-    assert isinstance(update, Update) and update.gradients == 5
-    assert [part.factor for part in update.parts] == [pytest.approx(5 / 6 / 5.0)] * 2
-    half = ServerRule(plan.replace(quorum=3), version=0)
-    assert half.expected(0) is None
-    assert updates(half.push(push(3, weight=3.0, count=3)))  # three gradients are x
-
-
 def test_dynamic_groups_are_barriers_of_their_own() -> None:
     rule = ServerRule(Plan.ps(4, 1, rule="groups", groups=((0, 2), (1, 3)), damping="none"), version=0)
     assert rule.push(push(0)) == [] and rule.push(push(1)) == []

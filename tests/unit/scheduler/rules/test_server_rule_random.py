@@ -21,14 +21,12 @@ def plans(n: int) -> st.SearchStrategy[Plan]:
         return tuple(tuple(r for r in range(n) if labels[r] == g) for g in sorted(set(labels)))
 
     groups = st.lists(st.integers(0, 2), min_size=n, max_size=n).map(groups_of)
-    tree = st.integers(0, n - 1).map(lambda k: tuple((child, 0) for child in range(1, k + 1)))
     order = st.builds(
-        lambda x, d, g, rule, p: Plan.ps(n, x, damping=d, guard=g, rule=rule, parents=p),
+        lambda x, d, g, rule: Plan.ps(n, x, damping=d, guard=g, rule=rule),
         st.integers(1, n),
         dampings,
         guards,
         st.sampled_from(["x", "backup"]),
-        tree,
     )
     ssp = st.builds(
         lambda s, d, g: Plan.ps(n, 1, rule="ssp", slack=s, damping=d, guard=g), st.integers(0, 3), dampings, guards

@@ -20,7 +20,6 @@ from star_hvd.channel import door
 from star_hvd.channel.door import CONTROL_BYTES, DoorWatch
 from star_hvd.channel.keys import JobKey, Keyring, Peer
 from star_hvd.ps.common.auth import connect
-from star_hvd.ps.worker.client import Client
 from tests.support.ps_cluster import DEADLINE_S, cluster
 from tests.support.strangers import GREETING, KINDS, strangers
 
@@ -110,16 +109,12 @@ def test_a_crowd_at_a_socket_of_a_rank(kind: str, count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("kind", ["silent", "flood"])
-def test_a_crowd_at_a_server_and_at_a_parent(kind: str, count: int) -> None:
+def test_a_crowd_at_a_server(kind: str, count: int) -> None:
     with cluster(Plan.ps(1, 1), processes=True) as made, contextlib.ExitStack() as stack:
-        parent = Client(1, 0, 0, made.endpoints, made.layout, made.key)
-        stack.callback(parent.close)
-        tree = parent.adopt([2], "127.0.0.1")
         pid = made.servers[0].pid
         assert pid is not None
         taken = stack.enter_context(memory_of(pid))
-        for endpoint in (made.endpoints[0], tree):
-            stack.enter_context(strangers(kind, count, endpoint.host, endpoint.port))
+        stack.enter_context(strangers(kind, count, made.endpoints[0].host, made.endpoints[0].port))
         for step in range(3):
             made.clients[0].push(step=step, version=step, flats=made.gradients(0, step), weight=1.0)
             assert made.clients[0].wait(DEADLINE_S).version == step + 1

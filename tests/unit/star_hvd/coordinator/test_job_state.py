@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
-from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Presence, Restart
+from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Restart
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL
 from star_hvd.errors import ChannelError
@@ -227,19 +227,6 @@ def test_a_rank_that_says_nothing_is_not_asked_for_the_state() -> None:
     job.pass_time(Config().absent_after_s + 1.0, alive=(1, 2))
     assert 0 not in job.board.lost
     assert sources(job, 2) == {1}
-
-
-def test_children_go_on_without_a_parent_that_is_away() -> None:
-    job = Job(4)
-    job.register(None)
-    job.engine.active = Plan.ps(4, 4, servers=(0,), fan_in=1, parents=((1, 0), (3, 2)))
-    job.say(2, m.Away(True, False, "allreduce"))
-    assert only(job.tick(), Presence) == [], "a collective of the user's is short, as a rule"
-    assert only(job.pass_time(1.0), Presence) == [Presence(2, False)]
-    assert only(job.pass_time(5.0), Presence) == [], "once"
-    assert only(job.say(2, m.Away(False, True, "allreduce")), Presence) == [Presence(2, True)]
-    job.say(1, m.Away(True, True, "end of epoch"))
-    assert only(job.pass_time(2.0), Presence) == [], "nobody waits for a child"
 
 
 def test_a_state_is_loaded_once_servers_that_are_ending_have_ended() -> None:

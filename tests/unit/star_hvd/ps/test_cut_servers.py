@@ -247,37 +247,6 @@ def test_a_server_needs_no_more_memory_for_what_is_on_its_way() -> None:
         assert sizes[-1] <= 16 and sizes[-1] - sizes[2] <= 3, f"places per chunk: {sizes}"
 
 
-def test_a_fan_in_tree_adds_every_gradient_once() -> None:
-    plan = Plan.ps(3, 3, parents=((2, 1),))
-    made = CutCluster(plan, servers=2)
-    relay: Proxy | None = None
-    try:
-        made.start(clients=False)
-        made.make_clients()
-        endpoint = made.clients[1].adopt([2], "127.0.0.1")
-        relay = Proxy(endpoint.port)
-        made.clients[2].follow(Endpoint("127.0.0.1", relay.port, endpoint.public_key))
-        for client in made.clients:
-            client.start()
-        step = 0
-        for inside in (False, True):
-            for way in (TO_SERVER, TO_CLIENT):
-                for frames in range(1, 16, 2):
-                    cuts = relay.cuts
-                    relay.arm(way, frames, inside=inside)
-                    while relay.cuts == cuts:
-                        replies = run_all(*(lambda r=r: one_step(made, r, step, step) for r in range(3)))  # noqa: B023
-                        assert [reply.version for reply in replies] == [step + 1] * 3
-                        assert replies[0].notes[-1]["gradients"] == 3
-                        step += 1
-        plain_steps(made, step, 3)
-        assert_equal_state(made, exact=False)
-    finally:
-        made.close()
-        if relay is not None:
-            relay.close()
-
-
 # ---- late gradients and fetches ---------------------------------------------------------------------------------
 
 

@@ -54,7 +54,6 @@ def _free(tmp_path: Path, cpus: frozenset[int], group: Path | None, used_s: floa
     stat = tmp_path / "stat"
     stat.write_text(BEFORE, encoding="ascii")
     headroom = CpuHeadroom(group, stat, lambda: cpus)
-    headroom._all = frozenset(range(4))
     first = headroom.counters()
     stat.write_text(AFTER, encoding="ascii")
     if group is not None:
@@ -75,13 +74,27 @@ def test_the_least_of_idle_processors_and_quota(tmp_path: Path) -> None:
     assert _free(tmp_path, cpus, group, used_s=1.6) == pytest.approx(0.9)
 
 
-def test_pressure_counts_where_it_is_of_these_processors(tmp_path: Path) -> None:
-    some = frozenset((0, 1))
-    assert _free(tmp_path, some, None, psi_host_share=0.5) == pytest.approx(0.9)  # May be of the other processors.
-    assert _free(tmp_path, some, None, psi_cgroup_share=0.5) == pytest.approx(0.45)
-    every = frozenset(range(4))
-    whole = _free(tmp_path, every, None)
-    assert _free(tmp_path, every, None, psi_host_share=0.5) == pytest.approx(0.5 * whole)
+def test_pressure_of_the_own_group_takes_from_what_is_idle(tmp_path: Path) -> None:
+    cpus = frozenset((0, 1))
+    assert _free(tmp_path, cpus, None, psi_host_share=0.5) == pytest.approx(0.9)
+    assert _free(tmp_path, cpus, None, psi_cgroup_share=0.5) == pytest.approx(0.45)
+    group = _group(tmp_path, cpu_max="40000 100000\n", cpu_stat="usage_usec 1000000\n")
+    assert _free(tmp_path, cpus, group, psi_cgroup_share=0.5) == pytest.approx(0.4), "the quota's rest stays"
+
+
+def test_version_1_counts_use_in_another_hierarchy(tmp_path: Path) -> None:
+    for kind in ("cpu", "cpuacct"):
+        (tmp_path / kind / "job").mkdir(parents=True)
+    group = _group(tmp_path / "cpu" / "job", cpu_cfs_quota_us="100000\n", cpu_cfs_period_us="100000\n")
+    stat, use = tmp_path / "stat", tmp_path / "cpuacct" / "job" / "cpuacct.usage"
+    headroom = CpuHeadroom(group, stat, lambda: frozenset((0, 3)))
+    stat.write_text(BEFORE, encoding="ascii")
+    use.write_text("1000000000\n", encoding="ascii")
+    first = headroom.counters()
+    stat.write_text(AFTER, encoding="ascii")
+    use.write_text("2400000000\n", encoding="ascii")
+    rates = {name: (value - first[name]) / 2.0 for name, value in headroom.counters().items()}
+    assert headroom.free_cores(rates) == pytest.approx(0.3)
 
 
 def test_unknown_where_nothing_can_be_read(tmp_path: Path) -> None:
