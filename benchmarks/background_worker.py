@@ -15,6 +15,7 @@ from torch import nn
 
 import star_hvd as hvd
 from benchmarks.device import DeviceTime, LayerClock, SleepDevice
+from scheduler.records import Plan, parse_mode
 from star_hvd.config import Config
 
 __all__ = ["LAYERS", "main"]
@@ -29,6 +30,14 @@ def make_model(mbytes: float) -> nn.Sequential:
     """Linear layers without bias whose gradients have `mbytes` 10^6 bytes in float32."""
     width = round(math.sqrt(1e6 * mbytes / 4 / LAYERS))
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+
+
+def _mode(spec: dict[str, Any]) -> str | Plan:
+    """The mode; servers on all hosts, where the plan does not say and the links' rates are not known yet."""
+    plan = parse_mode(spec["mode"], int(hvd.size()))
+    if plan is None or plan.family != "ps":
+        return str(spec["mode"])
+    return plan.replace(servers=tuple(range(int(hvd.size()))))
 
 
 def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[float, float]:
@@ -52,7 +61,7 @@ def main(folder: Path) -> None:
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
         named_parameters=model.named_parameters(),
-        mode=spec["mode"],
+        mode=_mode(spec),
         config=Config(background=spec["background"], bucket_bytes=round(1e6 * spec["mbytes"] / LAYERS) + 4096),
     )
     inputs = torch.randn(BATCH, model[0].in_features)

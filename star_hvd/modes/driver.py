@@ -22,6 +22,7 @@ from star_hvd.engine.records import Result
 from star_hvd.engine.state_source import StateSource
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
+from star_hvd.modes.arriving import Gates
 from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.mode_switcher import ModeSwitcher, Services, Steps
 from star_hvd.modes.step_reporter import Send, StepReporter
@@ -51,6 +52,7 @@ class StepDriver:
         reporter: Reports its steps; the engine's listener.
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
+        gates: In front of the parameters, where the wrapper has any.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class StepDriver:
         self._preparer = preparer
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
+        self.gates: Gates | None = None
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()

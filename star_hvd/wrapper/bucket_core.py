@@ -27,6 +27,7 @@ from star_hvd.errors import StarError
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
 from star_hvd.wrapper.dropped import note_dropped
+from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.sparse import SparseGradients
 
 __all__ = ["BucketCore", "mean_loss", "too_many_passes"]
@@ -171,6 +172,7 @@ class BucketCore:
         driver = run.new_driver()
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome)
+        driver.gates = ForwardGates(lambda index: None)  # Who closes one sets what it waits for.
         initial = Plan.sync(
             run.world_size,
             damping=self._config.damping,

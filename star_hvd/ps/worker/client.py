@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -173,8 +173,14 @@ class Client:
             mine.copy_(flat[: mine.numel()])
         return self._lent
 
-    def wait(self, deadline_s: float) -> Reply:
+    def wait(self, deadline_s: float, *, whole: bool = True) -> Reply:
         """Wait for the answer to the push.
+
+        Args:
+            deadline_s: Longest wait.
+            whole: Until all parameters are here. Else the answer is given when the push's result is known; parameters
+                still come into its buffers, and a buffer of the push stays unchanged until its bucket's are here:
+                `wait_bucket`, and `finish` at last.
 
         Returns:
             `params`: parameters to go on with. `dropped`: the same, but the push was dropped. `moved`: the servers were
@@ -190,6 +196,8 @@ class Client:
                 raise ChannelError(f"rank {self.rank} waits for an answer without a push; call push first")
             while True:
                 line.check()
+                if not whole and line.push.exchange.promised:
+                    return line.push.exchange.reply()  # `finish` ends the push, though all be here.
                 if line.push.answered:
                     reply, line.push = line.push.exchange.reply(), None
                     if reply.kind == "error":
@@ -211,6 +219,41 @@ class Client:
         with self._line.changed:
             self._line.push, self._withdrawn = None, False
         return dataclasses.replace(reply, kind="dropped", reason="the parent in the fan-in tree is absent")
+
+    def wait_bucket(self, index: int, deadline_s: float) -> None:
+        """After `wait` without `whole`: wait until all parameters of a bucket are in its buffer.
+
+        Raises:
+            DeadlineError: They are not within `deadline_s`.
+            ChannelError: The client was closed.
+        """
+        line = self._line
+        with line.changed:
+            self._await(lambda: line.push is None or line.push.exchange.has(index), deadline_s)
+
+    def finish(self, deadline_s: float) -> int:
+        """After `wait` without `whole`: wait for all parameters; their version.
+
+        Raises:
+            DeadlineError: They are not here within `deadline_s`.
+            ChannelError: The client was closed, or there was no push.
+        """
+        line = self._line
+        with line.changed:
+            push = line.push
+            if push is None:
+                raise ChannelError(f"rank {self.rank} waits for parameters without a push; call push first")
+            self._await(lambda: push.answered, deadline_s)
+            line.push = None
+            return push.exchange.version
+
+    def _await(self, done: Callable[[], bool], deadline_s: float) -> None:
+        line, limit_s = self._line, time.monotonic() + deadline_s
+        while not done():
+            line.check()
+            if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
+                missing = line.push.exchange.describe() if line.push is not None else "nothing is missing"
+                raise DeadlineError(f"rank {self.rank} waited {deadline_s:g} s for parameters; {missing}")
 
     def wake(self) -> None:
         """Interrupt the current or the next `wait`."""

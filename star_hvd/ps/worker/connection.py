@@ -350,11 +350,12 @@ class Line:
             exchange.set_result(read_meta(payload))
         else:
             exchange.add(header, payload.buffer)
-        self._announce_complete(exchange)
+        self._announce_progress(exchange)
 
-    def _announce_complete(self, exchange: Exchange) -> None:
-        if exchange.complete:
-            if self.relay is not None and self.push is not None and exchange is self.push.exchange:
+    def _announce_progress(self, exchange: Exchange) -> None:
+        if exchange.complete or exchange.promised:
+            of_push = self.push is not None and exchange is self.push.exchange
+            if self.relay is not None and exchange.complete and of_push:
                 self.relay.done()
             with self.changed:
                 self.changed.notify_all()

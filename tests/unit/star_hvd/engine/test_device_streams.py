@@ -167,7 +167,7 @@ class HostClient:
     def push(self, *, flats: Sequence[torch.Tensor], **given: Any) -> None:
         self.pushed = [flat.detach().cpu() for flat in flats]
 
-    def wait(self, deadline_s: float) -> Any:
+    def wait(self, deadline_s: float, *, whole: bool = True) -> Any:
         self.version += 1
         params = [torch.full((len(flat) - 1,), float(self.version)) for flat in self.pushed]
         return Reply("params", self.version, 1, applied=True, params=params)
