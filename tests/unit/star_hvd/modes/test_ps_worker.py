@@ -158,7 +158,7 @@ def test_a_use_of_parameters_waits_for_their_own_bucket_alone() -> None:
     assert rank.client.finished == 1 and rank.engine.step == 2
 
 
-@pytest.mark.parametrize("what", ["catch_up", "refresh_state", "exit", "state_dict", "step"])
+@pytest.mark.parametrize("what", ["catch_up", "refresh_state", "state_dict", "step"])
 def test_everything_else_waits_for_all_parameters(what: str) -> None:
     rank = Rank(gated=True)
     rank.backward(1.0)
@@ -169,8 +169,6 @@ def test_everything_else_waits_for_all_parameters(what: str) -> None:
             rank.model.state_dict()["2.weight"].clone()
         elif what == "step":
             rank.steps.step(skip=False)
-        elif what == "exit":
-            rank.steps.exit()
         else:
             rank.client.pull = lambda deadline_s: Reply("interrupted")  # type: ignore[attr-defined]
             rank.client.state = lambda deadline_s: Reply("interrupted")  # type: ignore[attr-defined]
@@ -185,3 +183,15 @@ def test_everything_else_waits_for_all_parameters(what: str) -> None:
             event.set()
         used.result(timeout=DEADLINE_S)
     assert all(float(param.detach().min()) >= 1.0 for param in rank.model.parameters())
+
+
+def test_the_end_of_the_mode_waits_for_nothing() -> None:
+    """The state comes from elsewhere then, or the job has failed and restores one."""
+    rank = Rank(gated=True)
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    rank.steps.exit()
+    for param in rank.model.parameters():
+        assert type(param) is torch.nn.Parameter
+        param.detach().fill_(5.0)
+    assert rank.model(torch.ones(1, 4)).tolist() == [[8000.0] * 4]
