@@ -224,6 +224,7 @@ class ModeServices:
                 deadline_s=deadline_s,
                 state_deadline_s=self._config.control_deadline_s,
                 on_step=driver.reporter.note_step,
+                background=self._config.background,
             )
         common: dict[str, Any] = {
             "deadline_s": deadline_s,

@@ -194,6 +194,7 @@ class Client:
         with line.changed:
             if line.push is None:
                 raise ChannelError(f"rank {self.rank} waits for an answer without a push; call push first")
+            line.push.piecewise = not whole
             while True:
                 line.check()
                 if not whole and line.push.exchange.promised:

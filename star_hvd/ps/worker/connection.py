@@ -40,14 +40,16 @@ class Push:
     Attributes:
         carriers: Connections that carry its parts, with the number of the last message on each.
         sent: Buckets that were sent ahead of its announcement.
+        piecewise: Whether its result, and each bucket of its answer, is waited for by itself.
     """
 
-    __slots__ = ("carriers", "exchange", "flats", "meta", "sent", "step")
+    __slots__ = ("carriers", "exchange", "flats", "meta", "piecewise", "sent", "step")
 
     def __init__(self, step: int, meta: dict[str, Any], flats: list[torch.Tensor], exchange: Exchange) -> None:
         self.step, self.meta, self.flats, self.exchange = step, meta, flats, exchange
         self.carriers: dict[Dealer, int] = {}
         self.sent: set[int] = set()
+        self.piecewise = False
 
     @property
     def answered(self) -> bool:
@@ -353,9 +355,9 @@ class Line:
         self._announce_progress(exchange)
 
     def _announce_progress(self, exchange: Exchange) -> None:
-        if exchange.complete or exchange.promised:
-            of_push = self.push is not None and exchange is self.push.exchange
-            if self.relay is not None and exchange.complete and of_push:
+        push = self.push if self.push is not None and exchange is self.push.exchange else None
+        if exchange.complete or (push is not None and push.piecewise):
+            if self.relay is not None and exchange.complete and push is not None:
                 self.relay.done()
             with self.changed:
                 self.changed.notify_all()
