@@ -50,9 +50,9 @@ class StepDriver:
 
     Attributes:
         reporter: Reports its steps; the engine's listener.
+        gates: In front of the parameters, where the wrapper has any.
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
-        gates: In front of the parameters, where the wrapper has any.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class StepDriver:
         self.number = number
         self.reporter = StepReporter(number, send, self._on_switch)
         self.timer = StepTimer()
+        self.gates: Gates | None = None
         self._send = send
         self._config = config
         self.ranks = ranks
@@ -74,7 +75,6 @@ class StepDriver:
         self._preparer = preparer
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
-        self.gates: Gates | None = None
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()

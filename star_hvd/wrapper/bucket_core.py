@@ -170,9 +170,9 @@ class BucketCore:
         hyper = HyperRow(self._inner.param_groups)
         applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
         driver = run.new_driver()
+        driver.gates = ForwardGates(lambda index: None)  # Who closes one sets what it waits for.
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome)
-        driver.gates = ForwardGates(lambda index: None)  # Who closes one sets what it waits for.
         initial = Plan.sync(
             run.world_size,
             damping=self._config.damping,
