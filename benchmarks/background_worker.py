@@ -15,6 +15,7 @@ from torch import nn
 
 import star_hvd as hvd
 from benchmarks.device import DeviceTime, LayerClock, SleepDevice
+from scheduler.records import Plan, parse_mode
 from star_hvd.config import Config
 
 __all__ = ["LAYERS", "main"]
@@ -31,6 +32,14 @@ def make_model(mbytes: float) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
 
 
+def _mode(spec: dict[str, Any]) -> str | Plan:
+    """The mode; servers on all hosts, where the plan does not say and the links' rates are not known yet."""
+    plan = parse_mode(spec["mode"], int(hvd.size()))
+    if plan is None or plan.family != "ps":
+        return str(spec["mode"])
+    return plan.replace(servers=tuple(range(int(hvd.size()))))
+
+
 def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[float, float]:
     """One step; its time and what of it was spent in `step()`."""
     began_s = time.monotonic()
@@ -43,7 +52,7 @@ def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[f
 
 
 def main(folder: Path) -> None:
-    """Train; rank 0 writes the times of its steps into `folder`."""
+    """Train; one rank writes the times of its steps into `folder`."""
     spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
     hvd.init()
     torch.manual_seed(0)
@@ -52,7 +61,7 @@ def main(folder: Path) -> None:
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
         named_parameters=model.named_parameters(),
-        mode=spec["mode"],
+        mode=_mode(spec),
         config=Config(background=spec["background"], bucket_bytes=round(1e6 * spec["mbytes"] / LAYERS) + 4096),
     )
     inputs = torch.randn(BATCH, model[0].in_features)
@@ -69,7 +78,7 @@ def main(folder: Path) -> None:
         began_s = time.monotonic()
         times = [_step(model, optimizer, inputs) for _ in range(spec["steps"])]
         total_s = time.monotonic() - began_s
-    if hvd.rank() == 0:
+    if hvd.rank() == (hvd.size() - 1 if spec["mode"].startswith("subgroup") else 0):  # There the last is a child.
         found = {
             "mode": engine.plan.label,
             "step_s": total_s / len(times),

@@ -29,6 +29,7 @@ ORDER = (
     "ServerSessions._changed",
     "ServerProcess._changed",
     "Line.changed",
+    "LateSender._changed",
     "LeaseStock._changed",
     "MicrobatchStock._changed",
     "BatchSizes._lock",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
@@ -429,12 +430,15 @@ class _Methods:
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
+        to_none = args[0] if args else kwargs.get("set_to_none", True)
         core = self._star.core
         if isinstance(core, BucketCore):
-            if (args[0] if args else kwargs.get("set_to_none", True)) and core.clear_gradients():
+            if to_none and core.clear_gradients():
                 return
             core.finish_step()
-        self._star.base.zero_grad(self, *args, **kwargs)  # type: ignore[arg-type]
+        # Parameters on their way are not waited for, unless memory is overwritten that servers may be sent again.
+        with torch._C.DisableTorchFunctionSubclass() if to_none else contextlib.nullcontext():
+            self._star.base.zero_grad(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes accumulated before a reduction; ValueError if it is not above 0."""

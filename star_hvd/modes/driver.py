@@ -23,6 +23,7 @@ from star_hvd.engine.records import Result
 from star_hvd.engine.state_source import StateSource
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
+from star_hvd.modes.arriving import Gates
 from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.mode_switcher import ModeSwitcher, Services, Steps
 from star_hvd.modes.step_reporter import Send, StepReporter
@@ -67,6 +68,7 @@ class StepDriver:
 
     Attributes:
         reporter: Reports its steps; the engine's listener.
+        gates: In front of the parameters, where the wrapper has any.
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
         overlapped: Its overlapped steps, where it has any.
@@ -84,6 +86,7 @@ class StepDriver:
         self.number = number
         self.reporter = StepReporter(number, send, self._on_switch)
         self.timer = StepTimer()
+        self.gates: Gates | None = None
         self._send = send
         self._config = config
         self.ranks = ranks

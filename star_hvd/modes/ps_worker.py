@@ -4,6 +4,8 @@ In the background (`Config.background`) a bucket is sent when its gradient is wh
 is left and announces the push. The servers count a push from its announcement on, so that rules and their outcome are
 the same. A program that changes gradients before `step`, to clip them by hand for example, voids what was sent: the
 push is made again as a whole, under a new number, and from then on none begins within backward.
+
+With gates `step` waits for the push's result alone: parameters arrive while the program goes on (`arriving.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
+from star_hvd.modes.arriving import ArrivingParameters, Gates
 
 __all__ = ["Client", "Outcome", "ServerSteps", "StepInfo"]
 
@@ -46,7 +49,9 @@ class Client(Protocol):
         loss: float,
         keep: bool,
     ) -> None: ...
-    def wait(self, deadline_s: float) -> Any: ...
+    def wait(self, deadline_s: float, *, whole: bool = True) -> Any: ...
+    def wait_bucket(self, index: int, deadline_s: float) -> None: ...
+    def finish(self, deadline_s: float) -> int: ...
     def pull(self, deadline_s: float) -> Any: ...
     def state(self, deadline_s: float) -> Snapshot: ...
     def absent(self, away: bool) -> None: ...
@@ -89,6 +94,7 @@ class ServerSteps:
         plan_of: The plan of an epoch that the servers have taken up, None where it is unknown here.
         same_session: Whether two plans are served without an end between them.
         background: Whether buckets are sent within backward.
+        gates: In front of parameters that are on their way when `step` returns; None where it waits for all of them.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class ServerSteps:
         plan_of: Callable[[int], Plan | None],
         same_session: Callable[[Plan, Plan], bool],
         background: bool = False,
+        gates: Gates | None = None,
     ) -> None:
         self.plan = plan
         self.client = client
@@ -116,6 +123,8 @@ class ServerSteps:
         self._moved = False
         # A push is clipped as a whole, and buffers on a device are copied as a whole.
         self._background = background and engine.applier.max_grad_norm is None and not engine.streams.devices
+        made = gates is not None and not engine.streams.devices
+        self._arriving = ArrivingParameters(engine, client, gates, deadline_s) if gates is not None and made else None
         self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
         self._given: dict[int, int] = {}  # Buckets sent ahead of `step`, with the version of their memory.
 
@@ -156,6 +165,7 @@ class ServerSteps:
         later update.
         """
         engine = self._engine
+        self._finish_arriving()
         engine.own_steps += 1
         engine.applier.clip()  # The averaged gradient is never in one piece.
         flats, version = self._contribution(), engine.step
@@ -168,7 +178,7 @@ class ServerSteps:
         if outcome.kind == "moved":
             self._moved = True
         else:
-            self._write(outcome)
+            self._write(outcome, arriving=True)
             staleness = max(0, outcome.version - 1 - version)
             self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self.acts_on))
         return None
@@ -222,7 +232,7 @@ class ServerSteps:
             if self._engine.failure is not None:
                 raise self._engine.failure
             try:
-                reply = self.client.wait(_LOOK_S)
+                reply = self.client.wait(_LOOK_S, whole=self._arriving is None)
             except DeadlineError:
                 continue
             if reply.kind == "interrupted":
@@ -256,22 +266,35 @@ class ServerSteps:
             counters.drops += 1
             counters.dropped_weight += weight
 
-    def _write(self, outcome: Outcome) -> None:
+    def _write(self, outcome: Outcome, *, arriving: bool = False) -> None:
         engine = self._engine
         with engine.replica.apply_lock:
             engine.replica.overwritten()
-            with engine.replica.writing(), torch.no_grad():
-                for bucket, flat in zip(engine.applier.buckets, outcome.params, strict=True):
-                    for param, view in zip(bucket.params, bucket.split(flat), strict=True):
-                        param.copy_(view)
+            if arriving and self._arriving is not None:
+                self._arriving.begin(outcome.params)
+            else:
+                self._copy(outcome.params)
             engine.note_step(outcome.version)
         if outcome.plan_id > engine.plan.plan_id:
             plan = self._plan_of(outcome.plan_id)
             if plan is not None and plan.family == self.plan.family == "ps":
                 engine.adopt_plan(plan)
 
+    def _copy(self, params: Sequence[torch.Tensor]) -> None:
+        with self._engine.replica.writing(), torch.no_grad():
+            for bucket, flat in zip(self._engine.applier.buckets, params, strict=True):
+                for param, view in zip(bucket.params, bucket.split(flat), strict=True):
+                    param.copy_(view)
+
+    def _finish_arriving(self) -> None:
+        """Wait for parameters that are on their way, before anything else is done with them."""
+        version = self._arriving.finish() if self._arriving is not None else None
+        if version is not None and version < self._engine.step:  # Of a server that was restarted in the middle.
+            self._engine.note_step(version)
+
     def catch_up(self) -> None:
         """Get the newest parameters, at the end of an epoch for example."""
+        self._finish_arriving()
         if not self.over:
             reply = self.client.pull(self._deadline_s)
             if reply.kind == "params":
@@ -279,6 +302,7 @@ class ServerSteps:
 
     def refresh_state(self) -> None:
         """Bring parameters and optimizer state of one consistent version here, for a checkpoint."""
+        self._finish_arriving()
         if not self.over:
             self._engine.adopt_state(self.client.state(self._deadline_s))
 
@@ -303,6 +327,8 @@ class ServerSteps:
 
     def exit(self) -> None:
         """The mode has ended; the client stays until the final state has been fetched."""
+        if self._arriving is not None:
+            self._arriving.stop()
 
 
 def _damped(notes: Sequence[dict[str, Any]], rank: int) -> float:

@@ -1,6 +1,9 @@
 """A rank outside the subgroup: sends its gradient to a member, its parent, and gets current parameters back.
 
 The members never wait for it. The parent folds the gradient into its own next submission, as late as it is.
+
+In the background (`Config.background`) the rank does not wait for its parent either: `LateSender` sends, and parameters
+are taken over at the end of the first step by which they are there. Gradients made meanwhile are added up.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 from scheduler.records import Plan
 from star_hvd.channel.late_push import ParentLink
+from star_hvd.channel.late_sender import LateSender
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import StateSource, StateSources
@@ -54,6 +58,7 @@ class ChildSteps:
         deadline_s: Longest wait for the parent.
         state_deadline_s: Longest wait for the optimizer's state.
         on_step: Called with every step.
+        background: Whether a thread sends the gradients.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class ChildSteps:
         deadline_s: float,
         state_deadline_s: float,
         on_step: Callable[[StepInfo], None],
+        background: bool = False,
     ) -> None:
         self.plan = plan
         self._engine = engine
@@ -75,6 +81,8 @@ class ChildSteps:
         self._state_deadline_s = state_deadline_s
         self._on_step = on_step
         self._answered = True
+        name = f"star-late-{engine.rank}"
+        self._sender = LateSender(link, name, self._newest) if background else None
 
     @property
     def over(self) -> bool:
@@ -104,11 +112,15 @@ class ChildSteps:
             engine.keep_late([flat.clone() for flat in flats], version)
             return None
         engine.streams.await_host(self._deadline_s)
-        began_s = time.monotonic()
-        contained = self._link.push(flats, version)
         engine.counters.late += 1
         # The parent counts it as produced there, and what becomes of it.
         engine.counters.produced_weight -= sum(float(flat[-1]) for flat in flats) / len(flats)
+        if self._sender is not None:
+            self._sender.add(flats, version)
+            self._take_news(self._sender)
+            return None
+        began_s = time.monotonic()
+        contained = self._link.push(flats, version)
         # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
         self._receive(contained, _PATIENCE_S if self._answered else _SHORT_PATIENCE_S)
         # Of this plan, though the next may be in force by now: under that the step that was to contain it may be none.
@@ -116,10 +128,30 @@ class ChildSteps:
         self._on_step(StepInfo(contained, staleness, time.monotonic() - began_s, plan_id))
         return None
 
+    def _take_news(self, sender: LateSender) -> None:
+        """What the parent has taken and sent meanwhile."""
+        sent, snapshot = sender.news()
+        for each in sent:
+            staleness = max(0, each.contained - 1 - each.version)
+            self._on_step(StepInfo(each.contained, staleness, 0.0, self.plan.plan_id))
+        self._load(snapshot)
+
+    def _flush(self) -> None:
+        """Nothing is on its way any more: the link is this thread's."""
+        if self._sender is not None:
+            self._sender.flush(self._deadline_s)
+            self._take_news(self._sender)
+
+    def _newest(self, min_step: int) -> Snapshot | None:
+        return StateSources(parent=Parent(self._link, state_too=False)).find(min_step, _PATIENCE_S, self._wanted)
+
     def _receive(self, min_step: int, patience_s: float) -> None:
         parent = Parent(self._link, state_too=False)
         snapshot = StateSources(parent=parent).find(min_step, patience_s, self._wanted)
         self._answered = snapshot is not None
+        self._load(snapshot)
+
+    def _load(self, snapshot: Snapshot | None) -> None:
         if snapshot is not None and not self.over:
             snapshot = self._engine.replica.placed(snapshot)
             with self._engine.replica.apply_lock:
@@ -134,6 +166,7 @@ class ChildSteps:
     def catch_up(self) -> None:
         """Get the parent's parameters, at the end of an epoch for example."""
         if not self.over:
+            self._flush()
             self._receive(self._engine.step, _MEETING_PATIENCE_S)
 
     def refresh_state(self) -> None:
@@ -142,6 +175,7 @@ class ChildSteps:
         The parent may be in a barrier of the user's, behind itself: then any rank that has it gives it.
         """
         if not self.over:
+            self._flush()
             engine = self._engine
             sources = StateSources(parent=Parent(self._link, state_too=True), ranks=self._ranks)
             snapshot = sources.require(engine.rank, engine.step, self._state_deadline_s, self._wanted)
@@ -164,5 +198,13 @@ class ChildSteps:
         """No other rank waits for this one here."""
 
     def exit(self) -> None:
-        """The mode has ended."""
-        self._link.close()
+        """The mode has ended: what was not sent is this rank's own late gradient."""
+        if self._sender is not None:
+            unsent = self._sender.close(self._state_deadline_s)
+            if unsent is not None and self._engine.failure is None:
+                self._engine.counters.produced_weight += unsent.weight
+                buckets, weights = self._engine.applier.buckets, [float(flat[-1]) for flat in unsent.flats]
+                flats = [flat.to(bucket.flat.device) for flat, bucket in zip(unsent.flats, buckets, strict=True)]
+                self._engine.keep_late(flats, unsent.version, weights=weights)
+        if self._sender is None or self._sender.ended:
+            self._link.close()

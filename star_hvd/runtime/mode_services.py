@@ -224,6 +224,7 @@ class ModeServices:
                 deadline_s=deadline_s,
                 state_deadline_s=self._config.control_deadline_s,
                 on_step=driver.reporter.note_step,
+                background=self._config.background,
             )
         common: dict[str, Any] = {
             "deadline_s": deadline_s,
@@ -234,7 +235,10 @@ class ModeServices:
         }
         client = self.house.client(optimizer_id, plan)
         if plan.mode == "ps":
-            return ServerSteps(driver.engine, plan, client, background=self._config.background, **common)
+            background = self._config.background
+            return ServerSteps(
+                driver.engine, plan, client, background=background, gates=driver.gates if background else None, **common
+            )
         group = next(ranks for ranks in plan.groups if self._rank in ranks)
         collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None
         return GroupSteps(driver.engine, plan, client, collective, group, **common)

@@ -31,6 +31,7 @@ from star_hvd.runtime import runtime
 from star_hvd.runtime.microbatches import MicrobatchInHand
 from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
+from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
 
@@ -185,6 +186,7 @@ class BucketCore:
         hyper = HyperRow(self._inner.param_groups)
         applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
         driver = run.new_driver()
+        driver.gates = ForwardGates(lambda index: None)  # Who closes one sets what it waits for.
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
         initial = Plan.sync(

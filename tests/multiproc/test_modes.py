@@ -18,6 +18,8 @@ CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup
 FIXED = ("local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", "ssp(2)", "dynsgd", "ps(backup=1)")
 FIXED += ("ps(dynamic)", "grouped(2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
+BACKGROUND = ("local(5)", "local(0.2s)", "checkpoint:local(4)", "ssgd", "ps(2)", "ps(backup=1)", "checkpoint:ps(2)")
+BACKGROUND += ("ps(tree=2)", "subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:70:slow")
 SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even")
 
 
@@ -70,6 +72,18 @@ def test_random_switches(name: str) -> None:
     # 70 are asked for; a busy machine may get to fewer of them, a job that hangs ends without any result.
     assert len(seen) > LEAST_SWITCHES, f"only {len(seen)} switches: {seen[-5:]}"
     assert len({mode.partition("(")[0] for mode in seen}) >= 4
+
+
+@pytest.mark.parametrize("name", BACKGROUND)
+def test_with_transfers_behind_compute_replicas_are_equal_where_ranks_meet(name: str) -> None:
+    facts = facts_of(BACKGROUND, name, "tests.multiproc.modes_background")
+    check(facts)
+    if name.startswith("checkpoint"):
+        assert len({rank["loaded"] for rank in facts}) == 1 and all(rank["same"] for rank in facts)
+    elif name.startswith("switch"):
+        assert len(facts[0]["seen"]) > LEAST_SWITCHES
+    else:
+        assert all(rank["modes"] != ["sync"] and rank["state"] == 4 for rank in facts)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

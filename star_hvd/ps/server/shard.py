@@ -257,8 +257,8 @@ class Shard:
             self._done(order["seq"])
             return
         running = _Running(order, len(self.stores))
-        for chunk, queue in self._queues.items():
-            queue.append(running)
+        for chunk in reversed(self._queues):  # The next forward pass needs the last buckets first.
+            self._queues[chunk].append(running)
             self._run(chunk)
 
     def _at_once(self, order: dict[str, Any]) -> None:

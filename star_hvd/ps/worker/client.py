@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -150,8 +150,14 @@ class Client:
             mine.copy_(flat[: mine.numel()])
         return self._lent
 
-    def wait(self, deadline_s: float) -> Reply:
+    def wait(self, deadline_s: float, *, whole: bool = True) -> Reply:
         """Wait for the answer to the push.
+
+        Args:
+            deadline_s: Longest wait.
+            whole: Until all parameters are here. Else the answer is given when the push's result is known; parameters
+                still come into its buffers, and a buffer of the push stays unchanged until its bucket's are here:
+                `wait_bucket`, and `finish` at last.
 
         Returns:
             `params`: parameters to go on with. `dropped`: the same, but the push was dropped. `moved`: the servers were
@@ -165,8 +171,11 @@ class Client:
         with line.changed:
             if line.push is None:
                 raise ChannelError(f"rank {self.rank} waits for an answer without a push; call push first")
+            line.push.piecewise = not whole
             while True:
                 line.check()
+                if not whole and line.push.exchange.promised:
+                    return line.push.exchange.reply()  # `finish` ends the push, though all be here.
                 if line.push.answered:
                     reply, line.push = line.push.exchange.reply(), None
                     if reply.kind == "error":
@@ -180,6 +189,41 @@ class Client:
                         f"rank {self.rank} waited {deadline_s:g} s for parameters; "
                         f"{line.push.exchange.describe()} (is a server dead or a rank very late?)"
                     )
+
+    def wait_bucket(self, index: int, deadline_s: float) -> None:
+        """After `wait` without `whole`: wait until all parameters of a bucket are in its buffer.
+
+        Raises:
+            DeadlineError: They are not within `deadline_s`.
+            ChannelError: The client was closed.
+        """
+        line = self._line
+        with line.changed:
+            self._await(lambda: line.push is None or line.push.exchange.has(index), deadline_s)
+
+    def finish(self, deadline_s: float) -> int:
+        """After `wait` without `whole`: wait for all parameters; their version.
+
+        Raises:
+            DeadlineError: They are not here within `deadline_s`.
+            ChannelError: The client was closed, or there was no push.
+        """
+        line = self._line
+        with line.changed:
+            push = line.push
+            if push is None:
+                raise ChannelError(f"rank {self.rank} waits for parameters without a push; call push first")
+            self._await(lambda: push.answered, deadline_s)
+            line.push = None
+            return push.exchange.version
+
+    def _await(self, done: Callable[[], bool], deadline_s: float) -> None:
+        line, limit_s = self._line, time.monotonic() + deadline_s
+        while not done():
+            line.check()
+            if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
+                missing = line.push.exchange.describe() if line.push is not None else "nothing is missing"
+                raise DeadlineError(f"rank {self.rank} waited {deadline_s:g} s for parameters; {missing}")
 
     def wake(self) -> None:
         """Interrupt the current or the next `wait`."""

@@ -40,14 +40,16 @@ class Push:
     Attributes:
         carriers: Connections that carry its parts, with the number of the last message on each.
         sent: Buckets that were sent ahead of its announcement.
+        piecewise: Whether its result, and each bucket of its answer, is waited for by itself.
     """
 
-    __slots__ = ("carriers", "exchange", "flats", "meta", "sent", "step")
+    __slots__ = ("carriers", "exchange", "flats", "meta", "piecewise", "sent", "step")
 
     def __init__(self, step: int, meta: dict[str, Any], flats: list[torch.Tensor], exchange: Exchange) -> None:
         self.step, self.meta, self.flats, self.exchange = step, meta, flats, exchange
         self.carriers: dict[Dealer, int] = {}
         self.sent: set[int] = set()
+        self.piecewise = False
 
     @property
     def answered(self) -> bool:
@@ -306,9 +308,10 @@ class Line:
             exchange.set_result(read_meta(payload))
         else:
             exchange.add(header, payload.buffer)
-        self._announce_complete(exchange)
+        self._announce_progress(exchange)
 
-    def _announce_complete(self, exchange: Exchange) -> None:
-        if exchange.complete:
+    def _announce_progress(self, exchange: Exchange) -> None:
+        push = self.push if self.push is not None and exchange is self.push.exchange else None
+        if exchange.complete or (push is not None and push.piecewise):
             with self.changed:
                 self.changed.notify_all()

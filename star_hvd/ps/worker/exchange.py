@@ -59,6 +59,7 @@ class Exchange:
         self._flats = flats
         self._push_result: dict[str, Any] | None = None
         self._missing: set[tuple[int, int]] = set()
+        self._left: list[int] = []  # Parts missing, per bucket.
         self._versions: set[int] = set()
         self.reset()
 
@@ -68,6 +69,18 @@ class Exchange:
         self._missing = {
             (chunk.index, begin) for chunk in self._layout.chunks for begin, _ in parts(self._layout.nbytes(chunk))
         }
+        self._left = [0] * len(self._layout.buckets)
+        for chunk, _ in self._missing:
+            self._left[self._layout.chunks[chunk].bucket] += 1
+
+    def has(self, bucket: int) -> bool:
+        """Whether all of a bucket's parameters are here."""
+        return not self._left[bucket]
+
+    @property
+    def promised(self) -> bool:
+        """Whether a push has its result, and what is missing of the answer are parameters alone."""
+        return self._push_result is not None and self._push_result["kind"] in ("params", "dropped")
 
     @property
     def complete(self) -> bool:
@@ -117,17 +130,23 @@ class Exchange:
             self._bytes[chunk.bucket][begin : begin + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
             self._versions.add(header.version)
             self._missing.discard(key)
+            self._left[chunk.bucket] -= 1
+
+    @property
+    def version(self) -> int:
+        """Of the parameters. After a server's restart chunks can differ in version; the least is given."""
+        return min(self._versions, default=0)
 
     def reply(self) -> Reply:
-        """The complete answer. After a server's restart chunks can differ in version; the least is given."""
-        version = min(self._versions, default=0)
+        """The answer; its version is that of the result as long as parameters are missing."""
+        version = self.version
         if self._push_result is None:
             return Reply("params", version, params=self._flats)
         kind = str(self._push_result["kind"])
         moved = kind in ("moved", "error")
         return Reply(
             kind,
-            int(self._push_result["version"]) if moved else version,
+            int(self._push_result["version"]) if moved or self._missing else version,
             int(self._push_result["plan_id"]),
             bool(self._push_result["applied"]),
             str(self._push_result["reason"]),

@@ -167,7 +167,7 @@ class HostClient:
     def push(self, *, flats: Sequence[torch.Tensor], **given: Any) -> None:
         self.pushed = [flat.detach().cpu() for flat in flats]
 
-    def wait(self, deadline_s: float) -> Any:
+    def wait(self, deadline_s: float, *, whole: bool = True) -> Any:
         self.version += 1
         params = [torch.full((len(flat) - 1,), float(self.version)) for flat in self.pushed]
         return Reply("params", self.version, 1, applied=True, params=params)
@@ -207,29 +207,37 @@ class HostLink:
         self.pushed = [flat.detach().cpu() for flat in flats]
         return version + 1
 
+    def close(self) -> None:
+        """Nothing to let go of."""
+
     def state(self, min_step: int, *, state_too: bool) -> Snapshot:
         return Snapshot(min_step, [torch.full((SIZE,), float(min_step)) for _ in range(3)], [{}, {}, {}])
 
 
-def pushed_to_a_parent(device: FakeDevice) -> list[float]:
+def pushed_to_a_parent(device: FakeDevice, *, background: bool = False) -> list[float]:
     world = relaxed_pair(device, Plan.subgroup(2, (0,)).replace(plan_id=1))
     engine, link = world.engines[1], HostLink()
     with device.on("T1"):
         engine.leave_common_steps()
         steps = ChildSteps(
             engine, engine.plan, cast(Any, link), ranks=cast(Any, None), deadline_s=5.0, state_deadline_s=5.0,
-            on_step=lambda info: None,
+            on_step=lambda info: None, background=background,
         )
         for _ in range(3):
             backward(world, 1)
             steps.step(skip=False)
+            if background:
+                steps.catch_up()
+        if background:
+            steps.exit()
     assert all(float(flat.min()) == float(flat.max()) == WEIGHT for flat in link.pushed)
     return host_values(device, engine.applier.buckets[0].params[0])
 
 
 def test_a_parent_gets_whole_gradients_and_the_host_waits_with_a_deadline() -> None:
-    with running() as device:
-        assert set(pushed_to_a_parent(device)) == {3.0} and not device.faults
+    for background in (False, True):
+        with running() as device:
+            assert set(pushed_to_a_parent(device, background=background)) == {3.0} and not device.faults
     with running(HOST) as device:
         pushed_to_a_parent(device)
         assert "the host waits for the device without a deadline" in device.faults

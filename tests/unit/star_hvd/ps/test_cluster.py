@@ -407,3 +407,25 @@ def test_a_new_process_of_a_shard_gets_no_order_before_those_it_missed() -> None
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         newcomer.close()
         context.term()
+
+
+def test_parameters_can_be_awaited_bucket_by_bucket() -> None:
+    with cluster(Plan.ps(2, 2), servers=2) as made:
+        for step in range(4):
+
+            def one(rank: int) -> tuple[Reply, int]:
+                client, flats = made.clients[rank], made.gradients(rank, step)  # noqa: B023
+                row = made.hyper.read(made.optimizer.param_groups)
+                client.push(step=step, version=step, flats=flats, weight=1.0, own_steps=step, row=row)  # noqa: B023
+                reply = client.wait(DEADLINE_S, whole=False)
+                for index in reversed(range(len(made.buckets))):
+                    client.wait_bucket(index, DEADLINE_S)
+                return reply, client.finish(DEADLINE_S)
+
+            for reply, version in run_all(lambda: one(0), lambda: one(1)):
+                assert (reply.kind, reply.applied, reply.version, version) == ("params", True, step + 1, step + 1)
+        plain_steps(made, 4, 2)
+        assert_equal_state(made)
+        for client in made.clients:
+            with pytest.raises(ChannelError, match="without a push"):
+                client.finish(DEADLINE_S)

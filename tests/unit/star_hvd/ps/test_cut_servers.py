@@ -17,6 +17,7 @@ from scheduler.plan.plan import Plan
 from star_hvd.channel import options
 from star_hvd.channel.keys import Keyring, Peer
 from star_hvd.channel.late_push import LatePushes, ParentLink
+from star_hvd.channel.late_sender import LateSender
 from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.engine.records import Snapshot
 from star_hvd.ps.common.auth import Endpoint
@@ -313,6 +314,30 @@ def test_a_late_gradient_is_taken_once_and_parameters_come(parent: Parent, way: 
     print(f"{version} pushes, {parent.proxy.cuts} resets, longest {longest_s:.2f} s")
     assert longest_s < RECOVERY_S
     link.close()
+
+
+@pytest.mark.parametrize("way", [TO_SERVER, TO_CLIENT], ids=["to the parent", "to the child"])
+def test_sums_of_late_gradients_are_taken_once(parent: Parent, way: int) -> None:
+    """A gradient of one place each, through connections that break: none is missing and none is there twice."""
+    link = ParentLink(parent.client_ring, 0, 1, 0, chunk_bytes=256, pace_bytes_per_s=0.0, deadline_s=DEADLINE_S)
+    sender = LateSender(link, "star-late-1", lambda contained: None)
+    count = 200
+    for number in range(count):
+        if number % 20 == 0:
+            parent.proxy.arm(way, number // 20, inside=number % 40 == 0)
+        gradient = torch.zeros(count + 1)
+        gradient[number] = gradient[-1] = 1.0
+        sender.add([gradient], number)
+        gradient.fill_(float("nan"))
+        time.sleep(0.002)
+    sender.flush(DEADLINE_S)
+    sent, _ = sender.news()
+    assert sender.close(DEADLINE_S) is None and sender.ended
+    link.close()
+    bodies = [torch.frombuffer(bytearray(body), dtype=torch.float32) for *_, body in parent.taken]
+    assert torch.stack(bodies).sum(0).tolist() == [1.0] * count + [float(count)]
+    assert sum(each.count for each in sent) == count and len(sent) == len(parent.taken) < count
+    assert parent.proxy.cuts > 0
 
 
 @pytest.mark.parametrize("way", [TO_SERVER, TO_CLIENT])

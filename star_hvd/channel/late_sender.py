@@ -1,0 +1,161 @@
+"""Late gradients in the background: a thread sends them to the parent and gets its parameters; training goes on.
+
+Two buffers: one gradient, or sum of several, is on its way; what the training thread makes meanwhile is added up in the
+other, and goes with the next push. So a link that takes k steps for a gradient carries the sum of k of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from star_hvd.engine.records import Snapshot
+from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.locks import ordered_condition
+from star_hvd.threads import supervised
+
+__all__ = ["LateSender", "Sent", "Sum"]
+
+
+class Link(Protocol):
+    """The part of `star_hvd.channel.late_push.ParentLink` used here."""
+
+    def push(self, flats: Sequence[torch.Tensor], version: int) -> int: ...
+
+
+@dataclass(slots=True)
+class Sum:
+    """Gradients that wait to be sent: times their weights, then the weights, per bucket in host memory.
+
+    Attributes:
+        flats: The sums.
+        version: Step of the parameters behind the oldest.
+        count: Gradients in it.
+    """
+
+    flats: list[torch.Tensor]
+    version: int
+    count: int = 1
+
+    @property
+    def weight(self) -> float:
+        """Their weight, on the scale of the counters."""
+        return sum(float(flat[-1]) for flat in self.flats) / len(self.flats)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A push that the parent has: its oldest gradient's step, the first step that contains it, gradients, seconds."""
+
+    version: int
+    contained: int
+    count: int
+    time_s: float
+
+
+class LateSender:
+    """See the module's text. While nothing is on its way, the calling thread may use the link itself.
+
+    Args:
+        link: Connection to the parent.
+        name: Of the thread.
+        receive: Gets the parent's parameters of a step or later; None where it has none within some time.
+    """
+
+    def __init__(self, link: Link, name: str, receive: Callable[[int], Snapshot | None]) -> None:
+        self._link, self._receive = link, receive
+        self._changed = ordered_condition("LateSender._changed")
+        self._waiting: Sum | None = None
+        self._busy = self._closed = False
+        self._error: Exception | None = None
+        self._snapshot: Snapshot | None = None
+        self._sent: list[Sent] = []
+        self._thread = supervised(self._run, name)
+        self._thread.start()
+
+    # ---- training thread --------------------------------------------------------------------------------------
+
+    def add(self, flats: Sequence[torch.Tensor], version: int) -> None:
+        """Send these buffers' contents as soon as the link is free; never waits."""
+        host = [flat.detach().cpu() for flat in flats]
+        with self._changed:
+            self._check()
+            if self._waiting is None:
+                self._waiting = Sum([flat.clone() for flat in host], version)
+            else:
+                for total, flat in zip(self._waiting.flats, host, strict=True):
+                    total.add_(flat)
+                self._waiting.count += 1
+            self._changed.notify_all()
+
+    def news(self) -> tuple[list[Sent], Snapshot | None]:
+        """What the parent has taken since the last call, and its newest parameters."""
+        with self._changed:
+            self._check()
+            sent, snapshot, self._sent, self._snapshot = self._sent, self._snapshot, [], None
+        return sent, snapshot
+
+    def flush(self, deadline_s: float) -> None:
+        """Wait until all is sent.
+
+        Raises:
+            DeadlineError: It is not within `deadline_s`.
+        """
+        limit_s = time.monotonic() + deadline_s
+        with self._changed:
+            while self._busy or self._waiting is not None:
+                self._check()
+                if not self._changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
+                    raise DeadlineError(f"the parent did not take a late gradient within {deadline_s:g} s")
+            self._check()
+
+    def close(self, deadline_s: float) -> Sum | None:
+        """Wait for the push on its way and end; what was not sent."""
+        with self._changed:
+            self._closed = True
+            unsent, self._waiting = self._waiting, None
+            self._changed.notify_all()
+        self._thread.join(deadline_s)
+        return unsent
+
+    @property
+    def ended(self) -> bool:
+        """After `close`: whether the thread has let go of the link."""
+        return not self._thread.is_alive()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise ChannelError(f"late gradients cannot be sent any more: {self._error}") from self._error
+
+    # ---- the thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                began_s = time.monotonic()
+                contained = self._link.push(job.flats, job.version)
+                sent = Sent(job.version, contained, job.count, time.monotonic() - began_s)
+                with self._changed:
+                    self._sent.append(sent)
+                snapshot = self._receive(contained)
+                with self._changed:
+                    self._busy, self._snapshot = False, snapshot or self._snapshot
+                    self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self._error, self._busy = error, False
+                self._changed.notify_all()
+                closed = self._closed
+            if not closed:
+                raise
+
+    def _next(self) -> Sum | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None or self._closed)
+            job, self._waiting = self._waiting, None
+            self._busy = job is not None and not self._closed
+            return job if self._busy else None

@@ -1,0 +1,116 @@
+"""Parameters on their way from servers: `step` has returned, and a bucket is written when it is first used.
+
+The servers send first what the next forward pass needs first. Gates in front of the parameters wait for their own
+bucket alone; whatever else reads parameters passes them too, so nothing sees what is not there yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from star_hvd.engine.step_engine import StepEngine
+from star_hvd.errors import DeadlineError
+
+__all__ = ["Arrivals", "ArrivingParameters", "Gates"]
+
+_LOOK_S = 5.0  # Between two looks whether this rank has failed.
+
+
+class Gates(Protocol):
+    """The part of `star_hvd.wrapper.forward_gates.ForwardGates` used here."""
+
+    wait: Callable[[int], None]
+
+    def close(self, index: int, params: Sequence[torch.nn.Parameter]) -> None: ...
+    def open(self, index: int) -> None: ...
+    def remove(self) -> None: ...
+
+
+class Arrivals(Protocol):
+    """The part of a client of servers used here."""
+
+    def wait_bucket(self, index: int, deadline_s: float) -> None: ...
+    def finish(self, deadline_s: float) -> int: ...
+
+
+class ArrivingParameters:
+    """See the module's text; `wait` may be called in any thread that uses a parameter.
+
+    Args:
+        engine: This rank's engine.
+        client: Where the parameters come from.
+        gates: In front of the parameters.
+        deadline_s: Longest wait for a bucket.
+    """
+
+    def __init__(self, engine: StepEngine, client: Arrivals, gates: Gates, deadline_s: float) -> None:
+        self._engine, self._client, self._gates, self._deadline_s = engine, client, gates, deadline_s
+        self._left: set[int] = set()
+        self._under_way = False
+        self._flats: Sequence[torch.Tensor] = ()
+        gates.wait = self.wait
+
+    def begin(self, flats: Sequence[torch.Tensor]) -> None:
+        """Parameters come into these buffers, one per bucket; the training thread goes on."""
+        self._flats, self._under_way = flats, True
+        for bucket in self._engine.applier.buckets:
+            self._left.add(bucket.index)
+            self._gates.close(bucket.index, bucket.params)
+
+    def wait(self, index: int) -> None:
+        """Return once a bucket's parameters are written.
+
+        Raises:
+            DeadlineError: They did not come.
+        """
+        if index in self._left:
+            self._until(lambda: self._client.wait_bucket(index, _LOOK_S))
+            self._write(index)
+
+    def finish(self) -> int | None:
+        """Wait for all of them; their version, None where none were under way.
+
+        Raises:
+            DeadlineError: They did not come.
+        """
+        if not self._under_way:
+            return None
+        for index in sorted(self._left, reverse=True):
+            self.wait(index)
+        versions: list[int] = []
+        self._until(lambda: versions.append(self._client.finish(_LOOK_S)))
+        self._under_way = False
+        return versions[0]
+
+    def stop(self) -> None:
+        """Take the gates away without waiting: a state from elsewhere takes the place of what is under way, or none."""
+        with self._engine.replica.apply_lock:
+            self._left.clear()
+            self._under_way = False
+            self._gates.remove()
+
+    def _until(self, wait: Callable[[], None]) -> None:
+        limit_s = time.monotonic() + self._deadline_s
+        while True:
+            if self._engine.failure is not None:
+                raise self._engine.failure
+            try:
+                return wait()
+            except DeadlineError:
+                if time.monotonic() > limit_s:
+                    raise
+
+    def _write(self, index: int) -> None:
+        replica, bucket = self._engine.replica, self._engine.applier.buckets[index]
+        with replica.apply_lock:
+            if index not in self._left:
+                return  # Another thread has.
+            with replica.writing(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+                for param, view in zip(bucket.params, bucket.split(self._flats[index]), strict=True):
+                    param.copy_(view)
+            self._left.discard(index)
+            self._gates.open(index)

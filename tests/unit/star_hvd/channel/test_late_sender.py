@@ -1,0 +1,86 @@
+"""Late gradients that a thread sends: the training thread never waits, and nothing is lost or counted twice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from star_hvd.channel.late_sender import LateSender
+from star_hvd.engine.records import Snapshot
+from star_hvd.errors import ChannelError, DeadlineError
+
+DEADLINE_S = 60.0
+
+
+class SlowLink:
+    """A parent that takes a push when the test lets it."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[float, float, int]] = []
+        self.begun = threading.Semaphore(0)
+        self.free = threading.Semaphore(0)
+        self.broken = False
+
+    def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
+        self.begun.release()
+        assert self.free.acquire(timeout=DEADLINE_S)
+        if self.broken:
+            raise ChannelError("the parent is gone")
+        self.taken.append((float(flats[0][0]), float(flats[0][-1]), version))
+        return version + 2
+
+
+def gradient(value: float) -> list[torch.Tensor]:
+    return [torch.tensor([value, 1.0])]
+
+
+def test_gradients_made_while_one_is_on_its_way_go_together_and_count_as_old_as_the_oldest() -> None:
+    link = SlowLink()
+    sender = LateSender(link, "late", lambda contained: Snapshot(contained, [torch.ones(1)], [{}]))
+    sender.add(gradient(1.0), 5)
+    assert link.begun.acquire(timeout=DEADLINE_S)
+    for number in (2.0, 4.0, 8.0):  # None of these waits: nothing has been taken.
+        sender.add(gradient(number), 5 + int(number))
+    assert sender.news() == ([], None)
+    with pytest.raises(DeadlineError):
+        sender.flush(0.05)
+    link.free.release(2)
+    sender.flush(DEADLINE_S)
+    assert link.taken == [(1.0, 1.0, 5), (14.0, 3.0, 7)]
+    sent, snapshot = sender.news()
+    assert [(each.version, each.contained, each.count) for each in sent] == [(5, 7, 1), (7, 9, 3)]
+    assert snapshot is not None and snapshot.step == 9
+    assert sender.close(DEADLINE_S) is None
+
+
+def test_at_the_end_what_is_on_its_way_arrives_and_the_rest_is_given_back() -> None:
+    link = SlowLink()
+    sender = LateSender(link, "late", lambda contained: None)
+    sender.add(gradient(1.0), 1)
+    assert link.begun.acquire(timeout=DEADLINE_S)
+    sender.add(gradient(2.0), 2)
+    sender.add(gradient(4.0), 3)
+    with ThreadPoolExecutor(1) as other:
+        closing = other.submit(sender.close, DEADLINE_S)
+        with sender._changed:
+            assert sender._changed.wait_for(lambda: sender._closed, DEADLINE_S)
+        link.free.release()
+        unsent = closing.result(DEADLINE_S)
+    assert unsent is not None and (unsent.version, unsent.count, unsent.weight) == (2, 2, 2.0)
+    assert float(unsent.flats[0][0]) == 6.0 and sender.ended and link.taken == [(1.0, 1.0, 1)]
+
+
+def test_a_failure_is_raised_where_training_goes_on() -> None:
+    link = SlowLink()
+    link.broken = True
+    sender = LateSender(link, "late", lambda contained: None)
+    sender.add(gradient(1.0), 1)
+    link.free.release()
+    with pytest.raises(ChannelError, match="the parent is gone"):
+        sender.flush(DEADLINE_S)
+    with pytest.raises(ChannelError):
+        sender.add(gradient(1.0), 2)

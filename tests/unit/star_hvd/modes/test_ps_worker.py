@@ -1,0 +1,197 @@
+"""Steps at servers in the background: buckets sent within backward, parameters that arrive behind `step`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+import torch
+
+from scheduler.records import Plan
+from star_hvd.engine.applier import Applier
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.step_engine import StepEngine
+from star_hvd.errors import DeadlineError
+from star_hvd.modes.ps_worker import ServerSteps, StepInfo
+from star_hvd.ps.worker.exchange import Reply
+from star_hvd.wrapper.forward_gates import ForwardGates
+from tests.support.world import Ears, Network, Port, World
+
+DEADLINE_S = 60.0
+
+
+class FakeClient:
+    """Servers whose result is there at once, and whose parameters arrive when the test says so."""
+
+    takes_buckets = True
+
+    def __init__(self, n_buckets: int) -> None:
+        self.given: list[tuple[int, int, float]] = []
+        self.pushed: list[tuple[int, list[torch.Tensor]]] = []
+        self.here = [threading.Event() for _ in range(n_buckets)]
+        self.version = 0
+        self.finished = 0
+
+    def give(self, step: int, index: int, flat: torch.Tensor) -> None:
+        self.given.append((step, index, float(flat[0])))
+
+    def push(self, *, step: int, flats: Sequence[torch.Tensor], **given: Any) -> None:
+        self.pushed.append((step, [flat.clone() for flat in flats]))
+
+    def wait(self, deadline_s: float, *, whole: bool = True) -> Reply:
+        self.version += 1
+        flats = [torch.full((len(flat) - 1,), float(self.version)) for flat in self.pushed[-1][1]]
+        return Reply("params", self.version, 1, applied=True, params=flats)
+
+    def wait_bucket(self, index: int, deadline_s: float) -> None:
+        if not self.here[index].wait(deadline_s):
+            raise DeadlineError("it did not come")
+
+    def finish(self, deadline_s: float) -> int:
+        for index in range(len(self.here)):
+            self.wait_bucket(index, deadline_s)
+        self.finished += 1
+        return self.version
+
+
+class Rank:
+    """One rank at servers: a model of three layers, a bucket each."""
+
+    def __init__(self, *, gated: bool = False, max_grad_norm: float | None = None) -> None:
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+        params = list(self.model.parameters())
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        buckets = pack(params, 64)
+        hyper = HyperRow(optimizer.param_groups)
+        self.engine = StepEngine(
+            rank=0, plan=Plan.sync(1), applier=Applier(optimizer, torch.optim.SGD, buckets, hyper, max_grad_norm),
+            collective=Port(Network(1), 0), listener=Ears(World(1, world_size=1), 0),
+        )
+        with self.engine.lock:
+            self.engine.agreement.plan = Plan.ps(1, 1, servers=(0,)).replace(plan_id=1)
+        self.engine.leave_common_steps()
+        self.client, self.infos = FakeClient(len(buckets)), list[StepInfo]()
+        self.gates = ForwardGates(lambda index: None) if gated else None
+        self.steps = ServerSteps(
+            self.engine, self.engine.plan, cast(Any, self.client), deadline_s=DEADLINE_S, on_step=self.infos.append,
+            on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
+            background=True, gates=self.gates,
+        )
+
+    def backward(self, value: float) -> None:
+        for bucket in self.engine.applier.buckets:
+            bucket.flat.fill_(value)
+            for param, view in zip(bucket.params, bucket.views, strict=True):
+                param.grad = view
+            self.steps.give(bucket)
+
+
+def test_buckets_are_sent_within_backward_and_the_push_has_their_number() -> None:
+    rank = Rank()
+    for number in (1, 2):
+        rank.backward(float(number))
+        assert rank.client.given[-3:] == [(number, index, float(number)) for index in range(3)]
+        assert len(rank.client.pushed) == number - 1, "only step() announces it"
+        rank.steps.step(skip=False)
+        assert rank.client.pushed[-1][0] == number
+
+
+def test_gradients_changed_before_the_step_are_pushed_as_they_are_then() -> None:
+    rank = Rank()
+    rank.backward(2.0)
+    for param in rank.model.parameters():
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+    rank.steps.step(skip=False)
+    number, flats = rank.client.pushed[-1]
+    assert number == 2 and all(bool((flat == 1.0).all()) for flat in flats)
+    rank.backward(2.0)
+    assert len(rank.client.given) == 3, "a program that does so once is taken to do so again"
+    rank.steps.step(skip=False)
+    assert rank.client.pushed[-1][0] == 3
+
+
+def test_a_backward_pass_without_a_step_is_void() -> None:
+    rank = Rank()
+    rank.backward(2.0)
+    rank.backward(3.0)
+    rank.steps.step(skip=False)
+    number, flats = rank.client.pushed[-1]
+    assert number == 2 and all(bool((flat[:-1] == 3.0).all()) for flat in flats)
+
+
+@pytest.mark.parametrize("why", ["clipped", "late"])
+def test_what_needs_the_whole_gradient_waits_for_the_step(why: str) -> None:
+    rank = Rank(max_grad_norm=1.0 if why == "clipped" else None)
+    if why == "late":
+        late = [torch.ones(bucket.numel + 1) for bucket in rank.engine.applier.buckets]
+        rank.engine.keep_late(late, 0)
+    rank.backward(2.0)
+    assert not rank.client.given
+    rank.steps.step(skip=False)
+    assert len(rank.client.pushed) == 1
+
+
+def test_a_use_of_parameters_waits_for_their_own_bucket_alone() -> None:
+    rank = Rank(gated=True)
+    rank.backward(1.0)
+    rank.steps.step(skip=False)  # Nothing has arrived: a wait for it would not end.
+    assert rank.engine.step == 1 and rank.infos[-1].version == 1
+    first = rank.engine.applier.buckets[-1]
+    rank.client.here[first.index].set()
+    inputs = torch.ones(1, 4)
+    assert rank.model[0](inputs).tolist() == [[4.0] * 4], "the first layer's are the last bucket's"
+    with ThreadPoolExecutor(1) as other:
+        whole = other.submit(rank.model, inputs)
+        with pytest.raises(TimeoutError):
+            whole.result(timeout=0.2)
+        for event in rank.client.here:
+            event.set()
+        assert whole.result(timeout=DEADLINE_S).tolist() == [[64.0] * 4]
+    assert all(type(param) is torch.nn.Parameter for param in rank.model.parameters())
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    assert rank.client.finished == 1 and rank.engine.step == 2
+
+
+@pytest.mark.parametrize("what", ["catch_up", "refresh_state", "state_dict", "step"])
+def test_everything_else_waits_for_all_parameters(what: str) -> None:
+    rank = Rank(gated=True)
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+
+    def use() -> None:
+        if what == "state_dict":
+            rank.model.state_dict()["2.weight"].clone()
+        elif what == "step":
+            rank.steps.step(skip=False)
+        else:
+            rank.client.pull = lambda deadline_s: Reply("interrupted")  # type: ignore[attr-defined]
+            rank.client.state = lambda deadline_s: Reply("interrupted")  # type: ignore[attr-defined]
+            rank.engine.adopt_state = lambda snapshot: None  # type: ignore[method-assign]
+            getattr(rank.steps, what)()
+
+    with ThreadPoolExecutor(1) as other:
+        used = other.submit(use)
+        with pytest.raises(TimeoutError):
+            used.result(timeout=0.2)
+        for event in rank.client.here:
+            event.set()
+        used.result(timeout=DEADLINE_S)
+    assert all(float(param.detach().min()) >= 1.0 for param in rank.model.parameters())
+
+
+def test_the_end_of_the_mode_waits_for_nothing() -> None:
+    """The state comes from elsewhere then, or the job has failed and restores one."""
+    rank = Rank(gated=True)
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    rank.steps.exit()
+    for param in rank.model.parameters():
+        assert type(param) is torch.nn.Parameter
+        param.detach().fill_(5.0)
+    assert rank.model(torch.ones(1, 4)).tolist() == [[8000.0] * 4]
