@@ -21,13 +21,13 @@ from star_hvd.engine.applier import Applier, replayable
 from star_hvd.engine.buckets import Bucket, memory_format_of, pack
 from star_hvd.engine.collective import Collective, HorovodCollective
 from star_hvd.engine.hyperparameters import HyperRow
-from star_hvd.engine.ordered_collective import OrderedCollective
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
 from star_hvd.wrapper.dropped import note_dropped
+from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
 
@@ -40,7 +40,6 @@ Closure = Callable[[], Any]
 BY_HAND = "the program calls synchronize() itself"
 _LEAST_BUCKETS = 4
 _OVERLAPPED_BUCKETS = 16  # A bucket is what the forward pass waits for, and what others wait behind.
-_CREDIT_BYTES = 1  # One reduction runs, one waits in Horovod's queue.
 
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
 
@@ -188,9 +187,7 @@ class BucketCore:
         )
         everybody: Collective = HorovodCollective()
         if self._overlap_wanted:
-            everybody = OrderedCollective(
-                everybody, applier.streams, _CREDIT_BYTES, f"star-transmit-{driver.number}"
-            )
+            everybody = OrderedCollective(everybody, applier.streams, f"star-transmit-{driver.number}")
         engine = StepEngine(
             rank=run.rank,
             plan=initial,

@@ -23,9 +23,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from star_hvd.engine.applier import steps_by_bucket
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.device import APPLIED, DONE, SUBMITTED, Fence
-from star_hvd.engine.ordered_collective import OrderedCollective
 from star_hvd.modes.driver import StepDriver
 from star_hvd.wrapper.forward_gates import ForwardGates
+from star_hvd.wrapper.ordered_collective import OrderedCollective
 
 __all__ = ["Overlap", "order_of"]
 
@@ -77,6 +77,8 @@ class Overlap:
 
     def layout_changed(self) -> None:
         """Buckets were added."""
+        sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in self._applier.buckets]
+        self.collective.credit_bytes = max(sizes, default=0)
         self.collective.set_order(order_of(self._engine.prefix, len(self._applier.buckets)))
 
     @property
