@@ -72,6 +72,7 @@ VARIANTS: dict[str, Variant] = {
     "horovod": Variant(ours=False),
     "horovod-fp16": Variant(ours=False, options={"fp16": True}),
     "star": Variant(ours=True),
+    "overlap-auto": Variant(ours=True, options={"overlap": "auto"}, modes=("sync",)),
     "overlap": Variant(ours=True, options={"overlap": True}, modes=("sync",)),
 }
 

@@ -35,6 +35,8 @@ _FIELDS = (
     "sum_count",
     "waited",
     "manual_before",
+    "interval_sum",
+    "interval_count",
 )
 _CHECKSUM = 6  # Three 8-bit pieces and their squares: exact in float32 up to 257 ranks.
 _FIXED = len(_FIELDS) + _CHECKSUM
@@ -58,6 +60,7 @@ class Contribution:
         checksum: 24 bits over the parameters, None when not due.
         waited: Whether gradients waited for this header: the user works between `backward` and `step`.
         manual_before: `manual` of the step before, where that became known after its header was on its way.
+        interval_s: Time between this rank's two latest arrivals, NaN where it is not wanted.
     """
 
     fresh: bool
@@ -72,6 +75,7 @@ class Contribution:
     checksum: int | None = None
     waited: bool = False
     manual_before: bool = False
+    interval_s: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class Header:
     checksum_ok: bool | None
     waited: bool = False
     manual_before: bool = False
+    interval_s: float = math.nan
 
     def complete(self, members: Sequence[int]) -> bool:
         """Whether every member's fresh gradient is in the step."""
@@ -144,6 +149,8 @@ class HeaderCodec:
         out[_SLOT["folds"]] = item.folds
         out[_SLOT["waited"]] = item.waited
         out[_SLOT["manual_before"]] = item.manual_before
+        if not math.isnan(item.interval_s):
+            out[_SLOT["interval_sum"]], out[_SLOT["interval_count"]] = item.interval_s, 1.0
         if item.checksum is not None:
             out[_SLOT["sum_count"]] = 1.0
             for i in range(3):
@@ -176,6 +183,7 @@ class HeaderCodec:
             checksum_ok=_same(sums, round(get["sum_count"])),
             waited=get["waited"] > 0,
             manual_before=get["manual_before"] > 0,
+            interval_s=get["interval_sum"] / get["interval_count"] if get["interval_count"] else math.nan,
         )
 
 

@@ -49,6 +49,10 @@ class Overlapped(Protocol):
         """Wait for its end."""
         ...
 
+    def describe(self) -> str:
+        """What was decided about them, empty where nothing was."""
+        ...
+
     def stop(self) -> None:
         """There is no further one, and one that is under way does not end."""
         ...
@@ -92,7 +96,7 @@ class StepDriver:
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
         self.overlapped: Overlapped | None = None
-        self._loss = math.nan
+        self._loss = self._arrived_s = math.nan
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()
@@ -214,6 +218,9 @@ class StepDriver:
         with self.named_failures():
             self._await_deferred()
             self._loss, step = self.engine.loss, self.engine.step
+            if self.overlapped is not None:
+                now_s = time.monotonic()
+                self.engine.interval_s, self._arrived_s = now_s - self._arrived_s, now_s
             self.reporter.begin_timing()
             self._look_at_device()
             if self.engine.arrive(manual=manual):

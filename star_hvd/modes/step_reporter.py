@@ -66,6 +66,7 @@ class StepReporter:
         reference_samples: Samples that count as weight 1, 0 likewise.
         times: This rank's own work in its latest step.
         wait_s: How long it then waited for the others.
+        on_header: Is called with every header of a reduced step, under the engine's lock.
         timing: The work of the step that arrives is still being timed: its message waits for that.
     """
 
@@ -85,6 +86,7 @@ class StepReporter:
         self.times = _NO_TIMES
         self.wait_s = 0.0
         self.timing = False
+        self.on_header: Callable[[Header], None] | None = None
         self._unsent: Callable[[], None] | None = None  # A message that waits for the compute time.
         self._send = send
         self._switched = switched
@@ -203,6 +205,8 @@ class StepReporter:
         self._send(messages.Join(self.number, version))
 
     def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+        if self.on_header is not None:
+            self.on_header(header)
         if self.engine.rank != plan.members_or_all[0]:
             return
         fresh = [rank for rank, is_fresh in enumerate(header.fresh) if is_fresh]

@@ -95,7 +95,7 @@ class BucketCore:
         names: Name of every parameter.
         max_grad_norm: Norm to which the averaged gradient is clipped.
         exact: Whether `auto` is to choose among the exact modes only.
-        overlap: Whether steps of `sync` go on while the program does.
+        overlap: Whether steps of `sync` go on while the program does; `auto` where that is to be found out.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class BucketCore:
         names: dict[torch.nn.Parameter, str],
         max_grad_norm: float | None,
         exact: bool = False,
-        overlap: bool = False,
+        overlap: bool | str = False,
     ) -> None:
         self._exact = exact
-        self._overlap_wanted = overlap
+        self._overlap_asked = overlap
         self._overlap: Overlap | None = None
         self.base = base
         self._inner = inner
@@ -186,7 +186,7 @@ class BucketCore:
             reason="every job starts in sync",
         )
         everybody: Collective = HorovodCollective()
-        if self._overlap_wanted:
+        if self._overlap_asked:
             everybody = OrderedCollective(everybody, applier.streams, f"star-transmit-{driver.number}")
         engine = StepEngine(
             rank=run.rank,
@@ -208,7 +208,8 @@ class BucketCore:
             plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
         run.attach(driver, engine, initial, plan, exact=self._exact)
         if isinstance(everybody, OrderedCollective):
-            self._overlap = Overlap(driver, everybody, self._config.step_deadline_s)
+            deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
+            self._overlap = Overlap(driver, everybody, deadline_s, auto=auto)
         if issubclass(self.base, torch.optim.LBFGS):
             driver.pin("LBFGS evaluates its closure several times per step")
         reason = lockstep_only(self._buckets, self.optimizer.param_groups)
@@ -223,7 +224,7 @@ class BucketCore:
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
         # At least four buckets: otherwise the first gradients of a small network would wait for its last ones.
-        least = _OVERLAPPED_BUCKETS if self._overlap_wanted else _LEAST_BUCKETS
+        least = _OVERLAPPED_BUCKETS if self._overlap_asked else _LEAST_BUCKETS
         capacity = min(self._config.bucket_bytes, max(1, -(-size // least)))
         buckets = pack(params, capacity, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)

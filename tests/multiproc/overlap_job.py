@@ -72,8 +72,8 @@ def make(overlap: bool, kind: str = "sgd", **options: Any) -> tuple[Net, Any]:
         own: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     else:
         own = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    options.setdefault("mode", "sync")
-    optimizer = hvd.DistributedOptimizer(own, net.named_parameters(), overlap=overlap, **options)
+    options = {"mode": "sync", "overlap": overlap} | options
+    optimizer = hvd.DistributedOptimizer(own, net.named_parameters(), **options)
     hvd.broadcast_parameters(net.state_dict(), root_rank=0)
     return net, optimizer
 
@@ -283,6 +283,20 @@ def two(overlap: bool) -> Facts:
         if number % 3 == 0:
             step(*first, 100 + number)
     return {"first": end(*first), "second": end(*second)}
+
+
+@program
+def auto(overlap: bool) -> Facts:
+    """Tried in blocks, by both ranks in the same steps; then decided."""
+    net, optimizer = make(overlap, overlap="auto") if overlap else make(overlap)
+    went_on = []
+    for number in range(3 * 32 + 12):
+        step(net, optimizer, number)
+        went_on.append(pending(optimizer))
+    assert hvd.allgather_object(went_on, name="blocks") == [went_on] * 2
+    assert 0 < sum(went_on) < len(went_on) or not overlap
+    assert ("overlap is" in hvd.explain()) == (overlap and int(hvd.rank()) == 0), hvd.explain()
+    return end(net, optimizer)
 
 
 @program
