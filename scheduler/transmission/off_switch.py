@@ -77,8 +77,9 @@ class OffSwitch:
         """What came of the trial, as a sentence."""
         if not self.decided:
             return f"{name} is being tried: {len(self.gains)} pairs of blocks of {_BLOCK_STEPS} steps so far"
+        median = statistics.median(self.gains)
         return (
-            f"{name} is {'kept' if self.on else 'off'}: it saved {100.0 * statistics.median(self.gains):.1f} % of a step "
+            f"{name} is {'kept' if self.on else 'off'}: it saved {100.0 * median:.1f} % of a step "
             f"(median of {len(self.gains)} pairs of blocks of {_BLOCK_STEPS} steps, lower 90 % bound "
             f"{100.0 * lower_bound(self.gains):.1f} %)"
         )

@@ -432,8 +432,6 @@ class StepDriver:
         """The training thread, which calls this, leaves its training loop, or is back. Does not wait for others."""
         if self.dropped:
             return  # It never comes back to this optimizer.
-        if inactive:
-            self.finish_step()
         self.engine.set_inactive(inactive)
         self.switcher.set_inactive(inactive)
 
