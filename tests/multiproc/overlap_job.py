@@ -65,7 +65,7 @@ def state_digest(optimizer: Any) -> str:
     return digest(v for key in sorted(state) for v in state[key].values() if isinstance(v, torch.Tensor))
 
 
-def make(overlap: bool, kind: str = "sgd", **options: Any) -> tuple[Net, Any]:
+def make(overlap: bool | str, kind: str = "sgd", **options: Any) -> tuple[Net, Any]:
     torch.manual_seed(3)
     net = Net()
     if kind == "sgd":
@@ -288,7 +288,7 @@ def two(overlap: bool) -> Facts:
 @program
 def auto(overlap: bool) -> Facts:
     """Tried in blocks, by both ranks in the same steps; then decided."""
-    net, optimizer = make(overlap, overlap="auto") if overlap else make(overlap)
+    net, optimizer = make("auto" if overlap else False)
     went_on = []
     for number in range(3 * 32 + 12):
         step(net, optimizer, number)

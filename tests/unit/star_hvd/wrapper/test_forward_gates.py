@@ -152,6 +152,31 @@ def test_a_wait_that_does_not_open_its_gate_is_an_error() -> None:
     assert float(param.sum()) == 2.0
 
 
+def test_a_gate_that_is_closed_again_meanwhile_is_waited_for_again() -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    waited: list[int] = []
+
+    def wait(index: int) -> None:
+        waited.append(index)
+        gates.open(index)
+        if len(waited) < 3:  # As the training thread does, while another thread comes back from its wait.
+            gates.close(index, [param])
+
+    gates = ForwardGates(wait)
+    gates.close(0, [param])
+    assert float(param.detach().sum()) == 2.0 and waited == [0, 0, 0]
+    gates.remove()
+
+
+def test_form_and_place_are_read_without_a_wait() -> None:
+    param = torch.nn.Parameter(torch.ones(2, 3))
+    gates = ForwardGates(lambda index: None)
+    gates.close(0, [param])
+    assert torch.empty_like(param, device="meta").stride() == (3, 1) and param.stride() == (3, 1)
+    assert param.numel() == 6 and param.dtype == torch.float32 and type(torch.zeros_like(param)) is torch.Tensor
+    gates.remove()
+
+
 def test_a_class_of_parameters_of_the_users_is_kept() -> None:
     class Own(torch.nn.Parameter):
         pass
