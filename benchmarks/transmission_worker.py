@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 import sys
@@ -60,18 +61,21 @@ class Variant:
         options: Arguments of `DistributedOptimizer` by name; `fp16` stands for Horovod's compression.
         environment: Variables of its job.
         modes: The modes it exists in, None for all.
+        least_warm: Steps before those that count, at least: until a trial is over.
     """
 
     ours: bool
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     modes: tuple[str, ...] | None = None
+    least_warm: int = 0
 
 
 VARIANTS: dict[str, Variant] = {
     "horovod": Variant(ours=False),
     "horovod-fp16": Variant(ours=False, options={"fp16": True}),
     "star": Variant(ours=True),
+    "overlap-auto": Variant(ours=True, options={"overlap": "auto"}, modes=("sync",), least_warm=110),
     "overlap": Variant(ours=True, options={"overlap": True}, modes=("sync",)),
 }
 
@@ -110,15 +114,15 @@ def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
     x = torch.randn(BATCH, net[0].in_features, generator=generator)
     share = 1.0 / job.layers
     device_time = DeviceTime(fixed_s=job.compute_s, per_sample_s=0.0)
-    ends_s = []
+    ends_s, warm = [], max(job.warm, variant.least_warm)
     with LayerClock(net, SleepDevice(), device_time, {layer: share for layer in net}):
-        for _ in range(job.warm + job.steps):
+        for _ in range(warm + job.steps):
             optimizer.zero_grad()
             net(x).square().mean().backward()
             optimizer.step()
             ends_s.append(time.perf_counter())
         net.state_dict()  # Where steps overlap, the last one ends here.
-    counted = [later - sooner for sooner, later in zip(ends_s[job.warm - 1 :], ends_s[job.warm :], strict=False)]
+    counted = [later - sooner for sooner, later in itertools.pairwise(ends_s[warm - 1 :])]
     more = {"p90_step_s": sorted(counted)[int(0.9 * (len(counted) - 1))]}
     rank = int(hvd.rank())
     hvd.shutdown()

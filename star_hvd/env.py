@@ -17,7 +17,7 @@ def mode() -> str | None:
 
 
 def overlap() -> str | None:
-    """`STAR_OVERLAP`: 1 or 0, instead of the `overlap` argument of `DistributedOptimizer`. Default: unset."""
+    """`STAR_OVERLAP`: 1, 0 or `auto`, instead of the `overlap` argument of `DistributedOptimizer`. Default: unset."""
     return os.environ.get("STAR_OVERLAP", "").strip() or None
 
 

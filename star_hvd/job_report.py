@@ -171,7 +171,10 @@ def explain(optimizer: int | None = None) -> str:
         return f"only rank 0 can explain; this is rank {run.rank}"
     with run.coordinator.board() as board:
         engine = _engine(board, optimizer)
-        return _of_step(engine) if engine is not None else "no mode is active: no optimizer was made yet"
+        text = _of_step(engine) if engine is not None else "no mode is active: no optimizer was made yet"
+    driver = run.drivers.get(max(run.drivers, default=-1) if optimizer is None else optimizer)
+    overlapped = driver.overlapped.describe() if driver is not None and driver.overlapped is not None else ""
+    return f"{text}; {overlapped}" if overlapped else text
 
 
 def _of_step(engine: OptimizerState) -> str:

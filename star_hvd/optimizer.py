@@ -50,7 +50,7 @@ def DistributedOptimizer(
     config: Config | None = None,
     max_grad_norm: float | None = None,
     accuracy: str = "bounded",
-    overlap: bool = False,
+    overlap: bool | str = False,
 ) -> Any:
     """Wrap an optimizer so that gradients are averaged over the ranks, in modes that tolerate slow ranks.
 
@@ -85,7 +85,9 @@ def DistributedOptimizer(
             reduced in the order in which the forward pass needs them. Parameters are bit for bit those of
             `overlap=False`. Clear gradients with `optimizer.zero_grad()`: reading `param.grad` waits. Steps that need
             the whole gradient (`synchronize()` by hand, `max_grad_norm`, step hooks, LBFGS, a GradScaler) do not
-            overlap, which is logged once. The environment variable `STAR_OVERLAP` overrides it.
+            overlap, which is logged once. `auto` tries it in blocks of 16 steps and keeps it only where steps become
+            at least 3 % shorter; `hvd.explain()` says what came of it. The environment variable `STAR_OVERLAP`
+            overrides it.
 
     If a rank is late: in a relaxed mode the step goes on without it, its gradient is folded into a later step with a
     weight of 1 / (1 + staleness), and its `step()` brings its parameters up to date. Adasum, sparse gradients,

@@ -98,7 +98,7 @@ class StepEngine:
         self.own_steps = 0
         self.inactive = False
         self.weight = 1.0
-        self.loss = math.nan
+        self.loss = self.interval_s = math.nan
         self.failure: BaseException | None = None
         self._mutex = ordered_rlock("StepEngine.lock")
         self.lock = threading.Condition(self._mutex)
@@ -715,6 +715,7 @@ class StepEngine:
         item.wire = self.wire.wanted if self.rank == self.agreement.members[0] else 0
         if fresh:
             item.manual, item.weight, item.loss = manual, self.weight, self.loss
+            item.interval_s = self.interval_s
             item.local_sqr = self.weight * self._norm.sqr if self._norm.due(step.number) else None
             item.waited = self._timing.waits()
             item.manual_before, self._untold_manual = self._untold_manual == step.number - 1, None

@@ -50,6 +50,10 @@ class Overlapped(Protocol):
         """Wait for its end."""
         ...
 
+    def describe(self) -> str:
+        """What was decided about them, empty where nothing was."""
+        ...
+
     def stop(self) -> None:
         """There is no further one, and one that is under way does not end."""
         ...
@@ -95,7 +99,7 @@ class StepDriver:
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
         self.overlapped: Overlapped | None = None
-        self._loss = math.nan
+        self._loss = self._arrived_s = math.nan
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()
@@ -217,6 +221,9 @@ class StepDriver:
         with self.named_failures():
             self._await_deferred()
             self._loss, step = self.engine.loss, self.engine.step
+            if self.overlapped is not None:
+                now_s = time.monotonic()
+                self.engine.interval_s, self._arrived_s = now_s - self._arrived_s, now_s
             self.reporter.begin_timing()
             self._look_at_device()
             if self.engine.arrive(manual=manual):
@@ -428,8 +435,6 @@ class StepDriver:
         """The training thread, which calls this, leaves its training loop, or is back. Does not wait for others."""
         if self.dropped:
             return  # It never comes back to this optimizer.
-        if inactive:
-            self.finish_step()
         self.engine.set_inactive(inactive)
         self.switcher.set_inactive(inactive)
 

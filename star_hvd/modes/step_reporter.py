@@ -68,6 +68,7 @@ class StepReporter:
         own_part: Part of a usual batch that this rank has computed for its step; its times are reported as those of a
             whole one.
         wait_s: How long it then waited for the others.
+        on_header: Is called with every header of a reduced step, under the engine's lock.
         timing: The work of the step that arrives is still being timed: its message waits for that.
     """
 
@@ -88,6 +89,7 @@ class StepReporter:
         self.wait_s = 0.0
         self.own_part = 1.0
         self.timing = False
+        self.on_header: Callable[[Header], None] | None = None
         self._unsent: Callable[[], None] | None = None  # A message that waits for the compute time.
         self._send = send
         self._switched = switched
@@ -208,6 +210,8 @@ class StepReporter:
         self._send(messages.Join(self.number, version))
 
     def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+        if self.on_header is not None:
+            self.on_header(header)
         if self.engine.rank != plan.members_or_all[0]:
             return
         fresh = [rank for rank, is_fresh in enumerate(header.fresh) if is_fresh]

@@ -493,7 +493,10 @@ class Runtime:
         if self._stopped or os.getpid() != self._pid:
             return
         if drain and not any(d.failure for d in self.drivers.values()):
-            self.finish_steps()
+            try:
+                self.finish_steps()
+            except Exception as error:  # Whatever stopped a step, the threads and sockets still have to end.
+                logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
         self._stopped = True
         self._unwatch_threads()
         if drain and self.trains and not any(d.failure for d in self.drivers.values()):

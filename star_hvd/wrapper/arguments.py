@@ -39,21 +39,21 @@ def check_accuracy(accuracy: Any) -> str:
     return str(accuracy)
 
 
-def check_overlap(chosen: str | None, overlap: Any) -> bool:
-    """Whether steps overlap with the program.
+def check_overlap(chosen: str | None, overlap: Any) -> bool | str:
+    """Whether steps overlap with the program: True, False, or `auto`.
 
     Args:
         chosen: By the environment, None where it says nothing.
         overlap: The argument.
 
     Raises:
-        ValueError: Neither yes nor no.
+        ValueError: None of these.
     """
     if chosen is not None:
         overlap = {"1": True, "0": False}.get(chosen, chosen)
-    if not isinstance(overlap, bool):
-        raise ValueError(f"overlap is {overlap!r}; expected True or False, or STAR_OVERLAP=1 or 0")
-    return overlap
+    if not isinstance(overlap, bool) and overlap != "auto":
+        raise ValueError(f"overlap is {overlap!r}; expected True, False or 'auto', or STAR_OVERLAP=1, 0 or auto")
+    return overlap  # type: ignore[no-any-return]
 
 
 def check_numbers(passes: int, groups: Any, max_grad_norm: float | None) -> None:

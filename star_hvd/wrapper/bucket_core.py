@@ -22,7 +22,6 @@ from star_hvd.engine.applier import Applier, replayable
 from star_hvd.engine.buckets import Bucket, memory_format_of, pack
 from star_hvd.engine.collective import Collective, HorovodCollective
 from star_hvd.engine.hyperparameters import HyperRow
-from star_hvd.engine.ordered_collective import OrderedCollective
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
@@ -31,7 +30,11 @@ from star_hvd.runtime import runtime
 from star_hvd.runtime.microbatches import MicrobatchInHand
 from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
+<<<<<<< HEAD
 from star_hvd.wrapper.forward_gates import ForwardGates
+=======
+from star_hvd.wrapper.ordered_collective import OrderedCollective
+>>>>>>> w5-overlap
 from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
 
@@ -44,7 +47,6 @@ Closure = Callable[[], Any]
 BY_HAND = "the program calls synchronize() itself"
 _LEAST_BUCKETS = 4
 _OVERLAPPED_BUCKETS = 16  # A bucket is what the forward pass waits for, and what others wait behind.
-_CREDIT_BYTES = 1  # One reduction runs, one waits in Horovod's queue.
 
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
 
@@ -101,7 +103,7 @@ class BucketCore:
         names: Name of every parameter.
         max_grad_norm: Norm to which the averaged gradient is clipped.
         exact: Whether `auto` is to choose among the exact modes only.
-        overlap: Whether steps of `sync` go on while the program does.
+        overlap: Whether steps of `sync` go on while the program does; `auto` where that is to be found out.
     """
 
     def __init__(
@@ -120,11 +122,15 @@ class BucketCore:
         names: dict[torch.nn.Parameter, str],
         max_grad_norm: float | None,
         exact: bool = False,
+<<<<<<< HEAD
         overlap: bool = False,
         lossy: bool = False,
+=======
+        overlap: bool | str = False,
+>>>>>>> w5-overlap
     ) -> None:
         self._exact = exact
-        self._overlap_wanted = overlap
+        self._overlap_asked = overlap
         self._overlap: Overlap | None = None
         self.base = base
         self._inner = inner
@@ -196,10 +202,8 @@ class BucketCore:
             reason="every job starts in sync",
         )
         everybody: Collective = HorovodCollective()
-        if self._overlap_wanted:
-            everybody = OrderedCollective(
-                everybody, applier.streams, _CREDIT_BYTES, f"star-transmit-{driver.number}"
-            )
+        if self._overlap_asked:
+            everybody = OrderedCollective(everybody, applier.streams, f"star-transmit-{driver.number}")
         engine = StepEngine(
             rank=run.rank,
             plan=initial,
@@ -221,7 +225,8 @@ class BucketCore:
             plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
         run.attach(driver, engine, initial, plan, exact=self._exact)
         if isinstance(everybody, OrderedCollective):
-            self._overlap = Overlap(driver, everybody, self._config.step_deadline_s)
+            deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
+            self._overlap = Overlap(driver, everybody, deadline_s, auto=auto)
         if issubclass(self.base, torch.optim.LBFGS):
             driver.pin("LBFGS evaluates its closure several times per step")
         reason = lockstep_only(self._buckets, self.optimizer.param_groups)
@@ -236,7 +241,7 @@ class BucketCore:
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
         # At least four buckets: otherwise the first gradients of a small network would wait for its last ones.
-        least = _OVERLAPPED_BUCKETS if self._overlap_wanted else _LEAST_BUCKETS
+        least = _OVERLAPPED_BUCKETS if self._overlap_asked else _LEAST_BUCKETS
         capacity = min(self._config.bucket_bytes, max(1, -(-size // least)))
         buckets = pack(params, capacity, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)

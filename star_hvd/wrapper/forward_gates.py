@@ -26,7 +26,12 @@ _METADATA = frozenset(
     getattr(torch.Tensor, name)
     for name in ("shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "ndim", "is_cuda")
 )
-_METHODS = frozenset((torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point))
+_METHODS = frozenset(
+    (
+        torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.element_size,
+        torch.Tensor.is_contiguous, torch.Tensor.is_floating_point, torch.empty_like, torch.zeros_like, torch.ones_like,
+    )
+)  # fmt: skip
 
 
 class ForwardGates:
@@ -120,13 +125,11 @@ def _gated(ordinary: type) -> type:
 
 def _pass(param: Any) -> None:
     """Wait at a parameter's gate."""
-    gate = param.__dict__.get("_star_gate")
-    if gate is None:  # Another thread has just opened it.
-        return
-    gates, index, _ = gate
-    gates.wait(index)
-    if param.__dict__.get("_star_gate") is not None:
-        raise StarError(f"bucket {index} was waited for, but its parameters were not brought up to date")
+    while (gate := param.__dict__.get("_star_gate")) is not None:  # It may be closed again by then, by another thread.
+        gates, index, _ = gate
+        gates.wait(index)
+        if param.__dict__.get("_star_gate") is gate:
+            raise StarError(f"bucket {index} was waited for, but its parameters were not brought up to date")
 
 
 def _gated_in(value: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ bucket is applied, never while it is waited for.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
@@ -20,14 +21,17 @@ from typing import Any
 
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from scheduler.transmission.off_switch import OffSwitch
+from scheduler.transmission.transmission import Transmission, order_of
 from star_hvd.engine.applier import steps_by_bucket
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.device import APPLIED, DONE, SUBMITTED, Fence
-from star_hvd.engine.ordered_collective import OrderedCollective
+from star_hvd.engine.header import Header
 from star_hvd.modes.driver import StepDriver
 from star_hvd.wrapper.forward_gates import ForwardGates
+from star_hvd.wrapper.ordered_collective import OrderedCollective
 
-__all__ = ["Overlap", "order_of"]
+__all__ = ["Overlap"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -47,13 +51,6 @@ class _Pending:
     applied: dict[int, Fence] = field(default_factory=dict)
 
 
-def order_of(prefix: str, buckets: int) -> list[str]:
-    """Names of the reductions, in the order in which they are submitted."""
-    sooner = list(range(0, buckets - 1, 2))
-    rest = [index for index in range(buckets - 1, -1, -1) if index not in sooner]
-    return [f"{prefix}.b{index}" for index in (*sooner, *rest)]
-
-
 class Overlap:
     """The overlapped steps of one optimizer on one rank.
 
@@ -61,9 +58,12 @@ class Overlap:
         driver: Of the optimizer.
         collective: Of its engine.
         deadline_s: Longest wait for a reduction.
+        auto: Whether it is tried, and kept only where it pays.
     """
 
-    def __init__(self, driver: StepDriver, collective: OrderedCollective, deadline_s: float) -> None:
+    def __init__(
+        self, driver: StepDriver, collective: OrderedCollective, deadline_s: float, *, auto: bool = False
+    ) -> None:
         self.driver, self.collective, self._deadline_s = driver, collective, deadline_s
         self.gates = ForwardGates(self.wait)
         self._engine = driver.engine
@@ -72,12 +72,37 @@ class Overlap:
         self._pending: _Pending | None = None
         self._pid = os.getpid()
         self._reasons: set[str] = set()
+        self._trial = OffSwitch() if auto else None
+        self._now = Transmission(overlap=not auto)
         self.layout_changed()
         driver.overlapped = self
+        driver.reporter.on_header = self._note_header
 
     def layout_changed(self) -> None:
         """Buckets were added."""
-        self.collective.set_order(order_of(self._engine.prefix, len(self._applier.buckets)))
+        sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in self._applier.buckets]
+        self.collective.credit_bytes = max(sizes, default=0)
+        self._use(overlap=self._now.overlap)
+
+    def _use(self, *, overlap: bool) -> None:
+        """From the next step on, on all ranks."""
+        self._now = Transmission(overlap, order_of(len(self._applier.buckets)) if overlap else ())
+        self.collective.set_order([f"{self._engine.prefix}.b{index}" for index in self._now.order])
+
+    def _note_header(self, header: Header) -> None:
+        """A step of all ranks was reduced, and all read this; under the engine's lock."""
+        trial = self._trial
+        if trial is None or math.isnan(header.interval_s) or self._engine.plan.mode != "sync":
+            return
+        ended = trial.note(header.interval_s)
+        if trial.on != self._now.overlap:
+            self._use(overlap=trial.on)
+        if ended and self._engine.rank == 0:
+            logger.info("%s", trial.describe("overlap"))
+
+    def describe(self) -> str:
+        """What was decided by trial, as a sentence; empty where the user has decided."""
+        return self._trial.describe("overlap") if self._trial is not None else ""
 
     @property
     def pending(self) -> bool:
@@ -92,6 +117,8 @@ class Overlap:
         Args:
             reason: Against it, known to the caller.
         """
+        if not self._now.overlap:
+            return False
         reason = reason or self._reason()
         if reason is not None and reason not in self._reasons:
             self._reasons.add(reason)
@@ -115,7 +142,7 @@ class Overlap:
         if any(hooks):
             return "step hooks see the whole step"
         if self._applier.streams.devices:
-            return "parameters are on a device of their own kind of queue, where this was not measured"
+            return "parameters are on a GPU, where overlapped steps are not tested yet"
         compiled = sys.modules.get("torch._dynamo.convert_frame")
         if compiled is not None and compiled.FRAME_COUNTER:
             return "torch.compile is in use, whose code reads parameters where that is not seen"

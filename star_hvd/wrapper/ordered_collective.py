@@ -37,14 +37,24 @@ class OrderedCollective:
     Args:
         inner: Reduces the tensors.
         streams: Of the tensors' devices; what is held is submitted by any thread.
-        credit_bytes: While more than this is under way nothing is submitted.
         thread_name: Of the thread that submits what is held while no other thread comes by.
+
+    Attributes:
+        credit_bytes: While more than this is under way nothing is submitted. The size of a bucket: one is reduced
+            while the next one is negotiated. Measured with 16 buckets of 625 kB, 4 ranks, 200 Mbit/s: 1040 ms where
+            one is under way, 645 with two, 705 with three or four; 600 is what the bytes take.
     """
 
-    def __init__(self, inner: Collective, streams: Streams, credit_bytes: int, thread_name: str) -> None:
+    def __init__(self, inner: Collective, streams: Streams, thread_name: str) -> None:
         self.core_each = inner.core_each
+<<<<<<< HEAD:star_hvd/engine/ordered_collective.py
         self._inner, self._streams, self._credit_bytes = inner, streams, credit_bytes
         self._changed = ordered_condition("OrderedCollective._changed")
+=======
+        self.credit_bytes = 0
+        self._inner, self._streams = inner, streams
+        self._changed = threading.Condition()
+>>>>>>> w5-overlap:star_hvd/wrapper/ordered_collective.py
         self._order: tuple[str, ...] = ()
         self._wanted: tuple[str, ...] | None = None  # The order from the next step on.
         self._next = 0  # Place in the order of what is submitted next.
@@ -108,7 +118,7 @@ class OrderedCollective:
         while self._held and (held := self._held.get(self._order[self._next])) is not None:
             while self._under_way and self._inner.poll(self._under_way[0][0]):
                 self._under_way.popleft()
-            if sum(size for _, size in self._under_way) > self._credit_bytes:
+            if sum(size for _, size in self._under_way) > self.credit_bytes:
                 return
             del self._held[held.name]
             held.fence.order(held.tensor)

@@ -1,0 +1,341 @@
+"""Programs that train once without and once with `overlap=True`: what every rank of the test's job runs.
+
+A program returns facts about what it read on its way and what it ended with; the test compares the two.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import star_hvd as hvd
+from tests.multiproc.modes import publish, within
+from tests.support.inside import driver_of
+from tests.support.launch import write_result
+
+Facts = dict[str, Any]
+Program = Callable[[bool], Facts]
+
+PROGRAMS: dict[str, Program] = {}
+STEPS = 8
+
+
+def program(function: Program) -> Program:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+class Net(torch.nn.Module):
+    """A frozen layer, a shared parameter, a layer used twice, one used by another module, one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(12, 8)
+        self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+        self.twice = torch.nn.Linear(8, 8)
+        self.rnn = torch.nn.GRU(8, 8)
+        self.other = torch.nn.Linear(8, 8)
+        self.unused = torch.nn.Linear(8, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.out = torch.nn.Linear(8, 12, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.twice(torch.tanh(self.twice(self.frozen(self.embed(x))))))
+        y, _ = self.rnn(y)
+        y = torch.nn.functional.linear(y, self.other.weight, self.other.bias).mean(0)
+        return self.out(self.norm(y))
+
+
+def digest(tensors: Any) -> str:
+    raw = b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def state_digest(optimizer: Any) -> str:
+    state = optimizer.state_dict()["state"]
+    return digest(v for key in sorted(state) for v in state[key].values() if isinstance(v, torch.Tensor))
+
+
+def make(overlap: bool | str, kind: str = "sgd", **options: Any) -> tuple[Net, Any]:
+    torch.manual_seed(3)
+    net = Net()
+    if kind == "sgd":
+        own: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    else:
+        own = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    options = {"mode": "sync", "overlap": overlap} | options
+    optimizer = hvd.DistributedOptimizer(own, net.named_parameters(), **options)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    return net, optimizer
+
+
+def loss_of(net: Net, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * int(hvd.rank()) + number)
+    x = torch.randint(0, 12, (3, 6), generator=generator)
+    return torch.nn.functional.cross_entropy(net(x), x[0])
+
+
+def step(net: Net, optimizer: Any, number: int) -> float:
+    optimizer.zero_grad()
+    loss = loss_of(net, number)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def pending(optimizer: Any) -> bool:
+    overlapped = driver_of(optimizer).overlapped
+    return overlapped is not None and overlapped.pending
+
+
+def end(net: Net, optimizer: Any, **facts: Any) -> Facts:
+    state = state_digest(optimizer)
+    facts |= {"params": digest(net.parameters()), "state": state, "steps": optimizer.stats()["steps"]}
+    optimizer.close()
+    return facts
+
+
+def plain(overlap: bool, kind: str) -> Facts:
+    net, optimizer = make(overlap, kind)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    losses, went_on = [], 0
+    for number in range(STEPS):
+        losses.append(step(net, optimizer, number))
+        scheduler.step()
+        went_on += pending(optimizer)
+    assert went_on == (STEPS if overlap else 0), f"{went_on} of {STEPS} steps overlapped"
+    return end(net, optimizer, losses=losses)
+
+
+@program
+def sgd(overlap: bool) -> Facts:
+    return plain(overlap, "sgd")
+
+
+@program
+def adamw(overlap: bool) -> Facts:
+    return plain(overlap, "adamw")
+
+
+@program
+def reads(overlap: bool) -> Facts:
+    """Checkpoints, evaluations, averages, norms and collectives between steps, and lists made long before."""
+    net, optimizer = make(overlap)
+    listed, seen = list(net.parameters()), []
+    average = torch.optim.swa_utils.AveragedModel(net)
+    for number in range(3 * STEPS):
+        step(net, optimizer, number)
+        kind = number % 8
+        if kind == 0:
+            seen.append(digest(net.state_dict().values()))
+        elif kind == 1:
+            seen.append(state_digest(optimizer))
+        elif kind == 2:
+            with torch.no_grad():
+                seen.append(float(loss_of(net, 99)))
+        elif kind == 3:
+            average.update_parameters(net)
+        elif kind == 4:
+            seen.append(float(sum(param.square().sum() for param in listed)))
+        elif kind == 5:
+            seen.append(digest(copy.deepcopy(net).parameters()))
+        elif kind == 6:
+            seen.append(float(hvd.allreduce(listed[0].detach().sum(), name="read")))
+        else:
+            seen.append(digest(param.grad for param in listed if param.grad is not None))
+    return end(net, optimizer, seen=seen, average=digest(average.parameters()))
+
+
+@program
+def writes(overlap: bool) -> Facts:
+    """Parameters and state that the program changes between steps."""
+    net, optimizer = make(overlap)
+    kept = None
+    for number in range(STEPS):
+        step(net, optimizer, number)
+        if number == 1:
+            kept = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+        elif number == 3:
+            with torch.no_grad():
+                for param in net.parameters():
+                    param.mul_(0.5)
+        elif number == 5:
+            net.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+        elif number == 6:
+            hvd.broadcast_parameters(net.state_dict(), root_rank=1)
+            hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    return end(net, optimizer)
+
+
+@program
+def gradients(overlap: bool) -> Facts:
+    """All ways to clear gradients, and none; several passes."""
+    net, optimizer = make(overlap, backward_passes_per_step=2)
+    for number in range(2 * STEPS):
+        if number % 4 == 0:
+            optimizer.zero_grad(set_to_none=False)
+        elif number % 4 == 1:
+            net.zero_grad()
+        elif number % 4 == 2:
+            for param in net.parameters():
+                param.grad = None
+        for part in range(2):
+            loss_of(net, 2 * number + part).backward()
+        optimizer.step()
+    return end(net, optimizer)
+
+
+@program
+def late_clear(overlap: bool) -> Facts:
+    """Gradients are cleared between forward and backward, while a part of the step is applied."""
+    net, optimizer = make(overlap)
+    for number in range(STEPS):
+        loss = loss_of(net, number)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return end(net, optimizer)
+
+
+@program
+def exceptions(overlap: bool) -> Facts:
+    """The program raises between and inside its steps, on all ranks, and goes on."""
+    net, optimizer = make(overlap)
+    for number in range(STEPS):
+        try:
+            optimizer.zero_grad()
+            loss = loss_of(net, number)
+            if number == 2:
+                raise ValueError("before backward")
+            loss.backward()
+            optimizer.step()
+            if number == 4:
+                raise ValueError("after the step")
+        except ValueError:
+            pass
+    return end(net, optimizer)
+
+
+@program
+def by_hand(overlap: bool) -> Facts:
+    """What needs the whole gradient does not overlap, and the reason is logged once."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("star_hvd").addHandler(handler)
+    net, optimizer = make(overlap)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(net, number).backward()
+        if number in (2, 3):
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+    first = end(net, optimizer)
+    net, optimizer = make(overlap, max_grad_norm=0.1)
+    for number in range(STEPS):
+        step(net, optimizer, number)
+    second = end(net, optimizer)
+    net, optimizer = make(overlap)
+    called: list[int] = []
+    hook = optimizer.register_step_post_hook(lambda *_: called.append(1))
+    for number in range(STEPS):
+        step(net, optimizer, number)
+        if number == 4:
+            hook.remove()
+    logging.getLogger("star_hvd").removeHandler(handler)
+    off = [record for record in records if record.startswith("overlap is off")]
+    assert len(off) == (3 if overlap else 0), off
+    return end(net, optimizer, called=len(called), first=first, second=second)
+
+
+@program
+def dropped(overlap: bool) -> Facts:
+    """The optimizer is gone before its last step has ended: the parameters still get it."""
+    net, optimizer = make(overlap)
+    for number in range(STEPS):
+        step(net, optimizer, number)
+    del optimizer
+    gc.collect()
+    return {"params": digest(net.parameters())}
+
+
+@program
+def two(overlap: bool) -> Facts:
+    """Two optimizers take turns."""
+    first, second = make(overlap), make(overlap, "adamw")
+    for number in range(STEPS):
+        step(*first, number)
+        step(*second, number)
+        if number % 3 == 0:
+            step(*first, 100 + number)
+    return {"first": end(*first), "second": end(*second)}
+
+
+@program
+def auto(overlap: bool) -> Facts:
+    """Tried in blocks, by both ranks in the same steps; then decided."""
+    net, optimizer = make("auto" if overlap else False)
+    went_on = []
+    for number in range(3 * 32 + 12):
+        step(net, optimizer, number)
+        went_on.append(pending(optimizer))
+    assert hvd.allgather_object(went_on, name="blocks") == [went_on] * 2
+    assert 0 < sum(went_on) < len(went_on) or not overlap
+    assert ("overlap is" in hvd.explain()) == (overlap and int(hvd.rank()) == 0), hvd.explain()
+    return end(net, optimizer)
+
+
+@program
+def switching(overlap: bool) -> Facts:
+    """From `sync` to relaxed modes and back; what fixes the outcome is that replicas are equal and nothing is lost."""
+    net, optimizer = make(overlap)
+    number, went_on, began_s = 0, 0, time.monotonic()
+    for mode in ("partial(1)", "sync", "ps(2)", "sync", "local(2)", "sync"):
+        while within(began_s):
+            publish(optimizer, mode)
+            step(net, optimizer, number)
+            number += 1
+            if optimizer.mode == mode:
+                break
+        hvd.barrier()
+        for _ in range(STEPS):
+            step(net, optimizer, number)
+            number += 1
+            went_on += pending(optimizer) and mode == "sync"
+    optimizer.close()
+    stats = optimizer.stats()
+    found_again = sum(stats[f"{name}_weight"] for name in ("applied", "damped", "dropped", "pending"))
+    lost = stats["produced_weight"] - found_again
+    found = hvd.allgather_object((digest(net.parameters()), went_on > STEPS), name="switched")
+    equal = all(each == (found[0][0], overlap) for each in found)
+    return {"equal": equal, "lost": abs(lost) > 1e-6, "mismatches": stats["mismatches"]}
+
+
+def main(names: list[str]) -> None:
+    torch.set_num_threads(1)
+    hvd.init()
+    facts: dict[str, list[Facts]] = {}
+    for name, function in PROGRAMS.items():
+        if not names or name in names:
+            write_result({"running": name, "facts": facts})
+            facts[name] = [function(False), function(True)]
+    write_result({"facts": facts})
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

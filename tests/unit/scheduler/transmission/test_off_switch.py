@@ -1,0 +1,69 @@
+"""What does not pay is switched off, by all ranks after the same step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scheduler.transmission.off_switch import OffSwitch, lower_bound
+from scheduler.transmission.transmission import order_of
+
+MOST_STEPS = 8 + 8 * 32
+
+
+def run(gain: float, noise: float, seed: int) -> tuple[OffSwitch, int]:
+    rng, switch, steps = random.Random(seed), OffSwitch(), 0
+    while not switch.decided:
+        switch.note((1.0 - gain * switch.on) * (1.0 + abs(rng.gauss(0.0, noise))))
+        steps += 1
+        assert steps <= MOST_STEPS
+    return switch, steps
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_gain_is_kept(seed: int) -> None:
+    switch, steps = run(0.2, 0.05, seed)
+    assert switch.on and steps == 8 + 3 * 32
+    assert "kept: it saved" in switch.describe("overlap")
+
+
+@pytest.mark.parametrize("gain", [-0.3, 0.0, 0.01])
+def test_what_does_not_pay_is_off(gain: float) -> None:
+    switch, steps = run(gain, 0.001, 1)
+    assert not switch.on and steps == 8 + 3 * 32
+    switch.note(1.0)
+    assert not switch.on and "off" in switch.describe("overlap")
+
+
+def test_noise_seldom_passes_for_a_gain() -> None:
+    kept = sum(run(0.0, 0.1, seed)[0].on for seed in range(200))
+    assert kept <= 20
+
+
+def test_a_pause_of_the_program_does_not_count() -> None:
+    rng, switch = random.Random(2), OffSwitch()
+    while not switch.decided:
+        switch.note(50.0 if rng.random() < 0.05 else 1.0 - 0.2 * switch.on)
+    assert switch.on
+
+
+def test_blocks_alternate() -> None:
+    switch, seen = OffSwitch(), []
+    for _ in range(8 + 64):
+        seen.append(switch.on)
+        switch.note(1.0)
+    assert seen == [False] * 24 + [True] * 16 + [False] * 16 + [True] * 16
+
+
+def test_the_bound_is_below_the_mean() -> None:
+    assert lower_bound([0.1, 0.1]) == pytest.approx(0.1)
+    assert lower_bound([0.0, 0.2]) < 0.0
+
+
+@pytest.mark.parametrize("buckets", [0, 1, 2, 3, 16, 17])
+def test_an_order_has_every_bucket_once(buckets: int) -> None:
+    order = order_of(buckets)
+    assert sorted(order) == list(range(buckets))
+    if buckets == 6:
+        assert order == (0, 2, 4, 5, 3, 1)

@@ -1,0 +1,100 @@
+"""Steps on one bucket after the other are, bit for bit, one step on all parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from star_hvd.engine.applier import Applier, steps_by_bucket
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.hyperparameters import HyperRow
+
+CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-2}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}),
+    (torch.optim.AdamW, {"foreach": True}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"lr": torch.tensor(1e-3)}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.RAdam, {}),
+    (torch.optim.Adamax, {}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.ASGD, {}),
+    (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+    (torch.optim.Rprop, {}),
+    (torch.optim.Adafactor, {}),
+    (torch.optim.Muon, {}),
+]
+
+
+def _params(dims: int) -> list[torch.nn.Parameter]:
+    torch.manual_seed(1)
+    shapes = [(4, 5), (7, 3), (2, 3), (11, 1), (3, 3)] if dims == 2 else [(4, 5), (7,), (2, 3, 3), (1,), (11,)]
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def _optimizer(base: Any, options: dict[str, Any]) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    params = _params(2 if base is torch.optim.Muon else 1)
+    groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.03}]
+    return params, base(groups, **options)
+
+
+def _gradient(params: list[torch.nn.Parameter], step: int) -> None:
+    torch.manual_seed(100 + step)
+    for param in params:
+        param.grad = torch.randn_like(param)
+
+
+@pytest.mark.parametrize(("base", "options"), CASES)
+def test_parts_make_the_whole(base: Any, options: dict[str, Any]) -> None:
+    assert steps_by_bucket(base)
+    whole, one = _optimizer(base, options)
+    parts, other = _optimizer(base, options)
+    buckets = pack(parts, 1)
+    applier = Applier(other, base, buckets, HyperRow(other.param_groups))
+    orders = [list(buckets), list(reversed(buckets)), [*buckets[2:], *buckets[:2]]]
+    for step in range(6):
+        _gradient(whole, step)
+        one.step()
+        _gradient(parts, step)
+        kept = applier.hyperparameters()
+        with torch.no_grad():
+            for groups in (one.param_groups, other.param_groups):
+                for group in groups:
+                    group["lr"] *= 0.5  # As a scheduler after `step()`: what is kept is of the step itself.
+        for bucket in orders[step % 3]:
+            applier.step_bucket(bucket, kept, None)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(parts, whole, strict=True)), step
+    assert [len(group["params"]) for group in other.param_groups] == [2, 3]
+    for mine, theirs in zip(parts, whole, strict=True):
+        assert other.state[mine].keys() == one.state[theirs].keys()
+        for key, value in other.state[mine].items():
+            same = torch.equal(value, one.state[theirs][key]) if isinstance(value, torch.Tensor) else True
+            assert same, key
+
+
+def test_the_leaders_hyperparameters_go_first() -> None:
+    params = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    applier = Applier(optimizer, torch.optim.SGD, pack(params, 1), HyperRow(optimizer.param_groups))
+    kept = applier.hyperparameters()
+    optimizer.param_groups[0]["lr"] = 0.5
+    row = applier.hyper.read(optimizer.param_groups)
+    optimizer.param_groups[0]["lr"] = 0.7
+    params[0].grad = torch.ones(2)
+    applier.step_bucket(applier.buckets[0], kept, row)
+    assert params[0].tolist() == [0.5, 0.5] and optimizer.param_groups[0]["lr"] == 0.7
+
+
+def test_what_is_not_known_is_refused() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    assert not steps_by_bucket(Own) and not steps_by_bucket(torch.optim.LBFGS)
