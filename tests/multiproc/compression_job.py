@@ -21,7 +21,7 @@ from tests.support.launch import write_result
 
 TOUR = ("partial(3)", "sync", "subgroup(0,1,2)", "sync", "local(2)", "sync")
 STEPS = 14  # In each mode.
-SEEDS, EPOCHS, BATCH = 3, 12, 32
+SEEDS, EPOCHS, BATCH, RATE = 3, 15, 32, 0.05
 
 
 class Always(WireChoice):
@@ -134,9 +134,10 @@ def accuracy() -> dict[str, Any]:
         for form, name in enumerate(FORMS):
             torch.manual_seed(seed)
             net = make_network("digits", 64, "mlp")
-            optimizer, _ = lossy_optimizer(net, form, lr=0.05)
+            optimizer, _ = lossy_optimizer(net, form, lr=RATE)
             order = torch.Generator().manual_seed(seed)
-            for _ in range(EPOCHS):
+            for epoch in range(EPOCHS):
+                optimizer.param_groups[0]["lr"] = RATE * (1.0 - epoch / EPOCHS)
                 for rows in mine[torch.randperm(len(mine), generator=order)].split(BATCH)[:-1]:
                     optimizer.zero_grad()
                     torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()

@@ -18,8 +18,8 @@ FORMS = [HALF, LOW_RANK]
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     """Matrices, a kernel in `channels_last`, and what is too small for factors."""
-    kernel = torch.randn(16, 12, 3, 3).to(memory_format=torch.channels_last)
-    shapes = [torch.randn(40, 30), torch.randn(7), kernel, torch.randn(3, 5), torch.randn(20, 64).T]
+    kernel = torch.randn(32, 12, 3, 3).to(memory_format=torch.channels_last)
+    shapes = [torch.randn(40, 30), torch.randn(7), kernel, torch.randn(3, 5), torch.randn(32, 64).T]
     return [torch.nn.Parameter(value.to(dtype)) for value in shapes]
 
 
@@ -89,15 +89,15 @@ def test_what_was_sent_and_what_is_left_are_all_gradients_with_their_weights(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_constant_gradient_arrives_in_full_over_time(form: int) -> None:
-    """Without error feedback a projection on four columns would lose the rest of it in every step."""
+    """Without error feedback a projection on a few columns would lose the rest of it in every step."""
     ranks = codecs(2)
     gradient = torch.randn(ranks[0][0].numel)
     total = torch.zeros_like(gradient)
-    for _ in range(400):
+    for _ in range(60):
         flats = [torch.cat([gradient, torch.ones(1)]) for _ in ranks]
         step(ranks, flats, form, [True, True])
         total += flats[0][:-1] / flats[0][-1]
-    assert float((total / 400 - gradient).norm() / gradient.norm()) < 0.1
+    assert float((total / 60 - gradient).norm() / gradient.norm()) < 0.2
 
 
 def test_of_a_low_rank_gradient_nothing_is_left_over_after_two_steps() -> None:
@@ -124,7 +124,7 @@ def test_low_rank_travels_small_and_both_ways_in_turn() -> None:
         sizes.append(sent.numel())
         codec.decode(sent, flat)
     assert names == ["p", "q", "p", "q"] and sizes[0] == sizes[2] and sizes[1] == sizes[3]
-    rows, cols = 40 + 16 + 20, 30 + 108 + 64
+    rows, cols = 40 + 32 + 32, 30 + 108 + 64
     assert sizes[:2] == [RANK * n + 7 + 15 + 1 for n in (rows, cols)]
 
 

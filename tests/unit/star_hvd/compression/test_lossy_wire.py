@@ -19,7 +19,7 @@ from star_hvd.engine.step_engine import StepEngine
 from tests.support.effort import cases
 from tests.support.world import Port, World
 
-SIDE = 12  # Of matrices that are large enough for factors.
+SIDE = 36  # Of matrices that are large enough for factors.
 
 
 class AnyForm(WireChoice):
