@@ -35,12 +35,9 @@ _FIELDS = (
     "sum_count",
     "waited",
     "manual_before",
-<<<<<<< HEAD
     "wire",
-=======
     "interval_sum",
     "interval_count",
->>>>>>> w5-overlap
 )
 _CHECKSUM = 6  # Three 8-bit pieces and their squares: exact in float32 up to 257 ranks.
 _FIXED = len(_FIELDS) + _CHECKSUM
@@ -64,11 +61,8 @@ class Contribution:
         checksum: 24 bits over the parameters, None when not due.
         waited: Whether gradients waited for this header: the user works between `backward` and `step`.
         manual_before: `manual` of the step before, where that became known after its header was on its way.
-<<<<<<< HEAD
         wire: Form that the leader of the members asks for in the next step (`Wire.wanted`), 0 of the other ranks.
-=======
         interval_s: Time between this rank's two latest arrivals, NaN where it is not wanted.
->>>>>>> w5-overlap
     """
 
     fresh: bool
@@ -83,11 +77,8 @@ class Contribution:
     checksum: int | None = None
     waited: bool = False
     manual_before: bool = False
-<<<<<<< HEAD
     wire: int = 0
-=======
     interval_s: float = math.nan
->>>>>>> w5-overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +101,8 @@ class Header:
     checksum_ok: bool | None
     waited: bool = False
     manual_before: bool = False
-<<<<<<< HEAD
     wire: int = 0
-=======
     interval_s: float = math.nan
->>>>>>> w5-overlap
 
     def complete(self, members: Sequence[int]) -> bool:
         """Whether every member's fresh gradient is in the step."""
@@ -165,12 +153,9 @@ class HeaderCodec:
         out[_SLOT["folds"]] = item.folds
         out[_SLOT["waited"]] = item.waited
         out[_SLOT["manual_before"]] = item.manual_before
-<<<<<<< HEAD
         out[_SLOT["wire"]] = item.wire
-=======
         if not math.isnan(item.interval_s):
             out[_SLOT["interval_sum"]], out[_SLOT["interval_count"]] = item.interval_s, 1.0
->>>>>>> w5-overlap
         if item.checksum is not None:
             out[_SLOT["sum_count"]] = 1.0
             for i in range(3):
@@ -203,11 +188,8 @@ class HeaderCodec:
             checksum_ok=_same(sums, round(get["sum_count"])),
             waited=get["waited"] > 0,
             manual_before=get["manual_before"] > 0,
-<<<<<<< HEAD
             wire=round(get["wire"]) if math.isfinite(get["wire"]) else 0,
-=======
             interval_s=get["interval_sum"] / get["interval_count"] if get["interval_count"] else math.nan,
->>>>>>> w5-overlap
         )
 
 

@@ -30,11 +30,8 @@ from star_hvd.runtime import runtime
 from star_hvd.runtime.microbatches import MicrobatchInHand
 from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
-<<<<<<< HEAD
 from star_hvd.wrapper.forward_gates import ForwardGates
-=======
 from star_hvd.wrapper.ordered_collective import OrderedCollective
->>>>>>> w5-overlap
 from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
 
@@ -122,12 +119,8 @@ class BucketCore:
         names: dict[torch.nn.Parameter, str],
         max_grad_norm: float | None,
         exact: bool = False,
-<<<<<<< HEAD
-        overlap: bool = False,
-        lossy: bool = False,
-=======
         overlap: bool | str = False,
->>>>>>> w5-overlap
+        lossy: bool = False,
     ) -> None:
         self._exact = exact
         self._overlap_asked = overlap

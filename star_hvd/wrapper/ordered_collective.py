@@ -47,14 +47,9 @@ class OrderedCollective:
 
     def __init__(self, inner: Collective, streams: Streams, thread_name: str) -> None:
         self.core_each = inner.core_each
-<<<<<<< HEAD:star_hvd/engine/ordered_collective.py
-        self._inner, self._streams, self._credit_bytes = inner, streams, credit_bytes
-        self._changed = ordered_condition("OrderedCollective._changed")
-=======
         self.credit_bytes = 0
         self._inner, self._streams = inner, streams
-        self._changed = threading.Condition()
->>>>>>> w5-overlap:star_hvd/wrapper/ordered_collective.py
+        self._changed = ordered_condition("OrderedCollective._changed")
         self._order: tuple[str, ...] = ()
         self._wanted: tuple[str, ...] | None = None  # The order from the next step on.
         self._next = 0  # Place in the order of what is submitted next.
