@@ -46,8 +46,10 @@ def test_elastic(name: str) -> None:
 
 
 def test_constants_are_horovods() -> None:
-    for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product", "global_process_set", "Compression"):
+    for name in ("Average", "Sum", "Adasum", "Min", "Max", "Product", "global_process_set"):
         assert getattr(star_hvd, name) is getattr(horovod.torch, name), name
+    theirs = {name: value for name, value in vars(horovod.torch.Compression).items() if not name.startswith("_")}
+    assert theirs and all(getattr(star_hvd.Compression, name) is value for name, value in theirs.items())
     assert issubclass(star_hvd.elastic.TorchState, horovod.torch.elastic.TorchState)  # It tells its runtime of commits.
     assert issubclass(star_hvd.SyncBatchNorm, horovod.torch.SyncBatchNorm)
 
@@ -59,7 +61,7 @@ def test_signature_starts_with_horovods() -> None:
         assert (mine.name, mine.kind) == (other.name, other.kind)
         assert mine.default is other.default or mine.default == other.default, mine.name
     extra = ours[len(theirs) :]
-    assert {item.name for item in extra} == {"mode", "config", "max_grad_norm", "accuracy"}
+    assert {item.name for item in extra} == {"mode", "config", "max_grad_norm", "accuracy", "overlap"}
     assert all(item.kind is inspect.Parameter.KEYWORD_ONLY for item in extra)
 
 

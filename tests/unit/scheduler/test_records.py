@@ -102,7 +102,7 @@ def test_any_text_as_a_mode(text: str) -> None:
         assert plan is None or plan.world_size == 3
 
 
-CHOICES = ("damping", "encryption", "policy", "replica_mismatch")
+CHOICES = ("background", "damping", "encryption", "policy", "replica_mismatch")
 SETTINGS = [item.name for item in dataclasses.fields(Config) if item.name not in CHOICES]
 
 
