@@ -312,7 +312,7 @@ def _servers(
     servers = placed.servers
     if conditions.headroom and active is not None and active.servers:
         servers = active.servers  # They run already, and what they use is no longer idle.
-    elif placed.slows:
+    elif placed.slows and not stragglers.frozen:  # A rank that freezes stops the job in every other mode.
         return []
     bad = {*stragglers.slow, *stragglers.links, *stragglers.frozen}
     out = [len(bad), *stragglers.at_once]

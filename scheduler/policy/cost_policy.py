@@ -275,7 +275,7 @@ class CostPolicy:
         if stragglers is None or conditions is None or not conditions.headroom:
             return ""
         placed = place(conditions, stragglers, self._hosts)
-        if placed.slows and not plan.servers:
+        if placed.slows and not plan.servers and not stragglers.frozen:
             return f"; servers are not offered, because they would make another job slower on {', '.join(placed.slows)}"
         avoided = placed.avoided if plan.servers == placed.servers else ""
         return f"; its servers avoid {avoided}" if avoided else ""

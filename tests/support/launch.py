@@ -149,7 +149,7 @@ def _environment(folder: str, added: Mapping[str, str]) -> dict[str, str]:
     environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", STAR_RUN_LOG="0")
     # Horovod's own waits for ranks that are only late: half a minute is little where many share a core.
     environment.update(HOROVOD_GLOO_TIMEOUT_SECONDS="180", HOROVOD_START_TIMEOUT="300")
-    environment.update({RESULTS: folder}, **added)
+    environment.update({RESULTS: folder, "XDG_RUNTIME_DIR": folder}, **added)  # Where jobs of one host meet: alone.
     return environment
 
 

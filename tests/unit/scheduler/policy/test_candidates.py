@@ -181,6 +181,8 @@ def test_servers_are_not_offered_where_they_would_slow_another_job() -> None:
     waiting = Headroom(free_cpu_cores=0.0, neighbours=2, slack_cores=4.0)
     assert {plan.servers for plan in found(tight, waiting, tight, tight)} == {(1,)}
     assert found(*[Headroom(free_cpu_cores=0.0)] * 4), "no other job is there"
+    froze = dataclasses.replace(conditions(times, comm_bytes=4e7), headroom=(tight,) * 4, freezing=(3,))
+    assert any(plan.mode == "ps" for plan in candidates(froze, hosts="abcd")), "no other mode helps there"
     served = dataclasses.replace(conditions(times, comm_bytes=4e7), headroom=(tight,) * 4)
     active = Plan.ps(4, 3, servers=(1,))
     offered = [plan for plan in candidates(served, active, hosts="abcd") if plan.mode == "ps"]
