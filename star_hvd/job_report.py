@@ -153,7 +153,8 @@ def record_metric(
 
 
 def explain(optimizer: int | None = None) -> str:
-    """One sentence on the active mode: the reason for it, and the alternatives.
+    """One sentence on the active mode: the reason for it, the alternatives, and with `Compression.auto` the form of
+    gradients.
 
     It begins with the step of the decision, as in the log, or the present one without a decision. Only rank 0 can
     explain; elsewhere, before the first optimizer and after `shutdown()`, the sentence says so.
@@ -171,7 +172,10 @@ def explain(optimizer: int | None = None) -> str:
         return f"only rank 0 can explain; this is rank {run.rank}"
     with run.coordinator.board() as board:
         engine = _engine(board, optimizer)
-        return _of_step(engine) if engine is not None else "no mode is active: no optimizer was made yet"
+        text = _of_step(engine) if engine is not None else "no mode is active: no optimizer was made yet"
+    driver = run.drivers.get(max(run.drivers, default=0) if optimizer is None else optimizer)
+    form = driver.engine.wire.explain() if driver is not None else ""
+    return f"{text}; {form}" if form else text
 
 
 def _of_step(engine: OptimizerState) -> str:
