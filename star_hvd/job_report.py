@@ -153,7 +153,8 @@ def record_metric(
 
 
 def explain(optimizer: int | None = None) -> str:
-    """One sentence on the active mode: the reason for it, and the alternatives.
+    """One sentence on the active mode: the reason for it, the alternatives, and with `Compression.auto` the form of
+    gradients.
 
     It begins with the step of the decision, as in the log, or the present one without a decision. Only rank 0 can
     explain; elsewhere, before the first optimizer and after `shutdown()`, the sentence says so.
@@ -173,8 +174,10 @@ def explain(optimizer: int | None = None) -> str:
         engine = _engine(board, optimizer)
         text = _of_step(engine) if engine is not None else "no mode is active: no optimizer was made yet"
     driver = run.drivers.get(max(run.drivers, default=-1) if optimizer is None else optimizer)
-    overlapped = driver.overlapped.describe() if driver is not None and driver.overlapped is not None else ""
-    return f"{text}; {overlapped}" if overlapped else text
+    if driver is None:
+        return text
+    overlapped = driver.overlapped.describe() if driver.overlapped is not None else ""
+    return "; ".join(part for part in (text, overlapped, driver.engine.wire.explain()) if part)
 
 
 def _of_step(engine: OptimizerState) -> str:

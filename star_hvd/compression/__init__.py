@@ -18,4 +18,4 @@ class AutoCompressor(NoneCompressor):  # type: ignore[misc]
 class Compression(_Horovods):  # type: ignore[misc]
     """Horovod's `none` and `fp16`, and `auto`: none, fp16 or low rank with error feedback, by what is measured."""
 
-    auto = AutoCompressor
+    auto: type[AutoCompressor] = AutoCompressor

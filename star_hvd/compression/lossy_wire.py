@@ -110,7 +110,6 @@ class LossyWire(Wire):
         self._ask()
 
     def explain(self) -> str:
-        """The form in force and why."""
         return f"gradients travel as {self._forbidden or self.choice.reason or 'they are until their steps are timed'}"
 
     def state(self, indices: Mapping[torch.nn.Parameter, int]) -> dict[str, Any] | None:

@@ -217,3 +217,7 @@ class Wire:
 
     def ended(self, asked: int) -> None:
         """A step of gradients has ended, whose leader asked for a form of the next one."""
+
+    def explain(self) -> str:
+        """How gradients travel and why, for the user; empty where there was no choice."""
+        return ""

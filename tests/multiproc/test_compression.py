@@ -42,7 +42,7 @@ def test_accuracy_is_that_of_whole_gradients() -> None:
     assert len({tuple(result["digests"]) for result in results}) == 1, "replicas differ"
     means = {name: sum(values) / len(values) for name, values in results[0]["accuracy"].items()}
     assert means["none"] > 90.0, "the task is not learned at all"
-    assert means["fp16"] >= means["none"] - POINTS and means["low rank"] >= means["none"] - POINTS, means
+    assert means["low rank"] >= means["none"] - POINTS, means
 
 
 def test_the_form_is_chosen_by_what_is_measured() -> None:

@@ -25,7 +25,8 @@ def run_of(board: JobState | None, rank: int = 0) -> SimpleNamespace:
     def look() -> Iterator[JobState | None]:
         yield board
 
-    return SimpleNamespace(rank=rank, coordinator=None if board is None else SimpleNamespace(board=look))
+    coordinator = None if board is None else SimpleNamespace(board=look)
+    return SimpleNamespace(rank=rank, coordinator=coordinator, drivers={})
 
 
 def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
