@@ -86,6 +86,7 @@ def check(world: LossyWorld) -> None:
     first = world.engines[0]
     for engine, ears in zip(world.engines, world.ears, strict=True):
         assert engine.step == engine.next_step == first.step and ears.mismatches == []
+        assert all(0 <= header.wire < len(FORMS) for _, header in ears.headers), "more than one rank asks for a form"
         for mine, theirs in zip(engine.applier.buckets, first.applier.buckets, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True)), "replicas differ"
         for (i, mine_sum), (j, their_sum) in zip(wire_of(engine).sums, wire_of(first).sums, strict=True):
