@@ -77,6 +77,7 @@ VARIANTS: dict[str, Variant] = {
     "star": Variant(ours=True),
     "overlap-auto": Variant(ours=True, options={"overlap": "auto"}, modes=("sync",), least_warm=110),
     "overlap": Variant(ours=True, options={"overlap": True}, modes=("sync",)),
+    "compression-auto": Variant(ours=True, options={"compression": "auto"}, modes=("sync",), least_warm=28),
 }
 
 
@@ -98,6 +99,8 @@ def _optimizer(variant: Variant, net: torch.nn.Module, mode: str) -> tuple[Any, 
         import star_hvd as hvd
 
         options["mode"] = mode
+        if "compression" in options:
+            options["compression"] = getattr(hvd.Compression, options["compression"])
     hvd.init()
     own = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
     return hvd, hvd.DistributedOptimizer(own, named_parameters=net.named_parameters(), **options)

@@ -20,12 +20,12 @@ from scheduler.rules.leasing import Span, without
 from scheduler.rules.microbatches import StepLayout
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
+from star_hvd.input.feeder import Feeder, loader_options
+from star_hvd.input.lease_stock import Batch, BatchSizer, LeaseStock
+from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
+from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation, SamplerOrder
+from star_hvd.input.share_warning import warn_of_shares
 from star_hvd.runtime import runtime
-from star_hvd.runtime.feeder import Feeder, loader_options
-from star_hvd.runtime.lease_stock import Batch, BatchSizer, LeaseStock
-from star_hvd.runtime.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
-from star_hvd.runtime.sample_order import BatchOrder, EpochOrder, Order, Permutation, SamplerOrder
-from star_hvd.runtime.share_warning import warn_of_shares
 
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
 

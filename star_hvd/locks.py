@@ -12,7 +12,6 @@ import threading
 from typing import Any, cast
 
 from star_hvd import env
-from star_hvd.errors import StarError
 
 __all__ = ["ORDER", "LockOrderError", "ordered_condition", "ordered_lock", "ordered_rlock"]
 
@@ -46,7 +45,7 @@ _HELD_ACROSS_WAITS = frozenset(("GroupSteps._one_at_a_time",))
 _here = threading.local()
 
 
-class LockOrderError(StarError):
+class LockOrderError(RuntimeError):
     """A thread takes locks in an order that can stop two threads for ever, or waits while it holds one."""
 
 

@@ -21,9 +21,9 @@ from star_hvd.channel.messages.microbatches import (
 from star_hvd.channel.messages.shares import ShareOrder, ShareProposal
 from star_hvd.config import Config
 from star_hvd.errors import DeadlineError
-from star_hvd.runtime.batch_sizes import BatchSizes
-from star_hvd.runtime.lease_stock import BatchSizer, LeaseStock
-from star_hvd.runtime.microbatches import MicrobatchStock
+from star_hvd.input.batch_sizes import BatchSizes
+from star_hvd.input.lease_stock import BatchSizer, LeaseStock
+from star_hvd.input.microbatches import MicrobatchStock
 
 __all__ = ["CoordinatorClient"]
 

@@ -54,6 +54,7 @@ from star_hvd.engine.meeting import Position, gather_positions, settled, unsettl
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError, DeadlineError, StarError
+from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
@@ -61,7 +62,6 @@ from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.inactivity import Inactivity
 from star_hvd.runtime.job_log import JobLog, check_curves
 from star_hvd.runtime.machine_notes import MachineNotes
-from star_hvd.runtime.microbatches import MicrobatchInHand
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
 from star_hvd.telemetry.resources import gpu_identity, samples_in_memory

@@ -12,7 +12,7 @@ import torch
 
 from star_hvd.engine.buckets import Bucket
 from star_hvd.errors import StarError
-from star_hvd.runtime.microbatches import MicrobatchInHand
+from star_hvd.input.microbatches import MicrobatchInHand
 
 __all__ = ["Accumulation"]
 

@@ -25,9 +25,9 @@ from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
+from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
-from star_hvd.runtime.microbatches import MicrobatchInHand
 from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates

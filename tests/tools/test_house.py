@@ -36,7 +36,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("locks", "patches", "telemetry", "channel.messages"),
         ("build_check", "engine"),
         ("channel", "compression"),
-        ("doctor", "modes", "ps.common"),
+        ("doctor", "input", "modes", "ps.common"),
         ("ps.worker", "ps.server", "ps.owner", "coordinator", "run_log"),
         ("runtime",),
         ("wrapper", "loader", "functions", "job_report"),

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from star_hvd.input.lease_stock import BatchSizer
+from star_hvd.input.sample_order import SamplerOrder
 from star_hvd.loader import ShardLoader, shard, work
-from star_hvd.runtime.lease_stock import BatchSizer
-from star_hvd.runtime.sample_order import SamplerOrder
 from tests.support.loaders import Numbers, World
 
 

@@ -23,8 +23,8 @@ from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, Lease
 from star_hvd.config import Config
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.input.lease_stock import LeaseStock
 from star_hvd.runtime.coordinator_client import CoordinatorClient
-from star_hvd.runtime.lease_stock import LeaseStock
 
 LATENCY_S = 0.001
 

@@ -24,8 +24,8 @@ from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, SharePropo
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.coordinator.share_desk import ShareControl, ShareDesk
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.runtime.batch_sizes import BatchSizes
-from star_hvd.runtime.lease_stock import LeaseStock
+from star_hvd.input.batch_sizes import BatchSizes
+from star_hvd.input.lease_stock import LeaseStock
 
 BATCH = 6
 

@@ -7,7 +7,7 @@ import torch
 
 from star_hvd.engine.buckets import pack
 from star_hvd.errors import StarError
-from star_hvd.runtime.microbatches import MicrobatchInHand
+from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.wrapper.accumulation import Accumulation
 
 

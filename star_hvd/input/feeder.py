@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import default_collate
 
-from star_hvd.runtime.lease_stock import Batch, LeaseStock
-from star_hvd.runtime.microbatches import MicrobatchStock
+from star_hvd.input.lease_stock import Batch, LeaseStock
+from star_hvd.input.microbatches import MicrobatchStock
 
 __all__ = ["Feeder", "Indices", "loader_options"]
 

@@ -15,7 +15,7 @@ from star_hvd.channel.messages.leases import Lease, LeaseReturn
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
 from star_hvd.coordinator.lease_desk import MicrobatchDesk
 from star_hvd.errors import StarError
-from star_hvd.runtime.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
+from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
 
 
 class Job:

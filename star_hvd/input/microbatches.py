@@ -30,8 +30,8 @@ from star_hvd.channel.messages.microbatches import (
     MicrobatchShares,
 )
 from star_hvd.errors import StarError
+from star_hvd.input.lease_stock import Batch, Consumption
 from star_hvd.locks import ordered_condition
-from star_hvd.runtime.lease_stock import Batch, Consumption
 
 __all__ = ["Microbatch", "MicrobatchInHand", "MicrobatchStock"]
 

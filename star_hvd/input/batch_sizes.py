@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from scheduler.balance.batch_shares import divide
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
+from star_hvd.input.lease_stock import BatchSizer
 from star_hvd.locks import ordered_lock
-from star_hvd.runtime.lease_stock import BatchSizer
 
 __all__ = ["BatchSizes"]
 
