@@ -107,8 +107,8 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
     `sync_lossless`: the largest ratio of `sync` with overlap where communication is longer than compute.
     `sync_auto`: the largest ratio of `sync` with `Compression.auto` there.
     `sync_auto_fp16`: the largest of its step times over those of Horovod with fp16.
-    `compute_bound`: the largest step time with `overlap="auto"` or `Compression.auto`, once decided, over that of star_hvd without it,
-    where compute is at least as long as communication.
+    `compute_bound`: the largest step time with `overlap="auto"` or `Compression.auto`, once decided, over that of
+    star_hvd without it, where compute is at least as long as communication.
     """
     bound = [c for c in cells if c["part"] < 1.0 and c["ratio"] is not None]
     kept = [c["ratio"] for c in bound if c["mode"] == "sync" and c["variant"] == "overlap"]
