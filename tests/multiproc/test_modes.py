@@ -19,7 +19,7 @@ FIXED = ("local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", 
 FIXED += ("ps(dynamic)", "grouped(2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
 BACKGROUND = ("local(5)", "local(0.2s)", "checkpoint:local(4)", "ssgd", "ps(2)", "ps(backup=1)", "checkpoint:ps(2)")
-BACKGROUND += ("ps(tree=2)", "subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:70:slow")
+BACKGROUND += ("subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:70:slow")
 SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even")
 
 

@@ -1,4 +1,4 @@
-"""Parameter servers, fan-in trees, late gradients and fetches through proxies that break their connections."""
+"""Parameter servers, late gradients and fetches through proxies that break their connections."""
 
 from __future__ import annotations
 
