@@ -95,7 +95,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--device", choices=DEVICES, default="cpu",
         help="where the network computes; on cuda the time per step of --device-ms is spent by kernels",
     )
-    parser.add_argument("--microbatches", type=int, default=1, help="parts of a batch, of hvd.shard; for sync(steal)")
+    parser.add_argument(
+        "--microbatches", type=int,
+        help="parts of a batch, of hvd.shard, for star and not for fixed modes; default: 4 with sync(steal), else 1",
+    )  # fmt: skip
     parser.add_argument(
         "--accuracy", choices=ACCURACIES, default="bounded",
         help="exact: star_hvd chooses only among modes that are synchronous SGD",
@@ -249,6 +252,8 @@ def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults) -> None:
 
 def _check_exact(args: argparse.Namespace) -> None:
     """Whether the installed star_hvd has what the options ask of it."""
+    if args.microbatches is None:
+        args.microbatches = 4 if args.mode == "sync(steal)" else 1
     if args.microbatches < 1:
         raise ValueError(f"--microbatches is {args.microbatches}; expected at least 1")
     if args.microbatches > 1 and args.feeding != "shard":

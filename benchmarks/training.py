@@ -216,7 +216,8 @@ def _star_job(
     if spec.feeding_of(variant) == "sampler":
         batches = _equal_shares(setting, samples, seed)
     else:
-        parts = {"microbatches": spec.microbatches} if spec.microbatches > 1 else {}
+        cut = spec.microbatches > 1 and variant != "drop" and variant not in spec.modes  # Those run in no fixed mode.
+        parts = {"microbatches": spec.microbatches} if cut else {}
         loader = hvd.shard(_loader(spec, samples, None), seed=seed, **parts)
         batches = lambda _: loader  # noqa: E731
     return Job(optimizer=wrapped, batches=batches, global_step=lambda _: int(wrapped.stats()["steps"]))
