@@ -14,6 +14,7 @@ coordinator has nothing more for it, and a rank that has had its share of the ep
 
 from __future__ import annotations
 
+import abc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -32,7 +33,7 @@ _ASK_BELOW = 0.75  # Of what there was behind the last answer.
 _STEPS_KEPT = 512  # Batches of which the step they were for is known.
 
 
-class BatchSizer:
+class BatchSizer(abc.ABC):
     """Says how many samples the batches of this rank have."""
 
     @property
@@ -40,6 +41,7 @@ class BatchSizer:
         """Whether ranks take their shares of the samples: batches have their sizes even where a lease ends in one."""
         return False
 
+    @abc.abstractmethod
     def size(self, batch_index: int) -> int | None:
         """Samples in a batch, at least 1; asked for when it is to be formed, several batches before it is worked on.
 
@@ -49,7 +51,6 @@ class BatchSizer:
             batch_index: Number of the batch in the sequence that this rank delivers in the epoch, from 0. If batches
                 are called back before they were delivered, later ones get their numbers, and are asked for again.
         """
-        raise NotImplementedError
 
     def beyond(self, batch_index: int) -> bool:
         """Whether this rank has had its share of the epoch before this batch."""
