@@ -448,7 +448,7 @@ class LeaseQueue:
                 pace_s = each.pace_s
                 rate += 1.0 if math.isnan(own_s) or math.isnan(pace_s) else own_s / pace_s
         share = left / rate
-        half = share / 2.0 if rate > 1.0 else share  # All of it where nobody is there to share with.
+        half = share / 2.0 if rate > 1.0 else share  # All of it where no other rank takes part.
         return max(min(max(most, 2 * ahead), int(half)), min(ahead, int(share)))
 
     def _overdue(self, holder: _Holder, now_s: float) -> bool:

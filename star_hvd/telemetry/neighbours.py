@@ -163,7 +163,7 @@ class Registry:
 
     def _read(self, path: Path) -> Entry | None:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # A pipe would wait for a writer.
             with os.fdopen(descriptor, "rb") as file:
                 text = file.read(_MAX_BYTES + 1)
                 modified_ns = os.fstat(file.fileno()).st_mtime_ns

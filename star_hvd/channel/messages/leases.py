@@ -83,7 +83,7 @@ class LeaseReturn(Message):
         kept: Samples behind those it has begun that it still holds.
         undone: Starts and stops of spans that count as begun and were never delivered.
         leaves: It takes no more.
-        early: Its program left the loop before it had heard that the epoch is over; it waits for nobody.
+        early: Its program left the loop before it had heard that the epoch is over; it does not wait for the others.
         unasked: It was not recalled: the rank has had its share of the epoch.
         undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
     """
