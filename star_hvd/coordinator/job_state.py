@@ -164,6 +164,8 @@ class JobState:
             self._next_tidy_s = now_s + _TIDY_INTERVAL_S
             self.outbox.extend((ALL, message) for message in self._sets.tidy(now_s))
         fed = self._fed
+        if fed is not None:  # Another optimizer's gradients come from the same batches.
+            fed.equal_batches = next((each.equal_batches for each in self.engines.values() if each.equal_batches), "")
         if fed is not None and self.shares.desk.batch:
             fed.shares = self.shares
             self.shares.tick(fed.active, now_s)

@@ -95,6 +95,7 @@ class OptimizerState:
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
         self._refused_by = -1
+        self.equal_batches = ""  # Why batches, or numbers of micro-batches, may not differ between ranks.
         self.blocked = PreparationBackoff()
         self._sets = SetLedger(world_size) if sets is None else sets
         self.noise = NoiseScale()
@@ -202,6 +203,8 @@ class OptimizerState:
             logger.warning("optimizer %d stays in sync: rank %d: %s", self.optimizer_id, rank, message.reason)
         self.refused = message.reason
         self._refused_by = rank
+        if message.equal_batches:
+            self.equal_batches = message.reason
         # A rank that detects it later has dropped the pending plan and names the active one.
         switch = self._switch
         # Servers that are ending already hear of no other plan: it comes into force, and `sync` follows.
@@ -355,9 +358,9 @@ class OptimizerState:
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
-            allowed=(_EXACT if self.exact or self.microbatches else frozenset(MODES)).difference(self.blocked),
-            batch=self.shares.desk.batch if self.shares is not None else 0,
-            microbatches=self.microbatches,
+            allowed=(frozenset(MODES) if self._may_relax else _EXACT).difference(self.blocked),
+            batch=self.shares.desk.batch if self.shares is not None and not self.equal_batches else 0,
+            microbatches=0 if self.equal_batches else self.microbatches,
             headroom=tuple(self.headroom.levels()),
             fixed_part=self.shares.fixed_part if self.shares is not None else math.nan,
             losses=tuple(self.losses.values),
@@ -367,11 +370,13 @@ class OptimizerState:
 
     def explain(self) -> str:
         """One sentence on why the active plan is active."""
-        return (self.choice.explain() if self.choice is not None else "") or self._plain_reason()
+        chosen = self.choice.explain() if self.choice is not None and not self._is_bound else ""
+        refused = f"; only exact modes: {self.refused}" if self.refused is not None else ""
+        return f"{chosen}{refused}" if chosen else self._plain_reason()
 
     def _plain_reason(self) -> str:
-        if (self.refused is not None or self.unfed) and not self.active.steal:
-            return f"{self.active.label}: {self.refused or self.unfed}"
+        if (self.refused is not None or self.unfed) and self.active.plain:
+            return f"{self.active.label}: {self.unfed or self.refused}"
         return f"{self.active.label}: {self.active.reason or 'asked for'}"
 
     @property
@@ -385,9 +390,13 @@ class OptimizerState:
         )
 
     def _maybe_return_to_sync(self, now_s: float) -> None:
-        """Return to `sync` if a rank cannot run relaxed modes and one became active before the ranks were notified."""
-        if self.refused is not None and self.active.relaxed and self._switch is None:
+        """Return to `sync` if a rank cannot run the active mode, in force before the ranks were notified."""
+        if self._switch is not None:
+            return
+        if self.refused is not None and self.active.relaxed:
             self.publish(self._sync(f"rank {self._refused_by}: {self.refused}"), now_s)
+        elif self.equal_batches and not self.active.relaxed and not self.active.plain:
+            self.publish(self._sync(self.equal_batches), now_s)
 
     def _note_report(self, rank: int, step: int, times: StepTimes, *, late: bool, wait_s: float = 0.0) -> None:
         if rank not in self._warm:
@@ -442,9 +451,7 @@ class OptimizerState:
         window = self.window(now_s)
         self._trigger.set_typical(Readings.of(window).typical_s)
         self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
-        # With micro-batches there is nothing to choose that changes a rank's steps.
-        refused = self.refused is not None and not self.microbatches
-        if self._switch is not None or refused or self.closing:
+        if self._switch is not None or self._is_bound or self.closing:
             if self.choice is not None:
                 self.choice.watch(window, self.active, now_s)
             return
@@ -458,13 +465,29 @@ class OptimizerState:
             return
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
         self._note_outcomes(self.choice.take_outcomes())
-        if plan is None or plan.family == "rounds":
+        if self._may_relax and (plan is None or plan.family == "rounds"):
             self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.blocked)
             self._readiness.for_plan(self.choice.coming, self.blocked)
         if plan is not None:
             self.predictions_by_plan[self._next_epoch] = self.choice.predictions()
             self.predictions_by_plan.pop(self._next_epoch - _MAX_UNLOGGED_PREDICTIONS, None)  # Without a run log.
             self.publish(plan, now_s)
+
+    @property
+    def _may_relax(self) -> bool:
+        """Whether `auto` may choose modes that change the mathematics."""
+        return not (self.exact or self.microbatches or self.refused is not None)
+
+    @property
+    def _is_bound(self) -> bool:
+        """Whether nothing can follow but plain `sync`: relaxed modes are refused, and there is no exact one.
+
+        The exact modes are steps of `sync`; what refuses the relaxed ones says whether it refuses these, too.
+        """
+        if self.refused is None:
+            return False
+        asked = self._wanted is not None and not self._wanted.relaxed
+        return bool(self.equal_batches) or not (self.has_shares or self.microbatches or asked)
 
     def _note_outcomes(self, found: Sequence[SwitchOutcome]) -> None:
         for outcome in found:
@@ -477,6 +500,11 @@ class OptimizerState:
         """Publish the user's mode once more after its backoff."""
         wanted = self._wanted
         if wanted is None or self._plan_after_load is not None:  # A state is being loaded; the plan comes after that.
+            return
+        if self.refused is not None and wanted.relaxed:
+            return
+        if self.equal_batches and (wanted.uneven or wanted.steal):  # For another optimizer's sake.
+            self.unfed = self.equal_batches
             return
         if (wanted.uneven and not self.has_shares) or (wanted.steal and not self.microbatches):
             self._say_unfed(wanted)

@@ -103,6 +103,7 @@ class StepDriver:
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()
+        self._equal_batches = False  # Batches that differ between ranks are refused, too.
         self.dropped = False  # The user has no reference to the optimizer any more.
         self._carries_on = False  # The helper has taken over from the training thread for good.
         self._said: tuple[int, bool, bool] | None = None  # What the coordinator knows of that.
@@ -560,13 +561,20 @@ class StepDriver:
     def _report_unsupported(self, plan: Plan, reason: str) -> None:
         self._send(messages.ModeUnsupported(self.number, plan.plan_id, reason))
 
-    def pin(self, reason: str) -> None:
-        """Run exactly as Horovod from now on, because of `reason`."""
-        if self.engine.agreement.pinned is None:
-            prepared = self.engine.agreement.prepared  # Pinning clears it.
-            self.engine.agreement.pin(reason)
+    def pin(self, reason: str, *, equal_batches: bool = False) -> None:
+        """Reduce in lockstep as Horovod from now on, because of `reason`.
+
+        Args:
+            reason: Why.
+            equal_batches: Whether it also forbids batches, or numbers of micro-batches, that differ between ranks.
+        """
+        agreement, narrower = self.engine.agreement, equal_batches and not self._equal_batches
+        if agreement.pinned is None or narrower:
+            prepared = agreement.prepared  # Pinning clears it.
+            self._equal_batches |= equal_batches
+            agreement.pin(agreement.pinned or reason)
             refused = prepared.plan_id if prepared else self.engine.plan.plan_id
-            self._send(messages.ModeUnsupported(self.number, refused, reason))
+            self._send(messages.ModeUnsupported(self.number, refused, reason, equal_batches))
 
     # ---- helper thread --------------------------------------------------------------------------------------
 

@@ -20,6 +20,6 @@ class SyncBatchNorm(_SyncBatchNorm):  # type: ignore[misc]  # Horovod is untyped
         run = runtime.current()
         if run is not None and self.training:
             for driver in run.drivers.values():
-                driver.pin("SyncBatchNorm reduces over all ranks inside forward")
+                driver.pin("SyncBatchNorm reduces over all ranks inside forward", equal_batches=True)
         output: torch.Tensor = super().forward(*args, **kwargs)
         return output

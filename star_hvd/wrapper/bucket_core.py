@@ -221,7 +221,7 @@ class BucketCore:
             deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
             self._overlap = Overlap(driver, everybody, deadline_s, auto=auto)
         if issubclass(self.base, torch.optim.LBFGS):
-            driver.pin("LBFGS evaluates its closure several times per step")
+            driver.pin("LBFGS evaluates its closure several times per step", equal_batches=True)
         reason = lockstep_only(self._buckets, self.optimizer.param_groups)
         if reason is not None:
             if plan is None or plan.relaxed:
@@ -300,7 +300,7 @@ class BucketCore:
         self._given.add(param)
         bucket, position = self._where[param]
         if self._sparse.is_sparse(param):
-            self.driver.pin("sparse gradients are reduced by Horovod itself")
+            self.driver.pin("sparse gradients are reduced by Horovod itself", equal_batches=True)
             self._sparse.give(param, bucket.views[position], f"{self.driver.engine.prefix}.s{bucket.index}.{position}")
         else:
             bucket.adopt(position)

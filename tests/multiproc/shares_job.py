@@ -46,10 +46,12 @@ def _train(
     net: torch.nn.Module | None = None,
     workers: int = 0,
     drop_last: bool = False,
+    scaler: torch.amp.GradScaler | None = None,
     **options: Any,
 ) -> Any:
     """What every rank had in each step, by epoch; and the parameters behind each step."""
     net = _net() if net is None else net
+    scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
     optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
     loader = hvd.shard(_data(), batch_size=BATCH, seed=11, num_workers=workers, drop_last=drop_last)
     behind: list[torch.Tensor] = []
@@ -58,10 +60,11 @@ def _train(
         taken.append([])
         for inputs, wanted, numbers in loader:
             optimizer.zero_grad()
-            torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+            scaler.scale(torch.nn.functional.mse_loss(net(inputs), wanted)).backward()
             factor = slow if hvd.rank() == 2 and epoch < epochs - 2 else 1.0
             time.sleep(factor * (0.002 + 0.001 * len(numbers)))
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             behind.append(_vector(net))
             taken[-1].append(numbers.tolist())
     return optimizer, behind, taken
@@ -124,6 +127,11 @@ def loaded_ahead() -> dict[str, Any]:
 def auto() -> dict[str, Any]:
     """The same, and the coordinator decides, among the exact modes."""
     return _compared("auto", 8, 4.0, accuracy="exact")
+
+
+def scaled() -> dict[str, Any]:
+    """`auto` with a GradScaler, which refuses relaxed modes."""
+    return _compared("auto", 8, 4.0, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0))
 
 
 def unfed() -> dict[str, Any]:

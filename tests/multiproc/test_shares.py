@@ -47,6 +47,12 @@ def test_a_slow_rank_gets_fewer_samples(scenario: str) -> None:
     assert "sync(balanced)" in results[0]["report"]
 
 
+def test_what_refuses_relaxed_modes_leaves_the_exact_ones() -> None:
+    results = _job("scaled")
+    _check(results)
+    assert "sync(balanced)" in results[0]["report"] and "only exact modes: a GradScaler" in results[0]["explain"]
+
+
 def test_without_shard_shares_are_refused_with_the_reason() -> None:
     for result in _job("unfed"):
         assert "sync(balanced) needs hvd.shard" in result["explain"] and result["mode"] == "sync"

@@ -232,12 +232,17 @@ class Away(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ModeUnsupported(Message):
-    """A rank cannot run the plan of this id, or relaxed modes at all."""
+    """A rank cannot run the plan of this id, or relaxed modes at all.
+
+    Attributes:
+        equal_batches: Neither can it have other batches than the other ranks, or another number of micro-batches.
+    """
 
     kind: ClassVar[str] = "refuse"
     optimizer_id: int
     plan_id: int
     reason: str
+    equal_batches: bool = False
 
 
 @message_kind

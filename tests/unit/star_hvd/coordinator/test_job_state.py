@@ -8,6 +8,7 @@ import pytest
 
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.leases import LeaseAsk
 from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Restart
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL
@@ -379,6 +380,51 @@ def test_auto_relaxes_for_a_slow_rank_and_never_after_a_refusal() -> None:
         published[refused] = only(heard, m.PlanMessage)
     assert published[False] and published[False][0].plan["quorum"] < 4
     assert published[True] == []
+
+
+def _exact_plans(reason: m.Message, plan: Plan | None = None) -> tuple[Job, list[Plan]]:
+    """What is published where `shard` feeds the ranks, one is slow, and a rank has refused relaxed modes."""
+    job = Job(4)
+    job.register(plan)
+    job.register(Plan.sync(4), optimizer_id=1)
+    heard = job.say(3, reason)
+    for rank in range(4):
+        heard += job.say(rank, LeaseAsk(0, 0, 100_000, 16, False, 0, 0, 0.0, 1, []))
+    for step in range(120):
+        for rank in range(4):
+            job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
+        job.now_s += 0.4
+        heard += job.tick()
+    return job, [Plan.from_dict(each.plan) for each in only(heard, m.PlanMessage) if each.optimizer_id == 0]
+
+
+def test_what_refuses_relaxed_modes_leaves_auto_the_exact_ones() -> None:
+    job, published = _exact_plans(m.ModeUnsupported(0, 0, "parameters on CUDA"))
+    assert published and all(plan.balanced for plan in published)
+    job.arrive(0, 120, plan_id=published[-1].plan_id)
+    assert job.engine.explain().endswith("only exact modes: parameters on CUDA")
+
+
+def test_what_refuses_relaxed_modes_leaves_the_users_shares() -> None:
+    _, published = _exact_plans(m.ModeUnsupported(0, 0, "a GradScaler"), Plan.sync(4, batch_shares=(8, 16, 16, 24)))
+    assert {plan.batch_shares for plan in published} == {(8, 16, 16, 24)}
+
+
+@pytest.mark.parametrize("optimizer", [0, 1])
+@pytest.mark.parametrize("plan", [None, Plan.sync(4, balanced=True)])
+def test_where_batches_must_be_equal_no_optimizer_gets_others(optimizer: int, plan: Plan | None) -> None:
+    job, published = _exact_plans(m.ModeUnsupported(optimizer, 0, "SyncBatchNorm", equal_batches=True), plan)
+    assert not any(each.uneven for each in published)
+    assert plan is None or "SyncBatchNorm" in job.engine.explain()
+
+
+def test_shares_end_where_batches_turn_out_to_have_to_be_equal() -> None:
+    job, published = _exact_plans(m.ModeUnsupported(0, 0, "a GradScaler"))
+    job.arrive(0, 120, plan_id=published[-1].plan_id)
+    assert job.engine.active.balanced
+    heard = only(job.say(1, m.ModeUnsupported(0, 1, "sparse gradients", equal_batches=True)), m.PlanMessage)
+    (last,) = [Plan.from_dict(each.plan) for each in heard]
+    assert last.plain and last.reason == "sparse gradients"
 
 
 def test_a_finished_rank_stays_away_after_an_epoch_that_ends_without_it() -> None:
