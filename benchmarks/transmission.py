@@ -4,7 +4,8 @@ Every rank is a host of its own behind a link of a given rate (network namespace
 layer, so that the gradients of the last layers travel while the first layers still work; it is a given part of the time
 that the gradients need on the link at least. A cell is a size of the network, a rate, a part and a mode; each of its
 variants is one job, and all of a cell run one right after the other. `ratio` is the step time over that of plain
-Horovod, `exposed_comm_s` the step time less the device time.
+Horovod, `exposed_comm_s` the step time less the device time, `bound` what no lossless schedule of `sync` is below
+(`bound_s`), over the step time of plain Horovod: a `ratio` is to be read against it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ def link_s(mbytes: float, mbit: float, ranks: int) -> float:
     return 2.0 * (ranks - 1) / ranks * mbytes * 8.0 / mbit
 
 
+def bound_s(comm_s: float, compute_s: float, layers: int) -> float:
+    """What no lossless schedule of `sync` is below, in steps one after the other.
+
+    All bytes pass the link in every step. And the first layer's gradient is there when backward ends, needed when the
+    next forward pass begins: a step is at least the device time and the time of this layer's bytes.
+    """
+    return max(comm_s, compute_s + comm_s / layers)
+
+
 def variants_of(mode: str) -> list[str]:
     """The variants that are measured in a mode, Horovod's first."""
     return [name for name, variant in VARIANTS.items() if variant.modes is None or mode in variant.modes]
@@ -73,8 +83,10 @@ def measure(mbytes: float, mbit: float, part: float, mode: str, args: argparse.N
                 }
             )  # fmt: skip
     plain = next((cell["step_s"] for cell in found if cell["variant"] == PLAIN), None)
+    least_s = bound_s(comm_s, job.compute_s, job.layers)
     for cell in found:
         cell["ratio"] = cell["step_s"] / plain if plain else None
+        cell["bound"] = least_s / plain if plain and mode == "sync" else None
     return found
 
 
@@ -105,14 +117,18 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
     """The figures of merit that these cells hold; those without a cell are left out.
 
     `sync_lossless`: the largest ratio of `sync` with overlap where communication is longer than compute.
+    `sync_lossless_bound`: the bound of the same cell.
     `sync_auto`: the largest ratio of `sync` with `Compression.auto` there.
     `sync_auto_fp16`: the largest of its step times over those of Horovod with fp16.
     `compute_bound`: the largest step time with `overlap="auto"` or `Compression.auto`, once decided, over that of
     star_hvd without it, where compute is at least as long as communication.
     """
     bound = [c for c in cells if c["part"] < 1.0 and c["ratio"] is not None]
-    kept = [c["ratio"] for c in bound if c["mode"] == "sync" and c["variant"] == "overlap"]
-    found: dict[str, Any] = {"sync_lossless": max(kept)} if kept else {}
+    kept = [c for c in bound if c["mode"] == "sync" and c["variant"] == "overlap"]
+    found: dict[str, Any] = {}
+    if kept:
+        worst = max(kept, key=lambda c: c["ratio"])
+        found = {"sync_lossless": worst["ratio"], "sync_lossless_bound": worst["bound"]}
     lossy = [c for c in bound if c["mode"] == "sync" and c["variant"] == "compression-auto"]
     if lossy:
         found["sync_auto"] = max(c["ratio"] for c in lossy)
@@ -131,12 +147,12 @@ def _same_cell(cell: Cell, cells: Sequence[Cell], variant: str) -> float:
 
 def _table(cells: Sequence[Cell]) -> Table:
     table = Table(title="steps on slow links", box=box.SIMPLE)
-    for name in ("MB", "Mbit/s", "mode", "link ms", "compute ms", "variant", "step ms", "exposed ms", "ratio"):
+    for name in ("MB", "Mbit/s", "mode", "link ms", "compute ms", "variant", "step ms", "exposed ms", "ratio", "bound"):
         table.add_column(name, justify="left" if name in ("mode", "variant") else "right")
     for c in cells:
         times = [f"{1e3 * c[name]:.1f}" for name in ("link_s", "compute_s")]
-        ratio = "" if c["ratio"] is None else f"{c['ratio']:.3f}"
-        more = (f"{1e3 * c['step_s']:.1f}", f"{1e3 * c['exposed_comm_s']:.1f}", ratio)
+        ratios = ["" if c[name] is None else f"{c[name]:.3f}" for name in ("ratio", "bound")]
+        more = (f"{1e3 * c['step_s']:.1f}", f"{1e3 * c['exposed_comm_s']:.1f}", *ratios)
         table.add_row(f"{c['mbytes']:g}", f"{c['mbit']:g}", c["mode"], *times, c["variant"], *more)
     return table
 
