@@ -28,9 +28,11 @@ from star_hvd.errors import StarError
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
+from star_hvd.runtime.host_sets import host_sets
 from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
+from star_hvd.wrapper.hierarchical_collective import HierarchicalCollective, stages_of
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
@@ -195,6 +197,14 @@ class BucketCore:
             reason="every job starts in sync",
         )
         everybody: Collective = HorovodCollective()
+        sets = host_sets()
+        if sets is not None and not applier.streams.devices:
+            # `engine` is the one made below; it has a plan by the time anything is submitted.
+            staged = HierarchicalCollective(
+                everybody, stages_of(sets), lambda: engine.plan.mode == "sync", f"star-hosts-{driver.number}"
+            )
+            driver.on_stop.append(staged.stop)
+            everybody = staged
         if self._overlap_asked:
             everybody = OrderedCollective(everybody, applier.streams, f"star-transmit-{driver.number}")
         engine = StepEngine(

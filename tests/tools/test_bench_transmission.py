@@ -26,6 +26,7 @@ def test_figures_are_those_of_their_cells() -> None:
     assert figures(cells) == {"sync_lossless": 0.8, "sync_lossless_bound": pytest.approx(0.72)}
     bound = [cell("star", 2.0, 1.0, 1.1), cell("overlap-auto", 2.0, 1.05, 1.2)]
     assert figures(bound) == {"compute_bound": pytest.approx(1.05)}
+    assert figures([cell("hierarchical", 0.8, 0.7, 0.7)]) == {"hierarchical": 0.7}
     assert figures([]) == {}
 
 
@@ -44,4 +45,5 @@ def test_bytes_on_the_link() -> None:
 def test_plain_horovod_comes_first() -> None:
     assert variants_of("sync")[0] == "horovod" and "overlap" in variants_of("sync")
     assert "overlap" not in variants_of("partial(3)")
+    assert "hierarchical" in variants_of("sync", 2) and "hierarchical" not in variants_of("sync")
     assert all(not variant.options or variant.ours or name == "horovod-fp16" for name, variant in VARIANTS.items())
