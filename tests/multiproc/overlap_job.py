@@ -290,7 +290,7 @@ def auto(overlap: bool) -> Facts:
     """Tried in blocks, by both ranks in the same steps; then decided."""
     net, optimizer = make("auto" if overlap else False)
     went_on = []
-    for number in range(3 * 32 + 12):
+    for number in range(64 + 8 + 3 * 32 + 4):
         step(net, optimizer, number)
         went_on.append(pending(optimizer))
     assert hvd.allgather_object(went_on, name="blocks") == [went_on] * 2
