@@ -47,8 +47,8 @@ BY_HAND = "the program calls synchronize() itself"
 _LEAST_BUCKETS = 4  # Otherwise the first gradients of a small network would wait for its last ones.
 _OVERLAPPED_BUCKETS = 16  # A bucket is what the forward pass waits for, and what others wait behind.
 # Of an overlapped bucket, where that leaves four of them: each costs a negotiation and a step of the optimizer. 1 MB of
-# gradients, 4 ranks on 2 cores: a step took 194 ms with 16 buckets, 132 with 8, 95 with 4 at 200 Mbit/s (Horovod 91), and
-# 286, 300, 326 at 50 Mbit/s (Horovod 331).
+# gradients, 4 ranks on 2 cores: a step took 194 ms with 16 buckets, 132 with 8, 95 with 4 at 200 Mbit/s (Horovod 91),
+# and 286, 300, 326 at 50 Mbit/s (Horovod 331).
 _OVERLAPPED_BYTES = 256 * 1024
 
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
