@@ -1,4 +1,4 @@
-"""Starts a job with one rank per network namespace, as `horovodrun --gloo` does with one rank per host.
+"""Starts a job with one rank, or several, per network namespace, as `horovodrun --gloo` does on hosts.
 
 `horovodrun` reaches other hosts by ssh; a namespace is entered by `ip netns exec`. Everything else is Horovod's own
 launcher: rendezvous server, environment of the ranks, end of all ranks at the first error.
@@ -26,14 +26,14 @@ __all__ = ["main", "netns_command", "write_plan"]
 Outcome = tuple[int, float]
 
 
-def write_plan(path: Path, network: Network) -> None:
-    """Tell the launcher which namespaces there are."""
-    plan = {"gateway": network.gateway, "hosts": [dataclasses.asdict(host) for host in network.hosts]}
+def write_plan(path: Path, network: Network, each: int = 1) -> None:
+    """Tell the launcher which namespaces there are, and how many ranks each has."""
+    plan = {"each": each, "gateway": network.gateway, "hosts": [dataclasses.asdict(host) for host in network.hosts]}
     path.write_text(json.dumps(plan), encoding="utf-8")
 
 
 def netns_command(plan: Path, module: str, *arguments: str) -> list[str]:
-    """The command that runs `python -m module arguments` with one rank per namespace of the plan."""
+    """The command that runs `python -m module arguments` on the namespaces of the plan."""
     return [sys.executable, "-m", "benchmarks.netns_launch", str(plan), sys.executable, "-m", module, *arguments]
 
 
@@ -41,10 +41,10 @@ def _executor(hosts: Sequence[Host]) -> Callable[[str, Any, list[threading.Event
     """What Horovod's launcher calls, on a thread per rank, to run a rank's command."""
     from horovod.runner.common.util import safe_shell_exec
 
-    failed = threading.Event()
+    failed, named = threading.Event(), {host.name: host for host in hosts}
 
     def execute(command: str, slot: Any, events: list[threading.Event]) -> Outcome:
-        host = hosts[slot.rank]
+        host = named[slot.hostname]
         inside = f"ip netns exec {host.namespace} env STAR_HOST={host.address} {command}"
         code = int(safe_shell_exec.execute(inside, index=slot.rank, events=[*events, failed]))
         if code != 0:
@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
     settings = SimpleNamespace(
         output_filename=None,
         verbose=0,
-        num_proc=len(hosts),
-        hosts=",".join(f"{host.name}:1" for host in hosts),
+        num_proc=plan["each"] * len(hosts),
+        hosts=",".join(f"{host.name}:{plan['each']}" for host in hosts),
     )
     try:
         launch_gloo(command, _executor(hosts), settings, [INTERFACE], dict(os.environ), plan["gateway"])

@@ -61,6 +61,7 @@ class Variant:
         options: Arguments of `DistributedOptimizer` by name; `fp16` stands for Horovod's compression.
         environment: Variables of its job.
         modes: The modes it exists in, None for all.
+        shares_hosts: Whether it makes sense only where ranks share hosts.
         least_warm: Steps before those that count, at least: until a trial is over.
     """
 
@@ -68,6 +69,7 @@ class Variant:
     options: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     modes: tuple[str, ...] | None = None
+    shares_hosts: bool = False
     least_warm: int = 0
 
 
@@ -75,8 +77,11 @@ VARIANTS: dict[str, Variant] = {
     "horovod": Variant(ours=False),
     "horovod-fp16": Variant(ours=False, options={"fp16": True}),
     "star": Variant(ours=True),
-    "overlap-auto": Variant(ours=True, options={"overlap": "auto"}, modes=("sync",), least_warm=110),
-    "overlap": Variant(ours=True, options={"overlap": True}, modes=("sync",)),
+    "overlap-auto": Variant(ours=True, options={"overlap": "auto"}, modes=("sync",), least_warm=172),
+    "overlap": Variant(ours=True, options={"overlap": True}, modes=("sync",), least_warm=66),
+    "hierarchical": Variant(
+        ours=True, environment={"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}, modes=("sync",), shares_hosts=True
+    ),
     "compression-auto": Variant(ours=True, options={"compression": "auto"}, modes=("sync",), least_warm=28),
 }
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["accuracy", "check_locks", "encryption", "host", "interface", "least_quorum", "mode", "overlap", "policy",
-           "relaxed_cuda", "tags", "target"]
+__all__ = ["accuracy", "check_locks", "encryption", "hierarchical", "host", "interface", "least_quorum", "mode",
+           "overlap", "policy", "relaxed_cuda", "tags", "target"]
 
 
 def mode() -> str | None:
@@ -19,6 +19,11 @@ def mode() -> str | None:
 def overlap() -> str | None:
     """`STAR_OVERLAP`: 1, 0 or `auto`, instead of the `overlap` argument of `DistributedOptimizer`. Default: unset."""
     return os.environ.get("STAR_OVERLAP", "").strip() or None
+
+
+def hierarchical() -> bool:
+    """`HOROVOD_HIERARCHICAL_ALLREDUCE` (`horovodrun --hierarchical-allreduce`): 1 sums inside each host first."""
+    return os.environ.get("HOROVOD_HIERARCHICAL_ALLREDUCE", "").strip() == "1"
 
 
 def host() -> str | None:

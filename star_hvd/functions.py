@@ -21,6 +21,7 @@ from horovod.torch.functions import broadcast_optimizer_state as _broadcast_opti
 
 from star_hvd import build_check
 from star_hvd.runtime import runtime
+from star_hvd.runtime.host_sets import make_host_sets
 from star_hvd.runtime.process_sets import prepare_init
 
 __all__ = [
@@ -179,9 +180,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     if runtime.current() is not None and not mpi_ops.is_initialized():
         runtime.on_reset()
-    if comm is None and not mpi_ops.is_initialized():
+    fresh = not mpi_ops.is_initialized()
+    if comm is None and fresh:
         build_check.compare_before_init()  # Before Horovod's own protocol is used.
     mpi_ops.init(comm, prepare_init(comm, process_sets))
+    if fresh:
+        make_host_sets()
 
 
 def shutdown() -> None:

@@ -23,6 +23,7 @@ ORDER = (
     "Replica.apply_lock",
     "StepEngine.lock",
     "OrderedCollective._changed",
+    "HierarchicalCollective._changed",
     "ModeSwitcher._lock",
     "ModeServices._changed",
     "ServerSessions._changed",

@@ -1,7 +1,8 @@
 """Threads whose exceptions are always reported.
 
-- star-agent, star-tensors, star-transmit-N, star-prepare, star-sets, star-group, star-ps-owner, star-ps-recover,
-  star-ps-pipe: training cannot go on without them, so the optimizers fail and the training thread raises the reason.
+- star-agent, star-tensors, star-transmit-N, star-hosts-N, star-prepare, star-sets, star-group, star-ps-owner,
+  star-ps-recover, star-ps-pipe: training cannot go on without them, so the optimizers fail and the training thread
+  raises the reason.
 - star-late-N: the same.
 - star-helper-N and star-ps-client: the same, by handlers of their own.
 - star-coordinator: logs an error; steps are made in lockstep from then on.

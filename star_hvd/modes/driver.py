@@ -76,6 +76,7 @@ class StepDriver:
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
         overlapped: Its overlapped steps, where it has any.
+        on_stop: Called when it ends.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class StepDriver:
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
         self.overlapped: Overlapped | None = None
+        self.on_stop: list[Callable[[], None]] = []
         self._loss = self._arrived_s = math.nan
         self._last_close_s = 0.0
         self._typical_s = 0.0
@@ -148,6 +150,8 @@ class StepDriver:
             active.exit()
         if self.overlapped is not None:
             self.overlapped.stop()
+        for stop in self.on_stop:
+            stop()
         self.engine.drop_pending()
         self.timer.close()
 

@@ -22,11 +22,12 @@ __all__ = ["OrderedCollective"]
 
 _POLL_S = 0.0005
 
+Order = tuple[tuple[str, ...], ...]
+
 
 @dataclass(slots=True)
 class _Held:
     ticket: int
-    name: str
     tensor: torch.Tensor
     fence: Fence
 
@@ -40,7 +41,7 @@ class OrderedCollective:
         thread_name: Of the thread that submits what is held while no other thread comes by.
 
     Attributes:
-        credit_bytes: While more than this is under way nothing is submitted. The size of a bucket: one is reduced
+        credit_bytes: While more than this is under way nothing is submitted. The size of a group: one is reduced
             while the next one is negotiated. Measured with 16 buckets of 625 kB, 4 ranks, 200 Mbit/s: 1040 ms where
             one is under way, 645 with two, 705 with three or four; 600 is what the bytes take.
     """
@@ -50,8 +51,9 @@ class OrderedCollective:
         self.credit_bytes = 0
         self._inner, self._streams = inner, streams
         self._changed = ordered_condition("OrderedCollective._changed")
-        self._order: tuple[str, ...] = ()
-        self._wanted: tuple[str, ...] | None = None  # The order from the next step on.
+        self._order: Order = ()
+        self._names: frozenset[str] = frozenset()  # Of the order.
+        self._wanted: Order | None = None  # From the next step on.
         self._next = 0  # Place in the order of what is submitted next.
         self._held: dict[str, _Held] = {}
         self._under_way: collections.deque[tuple[int, int]] = collections.deque()  # Handle and bytes.
@@ -61,20 +63,24 @@ class OrderedCollective:
         self._failure: Exception | None = None
         threads.supervised(self._run, thread_name).start()
 
-    def set_order(self, names: Sequence[str]) -> None:
-        """The order of these names from the next step on, on all ranks after the same step; others are not held."""
+    def set_order(self, groups: Sequence[Sequence[str]]) -> None:
+        """The order from the next step on, on all ranks after the same step; other names are not held.
+
+        Args:
+            groups: Of names. Those of a group are submitted together, so that Horovod reduces them as one.
+        """
         with self._changed:
-            self._wanted = tuple(names)
+            self._wanted = tuple(map(tuple, groups))
             self._renew()
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
         """See `Collective.submit`; the tensor may be held back."""
         with self._changed:
             self._tickets += 1
-            if name not in self._order:
+            if name not in self._names:
                 self._handles[self._tickets] = self._inner.submit(name, tensor)
                 return self._tickets
-            self._held[name] = _Held(self._tickets, name, tensor, self._streams.give_one(TRANSMIT, tensor))
+            self._held[name] = _Held(self._tickets, tensor, self._streams.give_one(TRANSMIT, tensor))
             ticket = self._tickets
             self._pump()
             if self._held:
@@ -110,15 +116,16 @@ class OrderedCollective:
         """Submit what has its turn."""
         if self._failure is not None:
             raise self._failure
-        while self._held and (held := self._held.get(self._order[self._next])) is not None:
+        while self._held and all(name in self._held for name in self._order[self._next]):
             while self._under_way and self._inner.poll(self._under_way[0][0]):
                 self._under_way.popleft()
             if sum(size for _, size in self._under_way) > self.credit_bytes:
                 return
-            del self._held[held.name]
-            held.fence.order(held.tensor)
-            handle = self._handles[held.ticket] = self._inner.submit(held.name, held.tensor)
-            self._under_way.append((handle, held.tensor.numel() * held.tensor.element_size()))
+            for name in self._order[self._next]:
+                held = self._held.pop(name)
+                held.fence.order(held.tensor)
+                handle = self._handles[held.ticket] = self._inner.submit(name, held.tensor)
+                self._under_way.append((handle, held.tensor.numel() * held.tensor.element_size()))
             self._next += 1
             if self._next == len(self._order):
                 self._next = 0
@@ -128,6 +135,7 @@ class OrderedCollective:
         """Between two steps: the order that is wanted now."""
         if self._wanted is not None and self._next == 0 and not self._held:
             self._order, self._wanted = self._wanted, None
+            self._names = frozenset(name for group in self._order for name in group)
 
     def _run(self) -> None:
         with self._streams.own():

@@ -22,7 +22,8 @@ from typing import Any
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from scheduler.transmission.off_switch import OffSwitch
-from scheduler.transmission.transmission import Transmission, order_of
+from scheduler.transmission.sizes import SizeSearch, order_in_groups
+from scheduler.transmission.transmission import Transmission
 from star_hvd.engine.applier import steps_by_bucket
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.device import APPLIED, DONE, SUBMITTED, Fence
@@ -72,37 +73,49 @@ class Overlap:
         self._pending: _Pending | None = None
         self._pid = os.getpid()
         self._reasons: set[str] = set()
+        self._sizes = SizeSearch(len(self._applier.buckets))
         self._trial = OffSwitch() if auto else None
-        self._now = Transmission(overlap=not auto)
+        self._now = Transmission(overlap=not auto or not self._sizes.decided)
         self.layout_changed()
         driver.overlapped = self
         driver.reporter.on_header = self._note_header
 
     def layout_changed(self) -> None:
         """Buckets were added."""
-        sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in self._applier.buckets]
-        self.collective.credit_bytes = max(sizes, default=0)
         self._use(overlap=self._now.overlap)
 
     def _use(self, *, overlap: bool) -> None:
         """From the next step on, on all ranks."""
-        self._now = Transmission(overlap, order_of(len(self._applier.buckets)) if overlap else ())
-        self.collective.set_order([f"{self._engine.prefix}.b{index}" for index in self._now.order])
+        buckets = self._applier.buckets
+        groups = order_in_groups(len(buckets), self._sizes.together) if overlap else ()
+        self._now = Transmission(overlap, tuple(index for group in groups for index in group))
+        sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in buckets]
+        self.collective.credit_bytes = max((sum(sizes[index] for index in group) for group in groups), default=0)
+        self.collective.set_order([[f"{self._engine.prefix}.b{index}" for index in group] for group in groups])
 
     def _note_header(self, header: Header) -> None:
         """A step of all ranks was reduced, and all read this; under the engine's lock."""
-        trial = self._trial
-        if trial is None or math.isnan(header.interval_s) or self._engine.plan.mode != "sync":
+        if math.isnan(header.interval_s) or self._engine.plan.mode != "sync":
             return
-        ended = trial.note(header.interval_s)
-        if trial.on != self._now.overlap:
-            self._use(overlap=trial.on)
+        sizes, trial = self._sizes, self._trial
+        if not sizes.decided:
+            together = sizes.together
+            ended = sizes.note(header.interval_s)
+            if sizes.together != together or ended:
+                self._use(overlap=trial is None or not ended)
+        elif trial is not None:
+            ended = trial.note(header.interval_s)
+            if trial.on != self._now.overlap:
+                self._use(overlap=trial.on)
+        else:
+            return
         if ended and self._engine.rank == 0:
-            logger.info("%s", trial.describe("overlap"))
+            logger.info("%s", self.describe())
 
     def describe(self) -> str:
-        """What was decided by trial, as a sentence; empty where the user has decided."""
-        return self._trial.describe("overlap") if self._trial is not None else ""
+        """What was decided by trial, as a sentence; empty where nothing was yet."""
+        trial = self._trial.describe("overlap") if self._trial is not None else ""
+        return "; ".join(part for part in (self._sizes.describe(), trial) if part)
 
     @property
     def pending(self) -> bool:

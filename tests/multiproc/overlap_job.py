@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
+from star_hvd.wrapper import bucket_core
 from tests.multiproc.modes import publish, within
 from tests.support.inside import driver_of
 from tests.support.launch import write_result
@@ -290,7 +291,7 @@ def auto(overlap: bool) -> Facts:
     """Tried in blocks, by both ranks in the same steps; then decided."""
     net, optimizer = make("auto" if overlap else False)
     went_on = []
-    for number in range(3 * 32 + 12):
+    for number in range(64 + 8 + 3 * 32 + 4):
         step(net, optimizer, number)
         went_on.append(pending(optimizer))
     assert hvd.allgather_object(went_on, name="blocks") == [went_on] * 2
@@ -327,6 +328,7 @@ def switching(overlap: bool) -> Facts:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
+    bucket_core._OVERLAPPED_BYTES = 1  # So that a small network has many buckets.
     hvd.init()
     facts: dict[str, list[Facts]] = {}
     for name, function in PROGRAMS.items():

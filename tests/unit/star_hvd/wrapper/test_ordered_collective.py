@@ -61,7 +61,7 @@ def test_all_ranks_get_through(seed: int) -> None:
         tickets: list[list[int]] = []
         tensors = [{name: torch.full((1,), float(rank)) for name in [*names, "h"]} for rank in range(ranks)]
         for collective in collectives:
-            collective.set_order(order)
+            collective.set_order([[name] for name in order])
         for rank, collective in enumerate(collectives):  # Gradients come in another order on every rank.
             given = rng.sample([*names, "h"], buckets + 1)
             tickets.append([collective.submit(name, tensors[rank][name]) for name in given])
@@ -94,7 +94,7 @@ def _run(
 def test_what_is_held_goes_on_while_no_thread_asks() -> None:
     network = Network(1)
     collective = _collective(Recorder(network, 0), credit_bytes=0)
-    collective.set_order(["a", "b", "c"])
+    collective.set_order([["a"], ["b"], ["c"]])
     for name in ("c", "b", "a"):
         collective.submit(name, torch.ones(1))
     limit_s, ended = time.monotonic() + PATIENCE_S, []
@@ -108,6 +108,22 @@ def test_what_is_held_goes_on_while_no_thread_asks() -> None:
     collective.stop()
 
 
+def test_a_group_goes_together_once_it_is_whole() -> None:
+    network = Network(1)
+    port = Recorder(network, 0)
+    collective = _collective(port, credit_bytes=0)
+    collective.set_order([["a", "b"], ["c", "d"]])
+    tickets = {name: collective.submit(name, torch.ones(1)) for name in ("c", "d", "b")}
+    assert port.names == []
+    tickets["a"] = collective.submit("a", torch.ones(1))
+    assert port.names == ["a", "b"]
+    for name in ("a", "b"):
+        network.end(name)
+        assert collective.poll(tickets[name])
+    assert port.names == ["a", "b", "c", "d"]
+    collective.stop()
+
+
 def test_a_failure_is_raised_where_one_waits() -> None:
     class Broken(Recorder):
         def submit(self, name: str, tensor: torch.Tensor) -> int:
@@ -117,7 +133,7 @@ def test_a_failure_is_raised_where_one_waits() -> None:
 
     network = Network(1)
     collective = _collective(Broken(network, 0), credit_bytes=0)
-    collective.set_order(["a", "b"])
+    collective.set_order([["a"], ["b"]])
     first, second = collective.submit("a", torch.ones(1)), collective.submit("b", torch.ones(1))
     network.end("a")
     with pytest.raises(RuntimeError, match="the world is gone"):

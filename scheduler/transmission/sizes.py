@@ -1,0 +1,77 @@
+"""How many buckets are reduced at once, found out in the warm-up: six blocks of ten steps.
+
+Every reduction costs a negotiation and a filling of the ring, whatever its size, and large ones are waited for as a
+whole. Where the one ends and the other begins depends on network, ranks and model. All ranks note the same step times
+(they travel with the gradients) and so decide alike after the same step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from scheduler.transmission.transmission import order_of
+
+__all__ = ["SizeSearch", "order_in_groups"]
+
+_CHOICES = (1, 2, 4)
+_BLOCKS = 2  # Of each choice, in turns.
+_BLOCK_STEPS = 10
+_SKIPPED_STEPS = 3  # Of a block: its first steps overlap with the last ones of the block before.
+_WARM_STEPS = 4
+_LEAST_GAIN = 0.03
+
+
+def order_in_groups(buckets: int, together: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbouring buckets in groups, the groups in the order of `order_of`."""
+    groups = [tuple(range(first, min(first + together, buckets))) for first in range(0, buckets, together)]
+    return tuple(groups[place] for place in order_of(len(groups)))
+
+
+class SizeSearch:
+    """Tries, then keeps one for good: one at a time unless several at once take at least 3 % off a step.
+
+    Args:
+        buckets: How many there are.
+
+    Attributes:
+        together: Buckets that the next step reduces at once.
+        decided: Whether the search is over.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        choices: Sequence[int] = [choice for choice in _CHOICES if choice < max(buckets, 2)]
+        self.together, self.decided = choices[0], len(choices) == 1
+        self.times_s: dict[int, list[float]] = {choice: [] for choice in choices}
+        self._left = [choice for _ in range(_BLOCKS) for choice in choices]
+        self._block: list[float] = []
+        self._warm = _WARM_STEPS
+
+    def note(self, step_s: float) -> bool:
+        """One more step took this long. Whether the search has ended with it."""
+        if self.decided:
+            return False
+        if self._warm:
+            self._warm -= 1
+            return False
+        self._block.append(step_s)
+        if len(self._block) < _BLOCK_STEPS:
+            return False
+        self.times_s[self._left.pop(0)].append(statistics.median(self._block[_SKIPPED_STEPS:]))
+        self._block = []
+        self.decided = not self._left
+        self.together = self._left[0] if self._left else self._best()
+        return self.decided
+
+    def _best(self) -> int:
+        # The better block of each: a disturbance makes steps longer, nothing makes them shorter.
+        least_s = {choice: min(times) for choice, times in self.times_s.items()}
+        best = min(least_s, key=lambda choice: least_s[choice])
+        return best if least_s[best] < (1.0 - _LEAST_GAIN) * least_s[_CHOICES[0]] else _CHOICES[0]
+
+    def describe(self) -> str:
+        """What came of the search, as a sentence; empty before."""
+        if not self.decided or len(self.times_s) == 1:
+            return ""
+        times = ", ".join(f"{1e3 * min(times):.1f} ms with {choice}" for choice, times in self.times_s.items())
+        return f"buckets reduced at once: {self.together} (a step took {times})"
