@@ -107,11 +107,13 @@ class StepTimeline:
         clock: Time in seconds.
 
     Attributes:
+        sampling: Whether notes are taken.
         latest: The newest samples, the last one last.
         on_sample: Is called with every sample, in the training thread.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.sampling = False
         self.latest: deque[StepSample] = deque(maxlen=_KEPT)
         self.on_sample: Callable[[StepSample], None] | None = None
         self._clock = clock
@@ -121,16 +123,11 @@ class StepTimeline:
         self._last_sampled = -1
         self._looks: list[Callable[[], None]] = []  # Of the collectives in which something is under way.
 
-    @property
-    def sampling(self) -> bool:
-        """Whether notes are taken."""
-        return self._events is not None
-
     # ---- training thread ------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
         """Whether `start` has to be called where the work of this step begins; else it would do nothing."""
-        return self._events is not None or (step - _FIRST) // EVERY > self._last_sampled
+        return self.sampling or (step - _FIRST) // EVERY > self._last_sampled
 
     def start(self, step: int, mode: str, means: str = "", *, whole: bool = True) -> None:
         """The work of a step begins.
@@ -157,6 +154,7 @@ class StepTimeline:
             self._last_sampled = (step - _FIRST) // EVERY
             self._looks.clear()
             self._sample, self._events, self._over = StepSample(step, mode, means, now_s), [], False
+            self.sampling = True
 
     def ready(self, index: int) -> None:
         """The gradient of a bucket is whole."""
@@ -201,7 +199,7 @@ class StepTimeline:
 
     def _end(self) -> None:
         sample, events = self._sample, self._events
-        self._sample = self._events = None
+        self.sampling, self._sample, self._events = False, None, None
         assert sample is not None and events is not None
         sample.buckets, sample.waits = fold(events, sample.began_s, sample.interval_s)
         sample.exposed_s = sum(
@@ -261,7 +259,8 @@ def exposure(samples: Sequence[StepSample], mode: str, comm_s: float) -> str:
     share = statistics.median(sample.share for sample in same)
     if math.isfinite(comm_s) and step_s > 0.0:
         share = min(share, comm_s / step_s)
-    return f"{100.0 * share:.0f} % of a step of {1e3 * step_s:.3g} ms is exposed communication, {_done(same[-1], share)}"
+    done = _done(same[-1], share)
+    return f"{100.0 * share:.0f} % of a step of {1e3 * step_s:.3g} ms is exposed communication, {done}"
 
 
 def _done(sample: StepSample, share: float) -> str:
