@@ -167,11 +167,23 @@ def _step(event: Mapping[str, Any]) -> bool:
     return known and (event.get("rank") is None or _is_rank(event["rank"]))
 
 
+def _timeline(event: Mapping[str, Any]) -> bool:
+    """Every bucket has an index, bytes and four times, every wait an index and two."""
+    for name, width in (("buckets", 6), ("waits", 3)):
+        rows = event.get(name)
+        if not isinstance(rows, list) or not all([isinstance(row, list) and len(row) == width for row in rows]):
+            return False
+        if not all([_is_number(value) for row in rows for value in row]):
+            return False
+    named = all(isinstance(event.get(name), str) for name in ("mode", "means"))
+    return named and all(type(event.get(name)) is int for name in ("interval_us", "exposed_us", "steps"))
+
+
 def _is_absurd(time_s: Any) -> bool:
     return time_s is not None and not abs(time_s) < _MOST_S
 
 
 _KINDS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "facts": _facts, "plan": _plan, "window": _window, "outcome": _outcome, "metric": _metric, "end": _end,
-    "step": _step,
+    "step": _step, "timeline": _timeline,
 }  # fmt: skip

@@ -17,6 +17,7 @@ from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.coordinator.job_state import JobState
 from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.runtime import runtime
+from star_hvd.telemetry.step_timeline import exposure
 
 __all__ = ["RankLine", "Report", "explain", "record_loss", "record_metric", "report"]
 
@@ -153,8 +154,8 @@ def record_metric(
 
 
 def explain(optimizer: int | None = None) -> str:
-    """One sentence on the active mode: the reason for it, the alternatives, and with `Compression.auto` the form of
-    gradients.
+    """One sentence on the active mode: the reason for it, the alternatives, the exposed communication of a step, and
+    with `Compression.auto` the form of gradients.
 
     It begins with the step of the decision, as in the log, or the present one without a decision. Only rank 0 can
     explain; elsewhere, before the first optimizer and after `shutdown()`, the sentence says so.
@@ -173,11 +174,14 @@ def explain(optimizer: int | None = None) -> str:
     with run.coordinator.board() as board:
         engine = _engine(board, optimizer)
         text = _of_step(engine) if engine is not None else "no mode is active: no optimizer was made yet"
+        lockstep = engine is not None and engine.active.lockstep
+        comm_s = engine.arrivals.usual_comm_s if engine is not None and lockstep else math.nan
     driver = run.drivers.get(max(run.drivers, default=-1) if optimizer is None else optimizer)
     if driver is None:
         return text
     overlapped = driver.overlapped.describe() if driver.overlapped is not None else ""
-    return "; ".join(part for part in (text, overlapped, driver.engine.wire.explain()) if part)
+    exposed = exposure(list(driver.timeline.latest), driver.engine.plan.label, comm_s)
+    return "; ".join(part for part in (text, exposed, overlapped, driver.engine.wire.explain()) if part)
 
 
 def _of_step(engine: OptimizerState) -> str:

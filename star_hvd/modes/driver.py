@@ -27,6 +27,7 @@ from star_hvd.modes.arriving import Gates
 from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.mode_switcher import ModeSwitcher, Services, Steps
 from star_hvd.modes.step_reporter import Send, StepReporter
+from star_hvd.telemetry.step_timeline import StepTimeline
 from star_hvd.telemetry.timer import StepTimer
 
 __all__ = ["StepDriver", "Send"]
@@ -77,6 +78,7 @@ class StepDriver:
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
         overlapped: Its overlapped steps, where it has any.
         on_stop: Called when it ends.
+        timeline: Samples when buckets travel and how long the training thread waits for them.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class StepDriver:
         self.number = number
         self.reporter = StepReporter(number, send, self._on_switch)
         self.timer = StepTimer()
+        self.timeline = StepTimeline()
+        self.timeline.on_sample = self.reporter.log_sample
         self.gates: Gates | None = None
         self._send = send
         self._config = config
@@ -201,6 +205,9 @@ class StepDriver:
         not exist yet, since no rank can leave a reduction once it is enqueued; so a fence stands for its readiness.
         In `sync` Horovod waits for the device itself, on the stream, as ever.
         """
+        if self.timeline.sampling:
+            self.timeline.look()
+            self.timeline.ready(bucket.index)
         queued = self.engine.streams.queues(bucket.flat)
         if queued:
             fence = self._gradients[bucket.flat.device] = self.engine.streams.give_one(GRADIENT, bucket.flat)
@@ -250,7 +257,7 @@ class StepDriver:
     def begin_overlapped(self) -> None:
         """Instead of `complete`: the program goes on, and the work of its next step begins."""
         self._look_at_device(wait=True)
-        self.timer.start()
+        self._start_clocks("overlap")
 
     def end_overlapped(self, step: int, wait_s: float) -> None:
         """A step that went on beside the program has ended.
@@ -307,13 +314,19 @@ class StepDriver:
         self.reporter.end_timing(times)
 
     def _await_own(self) -> None:
-        wait_all(
-            self.engine.collective,
-            self.engine.own_handles(),
-            self._config.step_deadline_s,
-            f"the reduction of step {self.engine.step}",
-            self._look_at_device if self.reporter.timing else None,
-        )
+        handles, buckets = self.engine.own_handles(), len(self.engine.applier.buckets)
+        what, look = f"the reduction of step {self.engine.step}", self._look_at_device if self.reporter.timing else None
+        if not self.timeline.sampling:
+            wait_all(self.engine.collective, handles, self._config.step_deadline_s, what, look)
+            return
+        for index, handle in enumerate(handles):  # Buckets first, then the header and state.
+            began_s = time.monotonic()
+            wait_all(self.engine.collective, [handle], self._config.step_deadline_s, what, self._look_while_sampling)
+            self.timeline.waited(index if index < buckets else -1, began_s)
+
+    def _look_while_sampling(self) -> None:
+        self.timeline.look()
+        self._look_at_device()
 
     def step_in_mode(self, *, skip: bool) -> Any:
         """A whole step in the active mode; see the steps' own classes."""
@@ -327,6 +340,8 @@ class StepDriver:
             value = active.step(skip=skip)
             # The coordinator gets local steps at averagings, the log each; and the log alone gets a gradient that
             # came when its servers' mode had ended, and is folded into a step of the next one.
+            if self.reporter.steps_logged != logged and self.reporter.wait_s:
+                self.timeline.waited(-1, time.monotonic() - self.reporter.wait_s)
             if self.reporter.steps_logged == logged:
                 self.reporter.log_step(self.engine.step, loss, 0.0, late=active is not self.local)
             self._change_mode()
@@ -484,7 +499,17 @@ class StepDriver:
     def _start_step(self) -> None:
         """The rank's own work begins: its kernels may write into the buckets."""
         self.engine.replica.reuse_buckets()
+        self._start_clocks()
+
+    def _start_clocks(self, means: str = "") -> None:
         self.timer.start()
+        if not self.timeline.due(self.steps):
+            return
+        plan, active = self.engine.plan, self.active_mode
+        if not means and self._config.background and plan.mode in ("local", "ps", "subgroup"):
+            means = "background"
+        whole = active is not self.local or self.local.just_averaged
+        self.timeline.start(self.steps, plan.label, means, whole=whole)
 
     def _catch_up(self) -> None:
         # An epoch may end between two passes. Applying others' steps leaves their means in `grad`.

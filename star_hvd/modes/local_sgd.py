@@ -75,6 +75,11 @@ class LocalSteps:
         """Whether the plan in force is no longer one of local steps; plans change at averagings only."""
         return self._engine.plan.mode != "local"
 
+    @property
+    def just_averaged(self) -> bool:
+        """Whether this rank has made no step since it sent its part of an averaging."""
+        return self._steps == 0
+
     def set_inactive(self, inactive: bool) -> None:
         """The helper takes part in averagings meanwhile."""
 

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from scheduler.diagnosis.window_stats import slow_limit_s
@@ -19,6 +19,7 @@ from star_hvd.engine.header import Header
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.ps_worker import StepInfo
 from star_hvd.telemetry.resources import Resources
+from star_hvd.telemetry.step_timeline import StepSample
 
 __all__ = ["Send", "StepLog", "StepReporter"]
 
@@ -44,6 +45,8 @@ class StepLog(Protocol):
     def metric(self, name: str, value: float, step: int, monotonic_s: float | None = None) -> None: ...
 
     def resources(self, readings: Resources) -> None: ...
+
+    def timeline(self, record: Mapping[str, Any]) -> None: ...
 
     def close(self, status: str = "FINISHED") -> None: ...
 
@@ -176,6 +179,11 @@ class StepReporter:
                 loss=loss,
             )
         )
+
+    def log_sample(self, sample: StepSample) -> None:
+        """Write the timeline of one step to the run log."""
+        if self.log is not None:
+            self.log.timeline(sample.as_record())
 
     def on_arrive(self, step: int, plan_id: int) -> None:
         self._send_timed(lambda: self._send_arrive(step, plan_id))

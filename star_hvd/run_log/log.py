@@ -106,6 +106,11 @@ class RunLog:
         now_s = self._now_s()
         self._put(False, "resources", lambda: {"kind": "resources", "time_s": round(now_s, 6), **_fields(readings)})
 
+    def timeline(self, record: Mapping[str, Any]) -> None:
+        """Log when the buckets of one of this rank's steps travelled, to the rank's file."""
+        now_s = self._now_s()
+        self._put(False, "timeline", lambda: {"kind": "timeline", "time_s": round(now_s, 6), **record})
+
     def facts(self, values: Mapping[str, Any]) -> None:
         """Log parameters known only now, an optimizer's for example. Ignored on ranks other than 0."""
         self._job_event("facts", {"values": dict(values)})

@@ -11,6 +11,7 @@ from scheduler.target import Target
 from star_hvd.run_log.convert import flat
 from star_hvd.run_log.figures import curves_svg, modes_svg, ranks_svg
 from star_hvd.run_log.story import RunStory, read_story
+from star_hvd.run_log.timeline_figure import chosen_samples, steps_svg
 
 __all__ = ["sentence", "write_page"]
 
@@ -82,6 +83,7 @@ def write_page(directory: Path, out: Path) -> Path:
         ranks_svg(story),
         "<p class=q>Colour: compute time over that of the median rank. Bars: when a rank was a straggler, and why.</p>",
         _rank_table(story),
+        *_steps(story),
         "<h2>Loss and accuracy</h2>",
         curves_svg(story) if story.curves else "<p class=q>No curve was logged: call hvd.record_loss(loss).</p>",
         "<h2>Segments</h2>",
@@ -92,6 +94,18 @@ def write_page(directory: Path, out: Path) -> Path:
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(story.name)}</title>"
     out.write_text(f"{head}<style>{_STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n", encoding="utf-8")
     return out
+
+
+def _steps(story: RunStory) -> list[str]:
+    """Timelines of single steps; nothing for a log without any."""
+    samples = chosen_samples(story.samples)
+    if not samples:
+        return []
+    text = (
+        "Of each mode the sampled step of median waiting. Top: the training thread. Below: the buckets on their way, "
+        "hidden behind compute or waited for; waiting includes that for slower ranks. Dashed: the end of the step."
+    )
+    return ["<h2>One step</h2>", steps_svg(samples), f"<p class=q>{text}</p>"]
 
 
 def _summary(story: RunStory) -> str:

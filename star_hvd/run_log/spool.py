@@ -29,6 +29,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _ROOM = {
     "step": (0.25, 0.75),
     "resources": (0.25, 0.75),
+    "timeline": (0.25, 0.75),
     "window": (0.25, 0.75),
     "metric": (0.75, 0.97),
 }

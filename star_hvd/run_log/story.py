@@ -30,6 +30,7 @@ class RunStory:
         steps: Per rank the number of step reports, their median compute and wait time in seconds, and the part that
             was late.
         pace: Per rank its compute time in each of `BINS` equal parts of the run, seconds, NaN where unknown.
+        samples: Rank and event of every sampled step's timeline, rank by rank.
         recorded: Least and greatest value of every curve of `hvd.record_metric`.
     """
 
@@ -41,6 +42,7 @@ class RunStory:
         self.curves: dict[str, list[tuple[float, int, float]]] = {}
         self.steps: dict[int, tuple[int, float, float, float]] = {}
         self.pace: dict[int, list[float]] = {}
+        self.samples: list[tuple[int, dict[str, Any]]] = []
         self.recorded: dict[str, tuple[float, float]] = {}
 
     @property
@@ -73,7 +75,8 @@ def read_story(directory: Path) -> RunStory:
     story.windows = _thinned(story.windows)
     story.curves = {name: _thinned(points) for name, points in story.curves.items()}
     for rank in range(story.world_size):
-        reports = _steps_of(directory / f"rank{rank}.jsonl")
+        reports, samples = _of_rank(directory / f"rank{rank}.jsonl")
+        story.samples += [(rank, event) for event in samples]
         if reports:
             story.steps[rank] = _summary_of(reports)
         paces = [(float(r.get("time_s") or 0.0), float(r.get("compute_s") or 0.0)) for r in reports]
@@ -81,9 +84,13 @@ def read_story(directory: Path) -> RunStory:
     return story
 
 
-def _steps_of(path: Path) -> list[dict[str, Any]]:
-    """A rank's reports; none where its file is on another host."""
-    return [event for _, event in read_events(path) if event.get("kind") == "step"] if path.exists() else []
+def _of_rank(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A rank's reports, and the timelines of its sampled steps; none where its file is on another host."""
+    found: dict[str, list[dict[str, Any]]] = {"step": [], "timeline": []}
+    for _, event in read_events(path) if path.exists() else ():
+        if (same := found.get(str(event.get("kind")))) is not None:
+            same.append(event)
+    return found["step"], found["timeline"]
 
 
 def slow_points(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, float]]:

@@ -113,6 +113,10 @@ class JobLog:
         """What this rank's process gets of its machine."""
         self._log.resources(readings)
 
+    def timeline(self, record: Mapping[str, Any]) -> None:
+        """When the buckets of one of this rank's steps travelled."""
+        self._log.timeline(record)
+
     def close(self, status: str = "FINISHED") -> None:
         """Write what is left and end; the sender to MLflow goes on by itself for a while.
 

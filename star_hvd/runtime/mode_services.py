@@ -40,6 +40,7 @@ from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.ps.common.auth import JobKey
 from star_hvd.runtime.process_sets import SetKeeper
 from star_hvd.runtime.server_sessions import ServerSessions
+from star_hvd.telemetry.step_timeline import TimedClient
 from star_hvd.threads import supervised
 
 __all__ = ["ModeServices"]
@@ -236,8 +237,9 @@ class ModeServices:
         client = self.house.client(optimizer_id, plan)
         if plan.mode == "ps":
             background = self._config.background
+            timed: Any = TimedClient(client, driver.timeline)
             return ServerSteps(
-                driver.engine, plan, client, background=background, gates=driver.gates if background else None, **common
+                driver.engine, plan, timed, background=background, gates=driver.gates if background else None, **common
             )
         group = next(ranks for ranks in plan.groups if self._rank in ranks)
         collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None

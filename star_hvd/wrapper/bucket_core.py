@@ -29,6 +29,7 @@ from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
 from star_hvd.runtime.host_sets import host_sets
+from star_hvd.telemetry.step_timeline import StepTimeline, TimedCollective
 from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
@@ -163,6 +164,7 @@ class BucketCore:
         self._names = names
         self._config = config
         self._attached: tuple[runtime.Runtime, StepDriver] | None = None
+        self._timeline: StepTimeline | None = None
         params = _trainable(inner.param_groups)
         self._add(params if run is None else same_on_all_ranks(params, names))
         if run is not None:
@@ -199,6 +201,7 @@ class BucketCore:
         hyper = HyperRow(self._inner.param_groups)
         applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
         driver = run.new_driver()
+        self._timeline = driver.timeline
         driver.gates = ForwardGates(lambda index: None)  # Who closes one sets what it waits for.
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
@@ -217,6 +220,7 @@ class BucketCore:
             )
             driver.on_stop.append(staged.stop)
             everybody = staged
+        everybody = TimedCollective(everybody, driver.timeline)
         if self._overlap_asked:
             everybody = OrderedCollective(everybody, applier.streams, f"star-transmit-{driver.number}")
         engine = StepEngine(
@@ -225,7 +229,9 @@ class BucketCore:
             applier=applier,
             collective=everybody,
             listener=driver.reporter,
-            collective_of=lambda members: HorovodCollective(run.services.process_set(members)),
+            collective_of=lambda members: TimedCollective(
+                HorovodCollective(run.services.process_set(members)), driver.timeline
+            ),
             prefix=f"star.{driver.number}",
             scale_by_ranks=self._scale_by_ranks,
             can_replay=replayable(self.base),
@@ -300,6 +306,8 @@ class BucketCore:
         if self._dropped:
             return
         self.finish_step()
+        if self._timeline is not None and self._timeline.sampling:
+            self._timeline.look()
         part = self.in_hand
         if part is not None:
             self._end_synchronized()

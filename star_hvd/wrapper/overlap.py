@@ -216,6 +216,7 @@ class Overlap:
             raise
         finally:
             self._note_wait(pending, time.monotonic() - began_s)
+            self.driver.timeline.waited(index, began_s)
         if not pending.left:
             self._end(pending)
 

@@ -1,0 +1,382 @@
+"""When the buckets of a step travel, and how long the program waits for them: a sample of the steps.
+
+Per bucket: when its gradient was whole, when it was submitted, when its reduction (or reply) was there, how long the
+training thread waited for it, and its bytes. What was submitted in a step may arrive in the next one (`overlap=True`,
+averagings in the background); a sample ends once all of it is there, at the latest with the step after.
+
+Any thread may note something: notes are appended to a list, which the training thread reads when the sample ends. While
+no step is sampled a note costs the look at an attribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["EVERY", "BucketTimes", "StepSample", "StepTimeline", "TimedClient", "TimedCollective", "exposure"]
+
+EVERY = 32
+"""Every how many steps one is sampled: the same steps on all ranks, so that samples can be compared."""
+
+_FIRST = 8  # The first one that is; those before warm up.
+_KEPT = 16  # Latest samples in memory.
+_MOST_STEPS = 64  # Of a sample of `local`, which ends with an averaging.
+_READY, _SUBMITTED, _ARRIVED, _WAITED = range(4)
+_BUCKET = re.compile(r"\.[a-z](\d+)")  # In the name of a reduction: gradients, parameters or state of a bucket.
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class BucketTimes:
+    """Times of one bucket in seconds since the sample began, None where unknown. Index -1: the header, other state."""
+
+    index: int
+    bytes: int = 0
+    ready_s: float | None = None
+    submitted_s: float | None = None
+    arrived_s: float | None = None
+    waited_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StepSample:
+    """One sampled step.
+
+    Attributes:
+        step: Its number.
+        mode: Label of the plan.
+        means: What hides communication: `background`, `overlap`, or empty.
+        began_s: When it began, on the clock.
+        interval_s: Until the next step began; of all steps up to an averaging in `local`.
+        steps: How many steps that are.
+        exposed_s: How long the training thread waited in that time.
+        buckets: Of the step, in the order of submission.
+        waits: Index of the bucket, begin and end of every wait, in seconds since the sample began.
+    """
+
+    step: int
+    mode: str
+    means: str
+    began_s: float
+    interval_s: float = 0.0
+    steps: int = 1
+    exposed_s: float = 0.0
+    buckets: list[BucketTimes] = field(default_factory=list)
+    waits: list[tuple[int, float, float]] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """Part of its time that the training thread waited."""
+        return self.exposed_s / self.interval_s if self.interval_s > 0.0 else 0.0
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain values for the run log: a list per bucket and per wait, times in microseconds."""
+        return {
+            "step": self.step,
+            "mode": self.mode,
+            "means": self.means,
+            "steps": self.steps,
+            "interval_us": _us(self.interval_s),
+            "exposed_us": _us(self.exposed_s),
+            "buckets": [
+                [b.index, b.bytes, _us(b.ready_s), _us(b.submitted_s), _us(b.arrived_s), _us(b.waited_s)]
+                for b in self.buckets
+            ],
+            "waits": [[index, _us(began_s), _us(ended_s)] for index, began_s, ended_s in self.waits],
+        }
+
+
+def _us(time_s: float | None) -> int | None:
+    return None if time_s is None else round(1e6 * time_s)
+
+
+class StepTimeline:
+    """See the module's text.
+
+    Args:
+        clock: Time in seconds.
+
+    Attributes:
+        sampling: Whether notes are taken.
+        latest: The newest samples, the last one last.
+        on_sample: Is called with every sample, in the training thread.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.sampling = False
+        self.latest: deque[StepSample] = deque(maxlen=_KEPT)
+        self.on_sample: Callable[[StepSample], None] | None = None
+        self._clock = clock
+        self._events: list[tuple[int, int, float, float]] | None = None
+        self._sample: StepSample | None = None
+        self._over = False  # The sampled step is; what it submitted may be under way.
+        self._last_sampled = -1
+        self._looks: list[Callable[[], None]] = []  # Of the collectives in which something is under way.
+
+    # ---- training thread ------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Whether `start` has to be called where the work of this step begins; else it would do nothing."""
+        return self.sampling or (step - _FIRST) // EVERY > self._last_sampled
+
+    def start(self, step: int, mode: str, means: str = "", *, whole: bool = True) -> None:
+        """The work of a step begins.
+
+        Args:
+            step: Its number.
+            mode: Label of the plan.
+            means: What hides communication.
+            whole: Whether a sample may end and begin here; in `local` it does only where an averaging was sent.
+        """
+        sample, now_s = self._sample, self._clock()
+        if sample is not None:
+            goes_on = not whole and sample.mode == mode and sample.steps < _MOST_STEPS
+            if not self._over:
+                if goes_on:
+                    sample.steps += 1
+                    return
+                sample.interval_s, self._over = now_s - sample.began_s, True
+                goes_on = True
+            if goes_on and self._left():
+                return
+            self._end()
+        if whole and self.due(step):
+            self._last_sampled = (step - _FIRST) // EVERY
+            self._looks.clear()
+            self._sample, self._events, self._over = StepSample(step, mode, means, now_s), [], False
+            self.sampling = True
+
+    def ready(self, index: int) -> None:
+        """The gradient of a bucket is whole."""
+        self._note(_READY, index, 0.0)
+
+    def waited(self, index: int, began_s: float) -> None:
+        """The training thread has waited for a bucket, -1 for all or something else, since `began_s` until now."""
+        self._note(_WAITED, index, began_s)
+
+    def look(self) -> None:
+        """Note what has arrived by now."""
+        for look in self._looks:
+            look()
+
+    def watch(self, look: Callable[[], None]) -> None:
+        """Call `look` in this sample where it is to be noted what has arrived."""
+        if look not in self._looks:
+            self._looks.append(look)
+
+    # ---- any thread -----------------------------------------------------------------------------------------------
+
+    def submitted(self, index: int, size: int) -> None:
+        """A bucket of so many bytes leaves."""
+        self._note(_SUBMITTED, index, float(size))
+
+    def arrived(self, index: int) -> None:
+        """What was submitted for a bucket is back."""
+        self._note(_ARRIVED, index, 0.0)
+
+    def _note(self, kind: int, index: int, value: float) -> None:
+        if (events := self._events) is not None:
+            events.append((kind, index, self._clock(), value))
+
+    # ---- the end of a sample --------------------------------------------------------------------------------------
+
+    def _left(self) -> bool:
+        """Whether something of the sampled step is under way."""
+        assert self._events is not None and self._sample is not None
+        buckets, _ = fold(self._events, self._sample.began_s, self._sample.interval_s)
+        held = self._sample.means == "overlap"  # Some may leave in the next step.
+        return any(one.arrived_s is None and (held or one.submitted_s is not None) for one in buckets)
+
+    def _end(self) -> None:
+        sample, events = self._sample, self._events
+        self.sampling, self._sample, self._events = False, None, None
+        assert sample is not None and events is not None
+        sample.buckets, sample.waits = fold(events, sample.began_s, sample.interval_s)
+        sample.exposed_s = sum(
+            max(0.0, min(ended_s, sample.interval_s) - began_s) for _, began_s, ended_s in sample.waits
+        )
+        self.latest.append(sample)
+        if self.on_sample is not None:
+            self.on_sample(sample)
+
+
+def fold(
+    events: Sequence[tuple[int, int, float, float]], began_s: float, interval_s: float
+) -> tuple[list[BucketTimes], list[tuple[int, float, float]]]:
+    """The buckets and waits of a sample from its notes; what belongs to the next step is left out."""
+    found: dict[int, BucketTimes] = {}
+    again: set[int] = set()  # Buckets that the next step has filled.
+    waits = []
+    for kind, index, at_s, value in events:
+        now_s = at_s - began_s
+        bucket = found.get(index)
+        if kind == _WAITED:
+            waits.append((index, max(0.0, value - began_s), now_s))
+            if bucket is not None and bucket.submitted_s is not None and value - began_s >= bucket.submitted_s:
+                bucket.waited_s += now_s - (value - began_s)
+        elif kind == _ARRIVED:
+            if bucket is not None and bucket.submitted_s is not None:
+                bucket.arrived_s = now_s  # The last of its parts.
+        elif kind == _READY and now_s > interval_s:
+            again.add(index)
+        elif kind == _READY:  # What left before is of the step before, held back until now.
+            found[index] = BucketTimes(index, ready_s=now_s)
+        elif index not in again and (now_s <= interval_s or bucket is not None):
+            bucket = found.setdefault(index, BucketTimes(index))
+            bucket.submitted_s = now_s if bucket.submitted_s is None else bucket.submitted_s
+            bucket.bytes += int(value)
+    sent = [bucket for bucket in found.values() if bucket.submitted_s is not None]
+    only_ready = [bucket for bucket in found.values() if bucket.submitted_s is None]
+    return sorted(sent, key=lambda bucket: bucket.submitted_s or 0.0) + only_ready, waits
+
+
+_WORTH_HIDING = 0.03
+
+
+def exposure(samples: Sequence[StepSample], mode: str, comm_s: float) -> str:
+    """The exposed part of a step and what is done about it, as a sentence; empty without a sample of the mode.
+
+    Args:
+        samples: The newest ones of a rank.
+        mode: Label of the active plan.
+        comm_s: Time of a reduction for the rank that came last, where all ranks wait for each other, else NaN: what
+            this rank waits beyond that is for slower ranks.
+    """
+    same = [sample for sample in samples if sample.mode == mode]
+    if not same:
+        return ""
+    step_s = statistics.median(sample.interval_s / sample.steps for sample in same)
+    share = statistics.median(sample.share for sample in same)
+    if math.isfinite(comm_s) and step_s > 0.0:
+        share = min(share, comm_s / step_s)
+    done = _done(same[-1], share)
+    return f"{100.0 * share:.0f} % of a step of {1e3 * step_s:.3g} ms is exposed communication, {done}"
+
+
+def _done(sample: StepSample, share: float) -> str:
+    if sample.means == "overlap":
+        return "the rest goes on beside backward and the next forward pass (overlap)"
+    if sample.means == "background":
+        return "the rest goes on behind compute (background)"
+    option = {"sync": "overlap='auto'", "local": "Config(background=True)", "ps": "Config(background=True)"}
+    advice = option.get(sample.mode.partition("(")[0], "")
+    if share < _WORTH_HIDING or not advice:
+        return "which is left as it is"
+    return f"which {advice} may hide"
+
+
+class Reduces(Protocol):
+    """A `star_hvd.engine.collective.Collective`."""
+
+    core_each: bool
+
+    def submit(self, name: str, tensor: torch.Tensor) -> int: ...
+    def poll(self, handle: int) -> bool: ...
+    def finish(self, handle: int) -> None: ...
+
+
+class TimedCollective:
+    """A collective whose reductions are noted.
+
+    Args:
+        inner: Reduces.
+        timeline: Gets the notes.
+    """
+
+    def __init__(self, inner: Reduces, timeline: StepTimeline) -> None:
+        self.core_each = inner.core_each
+        self._inner, self._timeline = inner, timeline
+        self._open: dict[int, int] = {}  # Index of the bucket by handle.
+
+    def submit(self, name: str, tensor: torch.Tensor) -> int:
+        """See `Collective.submit`."""
+        if not self._timeline.sampling:
+            return self._inner.submit(name, tensor)
+        found = _BUCKET.search(name)
+        index = int(found[1]) if found else -1
+        self._timeline.submitted(index, tensor.numel() * tensor.element_size())
+        handle = self._inner.submit(name, tensor)
+        self._open[handle] = index
+        self._timeline.watch(self._look)
+        return handle
+
+    def poll(self, handle: int) -> bool:
+        """See `Collective.poll`."""
+        ended = self._inner.poll(handle)
+        if ended and self._open:
+            self._note(handle)
+        return ended
+
+    def finish(self, handle: int) -> None:
+        """See `Collective.finish`."""
+        self._inner.finish(handle)
+        if self._open:
+            self._note(handle)
+
+    def _note(self, handle: int) -> None:
+        index = self._open.pop(handle, None)
+        if index is not None:
+            self._timeline.arrived(index)
+
+    def _look(self) -> None:
+        for handle in list(self._open):
+            with contextlib.suppress(ValueError):  # Collected by another thread just now, which notes it.
+                self.poll(handle)
+
+
+class TimedClient:
+    """A client of servers (`star_hvd.modes.ps_worker.Client`) whose transfers are noted.
+
+    Args:
+        client: The client.
+        timeline: Gets the notes.
+    """
+
+    def __init__(self, client: Any, timeline: StepTimeline) -> None:
+        self._client, self._timeline = client, timeline
+        self._given: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def give(self, step: int, index: int, flat: torch.Tensor) -> None:
+        """See `Client.give`."""
+        self._given.add(index)
+        self._timeline.submitted(index, flat.numel() * flat.element_size())
+        self._client.give(step, index, flat)
+
+    def push(self, *, flats: Sequence[torch.Tensor], **fields: Any) -> None:
+        """See `Client.push`."""
+        if self._timeline.sampling:
+            for index, flat in enumerate(flats):
+                if index not in self._given:
+                    self._timeline.submitted(index, flat.numel() * flat.element_size())
+        self._given.clear()
+        self._client.push(flats=flats, **fields)
+
+    def wait(self, deadline_s: float, *, whole: bool = True) -> Any:
+        """See `Client.wait`."""
+        reply = self._client.wait(deadline_s, whole=whole)
+        if whole and self._timeline.sampling and reply.kind != "interrupted":
+            for index in range(len(reply.params)):
+                self._timeline.arrived(index)
+        return reply
+
+    def wait_bucket(self, index: int, deadline_s: float) -> None:
+        """See `Client.wait_bucket`."""
+        began_s = time.monotonic()
+        try:
+            self._client.wait_bucket(index, deadline_s)
+            self._timeline.arrived(index)
+        finally:
+            self._timeline.waited(index, began_s)
