@@ -102,7 +102,6 @@ class Line:
         self._chunks: dict[tuple[int, int], list[Chunk]] = {}  # By server and bucket.
         for chunk in layout.chunks:
             self._chunks.setdefault((chunk.server, chunk.bucket), []).append(chunk)
-        self._nbytes = layout.nbytes
         self._context = zmq.Context()
         self._sockets: list[Dealer] = []
         self._poller = zmq.Poller()
