@@ -234,7 +234,7 @@ class BucketCore:
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
         # At least four buckets: otherwise the first gradients of a small network would wait for its last ones.
-        least = _OVERLAPPED_BUCKETS if self._overlap_asked or self._config.background else _LEAST_BUCKETS
+        least = _OVERLAPPED_BUCKETS if self._overlap_asked else _LEAST_BUCKETS
         capacity = min(self._config.bucket_bytes, max(1, -(-size // least)))
         buckets = pack(params, capacity, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)

@@ -78,10 +78,10 @@ def test_chunks_are_spread_by_bytes() -> None:
 @pytest.mark.parametrize("base", [torch.optim.SGD, Whole])
 def test_every_bucket_by_itself_is_spread_over_the_servers(base: Any) -> None:
     """Cut where the optimizer allows it, down to parts that are worth a message."""
-    params = [torch.nn.Parameter(torch.zeros(size)) for size in (40_000, 30_000, 30_000, 5_000, 5_000, 100)]
-    optimizer, buckets = base(params, lr=0.1), pack(params, 170_000)
-    layout = Layout.build(buckets, optimizer.param_groups, base, 4, 10**6, each_spread=True)
-    assert [[p.numel() for p in bucket.params] for bucket in buckets] == [[100, 5000, 5000, 30000], [30000], [40000]]
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in (800_000, 600_000, 600_000, 50_000, 50_000, 1_000)]
+    optimizer, buckets = base(params, lr=0.1), pack(params, 3_300_000)
+    layout = Layout.build(buckets, optimizer.param_groups, base, 4, 10**7, each_spread=True)
+    assert [bucket.numel for bucket in buckets] == [701_000, 600_000, 800_000]
     of_bucket = [[c for c in layout.chunks if c.bucket == index] for index in range(3)]
     if base is Whole:  # Each bucket is one chunk or, in the first, as many as its tensors.
         assert len({chunk.server for chunk in layout.chunks}) == 4
