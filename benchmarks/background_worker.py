@@ -75,13 +75,15 @@ def main(folder: Path) -> None:
                 break
         for _ in range(SETTLING):
             _step(model, optimizer, inputs)
-        began_s = time.monotonic()
+        began_s, began = time.monotonic(), engine.step
         times = [_step(model, optimizer, inputs) for _ in range(spec["steps"])]
         total_s = time.monotonic() - began_s
+        updates = engine.step - began
     if hvd.rank() == (hvd.size() - 1 if spec["mode"].startswith("subgroup") else 0):  # There the last is a child.
         found = {
             "mode": engine.plan.label,
             "step_s": total_s / len(times),
+            "update_s": total_s / max(1, updates),
             "median_step_s": statistics.median(step_s for step_s, _ in times),
             "in_step_s": statistics.fmean(inside_s for _, inside_s in times),
             "times_s": times,

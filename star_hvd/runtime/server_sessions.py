@@ -116,8 +116,10 @@ class ServerSessions:
         applier = driver.engine.applier
         groups = applier.optimizer.param_groups
         try:
-            chunk_bytes = self._config.server_chunk_bytes
-            layout = Layout.build(applier.buckets, groups, applier.base, len(plan.servers), chunk_bytes)
+            chunk_bytes, spread = self._config.server_chunk_bytes, self._config.background
+            layout = Layout.build(
+                applier.buckets, groups, applier.base, len(plan.servers), chunk_bytes, each_spread=spread
+            )
             spec = OptimizerSpec.of(applier.base, groups, applier.hyper)
             if self._rank in plan.servers:
                 self._announce(optimizer_id, plan)

@@ -2,7 +2,9 @@
 
 A chunk is a contiguous range of one bucket and the unit of updates and messages; a piece is a slice of one parameter
 inside a chunk. Elementwise optimizers allow cuts anywhere; for all others a chunk holds whole tensors. Chunks are
-assigned by size, the largest first to the server with the fewest bytes.
+assigned by size, the largest first to the server with the fewest bytes; where buckets travel one by one, so that every
+bucket is on as many servers as possible: one that all ranks push to a single server at once waits for that server's
+link.
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ _ELEMENTWISE = (
 _ALIGN = 64
 """Cuts inside a parameter are at multiples of this many elements: a kernel's vector loop and its scalar remainder then
 fall on the same elements as without the cut, and results stay equal bit for bit."""
+
+_LEAST_PART_BYTES = 128 * 1024
+"""A bucket is not cut further to have a part on every server. Measured once, 8 buckets, 4 hosts at 200 Mbit/s on two
+cores: an update took 754 ms with parts of 312 KB, 786 ms in 1 MiB chunks; 150 ms with parts of 31 KB, 138 ms whole."""
 
 _MOST_ELEMENTS, _MOST_SERVERS = 1 << 42, 1 << 16
 
@@ -138,6 +144,8 @@ class Layout:
         base_class: type[torch.optim.Optimizer],
         n_servers: int,
         chunk_bytes: int,
+        *,
+        each_spread: bool = False,
     ) -> Layout:
         """Divide the buckets among the servers.
 
@@ -147,6 +155,7 @@ class Layout:
             base_class: The user's optimizer class.
             n_servers: Number of shards.
             chunk_bytes: Largest size of a chunk; a tensor that cannot be cut may exceed it.
+            each_spread: Whether each bucket by itself is spread over the servers.
 
         Raises:
             LayoutError: Servers cannot run this optimizer or hold these parameters.
@@ -164,11 +173,15 @@ class Layout:
         first = 0
         for index, bucket in enumerate(described):
             capacity = max(1, chunk_bytes // bucket.dtype.itemsize)
+            if each_spread:  # A cut falls short of the capacity by less than `_ALIGN`.
+                part = max(_LEAST_PART_BYTES // bucket.dtype.itemsize, math.ceil(bucket.numel / n_servers))
+                capacity = min(capacity, part + _ALIGN)
             for pieces in _cut(bucket, first, capacity) if cut else _whole(bucket, first, capacity):
                 start = ranges[-1][2] if ranges and ranges[-1][0] == index else 0
                 ranges.append((index, start, start + sum(piece.numel for piece in pieces), pieces))
             first += len(bucket.shapes)
-        servers = _spread([(r[2] - r[1]) * described[r[0]].dtype.itemsize for r in ranges], n_servers)
+        sizes = [(r[2] - r[1]) * described[r[0]].dtype.itemsize for r in ranges]
+        servers = _spread_each([r[0] for r in ranges], sizes, n_servers) if each_spread else _spread(sizes, n_servers)
         chunks = tuple(
             Chunk(number, bucket, start, stop, servers[number], pieces)
             for number, (bucket, start, stop, pieces) in enumerate(ranges)
@@ -497,4 +510,18 @@ def _spread(sizes: Sequence[int], n_servers: int) -> list[int]:
         load, server = heapq.heappop(loads)
         chosen[index] = server
         heapq.heappush(loads, (load + sizes[index], server))
+    return chosen
+
+
+def _spread_each(buckets: Sequence[int], sizes: Sequence[int], n_servers: int) -> list[int]:
+    """Assign a server to every size: bucket by bucket, largest first to one with the fewest chunks of that bucket."""
+    loads, chosen = [0] * n_servers, [0] * len(sizes)
+    for bucket in sorted(set(buckets)):
+        heap = [(0, load, server) for server, load in enumerate(loads)]
+        heapq.heapify(heap)
+        own = [index for index, each in enumerate(buckets) if each == bucket]
+        for index in sorted(own, key=lambda i: (-sizes[i], i)):
+            count, load, server = heapq.heappop(heap)
+            chosen[index], loads[server] = server, load + sizes[index]
+            heapq.heappush(heap, (count + 1, loads[server], server))
     return chosen

@@ -444,13 +444,25 @@ class Primary:
             return
         self._to_order, self._to_answer, self._to_note = [], [], []
         self._links.journal(pickle.dumps(self._memory))
-        for order in orders:
-            for shard in range(self._n_servers):
-                self._links.order(shard, order)
+        # The other shards first: this one's part of an order takes as long as its updates and replies, and what a rank
+        # needs first may be on any of them.
+        self._send_orders(orders, range(1, self._n_servers))
+        # A rank with its result and all parameters gives its buffers up, one with `moved` does so without parameters:
+        # that result follows the update.
+        ends = any(order["op"] == "cut" for order in orders)
+        if ends:
+            self._send_orders(orders, range(1))
         for rank, step, push_result in push_results:
             self._links.push_result(rank, step, push_result)
+        if not ends:
+            self._send_orders(orders, range(1))
         for note in notes:
             self._links.event({"event": note["kind"], **{k: v for k, v in note.items() if k != "kind"}})
+
+    def _send_orders(self, orders: Sequence[Order], shards: range) -> None:
+        for order in orders:
+            for shard in shards:
+                self._links.order(shard, order)
 
 
 def _newest(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -22,7 +22,7 @@ from star_hvd.errors import ChannelError
 from star_hvd.locks import ordered_condition
 from star_hvd.ps.common.auth import Endpoint, JobKey, connect
 from star_hvd.ps.common.identities import worker_identity
-from star_hvd.ps.common.layout import Layout
+from star_hvd.ps.common.layout import Chunk, Layout
 from star_hvd.ps.common.wire import Header, Kind, pack, parts, raw, read_meta, unpack
 from star_hvd.ps.worker.exchange import Exchange, StateExchange
 
@@ -98,7 +98,10 @@ class Line:
         self.error: str | None = None
         self.closed = False
         self.malformed = 0
-        self._layout, self._key = layout, key
+        self._key = key
+        self._chunks: dict[tuple[int, int], list[Chunk]] = {}  # By server and bucket.
+        for chunk in layout.chunks:
+            self._chunks.setdefault((chunk.server, chunk.bucket), []).append(chunk)
         self._context = zmq.Context()
         self._sockets: list[Dealer] = []
         self._poller = zmq.Poller()
@@ -222,7 +225,7 @@ class Line:
 
     def _send_push(self, push: Push) -> None:
         self._announce(push)
-        left = set(range(len(push.flats))) - push.sent
+        left = [bucket for bucket in range(len(push.flats)) if bucket not in push.sent]
         for index, socket in enumerate(self._sockets):
             self._send_chunks(push, index, socket, left)
 
@@ -237,11 +240,9 @@ class Line:
     def _meta(self, kind: Kind, step: int, meta: dict[str, Any]) -> None:
         self._send(self._sockets[0], [pack(self._header(kind, step)), msgpack.packb(meta)])
 
-    def _send_chunks(self, push: Push, index: int, dealer: Dealer, buckets: Container[int]) -> None:
+    def _send_chunks(self, push: Push, index: int, dealer: Dealer, buckets: Iterable[int]) -> None:
         header = self._header(Kind.CHUNK, push.step)
-        for chunk in self._layout.of_server(index):
-            if chunk.bucket not in buckets:
-                continue
+        for chunk in [each for bucket in buckets for each in self._chunks.get((index, bucket), ())]:
             data = raw(push.flats[chunk.bucket][chunk.start : chunk.stop])
             for begin, end in parts(len(data)):
                 head = pack(header._replace(chunk=chunk.index, offset=begin, size=len(data)))

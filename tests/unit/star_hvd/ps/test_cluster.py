@@ -319,7 +319,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_push_is_left_out_of_the_rest() -> N
         before = made.clients[0].pull(DEADLINE_S).params
         dying = made.clients[1]
         half = made.layout.chunks[0]
-        dying._line._layout = type(made.layout)(made.layout.buckets, (half,), 2)  # It sends one chunk of many.
+        dying._line._chunks = {(half.server, half.bucket): [half]}  # It sends one chunk of many.
         dying.push(step=0, version=0, flats=[f.fill_(3.0) for f in made.gradients(1, 0)], weight=1.0)
         made.clients[0].push(step=0, version=0, flats=[f.fill_(1.0) for f in made.gradients(0, 0)], weight=1.0)
         with pytest.raises(DeadlineError):

@@ -75,6 +75,27 @@ def test_chunks_are_spread_by_bytes() -> None:
     assert build([(3,)], torch.optim.SGD, 3, 400)[2].holders == {0}
 
 
+@pytest.mark.parametrize("base", [torch.optim.SGD, Whole])
+def test_every_bucket_by_itself_is_spread_over_the_servers(base: Any) -> None:
+    """Cut where the optimizer allows it, down to parts that are worth a message."""
+    params = [torch.nn.Parameter(torch.zeros(size)) for size in (800_000, 600_000, 600_000, 50_000, 50_000, 1_000)]
+    optimizer, buckets = base(params, lr=0.1), pack(params, 3_300_000)
+    layout = Layout.build(buckets, optimizer.param_groups, base, 4, 10**7, each_spread=True)
+    assert [bucket.numel for bucket in buckets] == [701_000, 600_000, 800_000]
+    of_bucket = [[c for c in layout.chunks if c.bucket == index] for index in range(3)]
+    if base is Whole:  # Each bucket is one chunk or, in the first, as many as its tensors.
+        assert len({chunk.server for chunk in layout.chunks}) == 4
+        return
+    for bucket, chunks in zip(buckets, of_bucket, strict=True):
+        assert len(chunks) == 4 and {chunk.server for chunk in chunks} == {0, 1, 2, 3}
+        assert max(chunk.numel for chunk in chunks) <= bucket.numel / 4 + 65
+    loads = [sum(layout.nbytes(chunk) for chunk in layout.of_server(index)) for index in range(4)]
+    assert max(loads) - min(loads) <= 4 * 4 * 64 * 3
+    one = params[3:4]  # Not worth four messages.
+    small = Layout.build(pack(one, 10**6), [{"params": one}], base, 4, 10**6, each_spread=True)
+    assert len({chunk.server for chunk in small.chunks}) == len(small.chunks) == 2
+
+
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"momentum": 0.9}),
     (torch.optim.Adam, {"amsgrad": True}),

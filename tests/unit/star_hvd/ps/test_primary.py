@@ -15,16 +15,25 @@ class Process:
 
     def __init__(self, journal: bytes | None = None) -> None:
         self.orders: list[tuple[int, dict[str, Any]]] = []
+        self.sent: list[str] = []  # In sequence: orders by shard, results by rank.
         self.events: list[dict[str, Any]] = []
         self.push_results: list[tuple[int, int, dict[str, Any]]] = []
         self.journal = journal
         links = Links(
-            order=lambda shard, order: self.orders.append((shard, order)),
-            push_result=lambda rank, step, result: self.push_results.append((rank, step, result)),
+            order=self.order,
+            push_result=self.push_result,
             event=self.events.append,
             journal=self.write,
         )
         self.primary = Primary(Plan.ps(2, 2), 0, 2, frozenset((0, 1)), links, journal)
+
+    def order(self, shard: int, order: dict[str, Any]) -> None:
+        self.orders.append((shard, order))
+        self.sent.append(f"{order['op']} to {shard}")
+
+    def push_result(self, rank: int, step: int, result: dict[str, Any]) -> None:
+        self.push_results.append((rank, step, result))
+        self.sent.append(f"{result['kind']} to rank {rank}")
 
     def write(self, data: bytes) -> None:
         self.journal = data
@@ -54,3 +63,21 @@ def test_a_cut_is_told_again_to_a_shard_that_was_started_anew_after_it() -> None
     assert not again.cuts()
     again.carry_out()
     assert [event["plan_id"] for event in again.cuts()] == [4]
+
+
+def test_what_others_wait_for_is_sent_before_the_own_part_of_an_order_is_executed() -> None:
+    first = Process()
+    for rank in (0, 1):
+        first.primary.push(rank, 1, META)
+    assert first.sent == ["update to 1", "params to rank 0", "params to rank 1", "update to 0"]
+
+
+def test_the_last_update_is_made_before_its_result_is_sent() -> None:
+    """A rank whose push was the last gives its gradient up with the result, which no parameters follow."""
+    first = Process()
+    first.primary.push(0, 1, META)
+    for shard in (0, 1):
+        first.primary.arrived(shard, 0, 1, None)
+    first.sent.clear()
+    first.primary.cut(4)
+    assert first.sent == ["update to 1", "cut to 1", "update to 0", "cut to 0", "moved to rank 0"]
