@@ -180,6 +180,8 @@ def _launch() -> None:
     executor, launch = map(importlib.import_module, (EXECUTOR, "horovod.runner.launch"))
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload([EXECUTOR])
+    # It reads the exit status of a process for which another thread waits, which then takes it for lost: seen.
+    multiprocessing.process._cleanup = lambda: None  # type: ignore[attr-defined]
     executor.multiprocessing = types.SimpleNamespace(get_context=lambda _: forking)  # type: ignore[attr-defined]
     launch.run_commandline()
 
