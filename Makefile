@@ -73,7 +73,7 @@ docs: docs-venv
 	$(DOCS_VENV)/bin/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
 
 test: lint
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --durations=25 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
 
 test-quick: lint
 	$(BIN)/python -m pytest -n $(QUICK_JOBS) --dist worksteal -m "not slow" tests/unit tests/tools tests/fuzz $(PYTEST_ARGS)

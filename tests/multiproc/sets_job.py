@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,7 +14,7 @@ import torch
 import star_hvd as hvd
 from star_hvd.runtime.process_sets import SetKeeper, unavailable_reason
 from tests.support.launch import write_result
-from tests.support.signals import await_marks, mark, marked
+from tests.support.signals import await_marks, freeze, mark, marked
 
 DEADLINE_S = 240.0
 FROZEN_AT_MOST_S = 30.0
@@ -111,26 +108,6 @@ def over_hosts() -> dict[str, Any]:
     return {"sums": sums, "hosts": int(hvd.cross_size())}
 
 
-def freeze(name: str, ranks: list[int]) -> bool:
-    """Stop this process until those `ranks` have made the mark `name`; a process of its own ends it.
-
-    Returns: whether they did; if not, it was let go for the others to end.
-    """
-    code = (
-        "import os, psutil, signal, sys, time\n"
-        "from tests.support.signals import await_marks, mark\n"
-        "frozen, name, ranks = psutil.Process(os.getppid()), sys.argv[1], map(int, sys.argv[3:])\n"
-        "while frozen.status() != psutil.STATUS_STOPPED: time.sleep(0.005)\n"
-        "mark(f'{name}.stopped')\n"
-        "made = await_marks(name, ranks, float(sys.argv[2]))\n"
-        "frozen.send_signal(signal.SIGCONT)\n"
-        "sys.exit(not made)\n"
-    )
-    watch = subprocess.Popen([sys.executable, "-c", code, name, str(FROZEN_AT_MOST_S), *map(str, ranks)])
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return watch.wait(DEADLINE_S) == 0
-
-
 def while_frozen(name: str, ranks: list[int], submits: bool) -> dict[str, bool]:
     """Freeze the last rank, and submit a tensor on the others, until those `ranks` have got on meanwhile.
 
@@ -144,7 +121,7 @@ def while_frozen(name: str, ranks: list[int], submits: bool) -> dict[str, bool]:
     """
     total(1.0, f"{name}.ready")
     if hvd.rank() == hvd.size() - 1:
-        got_on = freeze(name, ranks)
+        got_on = freeze(name, ranks, at_most_s=FROZEN_AT_MOST_S)
         hvd.synchronize(hvd.allreduce_async(torch.ones(1), name=name))
         return {"got_on": got_on}
     stop, submitted = threading.Event(), threading.Event()

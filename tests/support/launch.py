@@ -26,7 +26,7 @@ from tests.support import forkserver
 __all__ = ["JOB_LIMIT_S", "DeadlineMissed", "JobResult", "run_job", "write_result"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-RANK = Path(__file__).with_name("rank.py")
+STUB = Path(__file__).with_name("stub.py")
 RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder into which the ranks write.
 JOB_LIMIT_S = 900.0
 """Within this every job of the tests ends, on the busiest machine; only one that hangs is ended by it."""
@@ -104,13 +104,14 @@ def run_job(
         DeadlineMissed: The job did not end in time; the message holds the last lines of its output. Nothing of the job
             is left running.
     """
-    program = Path(sys.executable).parent / "horovodrun"
+    program = Path(sys.executable).parent / forkserver.LAUNCHER
     assert program.is_file(), f"{program} does not exist: Horovod is not installed for {sys.executable}"
-    command = [str(program), "-np", str(ranks), "--gloo", *horovodrun_args, sys.executable]
-    if not fresh:
-        command += ["-S", str(RANK), module_or_script, *args]
+    options, forked = ["-np", str(ranks), "--gloo", *horovodrun_args], [sys.executable, "-S", str(STUB)]
+    if fresh:
+        how = [] if module_or_script.endswith(".py") else ["-m"]
+        command = [str(program), *options, sys.executable, *how, module_or_script, *args]
     else:
-        command += ["-m"] * (not module_or_script.endswith(".py")) + [module_or_script, *args]
+        command = [*forked, forkserver.LAUNCHER, *options, *forked, module_or_script, *args]
     environment = dict(env or {}) if fresh else {forkserver.ADDRESS: forkserver.server_address(), **(env or {})}
     with tempfile.TemporaryDirectory(prefix="star-job-") as folder:
         log, began_s = Path(folder) / "output.txt", time.monotonic()
@@ -147,6 +148,7 @@ def write_result(result: Mapping[str, Any]) -> None:
 def _environment(folder: str, added: Mapping[str, str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("STAR_", "HOROVOD_"))}
     environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", STAR_RUN_LOG="0")
+    environment["STAR_CHECK_LOCKS"] = "1"
     # Horovod's own waits for ranks that are only late: half a minute is little where many share a core.
     environment.update(HOROVOD_GLOO_TIMEOUT_SECONDS="180", HOROVOD_START_TIMEOUT="300")
     environment.update({RESULTS: folder, "XDG_RUNTIME_DIR": folder}, **added)  # Where jobs of one host meet: alone.

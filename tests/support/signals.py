@@ -8,14 +8,17 @@ files beside the ranks' reports, so they disturb no collective and stay when the
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.support.launch import RESULTS
 
-__all__ = ["PATIENCE_S", "await_marks", "mark", "marked"]
+__all__ = ["PATIENCE_S", "await_marks", "freeze", "mark", "marked"]
 
 PATIENCE_S = 240.0  # What has not happened by then never will, on any machine.
 
@@ -41,6 +44,35 @@ def await_marks(name: str, ranks: Iterable[int] | None = None, deadline_s: float
             return False
         time.sleep(0.005)
     return True
+
+
+def freeze(name: str, ranks: Sequence[int], *, at_least_s: float = 0.0, at_most_s: float = PATIENCE_S) -> bool:
+    """Stop this process until those `ranks` have made the mark `name`; a process of its own ends it.
+
+    Args:
+        name: The mark; `name.stopped` is made when this process stands still.
+        ranks: Of whom the mark is waited for.
+        at_least_s: It stands still for so long, however early the marks are there.
+        at_most_s: After this it is let go, for the others to end.
+
+    Returns: whether they made the mark.
+    """
+    code = (
+        "import os, psutil, signal, sys, time\n"
+        "from tests.support.signals import await_marks, mark\n"
+        "frozen, name, ranks = psutil.Process(os.getppid()), sys.argv[1], map(int, sys.argv[4:])\n"
+        "while frozen.status() != psutil.STATUS_STOPPED: time.sleep(0.005)\n"
+        "mark(f'{name}.stopped')\n"
+        "least_s = time.monotonic() + float(sys.argv[2])\n"
+        "made = await_marks(name, ranks, float(sys.argv[3]))\n"
+        "time.sleep(max(0.0, least_s - time.monotonic()))\n"
+        "frozen.send_signal(signal.SIGCONT)\n"
+        "sys.exit(not made)\n"
+    )
+    limits = (str(at_least_s), str(at_most_s))
+    watch = subprocess.Popen([sys.executable, "-c", code, name, *limits, *map(str, ranks)])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return watch.wait(PATIENCE_S) == 0
 
 
 def _path(name: str, rank: int) -> Path:

@@ -1,6 +1,6 @@
-"""What `horovodrun` starts for a rank that the fork server makes: `python -S rank.py MODULE ARGUMENT...`.
+"""In the place of a rank or a launcher that the fork server makes: `python -S stub.py MODULE ARGUMENT...`.
 
-See `forkserver.py`. Imports little, for it stands in the place of a rank that starts at once.
+See `forkserver.py`. Imports little, for it stands in the place of a process that starts at once.
 """
 
 import array
@@ -13,7 +13,7 @@ import sys
 
 
 def main(words: list[str]) -> None:
-    """Have the rank forked, pass signals on to it, and end as it ends."""
+    """Have the process forked, pass signals on to it, and end as it ends."""
     held = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     with socket.socket(socket.AF_UNIX) as server:
