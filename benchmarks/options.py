@@ -25,6 +25,7 @@ __all__ = ["add_device_options", "build_spec", "device_times_ms", "make_parser",
 DEVICE_MS = 30.0
 FIXED_PART = 0.2  # Of the device time, where only the whole of it is given: kernels have a least length.
 ACCURACIES = ("bounded", "exact")
+COMPRESSIONS = ("none", "fp16", "auto")
 SHORT_VARIANTS = ("straggler_free", "plain", "star")
 
 
@@ -103,6 +104,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--accuracy", choices=ACCURACIES, default="bounded",
         help="exact: star_hvd chooses only among modes that are synchronous SGD",
     )
+    parser.add_argument("--compression", choices=COMPRESSIONS, default="none", help="of star_hvd's gradients")
+    parser.add_argument("--background", action="store_true", help="star_hvd sends behind compute: Config(background)")
+    parser.add_argument("--overlap", action="store_true", help="star_hvd applies updates as gradients arrive")
     parser.add_argument("--train-samples", type=int, help="training samples used")
     parser.add_argument("--slowdown", type=float, help="factor instead of the scenario's own")
     parser.add_argument("--trace", type=Path, help="slowdowns for scenario trace, .csv or .json")
@@ -210,6 +214,9 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         feeding=args.feeding,
         microbatches=args.microbatches,
         accuracy=args.accuracy,
+        compression=args.compression,
+        background=args.background,
+        overlap=args.overlap,
         device=args.device,
         eval_every_steps=defaults.eval_every_steps,
         mode=args.mode,

@@ -63,6 +63,9 @@ class RunSpec:
         microbatches: Parts into which `hvd.shard` cuts a batch, so that ranks can take over each other's.
         accuracy: `exact` where star_hvd may choose only modes whose mathematics is that of plain Horovod, `bounded`
             for its default.
+        compression: Name of star_hvd's compression, of `hvd.Compression`.
+        background: Whether star_hvd sends behind compute (`Config.background`).
+        overlap: Whether star_hvd applies updates as gradients arrive.
         link_bits_per_s: Rate of a usual host's link in scenario `slow-link`, 0 in all others.
     """
 
@@ -95,6 +98,9 @@ class RunSpec:
     feeding: str = "shard"
     microbatches: int = 1
     accuracy: str = "bounded"
+    compression: str = "none"
+    background: bool = False
+    overlap: bool = False
 
     @property
     def device_time(self) -> DeviceTime:

@@ -203,13 +203,18 @@ def _star_job(
     variant: str,
 ) -> Job:
     hvd, spec = setting.hvd, setting.spec
-    mode, config = spec.mode, hvd.Config()
+    mode: Any = spec.mode
+    settings: dict[str, Any] = {"background": True} if spec.background else {}
     if variant in spec.modes:
         mode = _plan(spec, variant)
     elif variant == "drop":
         mode = hvd.Plan.partial(spec.ranks, spec.quorum, max_staleness=0, reason="backup workers")
-        config = hvd.Config(max_staleness=0)
-    options: dict[str, Any] = {"mode": mode, "config": config}
+        settings["max_staleness"] = 0
+    options: dict[str, Any] = {"mode": mode, "config": hvd.Config(**settings)}
+    if spec.compression != "none":
+        options["compression"] = getattr(hvd.Compression, spec.compression)
+    if spec.overlap:
+        options["overlap"] = True
     if spec.accuracy != "bounded":
         options["accuracy"] = spec.accuracy
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)

@@ -30,6 +30,7 @@ ORDER = (
     "ServerProcess._changed",
     "Line.changed",
     "LateSender._changed",
+    "LossyWire._lock",
     "LeaseStock._changed",
     "MicrobatchStock._changed",
     "BatchSizes._lock",

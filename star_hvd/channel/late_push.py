@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -24,7 +25,7 @@ from star_hvd.channel.state_transfer import PUSH_MAGIC, Caller, ask
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 
-__all__ = ["MAX_PROBE_BYTES", "PROBE", "LatePushes", "ParentLink", "probe", "rate_of"]
+__all__ = ["MAX_PROBE_BYTES", "PROBE", "LatePushes", "Packer", "ParentLink", "probe", "rate_of"]
 
 MAX_PROBE_BYTES = 64 * 1024 * 1024
 PROBE = 0xFFFFFFFF  # Reserved optimizer number: pushes to it measure the link.
@@ -39,8 +40,15 @@ _MOST_BURSTS, _BURST_PAUSE_S, _BURSTS_S = 6, 0.015, 0.25
 _LINKS_PART = 0.1  # Least part of a burst's time that is attributed to the link.
 
 
+class Packer(Protocol):
+    """Makes the bytes of pushes, and learns what each one took (`star_hvd.compression.pushes.PushCodec`)."""
+
+    def pack(self, flats: Sequence[torch.Tensor]) -> bytes: ...
+    def took(self, time_s: float) -> None: ...
+
+
 class ParentLink:
-    """A child's connection to its parent; used by the training thread only.
+    """A child's connection to its parent; used by one thread at a time.
 
     Args:
         keyring: Keys and addresses of the job.
@@ -50,6 +58,7 @@ class ParentLink:
         chunk_bytes: Size of a message.
         pace_bytes_per_s: Rate limit of pushes, 0 for none.
         deadline_s: Longest wait for an answer.
+        packer: Makes the bytes of a push; gradients travel as they are where None.
     """
 
     def __init__(
@@ -62,8 +71,10 @@ class ParentLink:
         chunk_bytes: int,
         pace_bytes_per_s: float,
         deadline_s: float,
+        packer: Packer | None = None,
     ) -> None:
         self.parent = parent
+        self._packer = packer
         self._rank, self._optimizer_id = rank, optimizer_id
         self._chunk_bytes = chunk_bytes
         self._pace_bytes_per_s = pace_bytes_per_s
@@ -78,15 +89,18 @@ class ParentLink:
         Raises:
             DeadlineError: The parent did not answer in time.
         """
-        limit_s = time.monotonic() + self._deadline_s
+        began_s = time.monotonic()
+        limit_s = began_s + self._deadline_s
         self._pushes += 1
-        body = b"".join(flat.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for flat in flats)
+        body = self._packer.pack(flats) if self._packer is not None else _as_they_are(flats)
         self._caller.begin()
         attempt = 0
         while True:
             self._send(body, version, attempt)
             contained = self._answer(limit_s)
             if contained is not None:
+                if self._packer is not None:
+                    self._packer.took(time.monotonic() - began_s)
                 return contained
             attempt += 1
 
@@ -126,6 +140,10 @@ class ParentLink:
     def close(self) -> None:
         """Close the socket."""
         self._caller.close()
+
+
+def _as_they_are(flats: Sequence[torch.Tensor]) -> bytes:
+    return b"".join(flat.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for flat in flats)
 
 
 def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_bytes: int, deadline_s: float) -> float:

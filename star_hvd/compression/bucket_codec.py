@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from scheduler.transmission.wire import HALF, LOW_RANK, NONE
+from star_hvd.compression.pushes import small_bytes, whole_bytes
 from star_hvd.engine.buckets import Bucket, memory_format_of
 from star_hvd.engine.device import DONE, KEPT, Streams
 
@@ -209,6 +210,27 @@ class BucketCodec:
         self.restart()
         if self._residual is not None and not bool(torch.isfinite(self._residual).all()):
             self._residual = None
+
+    # ---- to one rank ----------------------------------------------------------------------------------------
+
+    def pack(self, flat: torch.Tensor, *, small: bool) -> tuple[bytes, torch.Tensor | None] | None:
+        """What is sent to one rank for a contribution with the residual added, and what that would leave (`keep`).
+
+        Args:
+            flat: The contribution, in host memory or the bucket's.
+            small: Whether as int8; then None where that is impossible, or no smaller.
+        """
+        self._order()
+        total = flat[:-1].detach().to("cpu", self._dtype, copy=True)
+        if self._residual is not None:
+            total.add_(self._residual.cpu())
+        weight, dtype = float(flat[-1]), self._bucket.flat.dtype
+        return small_bytes(total, weight, dtype) if small else (whole_bytes(total, weight, dtype), None)
+
+    def keep(self, left: torch.Tensor | None) -> None:
+        """What `pack` gave has been sent."""
+        self._residual = None if left is None else left.to(self._bucket.flat.device)
+        self._fence = self._streams.give_one(KEPT, self._bucket.flat)
 
     # ---- state ----------------------------------------------------------------------------------------------
 

@@ -17,8 +17,10 @@ import torch
 
 from scheduler.transmission.wire import FORMS, HALF, NONE, WireChoice
 from star_hvd.compression.bucket_codec import BucketCodec
+from star_hvd.compression.pushes import PushCodec
 from star_hvd.engine.buckets import Bucket, Wire
 from star_hvd.engine.device import Streams
+from star_hvd.locks import ordered_lock
 
 __all__ = ["STATE_KEY", "LossyWire"]
 
@@ -29,6 +31,9 @@ STATE_KEY = "star_compression"
 
 class LossyWire(Wire):
     """See the module's text. The engine calls it under its lock, `decode` as the owner of the step in flight.
+
+    What is left to send is also read and written by the training thread, for a checkpoint, and by the thread that sends
+    late gradients; a lock of its own is around each use of it.
 
     Args:
         buckets: The optimizer's buckets, extended in place when parameters are added.
@@ -45,8 +50,9 @@ class LossyWire(Wire):
         self.choice = choice or WireChoice()
         self._buckets = buckets
         self._clock = clock
+        self._lock = ordered_lock("LossyWire._lock")
         self._codecs: list[BucketCodec] = []
-        self._forbidden = ""
+        self.forbidden = ""
         self._early: tuple[Mapping[str, Any], Mapping[torch.nn.Parameter, int]] | None = None
         self._owner = uuid.uuid4().hex
         self._rank = 0
@@ -56,8 +62,9 @@ class LossyWire(Wire):
 
     def begin(self, streams: Streams, rank: int, world_size: int) -> None:
         self._streams, self._rank, self._world_size = streams, rank, world_size
-        for codec in self._codecs:
-            codec.begin(streams, world_size)
+        with self._lock:
+            for codec in self._codecs:
+                codec.begin(streams, world_size)
         self.restart()
         if self._early is not None:
             self.load(*self._early)
@@ -69,25 +76,28 @@ class LossyWire(Wire):
         self._ended_s: float | None = None
         self.choice.restart()
         self._ask()
-        for codec in self._codecs:
-            codec.restart()
-        for bucket in self._buckets[len(self._codecs) :]:
-            self._codecs.append(BucketCodec(bucket, self._streams, self._world_size))
+        with self._lock:
+            for codec in self._codecs:
+                codec.restart()
+            for bucket in self._buckets[len(self._codecs) :]:
+                self._codecs.append(BucketCodec(bucket, self._streams, self._world_size))
 
     def _use(self, form: int) -> None:
         self._form, self.lossy, self.has_tail = form, form != NONE, form != HALF
 
     def _ask(self) -> None:
-        self.wanted = NONE if self._forbidden else self.choice.wanted
+        self.wanted = NONE if self.forbidden else self.choice.wanted
 
     def name(self, bucket: Bucket) -> str:
         return super().name(bucket) + self._codecs[bucket.index].suffix(self._form)
 
     def encode(self, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> torch.Tensor:
-        return self._codecs[bucket.index].encode(flat, self._form, given=given)
+        with self._lock:
+            return self._codecs[bucket.index].encode(flat, self._form, given=given)
 
     def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
-        self._codecs[bucket.index].decode(reduced, flat)
+        with self._lock:
+            self._codecs[bucket.index].decode(reduced, flat)
 
     def arrived(self) -> None:
         self._arrived_s = self._clock()
@@ -102,15 +112,36 @@ class LossyWire(Wire):
         self._ask()
         self._use(asked if 0 <= asked < len(FORMS) else NONE)
 
+    # ---- late gradients to another rank ---------------------------------------------------------------------
+
+    def packer(self) -> PushCodec:
+        return PushCodec(self, self._rank)
+
+    def pack(self, flats: Sequence[torch.Tensor], *, small: bool) -> bytes | None:
+        """What is sent to one rank for contributions to all buckets; what that leaves is in the next contribution.
+
+        Args:
+            flats: Gradients times weight, then the weight, per bucket.
+            small: Whether as int8; None where that is impossible for one of them, and nothing is changed then.
+        """
+        with self._lock:
+            made = [codec.pack(flat, small=small) for codec, flat in zip(self._codecs, flats, strict=True)]
+            whole = [each for each in made if each is not None]
+            if len(whole) < len(made):
+                return None
+            for codec, (_, left) in zip(self._codecs, whole, strict=True):
+                codec.keep(left)
+        return b"".join(payload for payload, _ in whole)
+
     # ---- what the wrapper calls -----------------------------------------------------------------------------
 
     def forbid(self, reason: str) -> None:
         """Ask for no lossy form from now on."""
-        self._forbidden = reason
+        self.forbidden = reason
         self._ask()
 
     def explain(self) -> str:
-        return f"gradients travel as {self._forbidden or self.choice.reason or 'they are until their steps are timed'}"
+        return f"gradients travel as {self.forbidden or self.choice.reason or 'they are until their steps are timed'}"
 
     def state(self, indices: Mapping[torch.nn.Parameter, int]) -> dict[str, Any] | None:
         """For a checkpoint: what this rank still has to send; None where nothing is.
@@ -119,8 +150,9 @@ class LossyWire(Wire):
             indices: Places of the parameters in the optimizer's groups.
         """
         found: dict[int, torch.Tensor] = {}
-        for bucket, codec in zip(self._buckets, self._codecs, strict=False):  # None before the first world.
-            residuals = codec.residuals()
+        with self._lock:
+            left = [codec.residuals() for codec in self._codecs]
+        for bucket, residuals in zip(self._buckets, left, strict=False):  # None before the first world.
             if residuals is not None:
                 found |= {indices[param]: value for param, value in zip(bucket.params, residuals, strict=True)}
         if not found:
@@ -136,7 +168,8 @@ class LossyWire(Wire):
         place = state.get("rank"), state.get("world_size")
         mine = state.get("owner") == self._owner or place == (self._rank, self._world_size)
         found: Mapping[int, torch.Tensor] = state.get("residuals", {}) if mine else {}
-        for bucket, codec in zip(self._buckets, self._codecs, strict=True):
-            values = [found.get(indices[param]) for param in bucket.params]
-            whole = [value for value in values if value is not None]
-            codec.load(whole if len(whole) == len(values) else None)
+        with self._lock:
+            for bucket, codec in zip(self._buckets, self._codecs, strict=True):
+                places = [(found.get(indices[param]), param.shape) for param in bucket.params]
+                whole = [value for value, shape in places if value is not None and value.shape == shape]
+                codec.load(whole if len(whole) == len(places) else None)

@@ -218,6 +218,10 @@ class Wire:
     def ended(self, asked: int) -> None:
         """A step of gradients has ended, whose leader asked for a form of the next one."""
 
+    def packer(self) -> Any:
+        """Makes the bytes of late gradients to a parent (`star_hvd.channel.late_push.Packer`); None: as they are."""
+        return None
+
     def explain(self) -> str:
         """How gradients travel and why, for the user; empty where there was no choice."""
         return ""

@@ -14,6 +14,7 @@ import torch
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.switch import Commit, PlanActive, Prepared, PrepareFailed, Restart
+from star_hvd.compression.pushes import unpack
 from star_hvd.config import Config
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.collective import wait_all
@@ -22,7 +23,7 @@ from star_hvd.engine.meeting import Position
 from star_hvd.engine.records import Result
 from star_hvd.engine.state_source import StateSource
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
+from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.modes.arriving import Gates
 from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.mode_switcher import ModeSwitcher, Services, Steps
@@ -408,16 +409,7 @@ class StepDriver:
 
         Called in the tensor server's thread.
         """
-        parts, position = [], 0
-        for bucket in self.engine.applier.buckets:
-            size = (bucket.numel + 1) * bucket.flat.element_size()
-            part = body[position : position + size]
-            if len(part) != size:
-                raise ChannelError(f"a late gradient of rank {rank} has {len(body)} bytes; more were expected")
-            parts.append(torch.frombuffer(part, dtype=bucket.flat.dtype))
-            position += size
-        if position != len(body):
-            raise ChannelError(f"a late gradient of rank {rank} has {len(body)} bytes; expected {position}")
+        parts = unpack(body, self.engine.applier.buckets)
         weights = [float(part[-1]) for part in parts]
         with self.engine.streams.own():
             buckets = self.engine.applier.buckets

@@ -216,6 +216,7 @@ class ModeServices:
                 chunk_bytes=self._config.chunk_bytes,
                 pace_bytes_per_s=self._config.late_bytes_per_s,
                 deadline_s=deadline_s,
+                packer=driver.engine.wire.packer(),
             )
             return ChildSteps(
                 driver.engine,

@@ -1,0 +1,124 @@
+"""Late gradients of `subgroup` under `Compression.auto`: as they are, or as int8 with error feedback.
+
+What int8 does not carry stays with this rank, in the same memory as what a reduction did not carry (`BucketCodec`): it
+is in the next push, or in the rank's next contribution once it reduces again, and in `state_dict()`.
+
+A push of whole gradients and one of int8 have different sizes, so the parent knows by its size which one came.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from scheduler.transmission.push_form import PushChoice
+from star_hvd.compression import int8
+from star_hvd.engine.buckets import Bucket
+from star_hvd.errors import ChannelError
+
+__all__ = ["PushCodec", "Residuals", "small_bytes", "unpack", "whole_bytes"]
+
+logger = logging.getLogger("star_hvd")
+
+_WEIGHT = struct.Struct("<d")
+
+
+class Residuals(Protocol):
+    """The part of `LossyWire` used here."""
+
+    forbidden: str
+
+    def pack(self, flats: Sequence[torch.Tensor], *, small: bool) -> bytes | None: ...
+
+
+class PushCodec:
+    """Makes one rank's pushes, in the form that takes the shorter time; used by one thread at a time.
+
+    Args:
+        residuals: What this rank has left to send.
+        rank: This rank.
+        choice: Chooses the form.
+    """
+
+    def __init__(self, residuals: Residuals, rank: int, choice: PushChoice | None = None) -> None:
+        self.choice = choice or PushChoice()
+        self._residuals, self._rank = residuals, rank
+        self._small = False
+
+    def pack(self, flats: Sequence[torch.Tensor]) -> bytes:
+        """What is sent for contributions to all buckets: gradients times weight, then the weight."""
+        wanted = self.choice.small and not self._residuals.forbidden
+        body = self._residuals.pack(flats, small=True) if wanted else None
+        self._small = body is not None
+        if body is None:
+            body = self._residuals.pack(flats, small=False)
+        assert body is not None
+        return body
+
+    def took(self, time_s: float) -> None:
+        """The last push took this long, with encoding, decoding and the parent's answer."""
+        if self._residuals.forbidden:
+            return
+        if self.choice.observe(self._small, time_s):
+            logger.info("rank %d: late gradients travel as %s", self._rank, self.choice.reason)
+
+
+def whole_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> bytes:
+    """A contribution as it is: the vector, then the weight, in the bucket's type."""
+    flat = torch.empty(total.numel() + 1, dtype=dtype, device="cpu")
+    flat[:-1] = total
+    flat[-1] = weight
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def small_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> tuple[bytes, torch.Tensor] | None:
+    """A contribution as int8, and what of `total` it leaves; None where it has no number for some value, or no gain.
+
+    The weight travels whole. What is left is measured in the bucket's type, which is what the parent gets.
+    """
+    if not _smaller(total.numel(), dtype):
+        return None
+    payload = int8.encode(total)
+    sent = int8.decode(payload, total.numel(), total.dtype).to(dtype)
+    if not bool(torch.isfinite(sent.sum(dtype=torch.float64))):
+        return None
+    return payload + _WEIGHT.pack(weight), total - sent
+
+
+def unpack(body: bytes | bytearray, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
+    """The contributions of a push in host memory, one per bucket.
+
+    Raises:
+        ChannelError: The size is none that a push for these buckets can have.
+    """
+    whole = [(bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets]
+    if len(body) == sum(whole):
+        parts = zip(_cut(body, whole), buckets, strict=True)
+        return [torch.frombuffer(bytearray(part), dtype=bucket.flat.dtype) for part, bucket in parts]
+    small = [int8.size_bytes(bucket.numel) + _WEIGHT.size for bucket in buckets]
+    if len(body) != sum(small):
+        raise ChannelError(f"a late gradient has {len(body)} bytes; expected {sum(whole)}, or {sum(small)} as int8")
+    return [_from_small(part, bucket) for part, bucket in zip(_cut(body, small), buckets, strict=True)]
+
+
+def _from_small(part: bytes | bytearray, bucket: Bucket) -> torch.Tensor:
+    flat = torch.empty(bucket.numel + 1, dtype=bucket.flat.dtype, device="cpu")
+    flat[:-1] = int8.decode(part[: -_WEIGHT.size], bucket.numel, bucket.average_dtype)
+    flat[-1] = _WEIGHT.unpack(part[-_WEIGHT.size :])[0]
+    return flat
+
+
+def _cut(body: bytes | bytearray, sizes: Sequence[int]) -> list[bytes | bytearray]:
+    parts, position = [], 0
+    for size in sizes:
+        parts.append(body[position : position + size])
+        position += size
+    return parts
+
+
+def _smaller(numel: int, dtype: torch.dtype) -> bool:
+    return int8.size_bytes(numel) + _WEIGHT.size < (numel + 1) * dtype.itemsize
