@@ -408,12 +408,17 @@ class ShardLoader:
         self._open = _Interrupted(epoch, stock.epoch, order.saved, size)
         self.lease_waits.append(0)
         feeder.begin(stock, order.indices)
+        ended = False
         try:
             yield from self._parts_of(stock, order, feeder, layout.steps)
+            ended = True
         finally:
             stock.close()
             feeder.end(stock)
             self._run.in_hand = None
+            if not ended:  # What is accumulated of a step that was left belongs to no other step.
+                for driver in self._run.drivers.values():
+                    driver.forget_parts()
         self._open = None
         _end_epoch(self._run, self._number, stock.epoch)
 

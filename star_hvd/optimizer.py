@@ -472,6 +472,8 @@ class _Methods:
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group and reduce its gradients too. Collective: on all ranks after the same step, in `sync` only."""
+        if isinstance(self._star.core, BucketCore):
+            self._star.core.finish_step()  # An overlapped step is applied with the groups that it began with.
         self._star.base.add_param_group(self, param_group)  # type: ignore[arg-type]
         self._star.core.add_params(param_group["params"])
 

@@ -285,7 +285,12 @@ class MicrobatchPool:
     def over(self) -> bool:
         """Whether all tasks are begun, or no rank is there that would."""
         closed = self._made == self.layout.steps and not self._steps
-        return closed or all(worker.left for worker in self._workers)
+        return closed or self.abandoned
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether all ranks have left the epoch."""
+        return all(worker.left for worker in self._workers)
 
     def queued(self, rank: int, step: int) -> list[int]:
         """Tasks of a step that a rank has and has not begun."""

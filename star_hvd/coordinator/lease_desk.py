@@ -280,6 +280,7 @@ class MicrobatchDesk:
         self._send = send
         self._pools: dict[Key, MicrobatchPool] = {}
         self._orders: dict[Key, tuple[MicrobatchOpen, int]] = {}  # What the first rank said of an epoch.
+        self._early: list[tuple[int, MicrobatchOpen]] = []  # Of epochs whose last one some rank is still in.
 
     @property
     def taken_over(self) -> int:
@@ -293,6 +294,12 @@ class MicrobatchDesk:
             ChannelError: It says what it cannot.
         """
         key = (message.loader, message.epoch)
+        before = self._pools.get((message.loader, message.epoch - 1))
+        if before is not None and not before.abandoned:
+            # The rank left its loop. A step of the new epoch would wait for ranks that make one of the old epoch,
+            # which wait for this rank; without micro-batches it is inactive, and its helper takes part for it.
+            self._early.append((rank, message))
+            return
         first, other = self._orders.setdefault(key, (message, rank))
         if dataclasses.replace(message, ahead=first.ahead) != first:
             self._send(rank, Lease(*key, 0, 0, True, _differs(rank, message, other, first)))
@@ -327,6 +334,10 @@ class MicrobatchDesk:
         for each, pool in self._pools.items():
             if key in (None, each):
                 self._do(each, pool, pool.leave(rank, now_s))
+        early, self._early = self._early, []
+        for other, message in early:
+            if key is not None or other != rank:  # One that has gone opens nothing.
+                self.open(other, message, now_s)
 
     def tick(self, now_s: float) -> float:
         """What time alone brings about; returns when to look again."""

@@ -89,9 +89,9 @@ class ArrivingParameters:
     def stop(self) -> None:
         """Take the gates away without waiting: a state from elsewhere takes the place of what is under way, or none."""
         with self._engine.replica.apply_lock:
+            self._gates.remove()
             self._left.clear()
             self._under_way = False
-            self._gates.remove()
 
     def _until(self, wait: Callable[[], None]) -> None:
         limit_s = time.monotonic() + self._deadline_s
@@ -112,5 +112,5 @@ class ArrivingParameters:
             with replica.writing(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 for param, view in zip(bucket.params, bucket.split(self._flats[index]), strict=True):
                     param.copy_(view)
+            self._gates.open(index)  # First: who finds the bucket written goes on at once.
             self._left.discard(index)
-            self._gates.open(index)

@@ -77,6 +77,7 @@ class StepDriver:
         gates: In front of the parameters, where the wrapper has any.
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
+        forget_parts: Forgets the gradients of micro-batches whose step the loop has left.
         overlapped: Its overlapped steps, where it has any.
         on_stop: Called when it ends.
         timeline: Samples when buckets travel and how long the training thread waits for them.
@@ -104,6 +105,7 @@ class StepDriver:
         self._preparer = preparer
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
+        self.forget_parts: Callable[[], None] = lambda: None
         self.overlapped: Overlapped | None = None
         self.on_stop: list[Callable[[], None]] = []
         self._loss = self._arrived_s = math.nan

@@ -16,6 +16,7 @@ from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
 from star_hvd import env
+from star_hvd.compression.bucket_codec import without_form
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
@@ -205,6 +206,7 @@ class BucketCore:
         driver.gates = ForwardGates(lambda index: None)  # Who closes one sets what it waits for.
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
+        driver.forget_parts = self._accumulation.clear
         initial = Plan.sync(
             run.world_size,
             damping=self._config.damping,
@@ -222,7 +224,9 @@ class BucketCore:
             everybody = staged
         everybody = TimedCollective(everybody, driver.timeline)
         if self._overlap_asked:
-            everybody = OrderedCollective(everybody, applier.streams, f"star-transmit-{driver.number}")
+            everybody = OrderedCollective(
+                everybody, applier.streams, f"star-transmit-{driver.number}", key_of=without_form
+            )
         engine = StepEngine(
             rank=run.rank,
             plan=initial,
@@ -305,7 +309,15 @@ class BucketCore:
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._dropped:
             return
-        self.finish_step()
+        overlap = self._overlap
+        if overlap is not None and overlap.pending:
+            if overlap.waits_for(self._where[param][0].index):
+                raise StarError(
+                    f"backward gave a gradient of {self._names.get(param, 'a parameter')} before the step under way "
+                    "was applied to it: its graph was made before step(), or without its parameters being seen; "
+                    "expected forward passes after step(). Use overlap=False, or call optimizer.synchronize() first"
+                )
+            overlap.finish()
         if self._timeline is not None and self._timeline.sampling:
             self._timeline.look()
         part = self.in_hand

@@ -8,7 +8,7 @@ ranks; ranks that waited for different buckets would wait for ever.
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ Order = tuple[tuple[str, ...], ...]
 @dataclass(slots=True)
 class _Held:
     ticket: int
+    name: str
     tensor: torch.Tensor
     fence: Fence
 
@@ -39,6 +40,7 @@ class OrderedCollective:
         inner: Reduces the tensors.
         streams: Of the tensors' devices; what is held is submitted by any thread.
         thread_name: Of the thread that submits what is held while no other thread comes by.
+        key_of: From a tensor's name to the one it has in the order: the name of what it is a form of.
 
     Attributes:
         credit_bytes: While more than this is under way nothing is submitted. The size of a group: one is reduced
@@ -46,8 +48,11 @@ class OrderedCollective:
             one is under way, 645 with two, 705 with three or four; 600 is what the bytes take.
     """
 
-    def __init__(self, inner: Collective, streams: Streams, thread_name: str) -> None:
+    def __init__(
+        self, inner: Collective, streams: Streams, thread_name: str, *, key_of: Callable[[str], str] = str
+    ) -> None:
         self.core_each = inner.core_each
+        self._key_of = key_of
         self.credit_bytes = 0
         self._inner, self._streams = inner, streams
         self._changed = ordered_condition("OrderedCollective._changed")
@@ -77,10 +82,11 @@ class OrderedCollective:
         """See `Collective.submit`; the tensor may be held back."""
         with self._changed:
             self._tickets += 1
-            if name not in self._names:
+            key = self._key_of(name)
+            if key not in self._names:
                 self._handles[self._tickets] = self._inner.submit(name, tensor)
                 return self._tickets
-            self._held[name] = _Held(self._tickets, tensor, self._streams.give_one(TRANSMIT, tensor))
+            self._held[key] = _Held(self._tickets, name, tensor, self._streams.give_one(TRANSMIT, tensor))
             ticket = self._tickets
             self._pump()
             if self._held:
@@ -121,10 +127,10 @@ class OrderedCollective:
                 self._under_way.popleft()
             if sum(size for _, size in self._under_way) > self.credit_bytes:
                 return
-            for name in self._order[self._next]:
-                held = self._held.pop(name)
+            for key in self._order[self._next]:
+                held = self._held.pop(key)
                 held.fence.order(held.tensor)
-                handle = self._handles[held.ticket] = self._inner.submit(name, held.tensor)
+                handle = self._handles[held.ticket] = self._inner.submit(held.name, held.tensor)
                 self._under_way.append((handle, held.tensor.numel() * held.tensor.element_size()))
             self._next += 1
             if self._next == len(self._order):

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from scheduler.transmission.off_switch import OffSwitch
@@ -82,6 +83,7 @@ class Overlap:
 
     def layout_changed(self) -> None:
         """Buckets were added."""
+        self._reduced = {param for bucket in self._applier.buckets for param in bucket.params}
         self._use(overlap=self._now.overlap)
 
     def _use(self, *, overlap: bool) -> None:
@@ -120,7 +122,7 @@ class Overlap:
     @property
     def pending(self) -> bool:
         """Whether a step is submitted that does not count yet."""
-        return self._pending is not None
+        return self._pending is not None and not self._left_behind()
 
     # ---- may this step overlap ------------------------------------------------------------------------------------
 
@@ -154,6 +156,8 @@ class Overlap:
         )
         if any(hooks):
             return "step hooks see the whole step"
+        if any(p.requires_grad and p not in self._reduced for group in optimizer.param_groups for p in group["params"]):
+            return "a parameter that was frozen when the optimizer was wrapped is trained, which no bucket holds"
         if self._applier.streams.devices:
             return "parameters are on a GPU, where overlapped steps are not tested yet"
         compiled = sys.modules.get("torch._dynamo.convert_frame")
@@ -182,6 +186,8 @@ class Overlap:
 
     def clear_gradients(self) -> bool:
         """The user clears the gradients of a step by setting them to None. Whether it is still under way."""
+        if self._left_behind():
+            return False
         with self._lock:
             pending = self._pending
             if pending is None:
@@ -193,15 +199,24 @@ class Overlap:
                         param.grad = None
             return True
 
+    def waits_for(self, index: int) -> bool:
+        """Whether the step under way is not applied to a bucket yet."""
+        pending = self._pending
+        return pending is not None and index in pending.left
+
     def wait(self, index: int) -> None:
         """Return once the mean of a bucket is applied, and its gates are open.
 
         Raises:
             HorovodInternalError: The reduction failed; all gates are open then.
             DeadlineError: Some rank did not take part in time.
+            Exception: The user's optimizer raised it. As without overlap, the step counts: this bucket is not applied
+                again, the others are when they are used.
         """
+        if self._left_behind():
+            return
         pending = self._pending
-        if pending is None or self._pid != os.getpid():  # A forked process has the parameters as they are.
+        if pending is None:
             self.gates.open(index)
             return
         began_s = time.monotonic()
@@ -210,25 +225,36 @@ class Overlap:
                 if not pending.row_known:
                     self._await(pending, None)
                 self._await(pending, index)
-            self._apply(pending, index)
-        except Exception:
+        except Exception as error:
+            self._engine.fail(error)
             self.abandon()
             raise
         finally:
             self._note_wait(pending, time.monotonic() - began_s)
             self.driver.timeline.waited(index, began_s)
-        if not pending.left:
-            self._end(pending)
+        try:
+            self._apply(pending, index)
+        finally:
+            if not pending.left:
+                self._end(pending)
 
     def finish(self) -> None:
         """Wait for all that is left of the step and end it. Does nothing where no step is under way."""
-        while (pending := self._pending) is not None:
+        while not self._left_behind() and (pending := self._pending) is not None:
             with self._lock:
                 left = sorted(pending.left, reverse=True)
             for index in left:
                 self.wait(index)
             if not left:
                 self._end(pending)
+
+    def _left_behind(self) -> bool:
+        """Whether this is a forked process: it has the parameters as they are, and no thread that would bring more."""
+        if self._pid == os.getpid():
+            return False
+        self._pending = None  # Without the lock: another thread may have held it at the fork.
+        self.gates.open_all()
+        return True
 
     def abandon(self) -> None:
         """The step cannot end: its world is gone. Parameters stay as they are."""
@@ -263,16 +289,19 @@ class Overlap:
                 pending.row, pending.row_known = engine.own_row(), True
             pending.submitted.order()
             engine.own_mean(index)
-            with engine.replica.writing():
+            try:
+                # The gates open behind it: another thread must not read what is half written.
+                with engine.replica.writing(), torch._C.DisableTorchFunctionSubclass():
+                    for param, view in zip(bucket.params, bucket.views, strict=True):
+                        param.grad = view
+                    self._applier.step_bucket(bucket, pending.groups, pending.row)
+                    if pending.cleared:
+                        for param in bucket.params:
+                            param.grad = None
+            finally:
                 self.gates.open(index)
-                for param, view in zip(bucket.params, bucket.views, strict=True):
-                    param.grad = view
-                self._applier.step_bucket(bucket, pending.groups, pending.row)
-                if pending.cleared:
-                    for param in bucket.params:
-                        param.grad = None
-            pending.left.discard(index)
-            pending.applied[index] = engine.streams.give(APPLIED)
+                pending.left.discard(index)
+                pending.applied[index] = engine.streams.give(APPLIED)
 
     def _note_wait(self, pending: _Pending, waited_s: float) -> None:
         pending.wait_s += waited_s
@@ -283,7 +312,9 @@ class Overlap:
         with self._lock:
             if self._pending is not pending or pending.left:
                 return
-            self._pending = None
-            result = self._engine.finish_own()
-            self._engine.apply_own(result, lambda row: None)
+            try:
+                result = self._engine.finish_own()
+                self._engine.apply_own(result, lambda row: None)
+            finally:  # Not before: whoever finds no step under way begins the next one.
+                self._pending = None
         self.driver.end_overlapped(pending.step, pending.wait_s)
