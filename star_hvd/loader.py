@@ -32,6 +32,7 @@ __all__ = ["ShardLoader", "shard", "weigh", "work"]
 logger = logging.getLogger("star_hvd")
 
 _SOON_S = 0.25  # An answer takes milliseconds; a rank that waits for longer delivers no gradient, and says so.
+_LOOK_S = 0.002  # Between two looks whether a helper has made a step.
 _EPOCHS_KEPT = 64  # Of which the waits for leases are known.
 _STATE = 1  # Version of `state_dict`.
 
@@ -438,13 +439,20 @@ class ShardLoader:
     def _await_part(self, stock: MicrobatchStock) -> bool:
         """Reserve the next micro-batch of this step; False where it is over for this rank."""
         began_s = time.monotonic()
-        if not stock.begun and not stock.decided(0.0 if stock.left_out else _SOON_S):
+        if not stock.begun and (not stock.decided(0.0 if stock.left_out else _SOON_S) or stock.went_by):
             # This rank has nothing of the step, and gives no gradient unless it takes over something.
             with self._run.inactive("waiting for samples"):
+                steps = self._run.steps_begun()
                 while not stock.decided(_SOON_S):
                     self._run.raise_failure()
                     self._run.client.check_wait(began_s, "micro-batches")
-            return self._await_part(stock)
+                # Where the step went by, its helper makes it. Before that no gradient of a later one may be given.
+                while stock.went_by and steps and self._run.steps_begun() == steps:
+                    self._run.raise_failure()
+                    self._run.client.check_wait(began_s, "the other ranks' gradients")
+                    time.sleep(_LOOK_S)
+            self._run.catch_up()
+            return not stock.went_by and self._await_part(stock)
         found = self._run.client.await_microbatch(stock, self._run.steps_made())
         for driver in self._run.drivers.values():
             driver.timer.add_outside(time.monotonic() - began_s)

@@ -146,6 +146,12 @@ class MicrobatchStock:
             return self._shares.get(self._step) == 0 and not self._begun
 
     @property
+    def went_by(self) -> bool:
+        """Whether the step is over and this rank had no part in it."""
+        with self._changed:
+            return not self._begun and self._find() is None and self._closed_upto >= self._step
+
+    @property
     def begun(self) -> int:
         """Micro-batches of this step that this rank has begun."""
         with self._changed:

@@ -406,6 +406,10 @@ class Runtime:
                 return driver.steps if driver.active_mode is None else -1
         return -1
 
+    def steps_begun(self) -> list[int]:
+        """First steps that are not wholly submitted here, of the optimizers that are in use."""
+        return [driver.engine.next_step for driver in list(self.drivers.values()) if not driver.dropped]
+
     def check_shares(self, batch: int) -> None:
         """Whether the batch shares that the user asked for fit a loader's batches.
 

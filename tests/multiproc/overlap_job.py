@@ -9,6 +9,7 @@ import copy
 import gc
 import hashlib
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
+from star_hvd.errors import StarError
 from star_hvd.wrapper import bucket_core
 from tests.multiproc.modes import publish, within
 from tests.support.inside import driver_of
@@ -324,6 +326,106 @@ def switching(overlap: bool) -> Facts:
     found = hvd.allgather_object((digest(net.parameters()), went_on > STEPS), name="switched")
     equal = all(each == (found[0][0], overlap) for each in found)
     return {"equal": equal, "lost": abs(lost) > 1e-6, "mismatches": stats["mismatches"]}
+
+
+@program
+def new_group(overlap: bool) -> Facts:
+    """Layers are added behind a step that is still under way."""
+    net, optimizer = make(overlap)
+    extra = torch.nn.Linear(12, 12)
+    for number in range(2 * STEPS):
+        if number == STEPS:
+            assert pending(optimizer) == overlap
+            optimizer.add_param_group({"params": list(extra.parameters())})
+            hvd.broadcast_parameters(extra.state_dict(), root_rank=0)
+        optimizer.zero_grad()
+        loss = loss_of(net, number)
+        (loss + extra(net.out.weight.mean(1)).sum() if number >= STEPS else loss).backward()
+        optimizer.step()
+    return end(net, optimizer, extra=digest(extra.parameters()))
+
+
+@program
+def unfrozen(overlap: bool) -> Facts:
+    """A layer that was frozen when the optimizer was wrapped is trained: no bucket has it."""
+    net, optimizer = make(overlap)
+    before = digest(net.frozen.parameters())
+    for number in range(STEPS):
+        net.frozen.requires_grad_(number >= STEPS // 2)
+        step(net, optimizer, number)
+    optimizer.synchronize()
+    return end(net, optimizer, moved=digest(net.frozen.parameters()) != before, frozen=digest(net.frozen.parameters()))
+
+
+@program
+def failing(overlap: bool) -> Facts:
+    """The user's optimizer raises while one parameter is updated; the step counts, and the program goes on."""
+    net, optimizer = make(overlap)
+    state, kept, raised = optimizer.state, None, 0
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(net, number).backward()
+        if number == 3:
+            kept, state[net.other.weight]["momentum_buffer"] = state[net.other.weight]["momentum_buffer"], "damaged"
+        try:
+            optimizer.step()
+            optimizer.state_dict()  # Waits for a step that is under way.
+        except AttributeError:
+            raised += 1
+        if number == 3:
+            state[net.other.weight]["momentum_buffer"] = kept
+    return {"raised": raised > 0, "steps": optimizer.stats()["steps"]}
+
+
+@program
+def forked(overlap: bool) -> Facts:
+    """A child that is forked while a step is under way reads the optimizer's state and ends."""
+    net, optimizer = make(overlap)
+    for number in range(STEPS):
+        step(net, optimizer, number)
+    assert pending(optimizer) == overlap
+    child = os.fork()
+    if child == 0:
+        optimizer.state_dict()
+        os._exit(7)
+    began_s, status = time.monotonic(), None
+    while status is None and within(began_s):
+        done, code = os.waitpid(child, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if done else None
+        time.sleep(0.05)
+    return end(net, optimizer, child=status)
+
+
+@program
+def old_graph(overlap: bool) -> Facts:
+    """Backward through a graph made before `step()`: its gradient would be lost, so it is refused."""
+    net, optimizer = make(overlap)
+    for number in range(STEPS):
+        step(net, optimizer, number)
+    first, second = loss_of(net, 50), loss_of(net, 51)
+    optimizer.zero_grad()
+    first.backward()
+    optimizer.step()
+    refused = False
+    if overlap:
+        try:
+            second.backward()
+        except StarError:
+            refused = True
+    return {"refused": refused == overlap}
+
+
+@program
+def low_rank(overlap: bool) -> Facts:
+    """Every form of `Compression.auto` is tried, some of them with another name for some buckets."""
+    net, optimizer = make(overlap, compression=hvd.Compression.auto)
+    forms = set()
+    for number in range(60):
+        step(net, optimizer, number)
+        forms.add(optimizer._star.core.wire.wanted)
+    hvd.barrier()
+    assert len(forms) == 3 or not overlap, forms
+    return {"ended": True}
 
 
 def main(names: list[str]) -> None:

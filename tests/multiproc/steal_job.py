@@ -246,6 +246,38 @@ def resumed() -> dict[str, Any]:
     return {"taken": taken}
 
 
+def _left_inside_a_step(ranks: tuple[int, ...]) -> dict[str, Any]:
+    """Some ranks leave the first epoch behind two micro-batches of its second step; every mean is to be of its epoch.
+
+    All gradients are 1,000 in the first epoch, and 1 in the others.
+    """
+    net = torch.nn.Linear(4, 1, bias=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters(), mode="sync")
+    loader = hvd.shard(torch.utils.data.TensorDataset(torch.ones(4 * 8 * RANKS, 4)), 8, microbatches=PARTS, seed=3)
+    means: list[list[float]] = []
+    for epoch in range(3):
+        means.append([])
+        for number, (inputs,) in enumerate(loader, 1):
+            optimizer.zero_grad()
+            net((1.0 if epoch else 1000.0) * inputs).mean().backward()
+            optimizer.step()
+            if optimizer.stepped and net.weight.grad is not None:
+                means[-1].append(float(net.weight.grad.mean()))
+            if not epoch and hvd.rank() in ranks and number == PARTS + 2:
+                break
+    return {"means": means, "steps": optimizer.stats()["steps"]}
+
+
+def all_leave_inside() -> dict[str, Any]:
+    """Every rank leaves: what was accumulated belongs to no later step."""
+    return _left_inside_a_step(tuple(range(RANKS)))
+
+
+def one_leaves_inside() -> dict[str, Any]:
+    """One rank leaves; the others make the epoch's steps without it, and it the next epoch's with them."""
+    return _left_inside_a_step((1,))
+
+
 def steal() -> dict[str, Any]:
     """Rank 2 is slow in the first half of the epochs, rank 0 in the second."""
     return _compared("sync(steal)", 8, slow=True)

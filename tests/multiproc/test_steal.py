@@ -81,6 +81,16 @@ def test_every_sample_once_where_a_rank_leaves_or_an_epoch_goes_on_elsewhere(sce
     assert sorted(i for result in _job(scenario) for i in result["taken"]) == list(range(SAMPLES))
 
 
+@pytest.mark.parametrize("scenario", ["all_leave_inside", "one_leaves_inside"])
+def test_a_loop_that_is_left_inside_a_step_leaves_nothing_behind(scenario: str) -> None:
+    for rank, result in enumerate(_job(scenario)):
+        first, *others = result["means"]
+        assert len(first) == (4 if scenario == "one_leaves_inside" and rank != 1 else 1)
+        assert all(mean == pytest.approx(1000.0) for mean in first)
+        assert [len(means) for means in others] == [4, 4]
+        assert all(mean == pytest.approx(1.0) for means in others for mean in means)
+
+
 def test_without_micro_batches_it_is_refused_with_the_reason() -> None:
     for result in _job("unfed"):
         assert "needs hvd.shard(..., microbatches=k)" in result["explain"] and result["mode"] == "sync"
