@@ -180,10 +180,10 @@ def _equal(tasks: int, ranks: int, parts: int) -> tuple[int, ...]:
 
 
 class Kind(enum.Enum):
-    """What a rank is told."""
+    """Kind of message to a rank."""
 
     SHARES = "shares"  # How many tasks every rank has of a step; rank i's follow those of rank i - 1.
-    RECALL = "recall"  # A task is wanted back, if it is not begun.
+    RECALL = "recall"  # A task is to be given back, if it is not begun.
     GRANT = "grant"  # A task of another rank is this rank's now.
     CLOSED = "closed"  # All tasks of the step, and of those before it, are begun.
 
@@ -194,7 +194,7 @@ class Action:
 
     Attributes:
         rank: The rank.
-        kind: What it is told.
+        kind: What the message says.
         step: The step.
         task: The task, -1 for none.
         counts: Tasks of every rank, for `SHARES`.
@@ -231,7 +231,7 @@ class _Worker:
     """State of a rank.
 
     Attributes:
-        opened: It has begun the epoch; before that it is told nothing.
+        opened: It has begun the epoch; before that it gets no messages.
         left: It takes no more tasks.
         step: The step it works on.
         began_s: When it began its present task, NaN where it works on none.
@@ -250,7 +250,7 @@ class _Worker:
 
 
 class MicrobatchPool:
-    """The tasks of one epoch: who has which, and what ranks are told. Pure; times are seconds on one clock.
+    """The tasks of one epoch: which rank has which, and the messages to ranks. Pure; times are seconds on one clock.
 
     Args:
         layout: Where the tasks lie.
@@ -307,15 +307,15 @@ class MicrobatchPool:
         worker.opened = True
         self._ahead = max(self._ahead, 1 + -(-ahead // self.layout.parts))
         closed = [step for step in range(self._made) if step not in self._steps]
-        told = [Action(rank, Kind.CLOSED, closed[-1])] if closed else []
-        told += [Action(rank, Kind.SHARES, step, counts=each.counts) for step, each in sorted(self._steps.items())]
+        sent = [Action(rank, Kind.CLOSED, closed[-1])] if closed else []
+        sent += [Action(rank, Kind.SHARES, step, counts=each.counts) for step, each in sorted(self._steps.items())]
         moved = [  # What changed before it was there: it has lost tasks, as if it had returned them.
             Action(rank, Kind.RECALL, step, task)
             for step, each in sorted(self._steps.items())
             for task in self._first_tasks(each, rank)
             if task not in each.queues[rank]
         ]
-        return [*told, *moved, *self._make_steps()]
+        return [*sent, *moved, *self._make_steps()]
 
     def begin(self, rank: int, step: int, task: int, task_s: float, now_s: float) -> list[Action]:
         """A rank begins a task, or has nothing to work on.

@@ -2,7 +2,7 @@
 
 The leading member measures steps and asks for a form in the header of every step. All ranks read the same header in the
 same step, so the next one has that form on all of them. When another plan begins, gradients travel as they are until
-the leader, whoever it is then, has asked again: ranks that join have read none of the headers before.
+the leader of that plan has asked again: ranks that join have read none of the headers before.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class LeaseDesk:
         Args:
             rank: The rank.
             message: Its message.
-            pace_s: Recent seconds per batch, where its steps have told.
+            pace_s: Recent seconds per batch, None where unknown.
             now_s: The time.
 
         Raises:

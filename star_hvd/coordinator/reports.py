@@ -100,9 +100,9 @@ class History:
     ) -> RankTable:
         """The reports as a window's ranks; later reports do not change it.
 
-        Where most ranks wait for a processor there are fewer cores than ranks, or others use them: whoever gets none
-        for a moment is not slow, and no mode would help. Those waits are taken out then. Where one rank alone waits,
-        it is starved, and they stay in.
+        Where most ranks wait for a processor there are fewer cores than ranks, or others use them: a rank that gets
+        none for a moment is not slow, and no mode would help. Those waits are then subtracted. Where one rank alone
+        waits, it is starved, and they stay in.
 
         Args:
             oversubscribed_share: Usual share of waits for a processor above which that is so.
@@ -177,10 +177,10 @@ class Arrivals:
         waits[rank] = wait_s
         if len(waits) == len(self._wait_s):
             del self._step_waits_s[step]
-            self.comm_s.append(min(waits.values()))  # Of the last to come: it waited for nobody.
+            self.comm_s.append(min(waits.values()))  # Of the last to come: it waited for no other.
             for other, other_s in waits.items():
                 self._offset_s[other].append(max(waits.values()) - other_s)
-        elif len(self._step_waits_s) > _STEPS_KEPT:  # Those of which not all ranks told.
+        elif len(self._step_waits_s) > _STEPS_KEPT:  # Those that not all ranks reported.
             del self._step_waits_s[next(iter(self._step_waits_s))]
 
     def came(self, rank: int, step: int, now_s: float) -> None:
@@ -212,7 +212,7 @@ _LOSSES_KEPT = 256
 
 
 class Losses:
-    """What was told, the last 256 of it.
+    """Recorded losses, the last 256.
 
     Attributes:
         values: The mean over the ranks, or one rank's own under servers; infinite where one was no number.
@@ -226,7 +226,7 @@ class Losses:
         self.usual = math.nan
 
     def note(self, step: int, loss: float) -> None:
-        """Take in the loss of a step; NaN where the user told none."""
+        """Take in the loss of a step; NaN where the user recorded none."""
         if math.isnan(loss):
             return
         self.values.append(loss)

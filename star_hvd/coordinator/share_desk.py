@@ -207,7 +207,7 @@ def _planned(ahead: Sequence[int], batches: int) -> int:
 
 
 class ShareControl:
-    """What is wanted of the optimizer that a `shard` loader feeds, and whether it may be asked for.
+    """Batch shares wanted for the optimizer that a `shard` loader feeds, and whether they may be requested.
 
     Args:
         world_size: Number of ranks.

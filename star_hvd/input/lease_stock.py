@@ -1,7 +1,7 @@
 """A rank's stock of samples: leased ahead of its work by the coordinator, formed into batches, begun one by one.
 
 The training thread forms batches for the worker processes and asks for more samples while there is still plenty, so
-that it waits for no answer, and while the coordinator's process stands still it goes on with what it has.
+that it waits for no answer, and continues with them while the coordinator's process is frozen.
 
 A batch is begun when it is handed to the training loop. Until then it can be called back at any time, in the agent's
 thread, even if the workers have loaded it: what comes out of them is then thrown away, and another rank loads it
@@ -89,7 +89,7 @@ class Batch:
 
 
 class Consumption:
-    """Which positions a rank has begun, and for which steps of the training those of late."""
+    """Which positions a rank has begun, and for which training steps the recent ones."""
 
     def __init__(self) -> None:
         self._before: list[Span] = []
@@ -165,7 +165,7 @@ class LeaseStock:
         self._refused = ""
 
     def open(self) -> None:
-        """Ask for the first samples; the answer may come at once, so whoever passes it on has to know this stock."""
+        """Ask for the first samples; the answer may come at once, so its receiver must know this stock before."""
         with self._changed:
             self._ask()
 

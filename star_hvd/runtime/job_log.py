@@ -47,7 +47,7 @@ class JobLog:
         coordinator: On rank 0, where windows and plans come from.
         facts: Parameters of the job known already.
         ranker: What predicts for this optimizer, where it runs in `auto` and a learned policy decides.
-        curves: Gets the names of curves told, for `check_curves`; one for all optimizers of a process.
+        curves: Gets the names of recorded curves, for `check_curves`; one for all optimizers of a process.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class JobLog:
 
 
 def check_curves(curves: Collection[str]) -> None:
-    """Say at the end of a job, on rank 0, that its target's curve was never told: the name is misspelt, for example.
+    """Say at the end of a job, on rank 0, that its target's curve was never recorded: misspelt, for example.
 
     Args:
         curves: Names of those that were.
@@ -212,7 +212,7 @@ def check_curves(curves: Collection[str]) -> None:
     target = Target.parse(env.target())
     if enabled() and target is not None and target.name not in curves:
         logger.warning(
-            "STAR_TARGET is %r, but %s was never told by hvd.record_metric (told: %s); the run has no time to target",
+            "STAR_TARGET is %r, but %s was not recorded by hvd.record_metric (got: %s); the run has no time to target",
             env.target(),
             target.name,
             ", ".join(sorted(curves)) or "nothing",

@@ -46,7 +46,7 @@ def _elastic() -> bool:
 
 
 def _dynamic() -> bool:
-    """Whether Horovod was told to allow dynamic sets; it reads the variable as an integer, above 0 for yes."""
+    """Whether Horovod is set to allow dynamic sets; it reads the variable as an integer, above 0 for yes."""
     with contextlib.suppress(ValueError):
         return int(os.environ.get(_DYNAMIC, "0")) > 0
     return False
@@ -113,7 +113,7 @@ def prepare_init(comm: Any, process_sets: Any) -> Any:
 
 
 class SetKeeper:
-    """Adds and removes process sets in a thread of its own, in the order in which it was told to.
+    """Adds and removes process sets in a thread of its own, in the order of the requests.
 
     If a rank is late: an add or removal waits in this thread until every rank's keeper has come to it; the training
     thread of a slow rank is not needed. Horovod offers no way to give up on one; `waiting_s` tells how long it has
@@ -161,7 +161,7 @@ class SetKeeper:
         self._orders.put(("add", tuple(ranks)))
 
     def remove(self, ranks: Iterable[int]) -> None:
-        """Remove a set that nobody uses any more; returns at once. Collective like `add`.
+        """Remove a set that is not used any more; returns at once. Collective like `add`.
 
         Tensors still queued on it fail. Does nothing where the set is unknown, the whole world, made at the start or by
         the user. Nor under NCCL without the patch that has communicators go with their set: a later set with the same

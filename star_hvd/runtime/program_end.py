@@ -1,7 +1,7 @@
 """How the user's program ended: finished, or by an error that has to end the job as under plain Horovod.
 
 A rank that has finished waits for the others and helps them; one that failed must not. An exception tells
-`sys.excepthook`. A `SystemExit` tells nobody, so `sys.exit`, `exit` and `quit` are watched, and for one that was raised
+`sys.excepthook`. A `SystemExit` calls none, so `sys.exit`, `exit` and `quit` are watched, and for one that was raised
 by hand the place is looked at where the main module was left: an exception out of a call is an exit in the middle,
 while a module that ends with `raise SystemExit(main())` has come to its end.
 """
@@ -29,7 +29,7 @@ def watch() -> None:
     global _module
     if threading.current_thread() is threading.main_thread():
         _module = _main_frame() or _module
-    if _before:  # Once: whoever put a hook of his own over it calls it.
+    if _before:  # Once: a hook that replaced it calls it.
         return
     _before["hook"], sys.excepthook = sys.excepthook, _on_error
     for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):

@@ -1,8 +1,8 @@
-"""Jobs of one user on one host know of each other: a directory with one small file per rank, and no daemon.
+"""Jobs of one user on one host find each other through a directory with one small file per rank, and no daemon.
 
 Every rank writes what it uses and how long it waits for others, once per second, and reads what the ranks of other jobs
 wrote. Files are replaced atomically and readable by their owner only; those of processes that have ended are removed by
-whoever reads them. What is not such a file is counted and left alone.
+their readers. Other files are counted and left alone.
 """
 
 from __future__ import annotations

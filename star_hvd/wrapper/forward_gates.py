@@ -1,9 +1,9 @@
-"""Gates in front of parameters: whoever uses one that is not up to date waits for its bucket first.
+"""Gates in front of parameters: a use of a parameter that is not up to date waits for its bucket first.
 
 While a bucket is closed, the class of its parameters is a subclass that sees every use of them from Python
 (`__torch_function__`): a module's forward pass, `state_dict()`, an average of the weights, `param.data`, a list of
 parameters that the program made long ago, a parameter that another module uses too. The use waits for the bucket and
-goes on with the ordinary parameter. So nothing has to be known of the model, and open gates cost nothing.
+continues with the ordinary parameter. So no knowledge of the model is needed, and open gates cost nothing.
 
 Not seen are aliases made before (`param.detach()` kept from an earlier step) and what reads the memory without Python:
 a scripted or compiled module. Those are seen by a hook before every module's forward pass, and wait for all buckets.

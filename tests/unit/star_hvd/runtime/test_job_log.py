@@ -187,7 +187,7 @@ def test_hyperparameters_are_those_the_job_began_with(teller: StepReporter, job_
         ("abc", ["STAR_TARGET is 'abc'; expected NAME>=NUMBER"]),
         ("accuracy>=abc", ["STAR_TARGET is 'accuracy>=abc'; expected"]),
         ("accuracy>0.5", []),
-        ("acc<=1", ["STAR_TARGET is 'acc<=1', but acc was never told by hvd.record_metric (told: accuracy, loss);"]),
+        ("acc<=1", ["STAR_TARGET is 'acc<=1', but acc was not recorded by hvd.record_metric (got: accuracy, loss);"]),
         ("", []),
     ],
 )
