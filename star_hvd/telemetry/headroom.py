@@ -56,6 +56,16 @@ def quota_cores(cgroup: Path) -> float:
     return math.inf if quota_us <= 0.0 else quota_us / float((cgroup / "cpu.cfs_period_us").read_text(encoding="ascii"))
 
 
+def limiting(cgroup: Path) -> Path:
+    """The control group whose quota limits one: itself, or the group above it with a smaller quota."""
+    found, least = cgroup, math.inf
+    for place in (cgroup, *cgroup.parents):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            if (cores := quota_cores(place)) < least:
+                found, least = place, cores
+    return found
+
+
 class CpuHeadroom:
     """Idle processors of this process's host, as counters and from their rates.
 
@@ -78,7 +88,7 @@ class CpuHeadroom:
             found[_IDLE] = idle_seconds(text, self._cpus(), yielding=os.nice(0) < 1)
         if self._cgroup is not None:
             with contextlib.suppress(OSError, ValueError, IndexError):
-                found[_USED] = _used_seconds(self._cgroup)
+                found[_USED] = _used_seconds(limiting(self._cgroup))
         return found
 
     def free_cores(self, rates: dict[str, float]) -> float:
@@ -90,10 +100,11 @@ class CpuHeadroom:
         idle, used = rates.pop(_IDLE, math.nan), rates.pop(_USED, math.nan)
         left = math.nan
         if self._cgroup is not None:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                left = quota_cores(self._cgroup) - (used if math.isfinite(used) else 0.0)
+            with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+                left = quota_cores(limiting(self._cgroup)) - (used if math.isfinite(used) else 0.0)
         if math.isnan(idle):
             return idle
+        idle = min(idle, float(len(self._cpus())))  # The usable processors may have changed between two samples.
         pressure = rates.get("psi_cgroup_share", math.nan)
         free = idle * (1.0 - min(1.0, pressure)) if math.isfinite(pressure) else idle
         return max(0.0, min(free, left) if math.isfinite(left) else free)

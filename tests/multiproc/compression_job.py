@@ -12,8 +12,10 @@ import torch
 import star_hvd as hvd
 from benchmarks.networks import make_network
 from benchmarks.tasks import load_task
+from scheduler.transmission.push_form import PushChoice
 from scheduler.transmission.wire import FORMS, LOW_RANK, NONE, WireChoice
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
+from star_hvd.compression.pushes import PushCodec
 from tests.multiproc.modes import CONFIG, publish, within
 from tests.multiproc.scenarios import digest
 from tests.support.inside import driver_of, inside
@@ -149,6 +151,68 @@ def accuracy() -> dict[str, Any]:
             digests.append(digest(net))
             optimizer.close()
     return {"accuracy": found, "digests": digests}
+
+
+class Small(PushChoice):
+    """Wants one form of pushes, whatever it costs."""
+
+    def observe(self, small: bool, time_s: float) -> bool:
+        SENT.append(small)
+        return False
+
+
+SENT: list[bool] = []
+
+
+def pushes() -> dict[str, Any]:
+    """Accuracy on the digits in `subgroup` with a child that sends whole gradients, and int8; then its way back."""
+    torch.set_num_threads(1)
+    task = load_task("digits", 1280)
+    inputs, labels = task.train.tensors  # type: ignore[attr-defined]
+    mine = torch.arange(int(hvd.rank()), len(inputs), int(hvd.size()))
+    found: dict[str, list[float]] = {"whole": [], "int8": []}
+    for seed in range(2):
+        for name, values in found.items():
+            torch.manual_seed(seed)
+            net = make_network("digits", 64, "mlp")
+            optimizer, wire = lossy_optimizer(net, NONE, lr=RATE)
+            choice = Small(small=name == "int8")
+            wire.packer = lambda wire=wire, choice=choice: PushCodec(wire, 0, choice)  # type: ignore[method-assign]
+            _into(optimizer, net, inputs[mine], labels[mine], "subgroup(0,1)")
+            order = torch.Generator().manual_seed(seed)
+            for epoch in range(EPOCHS):
+                optimizer.param_groups[0]["lr"] = RATE * (1.0 - epoch / EPOCHS)
+                for rows in mine[torch.randperm(len(mine), generator=order)].split(BATCH)[:-1]:
+                    optimizer.zero_grad()
+                    torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()
+                    optimizer.step()
+            hvd.barrier()  # Before a member publishes the next mode.
+            left = STATE_KEY in optimizer.state_dict()
+            hvd.barrier()
+            _into(optimizer, net, inputs[mine], labels[mine], "sync")
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(inputs[mine]), labels[mine]).backward()
+            optimizer.step()
+            hvd.barrier()
+            with torch.no_grad():
+                values.append(100.0 * float((net(task.test_x).argmax(1) == task.test_y).float().mean()))
+            after = STATE_KEY in optimizer.state_dict()
+            optimizer.close()
+    return {"accuracy": found, "sent": [SENT.count(False), SENT.count(True)], "left": [left, after],
+            "digest": digest(net)}  # fmt: skip
+
+
+def _into(optimizer: Any, net: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor, mode: str) -> None:
+    """Small steps until a mode is in force."""
+    rate, began_s = optimizer.param_groups[0]["lr"], time.monotonic()
+    optimizer.param_groups[0]["lr"] = 0.001
+    publish(optimizer, mode)
+    while optimizer.mode != mode and within(began_s):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net(inputs[:BATCH]), labels[:BATCH]).backward()
+        optimizer.step()
+        publish(optimizer, mode)
+    optimizer.param_groups[0]["lr"] = rate
 
 
 def chosen() -> dict[str, Any]:

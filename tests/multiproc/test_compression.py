@@ -11,6 +11,7 @@ from tests.support.launch import JOB_LIMIT_S, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
 
+LATE_POINTS = 2.0  # When a child's gradients come is chance, and one seed differs from itself by half a point.
 POINTS = 0.3  # Of accuracy that may be lost, in the mean over the seeds.
 
 
@@ -43,6 +44,17 @@ def test_accuracy_is_that_of_whole_gradients() -> None:
     means = {name: sum(values) / len(values) for name, values in results[0]["accuracy"].items()}
     assert means["none"] > 90.0, "the task is not learned at all"
     assert means["low rank"] >= means["none"] - POINTS, means
+
+
+def test_late_gradients_as_int8_train_as_well_as_whole_ones() -> None:
+    results = _job("pushes", 3)
+    assert len({result["digest"] for result in results}) == 1, "replicas differ back in sync"
+    child = results[2]
+    assert all(count > 100 for count in child["sent"]), child["sent"]
+    assert child["left"] == [True, False], "what int8 left is in the state, and back in sync it has been sent"
+    means = {name: sum(values) / len(values) for name, values in results[0]["accuracy"].items()}
+    assert means["whole"] > 90.0, "the task is not learned at all"
+    assert means["int8"] >= means["whole"] - LATE_POINTS, means
 
 
 def test_the_form_is_chosen_by_what_is_measured() -> None:

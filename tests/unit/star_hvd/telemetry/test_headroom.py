@@ -97,6 +97,28 @@ def test_version_1_counts_use_in_another_hierarchy(tmp_path: Path) -> None:
     assert headroom.free_cores(rates) == pytest.approx(0.3)
 
 
+def test_the_quota_of_a_group_above_limits_too(tmp_path: Path) -> None:
+    """A unit inside a slice, or a container inside a pod: others in that group use a part of its quota."""
+    slice_ = _group(tmp_path, cpu_max="100000 100000\n", cpu_stat="usage_usec 1000000\n")
+    unit = tmp_path / "unit"
+    unit.mkdir()
+    _group(unit, cpu_max="max 100000\n", cpu_stat="usage_usec 0\n")
+    stat = tmp_path / "stat"
+    stat.write_text(BEFORE, encoding="ascii")
+    headroom = CpuHeadroom(unit, stat, lambda: frozenset((0, 3)))
+    first = headroom.counters()
+    stat.write_text(AFTER, encoding="ascii")
+    _group(slice_, cpu_stat="usage_usec 2400000\n")
+    rates = {name: (value - first[name]) / 2.0 for name, value in headroom.counters().items()}
+    assert headroom.free_cores(rates) == pytest.approx(0.3)
+
+
+def test_other_usable_processors_than_at_the_last_sample_are_no_idle_time(tmp_path: Path) -> None:
+    headroom = CpuHeadroom(None, tmp_path / "stat", lambda: frozenset((0, 1)))
+    assert headroom.free_cores({"idle_cores": 50_000.0}) == 2.0
+    assert headroom.free_cores({"idle_cores": -50_000.0}) == 0.0
+
+
 def test_unknown_where_nothing_can_be_read(tmp_path: Path) -> None:
     headroom = CpuHeadroom(None, tmp_path / "missing")
     assert headroom.counters() == {} and math.isnan(headroom.free_cores({}))
