@@ -72,6 +72,22 @@ class ThreadServer(ServerProcess):
         return _ThreadProcess(Pipe(end.dup()))
 
 
+class FaultyServer(ServerProcess):
+    """A server process that is killed by a fault of its own at each start, the first one's too.
+
+    Args:
+        faults: Of the starts one after another, see `Shard`; those that follow have none.
+        settings: Of `ServerProcess`.
+    """
+
+    def __init__(self, *settings: Any, faults: Sequence[dict[str, Any]], **named: Any) -> None:
+        super().__init__(*settings, **named)
+        self._coming = list(faults)
+
+    def _configuration(self) -> dict[str, Any]:
+        return super()._configuration() | {"faults": self._coming.pop(0) if self._coming else None}
+
+
 class Cluster:
     """See the module's text.
 
@@ -81,7 +97,7 @@ class Cluster:
         optimizer: Makes the optimizer.
         shapes: Shapes of the parameters.
         processes: Whether servers are processes; they are started again when they die.
-        faults: Per shard what kills it, see `Shard`.
+        faults: Per shard what kills its processes, see `FaultyServer`.
         settings: Of `ServerProcess`.
         host: Address the servers listen on, or a folder for Unix sockets.
         chunk_bytes: Size of a chunk.
@@ -96,7 +112,7 @@ class Cluster:
         shapes: Sequence[tuple[int, ...]] = SHAPES,
         dtype: torch.dtype = torch.float32,
         processes: bool = False,
-        faults: dict[int, dict[str, Any]] | None = None,
+        faults: dict[int, list[dict[str, Any]]] | None = None,
         host: str = "127.0.0.1",
         chunk_bytes: int = 1024,
     ) -> None:
@@ -113,11 +129,16 @@ class Cluster:
         self.log: list[dict[str, Any]] = []
         self.deaths = 0
         self.recovers = True
-        kind = ServerProcess if processes else ThreadServer
-        self.servers = [
-            kind(i, self.key, host, on_event=lambda e, i=i: self.note(i, e), faults=(faults or {}).get(i))
+        kind: Any = ServerProcess if processes else ThreadServer
+        if faults is not None:
+            kind = FaultyServer
+        self.servers: list[ServerProcess] = [
+            kind(
+                i, self.key, host, on_event=lambda e, i=i: self.note(i, e),
+                **({} if faults is None else {"faults": faults.get(i, [])}),
+            )
             for i in range(servers)
-        ]
+        ]  # fmt: skip
         self.endpoints: list[Endpoint] = []
         self.clients: list[Client] = []
         self._guards: list[threading.Thread] = []
@@ -168,8 +189,8 @@ class Cluster:
             guard.start()
             self._guards.append(guard)
             self.deaths += 1
-        self.log.append(event)
-        self.events.put({**event, "of": index})
+        self.log.append({**event, "of": index})
+        self.events.put(self.log[-1])
 
     def recover(self, index: int) -> None:
         endpoint = self.servers[index].recover(DEADLINE_S)
@@ -251,9 +272,9 @@ def run_all(*works: Callable[[], Any]) -> list[Any]:
     return results
 
 
-def plain_steps(cluster: Cluster, steps: int, ranks: int) -> None:
-    """The same on the cluster's own optimizer: plain torch with the mean of the ranks' gradients."""
-    for step in range(steps):
+def plain_steps(cluster: Cluster, steps: int, ranks: int, first: int = 0) -> None:
+    """The steps `first` to `steps` on the cluster's own optimizer: plain torch with the mean of the gradients."""
+    for step in range(first, steps):
         grads = [cluster.gradients(rank, step) for rank in range(ranks)]
         for index, bucket in enumerate(cluster.buckets):
             total = grads[0][index].mul(1.0 / ranks)
