@@ -111,6 +111,8 @@ def train(name: str) -> dict[str, Any]:
         net(batch).square().mean().backward()
         optimizer.step()
         clock.step()
+        if clock.since == 1:
+            limit_s = time.monotonic() + PATIENCE_S
         served += optimizer.mode != "sync"
         if served == WARM_STEPS:
             mark(f"{name}.warm")
