@@ -56,6 +56,9 @@ def quota_cores(cgroup: Path) -> float:
     return math.inf if quota_us <= 0.0 else quota_us / float((cgroup / "cpu.cfs_period_us").read_text(encoding="ascii"))
 
 
+_LIMITS_EVERY = 16  # Samples between two looks for the group that limits.
+
+
 def limiting(cgroup: Path) -> Path:
     """The control group whose quota limits one: itself, or the group above it with a smaller quota."""
     found, least = cgroup, math.inf
@@ -79,6 +82,7 @@ class CpuHeadroom:
         self, cgroup: Path | None, stat: Path = _STAT, cpus: Callable[[], frozenset[int]] = usable_cpus
     ) -> None:
         self._cgroup, self._stat, self._cpus = cgroup, stat, cpus
+        self._limiting, self._samples = cgroup, 0
 
     def counters(self) -> dict[str, float]:
         """Counters whose rates `free_cores` takes; those that cannot be read are missing."""
@@ -86,9 +90,12 @@ class CpuHeadroom:
         with contextlib.suppress(OSError, ValueError, IndexError):
             text = self._stat.read_text(encoding="ascii")
             found[_IDLE] = idle_seconds(text, self._cpus(), yielding=os.nice(0) < 1)
-        if self._cgroup is not None:
+        if self._cgroup is not None and self._limiting is not None:
+            if self._samples % _LIMITS_EVERY == 0:  # Quotas hardly ever change, and every group above costs a file.
+                self._limiting = limiting(self._cgroup)
+            self._samples += 1
             with contextlib.suppress(OSError, ValueError, IndexError):
-                found[_USED] = _used_seconds(limiting(self._cgroup))
+                found[_USED] = _used_seconds(self._limiting)
         return found
 
     def free_cores(self, rates: dict[str, float]) -> float:
@@ -99,9 +106,9 @@ class CpuHeadroom:
         """
         idle, used = rates.pop(_IDLE, math.nan), rates.pop(_USED, math.nan)
         left = math.nan
-        if self._cgroup is not None:
+        if self._limiting is not None:
             with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
-                left = quota_cores(limiting(self._cgroup)) - (used if math.isfinite(used) else 0.0)
+                left = quota_cores(self._limiting) - (used if math.isfinite(used) else 0.0)
         if math.isnan(idle):
             return idle
         idle = min(idle, float(len(self._cpus())))  # The usable processors may have changed between two samples.

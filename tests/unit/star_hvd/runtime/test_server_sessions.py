@@ -34,7 +34,7 @@ class House:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Client", Connection)
-        monkeypatch.setattr(module, "Layout", SimpleNamespace(build=lambda *unused: None))
+        monkeypatch.setattr(module, "Layout", SimpleNamespace(build=lambda *unused, **also: None))
         monkeypatch.setattr(module, "OptimizerSpec", SimpleNamespace(of=lambda *unused: None))
         applier = SimpleNamespace(buckets=[], optimizer=SimpleNamespace(param_groups=[]), base=None, hyper=None)
         self.engine = SimpleNamespace(plan=Plan.sync(4), applier=applier)
