@@ -19,7 +19,7 @@ MAX_RANKS = 1 << 16
 """Most ranks of a logged run; events with higher ranks are damaged."""
 
 _MOST = 1 << 63  # Of integers: MLflow and numpy keep 64 bits.
-_MOST_STEPS = 1 << 53  # Limit of integers that floats represent exactly.
+_MOST_COUNT = 1 << 53  # Limit of integers that floats represent exactly.
 _MOST_S = 1e10  # Of times: three centuries.
 _DEEPEST = 12
 _LONGEST = 64 << 20  # Bytes of a line; a window of 65,536 ranks has 20 MB.
@@ -100,7 +100,7 @@ def _is_time(value: Any) -> bool:
 
 
 def _is_step(value: Any) -> bool:
-    return value is None or (type(value) is int and 0 <= value < _MOST_STEPS)
+    return value is None or (type(value) is int and 0 <= value < _MOST_COUNT)
 
 
 def _is_rank(value: Any) -> bool:
@@ -169,14 +169,21 @@ def _step(event: Mapping[str, Any]) -> bool:
 
 def _timeline(event: Mapping[str, Any]) -> bool:
     """Every bucket has an index, bytes and four times, every wait an index and two."""
-    for name, width in (("buckets", 6), ("waits", 3)):
+    for name, width, known in (("buckets", 6, 2), ("waits", 3, 3)):
         rows = event.get(name)
         if not isinstance(rows, list) or not all([isinstance(row, list) and len(row) == width for row in rows]):
             return False
-        if not all([_is_number(value) for row in rows for value in row]):
+        if not all([_is_count(value) for row in rows for value in row[:known]]):
+            return False
+        if not all([value is None or _is_count(value) for row in rows for value in row[known:]]):
             return False
     named = all(isinstance(event.get(name), str) for name in ("mode", "means"))
-    return named and all(type(event.get(name)) is int for name in ("interval_us", "exposed_us", "steps"))
+    return named and all(_is_count(event.get(name)) for name in ("interval_us", "exposed_us", "steps"))
+
+
+def _is_count(value: Any) -> bool:
+    """Whether a value is an integer that no figure overflows with: an index, bytes, microseconds."""
+    return type(value) is int and abs(value) < _MOST_COUNT
 
 
 def _is_absurd(time_s: Any) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from scheduler.transmission.blocks import Blocks
+
 __all__ = ["OffSwitch", "lower_bound"]
 
 _WARM_STEPS = 8
 _BLOCK_STEPS = 16
-_SKIPPED_STEPS = 3  # Of a block: its first steps overlap with the last ones of the block before.
 _LEAST_GAIN = 0.03
 _LEAST_PAIRS, _MOST_PAIRS = 3, 8
 # One-sided 90 % quantiles of Student's t distribution, by the number of values.
@@ -40,21 +41,16 @@ class OffSwitch:
     def __init__(self) -> None:
         self.on, self.decided = False, False
         self.gains: list[float] = []
-        self._warm = _WARM_STEPS
-        self._block: list[float] = []
+        self._steps = Blocks(_WARM_STEPS, _BLOCK_STEPS)
         self._without_s = 0.0
 
     def note(self, step_s: float) -> bool:
         """One more step took this long. Whether the trial has ended with it."""
         if self.decided:
             return False
-        if self._warm:
-            self._warm -= 1
+        typical_s = self._steps.note(step_s)
+        if typical_s is None:
             return False
-        self._block.append(step_s)
-        if len(self._block) < _BLOCK_STEPS:
-            return False
-        typical_s, self._block = statistics.median(self._block[_SKIPPED_STEPS:]), []
         if not self.on:
             self._without_s, self.on = typical_s, True
             return False

@@ -7,25 +7,17 @@ whole. Where the one ends and the other begins depends on network, ranks and mod
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
-from scheduler.transmission.transmission import order_of
+from scheduler.transmission.blocks import Blocks
 
-__all__ = ["SizeSearch", "order_in_groups"]
+__all__ = ["SizeSearch"]
 
 _CHOICES = (1, 2, 4)
 _BLOCKS = 2  # Of each choice, in turns.
 _BLOCK_STEPS = 10
-_SKIPPED_STEPS = 3  # Of a block: its first steps overlap with the last ones of the block before.
 _WARM_STEPS = 4
 _LEAST_GAIN = 0.03
-
-
-def order_in_groups(buckets: int, together: int) -> tuple[tuple[int, ...], ...]:
-    """Neighbouring buckets in groups, the groups in the order of `order_of`."""
-    groups = [tuple(range(first, min(first + together, buckets))) for first in range(0, buckets, together)]
-    return tuple(groups[place] for place in order_of(len(groups)))
 
 
 class SizeSearch:
@@ -44,21 +36,16 @@ class SizeSearch:
         self.together, self.decided = choices[0], len(choices) == 1
         self.times_s: dict[int, list[float]] = {choice: [] for choice in choices}
         self._left = [choice for _ in range(_BLOCKS) for choice in choices]
-        self._block: list[float] = []
-        self._warm = _WARM_STEPS
+        self._steps = Blocks(_WARM_STEPS, _BLOCK_STEPS)
 
     def note(self, step_s: float) -> bool:
         """One more step took this long. Whether the search has ended with it."""
         if self.decided:
             return False
-        if self._warm:
-            self._warm -= 1
+        typical_s = self._steps.note(step_s)
+        if typical_s is None:
             return False
-        self._block.append(step_s)
-        if len(self._block) < _BLOCK_STEPS:
-            return False
-        self.times_s[self._left.pop(0)].append(statistics.median(self._block[_SKIPPED_STEPS:]))
-        self._block = []
+        self.times_s[self._left.pop(0)].append(typical_s)
         self.decided = not self._left
         self.together = self._left[0] if self._left else self._best()
         return self.decided

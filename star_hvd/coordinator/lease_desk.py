@@ -280,7 +280,8 @@ class MicrobatchDesk:
         self._send = send
         self._pools: dict[Key, MicrobatchPool] = {}
         self._orders: dict[Key, tuple[MicrobatchOpen, int]] = {}  # What the first rank said of an epoch.
-        self._early: list[tuple[int, MicrobatchOpen]] = []  # Of epochs whose last one some rank is still in.
+        # By rank and loader: it begins an epoch while some rank is still in the one before.
+        self._early: dict[tuple[int, int], MicrobatchOpen] = {}
 
     @property
     def taken_over(self) -> int:
@@ -298,7 +299,7 @@ class MicrobatchDesk:
         if before is not None and not before.abandoned:
             # The rank left its loop. A step of the new epoch would wait for ranks that make one of the old epoch,
             # which wait for this rank; without micro-batches it is inactive, and its helper takes part for it.
-            self._early.append((rank, message))
+            self._early[rank, message.loader] = message
             return
         first, other = self._orders.setdefault(key, (message, rank))
         if dataclasses.replace(message, ahead=first.ahead) != first:
@@ -334,8 +335,8 @@ class MicrobatchDesk:
         for each, pool in self._pools.items():
             if key in (None, each):
                 self._do(each, pool, pool.leave(rank, now_s))
-        early, self._early = self._early, []
-        for other, message in early:
+        early, self._early = self._early, {}
+        for (other, _), message in early.items():
             if key is not None or other != rank:  # One that has gone opens nothing.
                 self.open(other, message, now_s)
 

@@ -227,10 +227,6 @@ class StepDriver:
         """What makes this rank's steps where its gradients are not reduced with those of all members, else None."""
         return self.switcher.active_mode
 
-    def synchronize(self, *, manual: bool) -> Result | None:
-        """Give the step this rank's gradient and wait for its mean; None when the gradient came too late for it."""
-        return self.complete() if self.arrive(manual=manual) else None
-
     def arrive(self, *, manual: bool) -> bool:
         """Give the step this rank's gradient. Whether it is in the step; `complete` has to follow then."""
         with self.named_failures():
@@ -322,9 +318,10 @@ class StepDriver:
         if not self.timeline.sampling:
             wait_all(self.engine.collective, handles, self._config.step_deadline_s, what, look)
             return
+        limit_s = time.monotonic() + self._config.step_deadline_s
         for index, handle in enumerate(handles):  # Buckets first, then the header and state.
             began_s = time.monotonic()
-            wait_all(self.engine.collective, [handle], self._config.step_deadline_s, what, self._look_while_sampling)
+            wait_all(self.engine.collective, [handle], limit_s - began_s, what, self._look_while_sampling)
             self.timeline.waited(index if index < buckets else -1, began_s)
 
     def _look_while_sampling(self) -> None:

@@ -60,10 +60,9 @@ def make_host_sets() -> None:
     """Make the sets, where they are wanted and can be had. Collective; called once Horovod is initialized."""
     global _made
     _made = None
-    wanted, reason = env.hierarchical(), _reason()
-    if not wanted or int(mpi_ops.size()) == 1:
+    if not env.hierarchical() or int(mpi_ops.size()) == 1:
         return
-    if reason is not None:
+    if (reason := _reason()) is not None:
         logger.warning("reductions are not hierarchical: %s", reason)
         return
     own = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()

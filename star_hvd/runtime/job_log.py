@@ -199,7 +199,7 @@ class JobLog:
             steps_per_s=self._pace.note(time.monotonic(), engine.steps),
             effective_batch=self._reporter.update_samples(engine.active.label),
             folds=engine.folds,
-            rank0_drops=self._reporter.stats()["drops"],  # Nobody tells those of the others.
+            rank0_drops=self._reporter.stats()["drops"],  # Those of the others are not known here.
         )
 
 

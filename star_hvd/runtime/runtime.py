@@ -264,7 +264,7 @@ class Runtime:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
         with self.meeting(messages.CLOSE, out_of_data=True):
             driver.shutdown()
-            # Whoever runs a server keeps it until the last group has had its last answer.
+            # A rank that runs a server keeps it until the last group has had its last answer.
             self.client.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
         self._end(driver)
         self.agent.send(messages.Unregister(driver.number))
@@ -541,7 +541,7 @@ class Runtime:
         if self._lost:
             logger.error("ranks %s were lost", self._lost)
             return
-        # Whoever looks at its parameters after `shutdown` sees those of the last step, on every rank the same.
+        # Parameters read after `shutdown` are those of the last step, the same on every rank.
         try:
             self._meet("shutdown", self.config.control_deadline_s, out_of_data=True)
         except Exception as error:  # Whatever stopped an engine, the threads and sockets still have to end.

@@ -23,8 +23,8 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from scheduler.transmission.off_switch import OffSwitch
-from scheduler.transmission.sizes import SizeSearch, order_in_groups
-from scheduler.transmission.transmission import Transmission
+from scheduler.transmission.order import order_in_groups
+from scheduler.transmission.sizes import SizeSearch
 from star_hvd.engine.applier import steps_by_bucket
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.device import APPLIED, DONE, SUBMITTED, Fence
@@ -76,7 +76,7 @@ class Overlap:
         self._reasons: set[str] = set()
         self._sizes = SizeSearch(len(self._applier.buckets))
         self._trial = OffSwitch() if auto else None
-        self._now = Transmission(overlap=not auto or not self._sizes.decided)
+        self._on = not auto or not self._sizes.decided  # Whether steps overlap now.
         self.layout_changed()
         driver.overlapped = self
         driver.reporter.on_header = self._note_header
@@ -84,13 +84,13 @@ class Overlap:
     def layout_changed(self) -> None:
         """Buckets were added."""
         self._reduced = {param for bucket in self._applier.buckets for param in bucket.params}
-        self._use(overlap=self._now.overlap)
+        self._use(overlap=self._on)
 
     def _use(self, *, overlap: bool) -> None:
         """From the next step on, on all ranks."""
         buckets = self._applier.buckets
         groups = order_in_groups(len(buckets), self._sizes.together) if overlap else ()
-        self._now = Transmission(overlap, tuple(index for group in groups for index in group))
+        self._on = overlap
         sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in buckets]
         self.collective.credit_bytes = max((sum(sizes[index] for index in group) for group in groups), default=0)
         self.collective.set_order([[f"{self._engine.prefix}.b{index}" for index in group] for group in groups])
@@ -107,7 +107,7 @@ class Overlap:
                 self._use(overlap=trial is None or not ended)
         elif trial is not None:
             ended = trial.note(header.interval_s)
-            if trial.on != self._now.overlap:
+            if trial.on != self._on:
                 self._use(overlap=trial.on)
         else:
             return
@@ -132,7 +132,7 @@ class Overlap:
         Args:
             reason: Against it, known to the caller.
         """
-        if not self._now.overlap:
+        if not self._on:
             return False
         reason = reason or self._reason()
         if reason is not None and reason not in self._reasons:
@@ -299,9 +299,9 @@ class Overlap:
                         for param in bucket.params:
                             param.grad = None
             finally:
-                self.gates.open(index)
                 pending.left.discard(index)
                 pending.applied[index] = engine.streams.give(APPLIED)
+                self.gates.open(index)  # Last: what passes an open gate finds that the bucket is done (`waits_for`).
 
     def _note_wait(self, pending: _Pending, waited_s: float) -> None:
         pending.wait_s += waited_s
@@ -315,6 +315,6 @@ class Overlap:
             try:
                 result = self._engine.finish_own()
                 self._engine.apply_own(result, lambda row: None)
-            finally:  # Not before: whoever finds no step under way begins the next one.
+            finally:  # Not before: a thread that finds no step under way begins the next one.
                 self._pending = None
         self.driver.end_overlapped(pending.step, pending.wait_s)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from scheduler.transmission.off_switch import OffSwitch, lower_bound
-from scheduler.transmission.transmission import order_of
+from scheduler.transmission.order import order_of
 
 MOST_STEPS = 8 + 8 * 32
 

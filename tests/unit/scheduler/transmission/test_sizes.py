@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from scheduler.transmission.sizes import SizeSearch, order_in_groups
+from scheduler.transmission.order import order_in_groups
+from scheduler.transmission.sizes import SizeSearch
 
 STEPS = 4 + 6 * 10
 

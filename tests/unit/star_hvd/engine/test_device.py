@@ -159,7 +159,8 @@ def test_compute_time_ends_when_the_device_is_done(plan: Plan) -> None:
             made.timer.start()
             for bucket in world.backward(made.engine):
                 made.give(bucket)
-            assert made.synchronize(manual=False) is not None
+            assert made.arrive(manual=False)
+            made.complete()
     assert submitted_before == [not plan.relaxed]
     assert len(heard.compute_s) == 1 and heard.compute_s[0] >= 0.05
 

@@ -49,7 +49,8 @@ def test_a_log_without_samples_has_a_page_without_them(tmp_path: Path) -> None:
     "damage",
     [
         {"buckets": [[0, 1, 2]]}, {"buckets": None}, {"buckets": [[0, "x", 1, 1, 1, 1]]}, {"waits": [[0, 1]]},
-        {"interval_us": None}, {"steps": 1.5}, {"mode": 3},
+        {"interval_us": None}, {"steps": 1.5}, {"mode": 3}, {"waits": [[0, None, 1]]}, {"waits": [[0, 1, None]]},
+        {"buckets": [[0, 1, 1, 1, 1, 1e300]]}, {"interval_us": 1 << 60}, {"interval_us": True},
     ],
 )  # fmt: skip
 def test_damaged_samples_are_skipped(damage: dict[str, object]) -> None:

@@ -1,23 +1,8 @@
-"""How the gradients of a step travel: in which order, and whether the program goes on meanwhile."""
+"""In which order the buckets of a step are reduced where steps overlap."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-__all__ = ["Transmission", "order_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Transmission:
-    """What is decided about the reductions of `sync`; the same on all ranks.
-
-    Attributes:
-        overlap: Whether `step()` returns before they have ended.
-        order: Buckets in the order in which they are submitted; empty for that of backward, without holding any back.
-    """
-
-    overlap: bool
-    order: tuple[int, ...] = ()
+__all__ = ["order_in_groups", "order_of"]
 
 
 def order_of(buckets: int) -> tuple[int, ...]:
@@ -30,3 +15,9 @@ def order_of(buckets: int) -> tuple[int, ...]:
     """
     during = range(0, buckets - 1, 2)
     return (*during, *(index for index in reversed(range(buckets)) if index not in during))
+
+
+def order_in_groups(buckets: int, together: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbouring buckets in groups, the groups in the order of `order_of`."""
+    groups = [tuple(range(first, min(first + together, buckets))) for first in range(0, buckets, together)]
+    return tuple(groups[place] for place in order_of(len(groups)))
