@@ -15,31 +15,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["Bucket", "Wire", "in_format_of", "memory_format_of", "pack", "partition"]
+from star_hvd.engine.bucket_sizes import partition
+
+__all__ = ["Bucket", "Wire", "in_format_of", "memory_format_of", "pack"]
 
 Key = tuple[torch.dtype, torch.device]
-
-
-def partition(sizes_bytes: Sequence[int], capacity_bytes: int) -> list[list[int]]:
-    """Cut a sequence of sizes into consecutive runs of at most `capacity_bytes`; a larger item stands alone.
-
-    Every index appears exactly once (torchft's bucketing advances by the capacity and loses tensors that did not fit;
-    the test replays its failing sizes).
-
-    Raises:
-        ValueError: The capacity is not positive.
-    """
-    if capacity_bytes < 1:
-        raise ValueError(f"bucket capacity is {capacity_bytes} bytes; expected at least 1")
-    runs: list[list[int]] = []
-    filled = 0
-    for index, size in enumerate(sizes_bytes):
-        if not runs or filled + size > capacity_bytes:
-            runs.append([])
-            filled = 0
-        runs[-1].append(index)
-        filled += size
-    return runs
 
 
 def _wire_dtype(dtype: torch.dtype, fp16: bool) -> torch.dtype:
@@ -155,23 +135,24 @@ def in_format_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def pack(
-    params: Sequence[torch.nn.Parameter], bucket_bytes: int, *, fp16: bool = False, first_index: int = 0
+    params: Sequence[torch.nn.Parameter], limits_bytes: int | Sequence[int], *, fp16: bool = False, first_index: int = 0
 ) -> list[Bucket]:
     """Buckets for `params`, in reverse order because backward produces the last layers' gradients first.
 
     Args:
         params: Parameters that require gradients, in registration order.
-        bucket_bytes: Capacity of a bucket in the parameters' own type.
+        limits_bytes: Most bytes of a bucket in the parameters' own type, or of each (`bucket_sizes.limits_of`).
         fp16: Whether wide floats travel as float16 (`Compression.fp16`).
         first_index: Index of the first bucket, when more are added later.
     """
+    limits = [limits_bytes] if isinstance(limits_bytes, int) else limits_bytes
     by_key: dict[Key, list[torch.nn.Parameter]] = {}
     for param in reversed(params):
         by_key.setdefault((param.dtype, param.device), []).append(param)
     buckets: list[Bucket] = []
     for (dtype, device), members in by_key.items():
         sizes = [param.numel() * param.element_size() for param in members]
-        for run in partition(sizes, bucket_bytes):
+        for run in partition(sizes, limits):
             chosen = tuple(members[i] for i in run)
             flat = torch.zeros(sum(p.numel() for p in chosen) + 1, dtype=dtype, device=device)
             wire_dtype = _wire_dtype(dtype, fp16)

@@ -20,6 +20,7 @@ from star_hvd.compression.bucket_codec import without_form
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
+from star_hvd.engine.bucket_sizes import limits_of
 from star_hvd.engine.buckets import Bucket, memory_format_of, pack
 from star_hvd.engine.collective import Collective, HorovodCollective
 from star_hvd.engine.hyperparameters import HyperRow
@@ -46,13 +47,6 @@ logger = logging.getLogger("star_hvd")
 Closure = Callable[[], Any]
 
 BY_HAND = "the program calls synchronize() itself"
-_LEAST_BUCKETS = 4  # Otherwise the first gradients of a small network would wait for its last ones.
-_OVERLAPPED_BUCKETS = 16  # A bucket is what the forward pass waits for, and what others wait behind.
-# Of an overlapped bucket, where that leaves four of them: each costs a negotiation and a step of the optimizer. 1 MB of
-# gradients, 4 ranks on 2 cores: a step took 194 ms with 16 buckets, 132 with 8, 95 with 4 at 200 Mbit/s (Horovod 91),
-# and 286, 300, 326 at 50 Mbit/s (Horovod 331).
-_OVERLAPPED_BYTES = 256 * 1024
-
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
 
 
@@ -79,14 +73,6 @@ def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -
         "relaxed modes on CUDA parameters are disabled until tests/gpu have passed on a device; this trains in sync; "
         "set STAR_RELAXED_CUDA=1 to enable them"
     )
-
-
-def _capacity(size: int, *, overlapped: bool) -> int:
-    """Bytes of a bucket, of so many in all, where the user's limit allows it."""
-    quarter = max(1, -(-size // _LEAST_BUCKETS))
-    if not overlapped:
-        return quarter
-    return max(-(-size // _OVERLAPPED_BUCKETS), min(_OVERLAPPED_BYTES, quarter))
 
 
 def too_many_passes() -> AssertionError:
@@ -265,8 +251,8 @@ class BucketCore:
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
-        capacity = min(self._config.bucket_bytes, _capacity(size, overlapped=bool(self._overlap_asked)))
-        buckets = pack(params, capacity, fp16=self._fp16, first_index=len(self._buckets))
+        limits = limits_of(size, self._config.bucket_bytes, overlapped=bool(self._overlap_asked))
+        buckets = pack(params, limits, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)
         for bucket in buckets:
             self._unready.append(len(bucket.params))

@@ -2,38 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd.engine.buckets import in_format_of, memory_format_of, pack, partition
-
-
-@given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 150))
-def test_every_index_exactly_once(sizes: list[int], capacity: int) -> None:
-    runs = partition(sizes, capacity)
-    assert [i for run in runs for i in run] == list(range(len(sizes)))
-    for run in runs:
-        assert run and (len(run) == 1 or sum(sizes[i] for i in run) <= capacity)
-    for before, after in pairwise(runs):
-        assert sum(sizes[i] for i in before) + sizes[after[0]] > capacity, "a bucket was begun too early"
-
-
-def test_the_sizes_that_torchft_loses() -> None:
-    assert partition([6, 6], 10) == [[0], [1]]
-    assert partition([6, 6, 6], 10) == [[0], [1], [2]]
-    assert partition([20, 1, 1], 10) == [[0], [1, 2]]
-    assert partition([], 10) == []
-
-
-@pytest.mark.parametrize("capacity", [0, -1])
-def test_a_capacity_that_is_not_positive(capacity: int) -> None:
-    with pytest.raises(ValueError, match="expected at least 1"):
-        partition([1], capacity)
-
+from star_hvd.engine.buckets import in_format_of, memory_format_of, pack
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=12)
 
