@@ -157,7 +157,7 @@ def frozen_in_a_change() -> dict[str, Any]:
     adder = threading.Thread(target=hvd.add_process_set, args=([0, 1],))
     if hvd.rank() == 0:
         adder.start()
-        time.sleep(0.2)
+        time.sleep(1.0)  # By then it waits inside, also on a busy machine.
     trials = [while_frozen(f"change{i}", [0], submits=False) for i in range(TRIALS)]
     if hvd.rank() != 0:
         adder.start()
