@@ -256,7 +256,9 @@ class Stream:
         kind, source, target, number, ack, extra, body = _open(frames)
         if source == self.own or target not in (0, self.own) or source in self._retired:
             if not self.peer and kind in (Kind.PROBE, Kind.RESUME):
-                self._emit(Kind.ECHO, 0, 0, ())  # Shows the peer that the incarnation it probes is gone.
+                # Shows the peer that the incarnation it probes is gone. Addressed: a connection that the peer has made
+                # since has the same identity, may get this message, and would take a stream for its own that is not.
+                self._emit(Kind.ECHO, 0, 0, (), target=source)
             return None
         if source != self.peer and not self._new_peer(source):
             return None
@@ -357,9 +359,10 @@ class Stream:
         self._unacked_bytes = 0
         self._ack_at_s = self._probe_at_s = math.inf
 
-    def _emit(self, kind: Kind, number: int, extra: int, frames: Sequence[Any]) -> None:
+    def _emit(self, kind: Kind, number: int, extra: int, frames: Sequence[Any], *, target: int = 0) -> None:
         first = bytes(frames[0]) if frames else b""
-        head = _ENVELOPE.pack(_MAGIC, kind, self.own, self.peer, number, self._received if self.peer else 0, extra)
+        received = self._received if self.peer else 0
+        head = _ENVELOPE.pack(_MAGIC, kind, self.own, target or self.peer, number, received, extra)
         self._out.append([head + first, *frames[1:]])
         self._ack_at_s = math.inf
         self._since_ack = self._bytes_since_ack = 0

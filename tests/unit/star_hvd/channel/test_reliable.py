@@ -316,6 +316,33 @@ def test_a_server_that_was_started_again_ends_the_stream_of_its_clients() -> Non
         net.client.send(net.now_s, "x")
 
 
+def test_an_answer_to_the_old_connection_does_not_end_the_new_one() -> None:
+    """A server is started again; its client's old connection reconnects by itself while a new one is being made.
+
+    The new process makes no stream for the old connection's probe, and both connections have one identity: its answer
+    can reach the new one.
+    """
+    net = Network()
+    net.client.send(net.now_s, "x")
+    net.settle()
+    old, new, server = net.client.stream, Stream(LIMITS, accepts=False), Stream(LIMITS, accepts=True)
+    old.connected(net.now_s)
+    for frames in old.emitted():
+        nobodys = Stream(LIMITS, accepts=True)
+        assert nobodys.receive(frames, net.now_s) is None and not nobodys.peer
+        for answer in nobodys.emitted():
+            assert new.receive(answer, net.now_s) is None
+            assert old.receive(answer, net.now_s) is None
+    assert old.replaced, "the answer was for it"
+    new.send([b"push", b"payload"], net.now_s)
+    got = [server.receive(frames, net.now_s) for frames in new.emitted()]
+    assert [[bytes(part) for part in message] for message in got if message] == [[b"push", b"payload"]]
+    server.ask(net.now_s)
+    for frames in server.emitted():
+        new.receive(frames, net.now_s)
+    assert not new.replaced and new.broken is None and new.acknowledged == 1
+
+
 @pytest.mark.parametrize("accepts", [False, True])
 def test_a_stream_that_cannot_keep_more_ends_with_a_reason_on_both_sides(accepts: bool) -> None:
     net = Network(TINY)
