@@ -8,4 +8,7 @@ Commands (each has `--help`; `README.md` beside this file explains every figure 
     python -m benchmarks.demo       a small `tta` run with a plot
     python -m benchmarks.plot       plots of result files of `tta`
     python -m benchmarks.traces     writes a synthetic slowdown trace
+
+Every module directly in this package is a command. What they share is in rooms: `lab` (training with stragglers),
+`machine` (what is slow, stopped or far away), `workers` (ranks of the other commands), `figures` (of `report_all`).
 """

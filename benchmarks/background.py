@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import JobFailed, run_job
-from benchmarks.netns import Network, NetworkError
-from benchmarks.netns_launch import netns_command, write_plan
+from benchmarks.lab.launch import JobFailed, run_job
+from benchmarks.machine.netns import Network, NetworkError
+from benchmarks.machine.netns_launch import netns_command, write_plan
 
 __all__ = ["main", "measure"]
 
@@ -30,7 +30,7 @@ def _train(spec: dict[str, Any], network: Network) -> dict[str, Any]:
         folder = Path(name)
         write_plan(folder / "hosts.json", network)
         (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
-        command = netns_command(folder / "hosts.json", "benchmarks.background_worker", name)
+        command = netns_command(folder / "hosts.json", "benchmarks.workers.background", name)
         run_job(command, folder, deadline_s=DEADLINE_S, stall_s=DEADLINE_S, on_progress=lambda fields: None)
         found: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return found

@@ -5,7 +5,7 @@
 A job with slow ranks is simulated until every rank has a full history, which a coordinator's board then has; from it a
 window is made and decided upon again and again, by fresh policies. Figures are medians: of the time by the clock, and
 of the processor's time in it, which is what the decision takes where nothing else wants the core. One thread, no
-accelerator. Beside it, what a coordinator of 8 ranks takes of a core: see `benchmarks.coordinator`.
+accelerator. Beside it, what a coordinator of 8 ranks takes of a core: see `benchmarks.lab.coordinator`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.coordinator import coordinator_share
+from benchmarks.lab.coordinator import coordinator_share
 from scheduler.diagnosis.stragglers import find_stragglers
 from scheduler.learning.evaluate import hosts
 from scheduler.learning.model_choice import find_ranker

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.launch import JobFailed
-from benchmarks.networks import NETWORKS
-from benchmarks.options import build_spec, make_parser, target_for
+from benchmarks.lab.launch import JobFailed
+from benchmarks.lab.networks import NETWORKS
+from benchmarks.lab.options import build_spec, make_parser, target_for
+from benchmarks.lab.report import sentence, table
+from benchmarks.lab.spec import write_json
+from benchmarks.lab.tasks import TaskError
 from benchmarks.plot import plot
-from benchmarks.report import sentence, table
-from benchmarks.spec import write_json
-from benchmarks.tasks import TaskError
 from benchmarks.tta import measure
 
 __all__ = ["main"]

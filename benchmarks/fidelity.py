@@ -33,10 +33,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measures import time_to_accuracy_s
-from benchmarks.scenarios import FREEZE_EVERY_S, KILLED
-from benchmarks.spec import write_json
-from benchmarks.twin import (
+from benchmarks.lab.measures import time_to_accuracy_s
+from benchmarks.lab.scenarios import FREEZE_EVERY_S, KILLED
+from benchmarks.lab.spec import write_json
+from benchmarks.lab.twin import (
     Constants,
     batches_of,
     calibrate,

@@ -23,8 +23,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch import JobFailed, horovodrun_command, run_job
-from benchmarks.spec import write_json
+from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.lab.spec import write_json
 
 __all__ = ["Load", "main", "worker"]
 

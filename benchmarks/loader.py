@@ -26,7 +26,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 import star_hvd as hvd
-from benchmarks.spec import write_json
+from benchmarks.lab.spec import write_json
 from benchmarks.tta import versions
 
 __all__ = ["main", "measure"]

@@ -30,9 +30,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import JobFailed, horovodrun_command, run_job
-from benchmarks.quota import QuotaError, find_cpu_group
-from benchmarks.spec import write_json
+from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.lab.spec import write_json
+from benchmarks.machine.quota import QuotaError, find_cpu_group
 
 __all__ = ["Phase", "halves", "main", "median_in", "ratios"]
 

@@ -17,15 +17,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.accelerator import DEVICES, check_device
-from benchmarks.launch import JobFailed, horovodrun_command, run_job
-from benchmarks.networks import NETWORKS
-from benchmarks.options import add_device_options, device_times_ms
-from benchmarks.overhead_worker import BATCH_SAMPLES, FEEDS
-from benchmarks.report import progress_view
-from benchmarks.spec import write_json
-from benchmarks.tasks import DATASETS
+from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.lab.networks import NETWORKS
+from benchmarks.lab.options import add_device_options, device_times_ms
+from benchmarks.lab.report import progress_view
+from benchmarks.lab.spec import write_json
+from benchmarks.lab.tasks import DATASETS
+from benchmarks.machine.accelerator import DEVICES, check_device
 from benchmarks.tta import versions
+from benchmarks.workers.overhead import BATCH_SAMPLES, FEEDS
 
 __all__ = ["main", "summarize_blocks"]
 
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
     options = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in FIGURES]
     options.append(f"--trained-network={args.network}")  # horovodrun takes --network for an abbreviation of its own.
-    command = horovodrun_command(args.ranks, "benchmarks.overhead_worker", str(run_dir), *options)
+    command = horovodrun_command(args.ranks, "benchmarks.workers.overhead", str(run_dir), *options)
     deadline_s = ALLOWANCE_S + 2 * args.blocks * args.steps * (
         SLOWEST_STEP_S + (args.device_ms + args.work_after_backward_ms + BATCH_SAMPLES * args.input_ms_per_sample) / 1e3
     )

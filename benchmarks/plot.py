@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from benchmarks.report import straggler_phrase
+from benchmarks.lab.report import straggler_phrase
 
 __all__ = ["Strip", "main", "member_strip", "plot"]
 

@@ -25,8 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import progress_view
-from benchmarks.spec import write_json
+from benchmarks.lab.report import progress_view
+from benchmarks.lab.spec import write_json
 from benchmarks.tta import versions
 from scheduler.plan.plan import Plan
 from star_hvd.channel.keys import PrivateFolder

@@ -20,7 +20,7 @@ from benchmarks.figures.measuring import Ledger, measure_row, restrict_to_cores
 from benchmarks.figures.rows import ROWS, Row
 from benchmarks.figures.tables import MarkerError, block_names, render, replace_blocks
 from benchmarks.figures.version import ROOT, VersionError, code_version, is_clean
-from benchmarks.spec import write_json
+from benchmarks.lab.spec import write_json
 
 __all__ = ["RECORDED", "main", "pages"]
 

@@ -26,9 +26,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch import JobFailed, horovodrun_command, run_job
-from benchmarks.report import progress_view
-from benchmarks.spec import write_json
+from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.lab.report import progress_view
+from benchmarks.lab.spec import write_json
 
 __all__ = ["main", "measure"]
 
@@ -127,7 +127,7 @@ def _train(
     args: argparse.Namespace, console: Console, folder: Path, server: Server, killed_s: list[float]
 ) -> None:
     options = [f"--blocks={args.blocks}", f"--steps={args.steps}", f"--device-ms={args.device_ms}"]
-    command = horovodrun_command(args.ranks, "benchmarks.run_log_worker", str(folder), *options)
+    command = horovodrun_command(args.ranks, "benchmarks.workers.run_log", str(folder), *options)
     done = 0
     with progress_view(console, args.blocks) as view:
 

@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch import JobFailed, run_job
-from benchmarks.spec import write_json
+from benchmarks.lab.launch import JobFailed, run_job
+from benchmarks.lab.spec import write_json
 
 __all__ = ["main", "summarize"]
 
@@ -44,7 +44,7 @@ ROWS = (  # name, what it is, in what, factor from the unit of the name
 def horovodrun(python: str, ranks: int, dynamic: bool, run_dir: Path) -> list[str]:
     """The command of one job. The launcher hands its environment on to the ranks."""
     launcher = [python, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
-    worker = [python, "-m", "benchmarks.sets_worker", str(run_dir)]
+    worker = [python, "-m", "benchmarks.workers.sets", str(run_dir)]
     return ["env", f"HOROVOD_DYNAMIC_PROCESS_SETS={int(dynamic)}", *launcher, *worker]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.spec import write_json
+from benchmarks.lab.spec import write_json
 from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario

@@ -27,8 +27,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch import REPOSITORY, JobFailed, horovodrun_command, run_job
-from benchmarks.spec import write_json
+from benchmarks.lab.launch import REPOSITORY, JobFailed, horovodrun_command, run_job
+from benchmarks.lab.spec import write_json
 from benchmarks.tta import versions
 
 __all__ = ["main", "summarize_runs"]
@@ -143,7 +143,7 @@ class _Helpers:
 
 def _command(folder: Path, side: str, args: argparse.Namespace, optimizers: int) -> list[str]:
     command = horovodrun_command(args.ranks, "unused")
-    script = str(REPOSITORY / "benchmarks" / "startup_worker.py")
+    script = str(REPOSITORY / "benchmarks" / "workers" / "startup.py")
     steps, device_s = (args.steps, args.device_ms / 1000.0) if optimizers == 1 else (3, 0.0)
     return [*command[:-2], script, str(folder), side, str(optimizers), str(steps), str(device_s)]
 

@@ -16,9 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch import JobFailed, horovodrun_command, run_job
-from benchmarks.report import progress_view
-from benchmarks.spec import write_json
+from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.lab.report import progress_view
+from benchmarks.lab.spec import write_json
 
 __all__ = ["holdups", "main", "walk"]
 
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     path = walk(modes)
     run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
     options = [f"--modes={';'.join(path)}", f"--device-ms={args.device_ms}", f"--width={args.width}"]
-    command = horovodrun_command(args.ranks, "benchmarks.switches_worker", str(run_dir), *options)
+    command = horovodrun_command(args.ranks, "benchmarks.workers.switches", str(run_dir), *options)
     with progress_view(console, len(path) + 1) as view:
         deadline_s = ALLOWANCE_S + len(path) * (5.0 + 0.1 * args.device_ms)
         run_job(command, run_dir, deadline_s=deadline_s, stall_s=ALLOWANCE_S, on_progress=view.update)

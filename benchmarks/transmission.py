@@ -24,11 +24,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.launch import JobFailed, run_job
-from benchmarks.netns import Network, NetworkError
-from benchmarks.netns_launch import netns_command, write_plan
-from benchmarks.spec import write_json
-from benchmarks.transmission_worker import VARIANTS, Job
+from benchmarks.lab.launch import JobFailed, run_job
+from benchmarks.lab.spec import write_json
+from benchmarks.machine.netns import Network, NetworkError
+from benchmarks.machine.netns_launch import netns_command, write_plan
+from benchmarks.workers.transmission import VARIANTS, Job
 
 __all__ = ["Cell", "figures", "main", "measure"]
 
@@ -98,7 +98,7 @@ def _run(network: Network, variant: str, job: Job, args: argparse.Namespace) -> 
         write_plan(run_dir / "hosts.json", network, args.each)
         out = run_dir / "result.json"
         command = netns_command(
-            run_dir / "hosts.json", "benchmarks.transmission_worker", str(out), variant, json.dumps(job.to_dict())
+            run_dir / "hosts.json", "benchmarks.workers.transmission", str(out), variant, json.dumps(job.to_dict())
         )
         steps = max(job.warm, VARIANTS[variant].least_warm) + job.steps
         longest_s = 4.0 * steps * (job.compute_s + link_s(job.mbytes, args.least_mbit, args.ranks))

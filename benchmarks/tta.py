@@ -18,18 +18,18 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.elastic import run_elastic_jobs
-from benchmarks.launch import JobFailed, horovodrun_command, run_job
-from benchmarks.link_rates import LinkRates
-from benchmarks.measures import accuracies, model_bytes, summarize
-from benchmarks.netns import Network, NetworkError
-from benchmarks.netns_launch import netns_command, write_plan
-from benchmarks.options import build_spec, make_parser, target_for
-from benchmarks.quota import QuotaError
-from benchmarks.report import bound_sentence, progress_view, sentence, table
-from benchmarks.scenarios import ScenarioError
-from benchmarks.spec import RunRecord, RunSpec, write_json
-from benchmarks.tasks import TaskError, load_task
+from benchmarks.lab.elastic import run_elastic_jobs
+from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.lab.measures import accuracies, model_bytes, summarize
+from benchmarks.lab.options import build_spec, make_parser, target_for
+from benchmarks.lab.report import bound_sentence, progress_view, sentence, table
+from benchmarks.lab.scenarios import ScenarioError
+from benchmarks.lab.spec import RunRecord, RunSpec, write_json
+from benchmarks.lab.tasks import TaskError, load_task
+from benchmarks.machine.link_rates import LinkRates
+from benchmarks.machine.netns import Network, NetworkError
+from benchmarks.machine.netns_launch import netns_command, write_plan
+from benchmarks.machine.quota import QuotaError
 from benchmarks.traces import TraceError
 
 __all__ = ["build_spec", "main", "make_parser", "measure", "versions"]
@@ -86,11 +86,11 @@ def _logging(args: argparse.Namespace, spec: RunSpec, target: float) -> dict[str
 def _launcher(spec: RunSpec, run_dir: Path) -> Iterator[list[str]]:
     """The command that runs the job: on this machine, or with every rank on a host of its own behind a rated link."""
     if not spec.link_bits_per_s:
-        yield horovodrun_command(spec.ranks, "benchmarks.worker", str(run_dir))
+        yield horovodrun_command(spec.ranks, "benchmarks.lab.worker", str(run_dir))
         return
     with Network(spec.ranks, spec.link_bits_per_s) as network, LinkRates(network, run_dir):
         write_plan(run_dir / "hosts.json", network)
-        yield netns_command(run_dir / "hosts.json", "benchmarks.worker", str(run_dir))
+        yield netns_command(run_dir / "hosts.json", "benchmarks.lab.worker", str(run_dir))
 
 
 def _deadline_s(spec: RunSpec) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.figures.rows import Row, supported_modes
-from benchmarks.spec import write_json
+from benchmarks.lab.spec import write_json
 from benchmarks.traces import synthetic_trace, write_trace
 
 __all__ = ["SCHEMA", "Ledger", "arguments_of", "measure_row", "restrict_to_cores"]

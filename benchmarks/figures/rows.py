@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.options import star_hvd_takes
+from benchmarks.lab.options import star_hvd_takes
 from scheduler.plan.mode_names import parse_mode
 
 __all__ = ["ROWS", "Row", "supported_modes"]

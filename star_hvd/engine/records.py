@@ -118,9 +118,10 @@ class OpenStep:
         """Whether a bucket has been given to this step."""
         return self.buffers[index] is not None
 
-    def handle_of(self, index: int) -> int:
-        """The handle of a bucket, after the header was claimed: the carrier's is the header's."""
-        handle = self.handles[index] if self.handles[index] is not None else self.header_handle
+    def handle_of(self, index: int | None) -> int:
+        """The handle of a bucket, of the header where None, after that was claimed: the carrier's is the header's."""
+        handle = None if index is None else self.handles[index]
+        handle = self.header_handle if handle is None else handle
         assert handle is not None
         return handle
 

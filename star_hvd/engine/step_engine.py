@@ -13,7 +13,7 @@ fresh. The thread that claims the header, always the last tensor of a step, owns
 
 A gradient that lost its claim is kept and folded into the next submission of its bucket.
 
-When the header leaves is decided in `header_timing.py`.
+What a step's buckets and header are on the way is in `step_exchange.py`, when the header leaves in `header_timing.py`.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from typing import Any
 import torch
 
 from scheduler.records import Plan
-from star_hvd.engine.agreement import Agreement
 from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import Bucket, Wire
 from star_hvd.engine.collective import Collective
 from star_hvd.engine.device import Fence
-from star_hvd.engine.header import Header
-from star_hvd.engine.header_timing import HeaderTiming
+from star_hvd.engine.exchange.agreement import Agreement
+from star_hvd.engine.exchange.header_timing import HeaderTiming
+from star_hvd.engine.exchange.late_gradients import LateGradients
+from star_hvd.engine.exchange.manual_steps import ManualSteps
+from star_hvd.engine.exchange.means import LocalNorm
+from star_hvd.engine.exchange.step_exchange import StepExchange
+from star_hvd.engine.header import Contribution, Header
 from star_hvd.engine.hyperparameters import HyperRow
-from star_hvd.engine.late_gradients import LateGradients
-from star_hvd.engine.means import LocalNorm, divide, norm
 from star_hvd.engine.records import Averaging, Counters, Listener, OpenStep, Result, Snapshot
 from star_hvd.engine.replica import Replica, ReplicaState
 from star_hvd.errors import ReplicaMismatchError, StarError
@@ -90,7 +92,6 @@ class StepEngine:
         self.world_size = plan.world_size
         self.applier = applier
         self.streams = applier.streams
-        self.collective = collective
         self.averaging: Averaging | None = None
         self.prefix = prefix
         self.counters = Counters()
@@ -106,10 +107,7 @@ class StepEngine:
         self.replica = Replica(applier, self.lock, self.counters, self._changed)
         self.agreement = Agreement(rank, plan, applier, listener, self.lock)
         self._listener = listener
-        self._everybody = collective
-        self._collective_of = collective_of
         self._scale_by_ranks = scale_by_ranks
-        self._can_replay = can_replay
         self._replay_queue = replay_queue
         self._raise_on_mismatch = raise_on_mismatch
         self._norm = LocalNorm(self.streams, noise_interval_steps)
@@ -117,13 +115,19 @@ class StepEngine:
         self._late = LateGradients(applier.buckets, self.counters, self.streams)
         self._timing = HeaderTiming(early_after_steps, clock)
         self._claimed_early = False  # The header of the step that the training thread has not arrived for yet.
-        self._ever_manual = False  # Whether a program has ever worked on the mean of a step.
-        # The step in which this rank's did so first, where the header of that step did not say so.
-        self._untold_manual: int | None = None
-        self._proxied: int | None = None  # The last step, where the helper completed it.
-        self._choose_carrier()
+        self._manual = ManualSteps(can_replay=can_replay)
         self.wire = wire or Wire()
-        self.wire.begin(self.streams, rank, plan.world_size)
+        self._exchange = StepExchange(
+            applier,
+            self.agreement,
+            self._late,
+            self._timing,
+            self.wire,
+            collective,
+            collective_of,
+            prefix=prefix,
+            mean_factor=plan.world_size if scale_by_ranks else 1,
+        )
         self._current = OpenStep.open(0, len(applier.buckets))
         self._inflight: OpenStep | None = None
         self._close_upto = -1
@@ -132,6 +136,11 @@ class StepEngine:
     def plan(self) -> Plan:
         """The plan in force for `next_step`."""
         return self.agreement.plan
+
+    @property
+    def collective(self) -> Collective:
+        """What reduces tensors over the ranks that reduce together under the plan in force."""
+        return self._exchange.collective
 
     @property
     def taking_part(self) -> bool:
@@ -208,8 +217,7 @@ class StepEngine:
             step, self._claimed_early = self._inflight, False
             if step is not None and step.early:
                 step.early = False
-                if manual and not self._ever_manual:
-                    self._untold_manual = step.number
+                self._manual.arrived(step, manual=manual, early=True)
             elif self._out_of_common_steps():
                 self.counters.late += 1
                 self._listener.on_late(self.step, self.plan.plan_id)
@@ -218,8 +226,8 @@ class StepEngine:
                 missing = [i for i in range(len(self.applier.buckets)) if not self._current.claimed(i)]
                 if missing:
                     raise StarError(f"buckets {missing} of step {self.step} were not submitted before arrive()")
-                self._claim_header("trainer", manual=manual or not self._can_replay)
-            self._ever_manual = self._ever_manual or manual
+                step = self._claim_header("trainer", manual=self._manual.in_header(manual=manual))
+                self._manual.arrived(step, manual=manual, early=False)
             self.counters.fresh += 1
             self.wire.arrived()
             self._listener.on_arrive(self.step, self.plan.plan_id)
@@ -243,9 +251,7 @@ class StepEngine:
         """
         with self.lock:
             self._raise_failure()
-            step = self._current
-            step.buffers[bucket.index] = step.reduced_buffers[bucket.index] = average
-            step.handles[bucket.index] = self.collective.submit(f"{self.prefix}.a{bucket.index}", average)
+            self._exchange.submit_average(self._current, bucket, average)
 
     def arrive_average(self) -> None:
         """`local`: all buckets are submitted; claim the step."""
@@ -282,62 +288,39 @@ class StepEngine:
             step = self._inflight
             if step is None or step.owner != "trainer":
                 return False  # The helper has taken it over.
-            if not wait and not all(self.collective.poll(handle) for handle in step.all_handles()):
+            if not wait and not self._exchange.all_ended(step):
                 return False
             step.early, self.replica.computing = False, False
             return True
 
-    def own_extras(self) -> list[torch.Tensor]:
-        """`local`: what is averaged besides the parameters, summed after the handles have ended."""
-        with self.lock:
-            assert self._inflight is not None and self._inflight.owner == "trainer"
-            return self._inflight.extras
-
-    def own_handles(self) -> list[int]:
-        """Handles of the step that the training thread owns, after `arrive` returned True."""
+    def own_step(self) -> OpenStep:
+        """The step in flight that the training thread owns, after `arrive` returned True; it alone works on it."""
         with self.lock:
             self._raise_failure()
             assert self._inflight is not None and self._inflight.owner == "trainer"
-            return self._inflight.all_handles()
+            return self._inflight
 
     def may_overlap(self) -> bool:
-        """Whether the step that the training thread owns may be applied bucket by bucket: nothing changes with it.
+        """Whether that step may be applied bucket by bucket: nothing changes with it.
 
         A plan can only come into force in a step in which this rank has raised its flag.
         """
         with self.lock:
-            step = self._inflight
-            assert step is not None and step.owner == "trainer"
-            return self.plan.mode == "sync" and step.flagged is None and self.replica.is_whole
-
-    def own_handle(self, index: int | None) -> int:
-        """Handle of one bucket of the step that the training thread owns, of its header where None."""
-        with self.lock:
-            self._raise_failure()
-            step = self._inflight
-            assert step is not None and step.owner == "trainer" and step.header_handle is not None
-            return step.header_handle if index is None else step.handle_of(index)
+            return self.plan.mode == "sync" and self.own_step().flagged is None and self.replica.is_whole
 
     def own_row(self) -> tuple[float, ...] | None:
         """Hyperparameters of that step, None for this rank's own; its header was collected."""
         with self.lock:
-            assert self._inflight is not None and self._inflight.header is not None
-            return self.agreement.row_of(self.agreement.codec.read(self._inflight.header.numpy()))
+            return self.agreement.row_of(self._exchange.header(self.own_step()))
 
     def own_mean(self, index: int) -> torch.Tensor:
         """The mean of one bucket of that step, which was collected; in place."""
-        with self.lock:
-            step = self._inflight
-        assert step is not None and step.owner == "trainer"
-        return self._mean(self.applier.buckets[index], step)
+        return self._exchange.mean(self.own_step(), self.applier.buckets[index])
 
     def finish_own(self) -> Result:
         """Average the step the training thread owns, in place; its handles must have ended and be collected."""
-        with self.lock:
-            self._raise_failure()
-            step = self._inflight  # No other thread touches a step that the training thread owns.
-        assert step is not None and step.owner == "trainer"
-        reduced = self._reduced(step)
+        step = self.own_step()
+        reduced = self._exchange.read(step)
         with self.lock:
             self._raise_failure()
             result = self._complete(step, *reduced)
@@ -426,7 +409,7 @@ class StepEngine:
             self.applier.hyper = hyper
             self.streams.renew()
             self.agreement.layout_changed()
-            self._choose_carrier()
+            self._exchange.choose_carrier()
             self.wire.restart()
             self._current = OpenStep.open(self.next_step, len(self.applier.buckets))
 
@@ -434,13 +417,12 @@ class StepEngine:
     def untold_manual(self) -> int | None:
         """The last step, where members worked on its mean although its header did not say so."""
         with self.lock:
-            return self._untold_manual
+            return self._manual.unreported
 
     def note_manual(self, step: int) -> None:
         """The members of `step` worked on its mean: what the helper made of it here is not what they have."""
         with self.lock:
-            if self._proxied == step:
-                self._proxied = None
+            if self._manual.proxied(step):
                 self.replica.cannot_replay()
                 self._changed()
 
@@ -476,12 +458,13 @@ class StepEngine:
                 assert self._inflight is not None
                 self._inflight.early, self._inflight.owner = False, "helper"
             owns = self.helper_owns()
-            step = self._collected() if owns else None
+            step = self._inflight if owns else None
+            ended = step is not None and self._exchange.collect(step)
             if not owns and self._may_close():
                 self._submit_proxy()
                 return True
-        if owns:
-            return step is not None and self._end_inflight(step)
+        if step is not None:
+            return ended and self._end_inflight(step)
         if self._may_absorb() and self.averaging is not None and self.averaging.absorb():
             return True
         return self.replica.replay_one()
@@ -568,20 +551,9 @@ class StepEngine:
             self.next_step = step
             self._current = OpenStep.open(step, len(self.applier.buckets))
             self.agreement.resume(plan, step)
-            self._plan_taken()
+            self._exchange.plan_taken()
             self._changed()
             return True
-
-    def _plan_taken(self) -> None:
-        """Use the collective of the plan in force."""
-        self._timing.restart()
-        self.wire.restart()
-        members = self.plan.members
-        if self.plan.mode != "subgroup":
-            self.collective = self._everybody
-        elif self.rank in members:
-            assert self._collective_of is not None, "this engine cannot run a subgroup"
-            self.collective = self._collective_of(members)
 
     # ---- any thread -----------------------------------------------------------------------------------------
 
@@ -652,65 +624,51 @@ class StepEngine:
         """Claim the header within backward: the reduction goes on beside what the program does before `step`.
 
         Hyperparameters are read here, and a loss recorded after this goes with the next step. Whether the program will
-        work on the mean is not known yet: a program that ever did is taken to do so again, and where it does for the
-        first time, the next header says so (or a meeting of all ranks, whichever comes first).
+        work on the mean is not known yet: see `ManualSteps`.
         """
         self.own_steps += not self._claimed_early
         self._claimed_early = True
-        self._claim_header("trainer", manual=self._ever_manual or not self._can_replay)
-        assert self._inflight is not None
-        self._inflight.early = True
+        self._claim_header("trainer", manual=self._manual.in_early_header()).early = True
 
     def _submit_fresh(self, bucket: Bucket) -> None:
-        flat = bucket.flat
         if self._norm.due(self._current.number):
-            self._norm.add(flat)
-        if self.weight != 1.0:
-            flat[:-1].mul_(self.weight)
-        flat[-1] = self.weight
+            self._norm.add(bucket.flat)
         self.counters.applied_weight += self.weight / len(self.applier.buckets)
-        if bucket is self._carrier:
-            self._timing.carrier_is_whole()
-        self._submit(bucket, flat)
-
-    def _submit(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Submit `flat`, with what was kept for the bucket folded in."""
-        step = self._current
-        folded = self._late.fold(bucket, flat, step.number, self.plan)
-        step.folded += folded
-        given = folded or (flat is bucket.flat and self.weight != 0.0)
-        reduced_buffer = self.wire.encode(bucket, flat, given=given)
-        step.buffers[bucket.index], step.reduced_buffers[bucket.index] = flat, reduced_buffer
-        if bucket is self._carrier and self._timing.alone and self.wire.has_tail:
-            reduced_buffer[-bucket.tail :].zero_()  # What is left of an earlier header.
-        if bucket is not self._carrier or self._header_alone:
-            name = f"{self.prefix}.{self.wire.name(bucket)}"
-            step.handles[bucket.index] = self.collective.submit(name, reduced_buffer)
-
-    @property
-    def _header_alone(self) -> bool:
-        """Whether the header of the step to come travels as a tensor of its own, though there is a carrier."""
-        return self._timing.alone or not self.wire.has_tail
+        self._exchange.submit_fresh(self._current, bucket, self.weight)
 
     def _submit_proxy(self) -> None:
         """Submit every bucket the training thread has not, then the header."""
-        averaging = self.averaging if self.plan.mode == "local" else None
+        averaging = self._averaging_in_force
         for bucket in self.applier.buckets:
             if self._current.claimed(bucket.index):
                 continue
             if averaging is not None:
                 self.submit_average(bucket, averaging.proxy_contribution(bucket))
             else:
-                self._submit(bucket, bucket.new_flat())
+                self._exchange.submit_proxy(self._current, bucket)
         self._claim_header("helper")
         self.counters.proxied += 1
 
-    def _claim_header(self, owner: str, *, manual: bool = False) -> None:
+    @property
+    def _averaging_in_force(self) -> Averaging | None:
+        return self.averaging if self.plan.mode == "local" else None
+
+    def _claim_header(self, owner: str, *, manual: bool = False) -> OpenStep:
         """Submit the header of the current step, which makes `owner` responsible for its completion."""
         step = self._current
         # The last owner applied or queued its step before any thread can get here: one step in flight at a time.
         assert self._inflight is None, "two steps in flight"
-        fresh = owner == "trainer"
+        item = self._contribution(step, fresh=owner == "trainer", manual=manual)
+        step.owner = owner
+        self._exchange.submit_header(step, item, self._averaging_in_force)
+        self._inflight = step
+        self.next_step = step.number + 1
+        self._current = OpenStep.open(self.next_step, len(self.applier.buckets))
+        self._changed()
+        return step
+
+    def _contribution(self, step: OpenStep, *, fresh: bool, manual: bool) -> Contribution:
+        """This rank's part of the header that leaves now."""
         item = self.agreement.contribution(step, self.own_steps, fresh=fresh, inactive=self.inactive)
         item.wire = self.wire.wanted if self.rank == self.agreement.members[0] else 0
         if fresh:
@@ -718,41 +676,9 @@ class StepEngine:
             item.interval_s = self.interval_s
             item.local_sqr = self.weight * self._norm.sqr if self._norm.due(step.number) else None
             item.waited = self._timing.waits()
-            item.manual_before, self._untold_manual = self._untold_manual == step.number - 1, None
+            item.manual_before = self._manual.report(step)
             self.loss = math.nan
-        codec = self.agreement.codec
-        step.owner, name = owner, f"{self.prefix}.h"
-        if self._carrier is None or self._header_alone or self.plan.mode == "local":
-            whole = step.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
-        else:
-            carrier = step.reduced_buffers[self._carrier.index]
-            assert carrier is not None
-            whole, step.header, name = carrier, carrier[-codec.size :], f"{self.prefix}.{self.wire.name(self._carrier)}"
-        codec.write(self.rank, item, step.header.numpy())
-        if self.averaging is not None and self.plan.mode == "local":
-            step.averaging = self.averaging
-            for extra, tensor in self.averaging.extras():
-                step.extras.append(tensor)
-                step.handles.append(self.collective.submit(f"{self.prefix}.{extra}", tensor))
-        step.header_handle = self.collective.submit(name, whole)
-        self._inflight = step
-        self.next_step = step.number + 1
-        self._current = OpenStep.open(self.next_step, len(self.applier.buckets))
-        self._changed()
-
-    def _reduced(self, step: OpenStep) -> tuple[Header, list[torch.Tensor], float]:
-        """Header, means and, when sampled, their squared norm. The handles have ended and are collected.
-
-        Called by the step's owner without the lock, since the host may wait for the device here.
-        """
-        assert step.header is not None
-        header = self.agreement.codec.read(step.header.numpy())
-        means = [self._mean(bucket, step) for bucket in self.applier.buckets]
-        if self.wire.lossy or header.local_count != len(self.agreement.members):  # Noise is of whole gradients.
-            return header, means, math.nan
-        norms = [norm(mean) for mean in means]
-        self.streams.await_host()
-        return header, means, sum(float(each) ** 2 for each in norms)
+        return item
 
     def _complete(self, step: OpenStep, header: Header, means: list[torch.Tensor], mean_sqr: float) -> Result:
         """Act on the header of a reduced step."""
@@ -760,12 +686,9 @@ class StepEngine:
             self.replica.cannot_replay(step.number)
         complete = header.complete(self.agreement.members)
         self._timing.read(header, complete=complete)
-        self._ever_manual = self._ever_manual or header.manual
-        if header.manual_before:
-            self.note_manual(step.number - 1)
-        self._proxied = step.number if step.owner == "helper" else None
-        if self._untold_manual == step.number and complete:
-            self._untold_manual = None  # There is no helper whom it would concern.
+        if self._manual.read(step, header, complete=complete):
+            self.replica.cannot_replay()
+            self._changed()
         if step.averaging is None:
             self.wire.ended(header.wire)
         before = self.plan
@@ -778,32 +701,11 @@ class StepEngine:
                 )
             )
         if self.plan is not before:
-            self._plan_taken()
+            self._exchange.plan_taken()
         return Result(step.number, means, row)
 
-    def _mean(self, bucket: Bucket, step: OpenStep) -> torch.Tensor:
-        if (made := step.means.get(bucket.index)) is not None:
-            return made
-        flat, reduced_buffer = step.buffers[bucket.index], step.reduced_buffers[bucket.index]
-        assert flat is not None and reduced_buffer is not None
-        self.streams.use(reduced_buffer, flat)  # Another thread may have submitted them.
-        if step.averaging is None:
-            self.wire.decode(bucket, reduced_buffer, flat)
-        mean = step.means[bucket.index] = divide(flat, self.streams, self.world_size if self._scale_by_ranks else 1)
-        return mean
-
-    def _collected(self) -> OpenStep | None:
-        """The step in flight once all its operations have ended."""
-        step = self._inflight
-        assert step is not None
-        if not step.waiting:
-            step.waiting.extend(step.all_handles())
-        while step.waiting and self.collective.poll(step.waiting[0]):
-            self.collective.finish(step.waiting.popleft())
-        return None if step.waiting else step
-
     def _end_inflight(self, step: OpenStep) -> bool:
-        reduced = self._reduced(step)
+        reduced = self._exchange.read(step)
         with self.lock:
             self._raise_failure()
             result = self._complete(step, *reduced)
@@ -816,15 +718,6 @@ class StepEngine:
             self.replica.note_bucket_use()
             self._changed()
             return True
-
-    def _choose_carrier(self) -> None:
-        for bucket in self.applier.buckets:
-            if bucket.tail:
-                bucket.carry(0)
-        last = self.applier.buckets[-1] if self.applier.buckets else None
-        self._carrier = last if last is not None and last.can_carry else None
-        if self._carrier is not None:
-            self._carrier.carry(self.agreement.codec.size)
 
     def _due(self) -> bool:
         own = self.helper_owns() or self._may_close() or self._may_absorb() or self._may_take_over()

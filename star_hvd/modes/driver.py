@@ -313,7 +313,7 @@ class StepDriver:
         self.reporter.end_timing(times)
 
     def _await_own(self) -> None:
-        handles, buckets = self.engine.own_handles(), len(self.engine.applier.buckets)
+        handles, buckets = self.engine.own_step().all_handles(), len(self.engine.applier.buckets)
         what, look = f"the reduction of step {self.engine.step}", self._look_at_device if self.reporter.timing else None
         if not self.timeline.sampling:
             wait_all(self.engine.collective, handles, self._config.step_deadline_s, what, look)

@@ -181,7 +181,7 @@ class LocalSteps:
                 self.take_over()
             return
         self._wait()
-        extras = engine.own_extras()
+        extras = engine.own_step().extras
         result = engine.finish_own()
         weights = self._weights(result)
         # Where this rank has made no step since, it takes the mean as it is: the same bits on all such ranks.

@@ -274,7 +274,7 @@ class Overlap:
         with self._lock:
             if self._pending is not pending or (index is not None and index not in pending.left):
                 return
-            handle = self._engine.own_handle(index)
+            handle = self._engine.own_step().handle_of(index)
         what = f"the reduction of step {pending.step}"
         wait_all(self._engine.collective, [handle], self._deadline_s, what)
 

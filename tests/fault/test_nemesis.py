@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.netns import NetworkError
+from benchmarks.machine.netns import NetworkError
 from tests.nemesis.__main__ import MODES, judge, plan_of, run
 from tests.nemesis.faults import FAULTS, ROLES, possible
 from tests.nemesis.job import SAMPLES

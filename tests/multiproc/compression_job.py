@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
-from benchmarks.networks import make_network
-from benchmarks.tasks import load_task
+from benchmarks.lab.networks import make_network
+from benchmarks.lab.tasks import load_task
 from scheduler.transmission.push_form import PushChoice
 from scheduler.transmission.wire import FORMS, LOW_RANK, NONE, WireChoice
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire

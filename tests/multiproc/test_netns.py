@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.netns import Network, NetworkError
-from benchmarks.netns_launch import netns_command, write_plan
+from benchmarks.machine.netns import Network, NetworkError
+from benchmarks.machine.netns_launch import netns_command, write_plan
 from tests.multiproc.netns_job import FLOATS
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(1200)]

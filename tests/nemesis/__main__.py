@@ -22,8 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.netns import Network, NetworkError
-from benchmarks.netns_launch import netns_command, write_plan
+from benchmarks.machine.netns import Network, NetworkError
+from benchmarks.machine.netns_launch import netns_command, write_plan
 from tests.nemesis.faults import FAULTS, ROLES, USUAL_BITS_PER_S, Nemesis, possible
 from tests.nemesis.job import SAMPLES
 

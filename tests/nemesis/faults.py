@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.netns import Network
+from benchmarks.machine.netns import Network
 from star_hvd.ps.common.forking import SERVER_NAME
 
 __all__ = ["FAULTS", "ROLES", "Nemesis", "possible"]

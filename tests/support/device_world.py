@@ -180,7 +180,7 @@ class DeviceWorld(World):
         self.inbox.append(("leave", rank, ()))
 
     def _own_step(self, engine: StepEngine) -> Iterator[None]:
-        handles = engine.own_handles()
+        handles = engine.own_step().all_handles()
         while not all(engine.collective.poll(handle) for handle in handles):
             yield
         for handle in handles:

@@ -195,7 +195,7 @@ class World:
             yield
             member = engine.arrive(manual=manual)
             if member:
-                handles = engine.own_handles()
+                handles = engine.own_step().all_handles()
                 while not all(engine.collective.poll(handle) for handle in handles):
                     yield
                 for handle in handles:

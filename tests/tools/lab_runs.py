@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.spec import ALL_VARIANTS, RunRecord, RunSpec
+from benchmarks.lab.spec import ALL_VARIANTS, RunRecord, RunSpec
 
 
 def spec_of(**changes: Any) -> RunSpec:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.accelerator import CPU, DeviceError, WallClock, calibrate, check_device, make_clock, place_of
-from benchmarks.device import BurnDevice, DeviceTime, LayerClock, SleepDevice, SpinDevice, make_device
-from benchmarks.options import build_spec, make_parser
+from benchmarks.lab.options import build_spec, make_parser
+from benchmarks.machine.accelerator import CPU, DeviceError, WallClock, calibrate, check_device, make_clock, place_of
+from benchmarks.machine.device import BurnDevice, DeviceTime, LayerClock, SleepDevice, SpinDevice, make_device
 from benchmarks.overhead import main as overhead
-from benchmarks.overhead_worker import Side
+from benchmarks.workers.overhead import Side
 
 LAUNCH_S = 10e-6
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.transmission import bound_s, figures, link_s, variants_of
-from benchmarks.transmission_worker import VARIANTS, Job, network_of
+from benchmarks.workers.transmission import VARIANTS, Job, network_of
 
 
 def cell(variant: str, part: float, step_s: float, ratio: float | None, mode: str = "sync") -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import simspeed
 from benchmarks.fidelity import compare, kendall_tau, main, predictions, regret, smooth_s
-from benchmarks.twin import (
+from benchmarks.lab.twin import (
     Constants,
     batches_of,
     calibrate,

@@ -34,7 +34,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "star_hvd": (
         ("errors", "env", "config", "threads", "requirements", "cli"),
         ("locks", "patches", "telemetry", "channel.messages"),
-        ("build_check", "engine"),
+        ("build_check", "engine.exchange"),
+        ("engine",),
         ("channel", "compression"),
         ("doctor", "input", "modes", "ps.common"),
         ("ps.worker", "ps.server", "ps.owner", "coordinator", "run_log"),

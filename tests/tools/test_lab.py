@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from benchmarks.measures import (
+from benchmarks.lab.measures import (
     REQUIRED_KEYS,
     in_force,
     median_or_none,
@@ -22,10 +22,9 @@ from benchmarks.measures import (
     summarize,
     time_to_accuracy_s,
 )
-from benchmarks.options import build_spec, make_parser, target_for
-from benchmarks.overhead import summarize_blocks
-from benchmarks.report import sentence, straggler_phrase, table
-from benchmarks.scenarios import (
+from benchmarks.lab.options import build_spec, make_parser, target_for
+from benchmarks.lab.report import sentence, straggler_phrase, table
+from benchmarks.lab.scenarios import (
     SCENARIOS,
     ScenarioError,
     baseline,
@@ -34,7 +33,8 @@ from benchmarks.scenarios import (
     link_slowdown,
     make_scenario,
 )
-from benchmarks.spec import ALL_VARIANTS, RunSpec
+from benchmarks.lab.spec import ALL_VARIANTS, RunSpec
+from benchmarks.overhead import summarize_blocks
 from benchmarks.traces import TraceError, read_trace, synthetic_trace, write_trace
 from benchmarks.traces import main as traces_main
 from benchmarks.tta import main as tta_main
@@ -196,7 +196,7 @@ class TestOptions:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
-        monkeypatch.setattr("benchmarks.netns._program", lambda name: f"/sbin/{name}")
+        monkeypatch.setattr("benchmarks.machine.netns._program", lambda name: f"/sbin/{name}")
         assert tta_main(["--scenario", "slow-link"]) == 77
         said = capsys.readouterr().err
         assert "scenario slow-link is impossible here" in said and "need root" in said

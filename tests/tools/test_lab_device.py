@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.device import FORWARD_PART, Device, DeviceTime, LayerClock, SleepDevice
-from benchmarks.measures import model_bytes, summarize
-from benchmarks.networks import NETWORKS, layer_costs, make_network
-from benchmarks.options import build_spec, make_parser
+from benchmarks.lab.measures import model_bytes, summarize
+from benchmarks.lab.networks import NETWORKS, layer_costs, make_network
+from benchmarks.lab.options import build_spec, make_parser
+from benchmarks.lab.scenarios import ScenarioError, input_slowdown, make_scenario
+from benchmarks.lab.spec import PLAIN_VARIANTS, RunSpec
+from benchmarks.lab.tasks import SlowSamples, defaults_for, load_task
+from benchmarks.lab.training import _equal_shares, _loader, make_clock
+from benchmarks.machine.device import FORWARD_PART, Device, DeviceTime, LayerClock, SleepDevice
 from benchmarks.overhead import main as overhead
-from benchmarks.scenarios import ScenarioError, input_slowdown, make_scenario
-from benchmarks.spec import PLAIN_VARIANTS, RunSpec
-from benchmarks.tasks import SlowSamples, defaults_for, load_task
-from benchmarks.training import _equal_shares, _loader, make_clock
 from benchmarks.tta import SETUP_ALLOWANCE_S, _deadline_s
 from tests.tools.lab_runs import some_records, spec_of
 
@@ -109,7 +109,7 @@ class TestLayerClock:
 
 
 def _setting(spec: RunSpec, train: Any) -> Any:
-    from benchmarks.training import Setting
+    from benchmarks.lab.training import Setting
 
     class Alone:
         @staticmethod

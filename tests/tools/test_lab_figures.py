@@ -20,9 +20,9 @@ from benchmarks.figures.measuring import Ledger, arguments_of, measure_row, rest
 from benchmarks.figures.rows import ROWS, Row, of_tta, supported_modes
 from benchmarks.figures.tables import MarkerError, block_names, blocks_of, render, replace_blocks
 from benchmarks.figures.version import ROOT, VersionError, code_version, is_clean
-from benchmarks.measures import summarize
+from benchmarks.lab.measures import summarize
+from benchmarks.lab.spec import write_json
 from benchmarks.report_all import RECORDED, main, pages
-from benchmarks.spec import write_json
 from tests.tools.lab_runs import some_records, spec_of
 
 VERSION_LINE = re.compile(r"^Version `([^`]+)`", re.MULTILINE)
@@ -55,7 +55,7 @@ class TestCatalogue:
     @pytest.mark.parametrize("row", [row for row in ROWS if row.module == rows.TTA], ids=lambda row: row.name)
     @pytest.mark.parametrize("quick", [False, True])
     def test_training_rows_have_command_lines_that_hold(self, row: Row, quick: bool, tmp_path: Path) -> None:
-        from benchmarks.options import make_parser
+        from benchmarks.lab.options import make_parser
 
         arguments = arguments_of(row, Ledger(tmp_path, "v", quick), quick)
         args = make_parser().parse_args(arguments)

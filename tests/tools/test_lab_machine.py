@@ -15,17 +15,17 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.freezer import Freezer
-from benchmarks.killed import Watch
-from benchmarks.launch import JobFailed, run_job
-from benchmarks.link_rates import LinkRates, ask_for_rate
-from benchmarks.measures import (
+from benchmarks.lab.launch import JobFailed, run_job
+from benchmarks.lab.measures import (
     summarize,
 )
-from benchmarks.netns import Network, NetworkError, burst_bytes, hosts_text, stale_names
+from benchmarks.lab.spec import RunSpec, write_json
+from benchmarks.machine.freezer import Freezer
+from benchmarks.machine.killed import Watch
+from benchmarks.machine.link_rates import LinkRates, ask_for_rate
+from benchmarks.machine.netns import Network, NetworkError, burst_bytes, hosts_text, stale_names
+from benchmarks.machine.quota import CpuGroup, CpuQuota, QuotaError, find_cpu_group, own_group
 from benchmarks.plot import _modes_phrase, member_strip, plot
-from benchmarks.quota import CpuGroup, CpuQuota, QuotaError, find_cpu_group, own_group
-from benchmarks.spec import RunSpec, write_json
 from tests.tools.lab_runs import some_records, spec_of
 
 
@@ -57,7 +57,7 @@ class TestNetwork:
         assert burst_bytes(1e9) == 1_000_000
 
     def test_a_rate_nobody_sets_ends_the_wait(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("benchmarks.link_rates.ASK_DEADLINE_S", 0.1)
+        monkeypatch.setattr("benchmarks.machine.link_rates.ASK_DEADLINE_S", 0.1)
         with pytest.raises(NetworkError, match="nobody rated a link"):
             ask_for_rate(tmp_path, 1e6)
 
@@ -89,7 +89,7 @@ class TestFreezer:
 
     def test_a_process_is_stopped_and_continued(self) -> None:
         script = (
-            "import time\nfrom benchmarks.freezer import Freezer\nlongest = 0.0\n"
+            "import time\nfrom benchmarks.machine.freezer import Freezer\nlongest = 0.0\n"
             "with Freezer(0.4, 0.6):\n"
             "    begin = last = time.monotonic()\n"
             "    while longest <= 0.3 and last - begin < 60.0:\n"

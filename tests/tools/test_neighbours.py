@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from benchmarks.machine.quota import QuotaError
 from benchmarks.neighbours import _containers, _load, halves, median_in, ratios
-from benchmarks.quota import QuotaError
 
 
 def test_hosts_are_halves_of_the_processors() -> None:

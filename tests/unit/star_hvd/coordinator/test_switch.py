@@ -17,7 +17,7 @@ from star_hvd.channel.messages.switch import Commit, Servers
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.switch import Switch
 from star_hvd.engine.buckets import pack
-from star_hvd.engine.late_gradients import LateGradients
+from star_hvd.engine.exchange.late_gradients import LateGradients
 from star_hvd.engine.records import Counters
 from star_hvd.errors import ChannelError
 

@@ -77,7 +77,7 @@ def test_a_slow_device_loses_its_step_although_its_kernels_were_queued_in_time()
     slow.close(0)
     slow.helper_tick()
     end_all(world)
-    for handle in fast.own_handles():
+    for handle in fast.own_step().all_handles():
         assert fast.collective.poll(handle), "the step waits for the slow device"
         fast.collective.finish(handle)
     fast.apply_own(fast.finish_own())

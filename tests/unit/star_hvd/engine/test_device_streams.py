@@ -312,7 +312,7 @@ class LocalWorld(DeviceWorld):
 
     def wait(self, engine: StepEngine) -> None:
         """The training thread waits for an averaging; everybody else goes on."""
-        handles, stream = engine.own_handles(), self.device.current
+        handles, stream = engine.own_step().all_handles(), self.device.current
         while not all(engine.collective.poll(handle) for handle in handles):
             self.device.current = stream
             self.now_s += 1.0

@@ -51,7 +51,7 @@ def gradients(engine: StepEngine, value: float = 1.0) -> None:
 
 
 def finish(engine: StepEngine) -> None:
-    for handle in engine.own_handles():
+    for handle in engine.own_step().all_handles():
         assert engine.collective.poll(handle)
         engine.collective.finish(handle)
     engine.apply_own(engine.finish_own())
@@ -107,7 +107,7 @@ def test_a_program_that_works_on_the_mean_for_the_first_time_says_so_where_a_hel
     reduce_all(network)
     assert away.helper_tick() and away.helper_tick(), "the helper completes and replays it"
     assert member.arrive(manual=True) and member.untold_manual == 0
-    for handle in member.own_handles():
+    for handle in member.own_step().all_handles():
         member.collective.finish(handle)
     result = member.finish_own()
     for mean in result.means:
@@ -151,7 +151,7 @@ def test_an_averaging_never_rounds_parameters(fp16: bool) -> None:
 
     def train(engine: StepEngine) -> None:
         def wait() -> None:
-            handles = engine.own_handles()
+            handles = engine.own_step().all_handles()
             while not all(engine.collective.poll(handle) for handle in handles):
                 with network_lock:
                     reduce_all(network)

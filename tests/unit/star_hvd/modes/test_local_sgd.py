@@ -28,7 +28,7 @@ def alone() -> tuple[World, StepEngine, LocalSteps]:
     def end_reductions() -> None:
         for name in world.network.ready():
             world.network.end(name)
-        for handle in engine.own_handles():
+        for handle in engine.own_step().all_handles():
             engine.collective.finish(handle)
 
     steps = LocalSteps(engine, end_reductions)
@@ -123,7 +123,7 @@ class Pair:
 
     def wait(self, engine: StepEngine) -> None:
         """Only the reductions that the other rank has submitted too can end."""
-        for handle in engine.own_handles():
+        for handle in engine.own_step().all_handles():
             if not engine.collective.poll(handle):
                 self.reduce()
             engine.collective.finish(handle)
@@ -180,7 +180,7 @@ def test_a_meeting_leaves_equal_replicas() -> None:
             return submit(rank, name, tensor)
 
     def wait(engine: StepEngine) -> None:
-        for handle in engine.own_handles():
+        for handle in engine.own_step().all_handles():
             while not engine.collective.poll(handle):
                 with lock:
                     pair.reduce()

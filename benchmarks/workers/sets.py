@@ -1,4 +1,4 @@
-"""Runs under horovodrun: what process sets cost, with plain Horovod; `python -m benchmarks.sets_worker RUN_DIR`.
+"""Runs under horovodrun: what process sets cost, with plain Horovod; `python -m benchmarks.workers.sets RUN_DIR`.
 
 Dynamic process sets are used where `HOROVOD_DYNAMIC_PROCESS_SETS` is 1, else the one set is made at the start. It has
 all ranks but the last one.
@@ -21,8 +21,8 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from benchmarks.spec import write_json
-from benchmarks.worker import progress, register
+from benchmarks.lab.spec import write_json
+from benchmarks.lab.worker import progress, register
 
 IDLE_S = 3.0
 REDUCTIONS = 200

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.device import DeviceTime
+from benchmarks.machine.device import DeviceTime
 
 __all__ = [
     "ALL_VARIANTS",

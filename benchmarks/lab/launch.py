@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 
-from benchmarks.worker import PROGRESS_MARK
+from benchmarks.lab.worker import PROGRESS_MARK
 
 __all__ = ["JobFailed", "horovodrun_command", "run_job"]
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 KEPT_LOG_LINES = 40
 TERMINATE_GRACE_S = 5.0
 POLL_S = 0.2

@@ -16,17 +16,17 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.accelerator import CPU
-from benchmarks.device import LayerClock, make_device
-from benchmarks.freezer import Freezer
-from benchmarks.killed import Watch, kill_server
-from benchmarks.link_rates import ask_for_rate
-from benchmarks.measures import SMOOTHED_EVALUATIONS, accuracies_of
-from benchmarks.networks import layer_costs, make_network
-from benchmarks.quota import CpuQuota
-from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S, Scenario, baseline
-from benchmarks.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
-from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, SlowSamples, load_task
+from benchmarks.lab.measures import SMOOTHED_EVALUATIONS, accuracies_of
+from benchmarks.lab.networks import layer_costs, make_network
+from benchmarks.lab.scenarios import FREEZE_EVERY_S, FREEZE_S, Scenario, baseline
+from benchmarks.lab.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
+from benchmarks.lab.tasks import FINAL_LEARNING_RATE_FRACTION, SlowSamples, load_task
+from benchmarks.machine.accelerator import CPU
+from benchmarks.machine.device import LayerClock, make_device
+from benchmarks.machine.freezer import Freezer
+from benchmarks.machine.killed import Watch, kill_server
+from benchmarks.machine.link_rates import ask_for_rate
+from benchmarks.machine.quota import CpuQuota
 
 __all__ = ["Job", "Setting", "Snapshots", "bring_into_force", "train"]
 

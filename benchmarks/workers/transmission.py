@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.device import DeviceTime, LayerClock, SleepDevice
-from benchmarks.spec import write_json
+from benchmarks.lab.spec import write_json
+from benchmarks.machine.device import DeviceTime, LayerClock, SleepDevice
 
 __all__ = ["VARIANTS", "Job", "Variant", "main", "network_of"]
 

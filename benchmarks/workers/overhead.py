@@ -19,12 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.accelerator import CPU, make_clock, place_of
-from benchmarks.device import DeviceTime, LayerClock, make_device
-from benchmarks.networks import NETWORKS, layer_costs, make_network
-from benchmarks.spec import write_json
-from benchmarks.tasks import SlowSamples, load_task
-from benchmarks.worker import progress, register
+from benchmarks.lab.networks import NETWORKS, layer_costs, make_network
+from benchmarks.lab.spec import write_json
+from benchmarks.lab.tasks import SlowSamples, load_task
+from benchmarks.lab.worker import progress, register
+from benchmarks.machine.accelerator import CPU, make_clock, place_of
+from benchmarks.machine.device import DeviceTime, LayerClock, make_device
 
 WARM_UP_STEPS = 20
 SKIPPED_STEPS = 2  # of every block: the first one waits for whoever left the last block late

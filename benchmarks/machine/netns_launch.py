@@ -3,7 +3,7 @@
 `horovodrun` reaches other hosts by ssh; a namespace is entered by `ip netns exec`. Everything else is Horovod's own
 launcher: rendezvous server, environment of the ranks, end of all ranks at the first error.
 
-`python -m benchmarks.netns_launch PLAN COMMAND...`, where PLAN is a file written by `write_plan`.
+`python -m benchmarks.machine.netns_launch PLAN COMMAND...`, where PLAN is a file written by `write_plan`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.netns import INTERFACE, Host, Network
+from benchmarks.machine.netns import INTERFACE, Host, Network
 
 __all__ = ["main", "netns_command", "write_plan"]
 
@@ -34,7 +34,8 @@ def write_plan(path: Path, network: Network, each: int = 1) -> None:
 
 def netns_command(plan: Path, module: str, *arguments: str) -> list[str]:
     """The command that runs `python -m module arguments` on the namespaces of the plan."""
-    return [sys.executable, "-m", "benchmarks.netns_launch", str(plan), sys.executable, "-m", module, *arguments]
+    launcher = [sys.executable, "-m", "benchmarks.machine.netns_launch", str(plan)]
+    return [*launcher, sys.executable, "-m", module, *arguments]
 
 
 def _executor(hosts: Sequence[Host]) -> Callable[[str, Any, list[threading.Event]], Outcome]:

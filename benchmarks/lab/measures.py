@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks.networks import make_network
-from benchmarks.scenarios import KILLED, Scenario, bound_s, input_slowdown, link_slowdown
-from benchmarks.spec import ALL_VARIANTS, FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
-from benchmarks.tasks import Task
+from benchmarks.lab.networks import make_network
+from benchmarks.lab.scenarios import KILLED, Scenario, bound_s, input_slowdown, link_slowdown
+from benchmarks.lab.spec import ALL_VARIANTS, FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
+from benchmarks.lab.tasks import Task
 
 __all__ = [
     "REQUIRED_KEYS",

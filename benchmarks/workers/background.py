@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import star_hvd as hvd
-from benchmarks.device import DeviceTime, LayerClock, SleepDevice
+from benchmarks.machine.device import DeviceTime, LayerClock, SleepDevice
 from scheduler.records import Plan, parse_mode
 from star_hvd.config import Config
 

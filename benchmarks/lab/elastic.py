@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.launch import JobFailed, horovodrun_command, run_job
-from benchmarks.spec import RunSpec
+from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.lab.spec import RunSpec
 
 __all__ = ["run_elastic_jobs"]
 
@@ -51,7 +51,7 @@ def run_elastic_jobs(
     for seed in spec.seeds:
         for variant in spec.trained:
             arguments = (str(run_dir), variant, str(seed))
-            command = horovodrun_command(spec.ranks, "benchmarks.elastic_worker", *arguments, options=options)
+            command = horovodrun_command(spec.ranks, "benchmarks.lab.elastic_worker", *arguments, options=options)
             for attempt in range(ATTEMPTS):
                 try:
                     run_job(

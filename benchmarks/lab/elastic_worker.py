@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.device import LayerClock, make_device
-from benchmarks.killed import Watch
-from benchmarks.networks import layer_costs, make_network
-from benchmarks.scenarios import baseline
-from benchmarks.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
-from benchmarks.tasks import FINAL_LEARNING_RATE_FRACTION, load_task
-from benchmarks.training import Snapshots
-from benchmarks.worker import progress, register, write_record
+from benchmarks.lab.networks import layer_costs, make_network
+from benchmarks.lab.scenarios import baseline
+from benchmarks.lab.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
+from benchmarks.lab.tasks import FINAL_LEARNING_RATE_FRACTION, load_task
+from benchmarks.lab.training import Snapshots
+from benchmarks.lab.worker import progress, register, write_record
+from benchmarks.machine.device import LayerClock, make_device
+from benchmarks.machine.killed import Watch
 
 __all__ = ["main"]
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.accelerator import Accelerator, Cuda, calibrate
-from benchmarks.networks import first_tensor
+from benchmarks.lab.networks import first_tensor
+from benchmarks.machine.accelerator import Accelerator, Cuda, calibrate
 
 __all__ = ["BurnDevice", "Device", "DeviceTime", "LayerClock", "SleepDevice", "SpinDevice", "make_device"]
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from benchmarks.accelerator import place_of
-from benchmarks.scenarios import Scenario
-from benchmarks.spec import PLAIN_VARIANTS, RunRecord, RunSpec, write_json
-from benchmarks.tasks import load_task
-from benchmarks.training import Setting, Snapshots, train
+from benchmarks.lab.scenarios import Scenario
+from benchmarks.lab.spec import PLAIN_VARIANTS, RunRecord, RunSpec, write_json
+from benchmarks.lab.tasks import load_task
+from benchmarks.lab.training import Setting, Snapshots, train
+from benchmarks.machine.accelerator import place_of
 
 __all__ = ["PROGRESS_MARK", "main", "progress", "register", "write_record"]
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S
-from benchmarks.spec import PLAIN_VARIANTS
+from benchmarks.lab.scenarios import FREEZE_EVERY_S, FREEZE_S
+from benchmarks.lab.spec import PLAIN_VARIANTS
 
 __all__ = ["ProgressView", "bound_sentence", "progress_view", "sentence", "straggler_phrase", "table"]
 

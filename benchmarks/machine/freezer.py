@@ -31,7 +31,7 @@ class Freezer:
             raise ValueError(f"stopped {freeze_s} s in every {every_s} s; expected more than 0 and less than all of it")
         # Started here, outside what is timed: a Python process takes a moment.
         self._helper = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.freezer", str(os.getpid()), str(freeze_s), str(every_s)],
+            [sys.executable, "-m", "benchmarks.machine.freezer", str(os.getpid()), str(freeze_s), str(every_s)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )

@@ -9,9 +9,9 @@ import sys
 import torch
 
 import star_hvd as hvd
-from benchmarks.overhead_worker import add_arguments, alternate, make_side
-from benchmarks.spec import write_json
-from benchmarks.worker import register
+from benchmarks.lab.spec import write_json
+from benchmarks.lab.worker import register
+from benchmarks.workers.overhead import add_arguments, alternate, make_side
 from star_hvd.runtime import runtime
 
 __all__ = ["main"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.scenarios import FREEZE_EVERY_S, FREEZE_S, MEANS, baseline
+from benchmarks.lab.scenarios import FREEZE_EVERY_S, FREEZE_S, MEANS, baseline
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario

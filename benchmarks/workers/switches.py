@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import star_hvd as hvd
-from benchmarks.spec import write_json
-from benchmarks.worker import progress, register
+from benchmarks.lab.spec import write_json
+from benchmarks.lab.worker import progress, register
 from scheduler.plan.mode_names import parse_mode
 from star_hvd.runtime import runtime
 

@@ -10,13 +10,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.accelerator import DEVICES, DeviceError, check_device
-from benchmarks.netns import check_tools
-from benchmarks.networks import NETWORKS, USUAL_HIDDEN_UNITS
-from benchmarks.quota import find_cpu_group
-from benchmarks.scenarios import MEANS, SCENARIOS, Scenario, ScenarioError, baseline, default_modes, make_scenario
-from benchmarks.spec import ALL_VARIANTS, FEEDINGS, PLAIN_VARIANTS, RunSpec
-from benchmarks.tasks import DATASETS, TaskDefaults, defaults_for
+from benchmarks.lab.networks import NETWORKS, USUAL_HIDDEN_UNITS
+from benchmarks.lab.scenarios import MEANS, SCENARIOS, Scenario, ScenarioError, baseline, default_modes, make_scenario
+from benchmarks.lab.spec import ALL_VARIANTS, FEEDINGS, PLAIN_VARIANTS, RunSpec
+from benchmarks.lab.tasks import DATASETS, TaskDefaults, defaults_for
+from benchmarks.machine.accelerator import DEVICES, DeviceError, check_device
+from benchmarks.machine.netns import check_tools
+from benchmarks.machine.quota import find_cpu_group
 from benchmarks.traces import read_trace
 from scheduler.plan.mode_names import parse_mode
 

@@ -6,7 +6,7 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.netns import Network, NetworkError
+from benchmarks.machine.netns import Network, NetworkError
 
 __all__ = ["LinkRates", "ask_for_rate"]
 

@@ -1,0 +1,190 @@
+"""What travels of a step: buckets and header are submitted to the plan's collective; means and header are read back.
+
+Who may submit what, and when, is the claim rule of `step_engine.py`; nothing here knows of it. The last bucket that has
+room for it carries the header behind its weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from star_hvd.engine.applier import Applier
+from star_hvd.engine.buckets import Bucket, Wire
+from star_hvd.engine.collective import Collective
+from star_hvd.engine.exchange.agreement import Agreement
+from star_hvd.engine.exchange.header_timing import HeaderTiming
+from star_hvd.engine.exchange.late_gradients import LateGradients
+from star_hvd.engine.exchange.means import divide, norm
+from star_hvd.engine.header import Contribution, Header
+from star_hvd.engine.records import Averaging, OpenStep
+
+__all__ = ["StepExchange"]
+
+
+class StepExchange:
+    """Not thread-safe: the engine calls it under its lock; `read` and `mean` are for a step's owner, without the lock.
+
+    Args:
+        applier: Has the buckets.
+        agreement: The plan in force and the header's layout.
+        late: Late gradients are folded into what is submitted.
+        timing: When the header leaves, and whether alone.
+        wire: How gradients travel.
+        collective: Reduces tensors over all ranks.
+        collective_of: Gives the collective of a subgroup's members; the process set must exist.
+        prefix: Names of the collectives start with it.
+        mean_factor: The result is the mean times this.
+
+    Attributes:
+        collective: That of the plan in force.
+    """
+
+    def __init__(
+        self,
+        applier: Applier,
+        agreement: Agreement,
+        late: LateGradients,
+        timing: HeaderTiming,
+        wire: Wire,
+        collective: Collective,
+        collective_of: Callable[[tuple[int, ...]], Collective] | None,
+        *,
+        prefix: str,
+        mean_factor: int,
+    ) -> None:
+        self.collective = collective
+        self._everybody = collective
+        self._collective_of = collective_of
+        self._applier = applier
+        self._agreement = agreement
+        self._late = late
+        self._timing = timing
+        self._wire = wire
+        self._prefix = prefix
+        self._mean_factor = mean_factor
+        self._carrier: Bucket | None = None
+        self.choose_carrier()
+        wire.begin(applier.streams, agreement.rank, agreement.plan.world_size)
+
+    def choose_carrier(self) -> None:
+        """Make room for the header behind the last bucket; the contents of its buffer are lost."""
+        for bucket in self._applier.buckets:
+            if bucket.tail:
+                bucket.carry(0)
+        last = self._applier.buckets[-1] if self._applier.buckets else None
+        self._carrier = last if last is not None and last.can_carry else None
+        if self._carrier is not None:
+            self._carrier.carry(self._agreement.codec.size)
+
+    def plan_taken(self) -> None:
+        """Use the collective of the plan in force."""
+        self._timing.restart()
+        self._wire.restart()
+        plan = self._agreement.plan
+        if plan.mode != "subgroup":
+            self.collective = self._everybody
+        elif self._agreement.rank in plan.members:
+            assert self._collective_of is not None, "this engine cannot run a subgroup"
+            self.collective = self._collective_of(plan.members)
+
+    # ---- out ------------------------------------------------------------------------------------------------
+
+    def submit_fresh(self, step: OpenStep, bucket: Bucket, weight: float) -> None:
+        """Submit this rank's own gradient of a bucket, which is whole in the bucket's `flat`."""
+        flat = bucket.flat
+        if weight != 1.0:
+            flat[:-1].mul_(weight)
+        flat[-1] = weight
+        if bucket is self._carrier:
+            self._timing.carrier_is_whole()
+        self._submit(step, bucket, flat, given=weight != 0.0)
+
+    def submit_proxy(self, step: OpenStep, bucket: Bucket) -> None:
+        """Submit zeros for a bucket, with what was kept for it."""
+        self._submit(step, bucket, bucket.new_flat(), given=False)
+
+    def _submit(self, step: OpenStep, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> None:
+        """Submit `flat`, with what was kept for the bucket folded in; `given`: there is a gradient in it already."""
+        folded = self._late.fold(bucket, flat, step.number, self._agreement.plan)
+        step.folded += folded
+        reduced_buffer = self._wire.encode(bucket, flat, given=folded or given)
+        step.buffers[bucket.index], step.reduced_buffers[bucket.index] = flat, reduced_buffer
+        if bucket is self._carrier and self._timing.alone and self._wire.has_tail:
+            reduced_buffer[-bucket.tail :].zero_()  # What is left of an earlier header.
+        if bucket is not self._carrier or self._header_alone:
+            step.handles[bucket.index] = self._start(self._wire.name(bucket), reduced_buffer)
+
+    def submit_average(self, step: OpenStep, bucket: Bucket, average: torch.Tensor) -> None:
+        """`local`: submit this rank's part of an average, as `Bucket.new_average`."""
+        step.buffers[bucket.index] = step.reduced_buffers[bucket.index] = average
+        step.handles[bucket.index] = self._start(f"a{bucket.index}", average)
+
+    def submit_header(self, step: OpenStep, item: Contribution, averaging: Averaging | None) -> None:
+        """Submit the header, behind the carrier where there is one, and what is averaged besides the parameters."""
+        codec, name = self._agreement.codec, "h"
+        if self._carrier is None or self._header_alone or self._agreement.plan.mode == "local":
+            whole = step.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
+        else:
+            carrier = step.reduced_buffers[self._carrier.index]
+            assert carrier is not None
+            whole, step.header, name = carrier, carrier[-codec.size :], self._wire.name(self._carrier)
+        codec.write(self._agreement.rank, item, step.header.numpy())
+        if averaging is not None:
+            step.averaging = averaging
+            for extra, tensor in averaging.extras():
+                step.extras.append(tensor)
+                step.handles.append(self._start(extra, tensor))
+        step.header_handle = self._start(name, whole)
+
+    def _start(self, name: str, tensor: torch.Tensor) -> int:
+        return self.collective.submit(f"{self._prefix}.{name}", tensor)
+
+    @property
+    def _header_alone(self) -> bool:
+        """Whether the header of the step to come travels as a tensor of its own, though there is a carrier."""
+        return self._timing.alone or not self._wire.has_tail
+
+    # ---- back -----------------------------------------------------------------------------------------------
+
+    def all_ended(self, step: OpenStep) -> bool:
+        """Whether all operations of a step have ended; nothing is collected."""
+        return all(self.collective.poll(handle) for handle in step.all_handles())
+
+    def collect(self, step: OpenStep) -> bool:
+        """Collect what has ended, for the helper. Whether all has."""
+        if not step.waiting:
+            step.waiting.extend(step.all_handles())
+        while step.waiting and self.collective.poll(step.waiting[0]):
+            self.collective.finish(step.waiting.popleft())
+        return not step.waiting
+
+    def header(self, step: OpenStep) -> Header:
+        """The reduced header, which was collected."""
+        assert step.header is not None
+        return self._agreement.codec.read(step.header.numpy())
+
+    def mean(self, step: OpenStep, bucket: Bucket) -> torch.Tensor:
+        """The mean of a bucket, which was collected; in place."""
+        if (made := step.means.get(bucket.index)) is not None:
+            return made
+        flat, reduced_buffer = step.buffers[bucket.index], step.reduced_buffers[bucket.index]
+        assert flat is not None and reduced_buffer is not None
+        self._applier.streams.use(reduced_buffer, flat)  # Another thread may have submitted them.
+        if step.averaging is None:
+            self._wire.decode(bucket, reduced_buffer, flat)
+        mean = step.means[bucket.index] = divide(flat, self._applier.streams, self._mean_factor)
+        return mean
+
+    def read(self, step: OpenStep) -> tuple[Header, list[torch.Tensor], float]:
+        """Header, means and, when sampled, their squared norm. The host may wait for the device here."""
+        header = self.header(step)
+        means = [self.mean(step, bucket) for bucket in self._applier.buckets]
+        # Noise is of whole gradients.
+        if self._wire.lossy or header.local_count != len(self._agreement.members):
+            return header, means, math.nan
+        norms = [norm(mean) for mean in means]
+        self._applier.streams.await_host()
+        return header, means, sum(float(each) ** 2 for each in norms)
