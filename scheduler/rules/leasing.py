@@ -47,6 +47,9 @@ _OVERDUE = 3.0
 _INTERVALS = 5
 """Recent intervals whose median is a rank's pace: the fewest that tolerate two outliers."""
 
+_SLOW = 1.25
+"""Times the fastest rank's pace from which a rank gets no part of a batch beyond its share."""
+
 Span = tuple[int, int]
 
 
@@ -436,20 +439,24 @@ class LeaseQueue:
     def _allowed(self, rank: int, now_s: float) -> int:
         """Batches a rank may hold: half its share of what is left, at most what it works on for the lease's time.
 
-        Yet as many as its workers load ahead, where these are not more than its share.
+        Yet as many as its workers load ahead, where these are not more than its share, to the nearest batch unless the
+        rank is slow: a batch that stayed free to the end would be loaded when nothing else is.
         """
         own_s = self._holders[rank].pace_s
         left = self._batches(self._free) + sum(self._batches(each.held) for each in self._holders)
         most, rate, ahead = _FIRST, 1.0, self._holders[rank].ahead
+        slowness = 1.0
         if not math.isnan(own_s):
             most = math.ceil(min(self._lease_s / own_s, left))  # The quotient may be infinite.
         for other, each in enumerate(self._holders):
             if other != rank and not each.ended and not self._overdue(each, now_s):
                 pace_s = each.pace_s
-                rate += 1.0 if math.isnan(own_s) or math.isnan(pace_s) else own_s / pace_s
+                ratio = 1.0 if math.isnan(own_s) or math.isnan(pace_s) else own_s / pace_s
+                rate, slowness = rate + ratio, max(slowness, ratio)
         share = left / rate
         half = share / 2.0 if rate > 1.0 else share  # All of it where no other rank takes part.
-        return max(min(max(most, 2 * ahead), int(half)), min(ahead, int(share)))
+        whole = int(share + 0.5) if slowness < _SLOW else int(share)
+        return max(min(max(most, 2 * ahead), int(half)), min(ahead, whole))
 
     def _overdue(self, holder: _Holder, now_s: float) -> bool:
         """Whether a rank's report is long overdue; never before its first report."""

@@ -147,6 +147,10 @@ class Router:
         limits: Of every stream.
         known: Whether an identity is a valid peer's.
         copy: As of a `Dealer`.
+
+    Attributes:
+        lost: Messages for peers that had ended, or whose stream is over.
+        drained: Whether the latest `receive` took all there was.
     """
 
     def __init__(
@@ -155,6 +159,7 @@ class Router:
         self.socket = socket
         self._copy = copy
         self.lost = 0
+        self.drained = True
         self._limits, self._known = limits, known
         self._streams: dict[bytes, Stream] = {}
         self._leaving: dict[bytes, float] = {}
@@ -212,10 +217,12 @@ class Router:
 
     def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
         """Yield at most `most` received messages, the identity in front; an error in place of an invalid one."""
+        self.drained = False
         for _ in range(most):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
             except zmq.Again:
+                self.drained = True
                 break
             try:
                 message = self._take(frames)

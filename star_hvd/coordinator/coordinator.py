@@ -99,8 +99,9 @@ class Coordinator:
             while not self._stop.is_set():
                 # Drain the socket first: after a pause of this process, ranks must not be taken for silent.
                 with self._lock:
-                    while self._receive():
-                        pass  # `receive` returns a limited number at a time.
+                    self._receive()
+                    while not self._router.drained:  # `receive` returns a limited number at a time.
+                        self._receive()
                 now_s = time.monotonic()
                 paused_s, last_s = now_s - last_s, now_s
                 with self._lock:
@@ -121,10 +122,8 @@ class Coordinator:
             self._router.bye()
             self._router.socket.close(linger=1000)
 
-    def _receive(self) -> bool:
-        received = False
+    def _receive(self) -> None:
         for frames in self._router.receive():
-            received = True
             try:
                 if isinstance(frames, ChannelError):
                     raise frames
@@ -134,7 +133,6 @@ class Coordinator:
             except (ChannelError, ValueError) as error:
                 self.malformed += 1
                 logger.warning("dropped a control message: %s", error)
-        return received
 
     def _send_all(self) -> None:
         outbox, self._job.outbox = self._job.outbox, []

@@ -74,6 +74,11 @@ class History:
             for step, row in zip(steps, values, strict=True)
         ]
 
+    def latest_s(self, rank: int, count: int) -> list[float]:
+        """A rank's latest compute times, at most `count`, oldest first, seconds."""
+        known = min(count, int(self._counts[rank]))
+        return list(self._values[rank, _COMPUTE, self._depth - known :].tolist())
+
     def usual_s(self) -> list[float]:
         """Median of every rank's latest compute times, seconds; NaN for a rank without reports."""
         recent = self._values[:, _COMPUTE, -_USUAL:]

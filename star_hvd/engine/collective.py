@@ -46,24 +46,20 @@ class HorovodCollective:
     def __init__(self, process_set: Any = None) -> None:
         from horovod.torch import mpi_ops
 
+        self._ops = mpi_ops  # An import statement takes as long as a look at a handle.
         self._process_set = process_set if process_set is not None else mpi_ops.global_process_set
         self.core_each = int(mpi_ops.local_size()) <= len(os.sched_getaffinity(0))
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
-        from horovod.torch import mpi_ops
-
-        return int(mpi_ops.allreduce_async_(tensor, name=name, op=mpi_ops.Sum, process_set=self._process_set))
+        ops = self._ops
+        return int(ops.allreduce_async_(tensor, name=name, op=ops.Sum, process_set=self._process_set))
 
     def poll(self, handle: int) -> bool:
-        from horovod.torch import mpi_ops
-
         # Horovod knows a handle until its result was collected, and refuses to be asked for it afterwards.
-        return handle not in mpi_ops._handle_map or bool(mpi_ops.poll(handle))
+        return handle not in self._ops._handle_map or bool(self._ops.poll(handle))
 
     def finish(self, handle: int) -> None:
-        from horovod.torch import mpi_ops
-
-        mpi_ops.synchronize(handle)
+        self._ops.synchronize(handle)
 
 
 # Horovod's own wait spins until the end and shows 110 % CPU on waiting ranks: on a host with fewer cores than ranks

@@ -157,6 +157,7 @@ class LeaseStock:
         self._begun = 0
         self._consumption = Consumption()
         self._level = 0  # Samples in stock behind the last answer.
+        self._reported = (-1, -1)  # Samples begun, and batches delivered, at the last request.
         self._largest = batch  # Samples in a batch.
         self._asked = self._over = self._exhausted = False
         self._idle = False  # The training thread has nothing to work on, until a batch is begun.
@@ -406,8 +407,11 @@ class LeaseStock:
         return sum(stop - start for start, stop in self._spans)
 
     def _ask_ahead(self) -> None:
-        enough = self._left() > max(1, self._ahead) * self._largest and self._held() >= _ASK_BELOW * self._level
-        if not self._asked and not self._over and not enough:
+        """Ask for more while there is plenty, and something was begun since: else the answer would be the same."""
+        if self._asked or self._over or (self._begun, self._delivered) == self._reported:
+            return
+        short = self._left() <= max(1, self._ahead // 2) * self._largest
+        if short or self._held() < _ASK_BELOW * self._level:
             self._ask()
 
     def _ask(self, index: int = -1) -> None:
@@ -416,6 +420,7 @@ class LeaseStock:
         self._send_ask()
 
     def _send_ask(self, *, again: bool = False) -> None:
+        self._reported = (self._begun, self._delivered)
         self._send(
             LeaseAsk(
                 self.loader,

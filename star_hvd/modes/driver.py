@@ -652,10 +652,10 @@ class _NamedFailures:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        from horovod.common.exceptions import HorovodInternalError
-
         if error is None or isinstance(error, (RankLostError, StarError)):
             return
+        from horovod.common.exceptions import HorovodInternalError
+
         if isinstance(error, HorovodInternalError):
             named = RankLostError(f"{error}; {self._driver._diagnose()}")
             self._driver.engine.fail(named)

@@ -247,7 +247,7 @@ class StepReporter:
                 mean_sqr,
                 header.folds,
             ),
-            urgent=self._urgent(),
+            urgent=False,  # No step closes by it: it goes with the next arrival.
         )
 
     def on_switch(self, step: int, plan: Plan) -> None:

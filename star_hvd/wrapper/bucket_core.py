@@ -363,7 +363,8 @@ class BucketCore:
     @property
     def pending(self) -> bool:
         """Whether backward has produced gradients that no `synchronize` has collected."""
-        return bool(self.handles)
+        # Fast path: `zero_grad` asks in every step, and a look-up by parameter costs a call of its own.
+        return bool(self._given) or any(passes < self.passes for passes in self._delay.values())
 
     @property
     def handles(self) -> dict[torch.nn.Parameter, Any]:

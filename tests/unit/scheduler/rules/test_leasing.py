@@ -337,6 +337,14 @@ def test_ranks_of_equal_pace_end_together_though_their_workers_load_ahead(in_ord
     assert max(job.ends_s) - min(job.ends_s) < 0.5 and job.thrown_away <= 16
 
 
+def test_ranks_of_equal_pace_end_an_epoch_in_the_same_step_and_ask_at_most_once_per_batch() -> None:
+    """A batch that stays free to the end is loaded while its rank has nothing else to work on."""
+    job = Job(60 * 16, 16, 2, steady(0.1, 0.1), ahead=4, load_s=0.05)
+    assert [len(spans) for spans in job.begun] == [30, 30] and job.thrown_away == 0
+    assert max(job.ends_s) - min(job.ends_s) < 0.01, "the last batches were loaded like all others"
+    assert job.messages <= 45, "begin and end of the epoch, and less than one in a batch"
+
+
 def test_what_a_slow_rank_has_loaded_and_not_begun_is_called_back_at_the_end() -> None:
     slow_from = 8.0
     job = Job(

@@ -277,7 +277,7 @@ def test_arrivals_are_hurried_while_somebody_is_away() -> None:
     job.say(1, m.Away(False, True, "x"))
     assert m.ReportImmediately(False) not in job.pass_time(3.0)
     job.say(2, m.Away(False, True, "x"))
-    assert m.ReportImmediately(False) in job.pass_time(2.0)
+    assert m.ReportImmediately(False) in job.pass_time(0.6), "an epoch may be as short as that"
 
 
 def test_what_is_said_of_a_closed_optimizer_is_ignored() -> None:

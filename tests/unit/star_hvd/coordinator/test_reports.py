@@ -63,6 +63,7 @@ def test_a_table_tells_what_the_reports_say(counts: list[int], seed: int, limit:
         assert (stats.link_bytes_per_s, stats.silent_s, stats.comm_s) == (1e6, 0.1, (0.01, 0.02))
         usual = statistics.median([r.times.compute_s for r in reports]) if reports else math.nan
         assert history.usual_s()[rank] == pytest.approx(usual, nan_ok=True)
+        assert history.latest_s(rank, 5) == [report.times.compute_s for report in plain[rank]][-5:]
         assert len(history[rank]) == len(reports)
         for one, other in zip(history[rank], reports, strict=True):
             assert (one.step, one.late) == (other.step, other.late)

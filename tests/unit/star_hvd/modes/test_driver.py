@@ -9,8 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from scheduler.records import Plan
+from star_hvd.channel.messages.base import Arrive, HeaderNote
 from star_hvd.config import Config
+from star_hvd.engine.header import Contribution, HeaderCodec
 from star_hvd.modes.driver import StepDriver
+from star_hvd.modes.step_reporter import StepReporter
 
 
 def driver(engine: Any, *, needs_state: Any = lambda: True, state_for: Any = None) -> StepDriver:
@@ -78,3 +82,19 @@ def test_the_end_of_a_job_does_not_wait_for_an_averaging_that_its_helper_can_no_
     made.local = cast(Any, SimpleNamespace(exit=lambda: pytest.fail("it waits for the helper, which has ended")))
     made.switcher.active_mode = made.local
     made.stop()
+
+
+def test_of_a_step_that_may_close_early_only_the_arrival_wakes_the_threads_of_the_channel() -> None:
+    sent = list[tuple[type, bool]]()
+
+    def send(message: Any, *, urgent: bool = True) -> None:
+        sent.append((type(message), urgent))
+
+    plan, codec = Plan.partial(2, 1), HeaderCodec(2, 0)
+    reporter = StepReporter(0, send, lambda plan: None)
+    reporter.start(cast(Any, SimpleNamespace(rank=0, plan=plan)))
+    sums = torch.zeros(codec.size)
+    codec.write(0, Contribution(fresh=True, own_steps=1, weight=1.0), sums.numpy())
+    reporter.on_arrive(0, 1)
+    reporter.on_step_end(0, codec.read(sums.numpy()), plan, 0.0)
+    assert sent == [(Arrive, True), (HeaderNote, False)]
