@@ -371,6 +371,8 @@ class StepDriver:
         with engine.lock:
             local = engine.plan.mode == "local"
             reduced = engine.taking_part and not local  # With all members; else other ranks know what is newest.
+            # A child's parameters are its parent's, of a step that members count alike: whether it is behind shows.
+            child = engine.plan.mode == "subgroup" and active is not None and not active.over
             whole = engine.replica.is_whole if reduced or local else True
             if active is not None or not reduced:
                 whole = whole and active is not None and not active.over
@@ -380,7 +382,7 @@ class StepDriver:
                 step=engine.step,
                 next_step=engine.next_step,
                 whole=whole and not self.local.waiting,
-                outside=active is not None or not reduced,
+                outside=not child and (active is not None or not reduced),
                 mid_step=self.mid_step(),
                 manual_step=-1 if engine.untold_manual is None else engine.untold_manual,
             )
