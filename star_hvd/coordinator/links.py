@@ -145,7 +145,7 @@ class LinkSurvey:
     def _confirmed(self, rank: int, low: set[int]) -> bool:
         """Whether the rank's link is as slow from the other side: for what another rank has sent to it."""
         own = [rate for (one, target), rate in self._pairs.items() if one == rank and target not in low]
-        other = [rate for (one, target), rate in self._pairs.items() if target == rank and one in low]
+        other = [rate for (_, target), rate in self._pairs.items() if target == rank]
         return bool(own and other) and max(*own, *other) < _ALIKE * min(*own, *other)
 
     def _good_target(self, rank: int, low: set[int]) -> int | None:
