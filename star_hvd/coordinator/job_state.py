@@ -159,7 +159,12 @@ class JobState:
             self._immediate_until_s = None
             self._broadcast(ReportImmediately(False))
         wake_s = now_s + self._config.heartbeat_s
-        due = self.links.due(now_s, wanted=lambda: any(engine.suspects_links for engine in self.engines.values()))
+        engines = self.engines.values()
+        due = self.links.due(
+            now_s,
+            wanted=lambda: any(engine.suspects_links for engine in engines),
+            surprised=lambda: any(engine.surprised_by_links(now_s) for engine in engines),
+        )
         if due is not None:
             self.outbox.append(due)
         if now_s >= self._next_tidy_s:
@@ -214,6 +219,14 @@ class JobState:
         engine.arrive(rank, message, now_s)
         if engine is self._fed:
             self.shares.note(rank, message.step, message.times.compute_s)
+
+    def _step_note(self, rank: int, message: StepNote, now_s: float) -> None:
+        engine = self._engine(message.optimizer_id)
+        engine.step_note(rank, message)
+        pace_s = self._own_pace_s(rank)
+        if engine.active.mode == "subgroup" and pace_s is not None:
+            # The members wait for it at the end of the epoch: until it asks for samples again may be too late.
+            self._leases.forecast(rank, pace_s)
 
     def _optimizer_dropped(self, rank: int, message: OptimizerDropped, now_s: float) -> None:
         if self._engine(message.optimizer_id).drop(rank, message):
@@ -355,9 +368,15 @@ class JobState:
             self._maybe_end(key, epoch, now_s)
 
     def _own_pace_s(self, rank: int) -> float | None:
-        """Median time of a rank's last 5 batches in seconds, from the first optimizer with reports."""
+        """Median time of a rank's last 5 batches in seconds, from the first optimizer with reports.
+
+        Outside a subgroup a rank also waits for its parent between two batches: on a slow link most of the time.
+        """
         for engine in self.engines.values():
             recent = engine.history.latest_s(rank, 5)
+            if engine.active.mode == "subgroup" and rank not in engine.active.members:
+                sent = [each.times.compute_s + each.wait_s for each in engine.history[rank][-5:] if each.wait_s > 0.0]
+                recent = sent or recent
             if recent and min(recent) > 0.0:
                 return sorted(recent)[len(recent) // 2]
         return None
@@ -445,7 +464,7 @@ _HANDLERS: dict[type[Message], _Handler] = {
     ServerRestarted: lambda job, rank, message, now_s: job._broadcast(message),
     Drained: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.switched(message, now_s)),
     Switched: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.switched(message, now_s)),
-    StepNote: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.step_note(rank, message)),
+    StepNote: JobState._step_note,
     Away: JobState._away_message,
     RequestBatch: JobState._request_batch,
     LeaseAsk: JobState._lease,

@@ -129,6 +129,12 @@ class LeaseDesk:
         self._answer(key, rank, answer)
         self._serve(key, queue, now_s)
 
+    def forecast(self, rank: int, pace_s: float) -> None:
+        """A rank's present seconds per batch, for the epochs that are open."""
+        for (loader, _), queue in self._queues.items():
+            self._pace_s[loader, rank] = pace_s
+            queue.forecast(rank, pace_s)
+
     def entitle(
         self, loader: int, epoch: int, totals: Sequence[int] | None, later: Sequence[int] | None, now_s: float
     ) -> None:

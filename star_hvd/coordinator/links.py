@@ -4,9 +4,13 @@ Links are measured once at the start, and then only while communication is a not
 traffic. The policy gets the rates (`LinkRelevance`) only then too, because a low rate makes it switch.
 
 In a sweep every rank sends a probe to one other rank, so a low rate may be due to either's link. A rank with a low rate
-sends again, to the rank with the highest rate, and the best of its rates counts: training, the coordinator on rank 0
-and other jobs make a link look slower, never faster. A link is slow only where two measurements agree, one of them to
-a rank whose own link is fast. Every sweep pairs the ranks differently.
+whose link was low from the other side, too, has a slow link: what another rank sent to it, and what it sent to a rank
+with a fast link, took about as long. Else it sends again, to the rank with the highest rate, and the best of its rates
+counts: training, the coordinator on rank 0 and other jobs make a link look slower, never faster. A link is slow only
+where two measurements agree, one of them with a rank whose own link is fast. Every sweep pairs the ranks differently.
+
+Sweeps are seconds apart. One comes at once where a reduction begins to take far longer than the links as last measured
+explain. A low rate is used only while reductions are as slow as such a link makes them.
 
 Ranks of one host are not measured against each other: the time is that of scheduling the processes' threads, not of a
 link. Where all ranks are on one host nothing is measured.
@@ -19,6 +23,9 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from scheduler.diagnosis.links import link_ratios, ring_bytes
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.switch import Probe
 from star_hvd.coordinator.reports import Arrivals, History
@@ -32,7 +39,8 @@ _SWEEP_S = 2.0  # all of them would take longer than this: probes of many ranks 
 _PAUSE_S = 5.0  # Least time between two sweeps, or
 _PAUSES = 5.0  # this multiple of a sweep's length if that is more: probes must not fill a slow link.
 _PATIENCE_S = 10.0  # Wait for answers at a sweep's end; a rank without one keeps its last rate.
-_LOW = 0.5  # A rate below this fraction of the sweep's highest is measured again.
+_LOW = 0.5  # A rate below this fraction of the sweep's highest needs a second measurement.
+_ALIKE = 2.0  # Most that two measurements of one slow link differ by.
 
 
 class LinkSurvey:
@@ -56,13 +64,27 @@ class LinkSurvey:
         self._next_s = self._began_s = 0.0
         self._asked: dict[int, int] = {}  # Probes without an answer: sender to receiver.
         self._rates: dict[int, float] = {}  # Best rate of each rank in this sweep.
+        self._pairs: dict[tuple[int, int], float] = {}  # The same of each sender and receiver.
         self._tried: set[tuple[int, int]] = set()  # (sender, receiver) of this sweep's probes.
+        self._was_surprised = False
 
-    def due(self, now_s: float, *, wanted: Callable[[], bool]) -> tuple[int, Probe] | None:
-        """The next probe and the rank that sends it, None where none is due; `wanted` is asked before every sweep."""
-        if now_s < self._next_s or len(set(self._hosts)) < 2:
+    def due(
+        self, now_s: float, *, wanted: Callable[[], bool], surprised: Callable[[], bool] = lambda: False
+    ) -> tuple[int, Probe] | None:
+        """The next probe and the rank that sends it, None where none is due.
+
+        Args:
+            now_s: The present.
+            wanted: Asked before every sweep.
+            surprised: Whether reductions take far longer than the rates explain; where this begins, the next sweep
+                does not wait.
+        """
+        if len(set(self._hosts)) < 2:
             return None
-        if not self._tried and not wanted():
+        hurries = not self._tried and self._surprise_begins(surprised)
+        if now_s < self._next_s and not hurries:
+            return None
+        if not self._tried and not hurries and not wanted():
             self._next_s = now_s + _RECHECK_S
             return None
         if not self._todo:
@@ -81,11 +103,18 @@ class LinkSurvey:
         self._next_s = now_s + min(_NEXT_S, _SWEEP_S / len(self.bytes_per_s))
         return rank, Probe(target, PROBE_BYTES)
 
+    def _surprise_begins(self, surprised: Callable[[], bool]) -> bool:
+        """Whether it begins now: one that lasts is no reason for a further sweep."""
+        before, self._was_surprised = self._was_surprised, surprised()
+        return self._was_surprised and not before
+
     def note(self, rank: int, bytes_per_s: float) -> None:
         """Take in a measured rate, in bytes per second."""
-        self._asked.pop(rank, None)
+        target = self._asked.pop(rank, None)
         if bytes_per_s > 0.0:
             self._rates[rank] = max(bytes_per_s, self._rates.get(rank, 0.0))
+            if target is not None:
+                self._pairs[rank, target] = bytes_per_s
 
     def _ring(self) -> list[tuple[int, int]]:
         """(sender, receiver) of this sweep's first probes, on different hosts."""
@@ -107,11 +136,17 @@ class LinkSurvey:
         again = []
         for rank, rate in sorted(self._rates.items()):
             target = self._good_target(rank, low)
-            if rank in low and target is not None:
+            if rank in low and target is not None and not self._confirmed(rank, low):
                 again.append((rank, target))
             else:
                 self.bytes_per_s[rank] = rate
         return again
+
+    def _confirmed(self, rank: int, low: set[int]) -> bool:
+        """Whether the rank's link is as slow from the other side: for what another rank has sent to it."""
+        own = [rate for (one, target), rate in self._pairs.items() if one == rank and target not in low]
+        other = [rate for (_, target), rate in self._pairs.items() if target == rank]
+        return bool(own and other) and max(*own, *other) < _ALIKE * min(*own, *other)
 
     def _good_target(self, rank: int, low: set[int]) -> int | None:
         """The fastest rank on another host that `rank` has not probed yet; None where no such rank is left, or where
@@ -128,13 +163,23 @@ class LinkSurvey:
 
     def _begin_next(self) -> None:
         self._sweep += 1
-        self._rates, self._tried = {}, set()
+        self._rates, self._pairs, self._tried = {}, {}, set()
         self._todo.extend(self._ring())
 
 
 _COMM_S, _COMM_SHARE = 0.01, 0.2  # Links matter if communication takes more than both: seconds, part of a step.
 _RELEVANT_DECISIONS = 600  # About a minute: covers intermittent links, and forgets one that has recovered.
 _COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps needed for that; 2 where it is over half of a step.
+
+_FAR_LOW, _COMM_MOST, _EXPLAINED = 1.0 / 3.0, 0.8, (0.5, 3.0)
+"""One step is enough where a link has less than a third of the others' rate, communication is most of the step, and it
+took as long as its bytes take on that link, by these factors."""
+
+_SHOWN = 0.3
+"""A low rate that makes a step's bytes take t is used only if steps take this part of t: all of them have to cross the
+link within the step, but where they are compressed. Beside other work on a machine a probe may be slow, too."""
+
+_SURPRISE, _SURPRISE_S = 3.0, 0.15  # Over what the rates explain, and least seconds.
 
 
 class LinkRelevance:
@@ -151,14 +196,21 @@ class LinkRelevance:
 
     def __init__(self, history: History, arrivals: Arrivals, world_size: int) -> None:
         self.bytes_per_s: Sequence[float] = [math.nan] * world_size
+        self._gradient_bytes = 0
         self._history = history
         self._arrivals = arrivals
         self._costs: bool | None = None  # Computed once per decision.
         self._relevant_decisions = 0  # Decisions for which the rates are still used.
+        self._first: set[int] = set()  # Ranks whose gradient of the first step has come.
+        self._first_s = math.nan  # When the last of them came.
 
-    def new_decision(self) -> None:
-        """Begin a decision: the cost of communication is computed anew."""
-        self._costs = None
+    def new_decision(self, gradient_bytes: int) -> None:
+        """Begin a decision: the cost of communication is computed anew.
+
+        Args:
+            gradient_bytes: Of the optimizer.
+        """
+        self._costs, self._gradient_bytes = None, gradient_bytes
         self._relevant_decisions = max(0, self._relevant_decisions - 1)
 
     def suspects(self, active: Plan) -> bool:
@@ -169,20 +221,63 @@ class LinkRelevance:
         """Rates of the links while they matter, else NaN for all: they are not measured then, and would be stale."""
         if _depends_on_links(active) or self._costly():
             self._relevant_decisions = _RELEVANT_DECISIONS
-        return self.bytes_per_s if self._relevant_decisions else (math.nan,) * len(self.bytes_per_s)
+        shown = active.mode != "sync" or self._shown()
+        return self.bytes_per_s if self._relevant_decisions and shown else (math.nan,) * len(self.bytes_per_s)
+
+    def arrived(self, rank: int, now_s: float) -> None:
+        """A rank's gradient is complete; the first step's reduction is timed from here, until others are."""
+        if not self._arrivals.comm_s and len(self._first) < len(self.bytes_per_s):
+            self._first.add(rank)
+            self._first_s = now_s
+
+    def surprised(self, now_s: float) -> bool:
+        """Whether the latest reduction took, or the first one takes, far longer than the rates explain."""
+        slowest = self._slowest_s()
+        if math.isnan(slowest):
+            return False
+        if self._arrivals.comm_s:
+            seen_s = self._arrivals.comm_s[-1]
+        else:
+            seen_s = now_s - self._first_s if len(self._first) == len(self.bytes_per_s) else 0.0
+        return seen_s > max(_SURPRISE_S, _SURPRISE * slowest)
+
+    def _slowest_s(self) -> float:
+        """What the bytes of a step take on the slowest link; NaN while a rate is unknown."""
+        if any(map(math.isnan, self.bytes_per_s)):
+            return math.nan
+        return ring_bytes(len(self.bytes_per_s), self._gradient_bytes) / min(self.bytes_per_s)
+
+    def _shown(self) -> bool:
+        """Whether steps take as long as a slow link would make them; assumed while none is known."""
+        comm_s, compute_s = self._recent_s()
+        slowest_s = self._slowest_s()
+        return math.isnan(comm_s) or math.isnan(slowest_s) or comm_s + compute_s > _SHOWN * slowest_s
+
+    def _recent_s(self) -> tuple[float, float]:
+        """Usual times of recent communication and of compute; NaN where unknown."""
+        recent = list(self._arrivals.comm_s)[-_COMM_STEPS:]
+        known = [usual_s for usual_s in self._history.usual_s() if not math.isnan(usual_s)]
+        comm_s = statistics.median_low(recent) if recent else math.nan
+        return comm_s, statistics.median_low(known) if known else math.nan
 
     def _costly(self) -> bool:
         """Whether communication takes enough of a step for a slow link to matter."""
-        known = len(self._arrivals.comm_s)
-        if known < _COMM_SURE:
-            return False
         if self._costs is None:
-            share = _COMM_SHARE if known >= _COMM_STEPS else _COMM_SURE_SHARE
-            compute_s = [usual_s for usual_s in self._history.usual_s() if not math.isnan(usual_s)]
-            comm_s = self._arrivals.usual_comm_s
-            least_s = max(_COMM_S, share * (comm_s + statistics.median_low(compute_s))) if compute_s else math.inf
-            self._costs = comm_s > least_s
+            known = len(self._arrivals.comm_s)
+            share = _COMM_SHARE if known >= _COMM_STEPS else _COMM_SURE_SHARE if known >= _COMM_SURE else _COMM_MOST
+            comm_s, compute_s = self._recent_s()
+            # False also where one of them is unknown.
+            self._costs = comm_s > max(_COMM_S, share * (comm_s + compute_s))
+            if known < _COMM_SURE:
+                self._costs = self._costs and self._is_explained(comm_s)
         return self._costs
+
+    def _is_explained(self, comm_s: float) -> bool:
+        """Whether a link far slower than the others explains what a reduction took."""
+        slowest_s = self._slowest_s()
+        low, high = _EXPLAINED
+        far_low = bool((link_ratios(np.array(self.bytes_per_s, dtype=np.float64)) < _FAR_LOW).any())
+        return far_low and low * slowest_s < comm_s < high * slowest_s
 
 
 def _depends_on_links(active: Plan) -> bool:

@@ -170,6 +170,7 @@ class OptimizerState:
             self.arrivals.came(rank, message.step, now_s)
         else:
             self.arrivals.in_lockstep(rank, message.step - 1, message.previous_wait_s)
+            self.links.arrived(rank, now_s)
         if self.rule.step < message.step or not self.rule.begun:
             self._alerts.waiting(now_s)
         compute_s = message.times.compute_s
@@ -335,7 +336,7 @@ class OptimizerState:
                 self.restart(now_s)
         if self.decides(now_s):
             self._decide_at_s = self._decide_next_s = now_s + self._config.decide_interval_s
-            self.links.new_decision()
+            self.links.new_decision(self.gradient_bytes)
             self._decide(now_s)
         self._alerts.stall(self.rule, now_s)
         return min(wake_s, self._decide_at_s) if self.choice is not None else wake_s
@@ -383,6 +384,10 @@ class OptimizerState:
     def suspects_links(self) -> bool:
         """Whether the links should be measured: once at the start, and while they matter."""
         return self.choice is not None and self.links.suspects(self.active)
+
+    def surprised_by_links(self, now_s: float) -> bool:
+        """Whether reductions take far longer than what is known of the links explains, so that this is outdated."""
+        return self.choice is not None and self.active.mode == "sync" and self.links.surprised(now_s)
 
     def _sync(self, reason: str) -> Plan:
         return Plan.sync(

@@ -28,6 +28,7 @@ from star_hvd.modes.arriving import Gates
 from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.mode_switcher import ModeSwitcher, Services, Steps
 from star_hvd.modes.step_reporter import Send, StepReporter
+from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.telemetry.step_timeline import StepTimeline
 from star_hvd.telemetry.timer import StepTimer
 
@@ -371,6 +372,8 @@ class StepDriver:
         with engine.lock:
             local = engine.plan.mode == "local"
             reduced = engine.taking_part and not local  # With all members; else other ranks know what is newest.
+            # Of a child that has what was newest a moment ago it shows by the members' positions whether it still is.
+            follows = isinstance(active, ChildSteps) and active.holds_step
             whole = engine.replica.is_whole if reduced or local else True
             if active is not None or not reduced:
                 whole = whole and active is not None and not active.over
@@ -380,7 +383,7 @@ class StepDriver:
                 step=engine.step,
                 next_step=engine.next_step,
                 whole=whole and not self.local.waiting,
-                outside=active is not None or not reduced,
+                outside=not follows and (active is not None or not reduced),
                 mid_step=self.mid_step(),
                 manual_step=-1 if engine.untold_manual is None else engine.untold_manual,
             )

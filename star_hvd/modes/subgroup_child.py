@@ -81,6 +81,7 @@ class ChildSteps:
         self._state_deadline_s = state_deadline_s
         self._on_step = on_step
         self._answered = True
+        self._loaded: list[int] = []  # Versions of the parameters as the parent's newest were written to them.
         name = f"star-late-{engine.rank}"
         self._sender = LateSender(link, name, self._newest) if background else None
 
@@ -88,6 +89,17 @@ class ChildSteps:
     def over(self) -> bool:
         """Whether another plan is in force."""
         return self._engine.plan.plan_id != self.plan.plan_id
+
+    @property
+    def holds_step(self) -> bool:
+        """Whether the parameters are the members' behind step `engine.step`, so that this number tells who is behind.
+
+        Not where the program has written to them since, as in `broadcast_parameters`.
+        """
+        return not self.over and self._loaded == self._versions()
+
+    def _versions(self) -> list[int]:
+        return [param._version for bucket in self._engine.applier.buckets for param in bucket.params]
 
     def give(self, bucket: Bucket) -> None:
         """A gradient is whole."""
@@ -157,6 +169,7 @@ class ChildSteps:
             with self._engine.replica.apply_lock:
                 self._engine.replica.load(snapshot)
                 self._engine.note_step(snapshot.step)
+                self._loaded = self._versions()
 
     def _wanted(self) -> bool:
         if self._engine.failure is not None:

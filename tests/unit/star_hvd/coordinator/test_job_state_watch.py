@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -149,7 +150,7 @@ def test_links_are_measured_once_at_the_start_and_heeded_only_where_communicatio
     asked.clear()
     for step in range(8):
         lockstep(step, comm_s=0.001)
-        answer(1.0)
+        answer(1.0 if step else 0.1)  # A first step that lasts is a reason to measure.
     assert not asked and math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
     for step in range(8, 40):
         lockstep(step, comm_s=0.5)
@@ -174,6 +175,82 @@ def test_two_steps_of_little_but_communication_are_enough_to_heed_what_is_known_
             job.say(rank, m.Arrive(0, step, 0, StepTimes(0.1, 0.0, 0.05), 0.6))
         job.now_s += 0.7
         job.tick()
+
+
+def slow_link_job(rates: list[float], gradient_bytes: int = 1_000_000) -> Job:
+    """Four hosts, in the middle of nothing, whose links were measured."""
+    job = Job(4)
+    job.register(None)
+    job.engine.gradient_bytes = gradient_bytes
+    job.board.links.bytes_per_s[:] = rates
+    return job
+
+
+def lockstep(job: Job, step: int, *, comm_s: float, compute_s: float = 0.03) -> list[m.PlanMessage]:
+    """A step of all ranks, which say how long the one before was reduced; plans that are published in it."""
+    for rank in range(4):
+        job.say(rank, m.Arrive(0, step, 0, StepTimes(compute_s, 0.0, compute_s), comm_s))
+    job.now_s += 0.1
+    return only(job.tick(), m.PlanMessage)
+
+
+def test_one_step_is_enough_where_a_far_slower_link_explains_what_it_took() -> None:
+    job = slow_link_job([2.5e7, 2.5e7, 2.5e7, 2.5e6])  # 600 ms for the bytes of a step.
+    assert lockstep(job, 0, comm_s=0.0) == []
+    (message,) = lockstep(job, 1, comm_s=0.63)
+    assert message.plan["mode"] == "subgroup" and message.plan["members"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("rates", "gradient_bytes", "comm_s"),
+    [
+        ([2.5e7, 2.5e7, 2.5e7, 1e7], 1_000_000, 0.2),  # Not that much slower.
+        ([2.5e7, 2.5e7, 2.5e7, 2.5e6], 1_000_000, 0.1),  # The bytes did not take as long as on such a link.
+        ([2.5e7, 2.5e7, 2.5e7, 2.5e6], 10_000, 0.6),  # Far longer: something else.
+        ([2.5e7, math.nan, 2.5e7, 2.5e6], 1_000_000, 0.6),
+    ],
+)
+def test_one_step_is_not_enough_where_something_else_may_be_the_cause(
+    rates: list[float], gradient_bytes: int, comm_s: float
+) -> None:
+    job = slow_link_job(rates, gradient_bytes)
+    assert [lockstep(job, step, comm_s=comm_s) for step in range(2)] == [[], []]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_probes_that_were_slow_beside_other_work_change_nothing(seed: int) -> None:
+    """A busy machine: some probes took 20 times as long, reductions vary by a factor of 4, no link is slow."""
+    rng = random.Random(seed)
+    job = slow_link_job([rng.choice([5e7, 2.5e6]) for _ in range(4)])
+    for step in range(60):
+        comm_s = 0.04 * 4.0 ** rng.random()
+        assert lockstep(job, step, comm_s=comm_s, compute_s=0.03 + 0.001 * rng.random()) == []
+    assert job.engine.active.plain
+
+
+def test_a_reduction_that_lasts_longer_than_its_links_explain_has_them_measured_at_once() -> None:
+    job = slow_link_job([2.5e7] * 4)
+
+    def probes(seconds: float) -> int:
+        found = 0
+        for _ in range(round(seconds / 0.05)):
+            job.now_s += 0.05
+            for message, rank in zip(job.tick(), job.destinations, strict=True):
+                if isinstance(message, Probe):
+                    found += 1
+                    job.board.handle(rank, LinkRate(2.5e7), job.now_s)
+        return found
+
+    assert probes(2.0) == 0 or job.board.links.bytes_per_s == [2.5e7] * 4
+    lockstep(job, 0, comm_s=0.0)
+    assert probes(1.0) == 4, "the first step lasts"
+    for step in range(1, 5):
+        lockstep(job, step, comm_s=0.6)
+    assert probes(1.0) == 0, "as it was when they were measured"
+    for step in range(5, 12):
+        lockstep(job, step, comm_s=0.05)
+    lockstep(job, 12, comm_s=0.6)
+    assert probes(1.0) >= 3, "and again; the first one goes with the step"
 
 
 def test_a_second_slow_step_in_sync_is_answered_before_the_next_window() -> None:

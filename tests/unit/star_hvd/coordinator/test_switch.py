@@ -156,10 +156,20 @@ def test_a_slow_link_is_measured_twice_before_it_is_blamed() -> None:
     for tenth in range(60):
         due = survey.due(tenth / 10, wanted=lambda: True)
         if due is not None:
-            times += due[0] == 3
+            times += 3 in (due[0], due[1].target)
             survey.note(due[0], min(links[due[0]], links[due[1].target]))
         assert survey.bytes_per_s[3] != 2.0 or times >= 2
     assert survey.bytes_per_s == links
+
+
+def test_a_link_that_is_slow_from_both_sides_is_not_measured_again() -> None:
+    survey, asked = LinkSurvey(4), []
+    for tenth in range(10):
+        due = survey.due(tenth / 10, wanted=lambda: True)
+        if due is not None:
+            asked.append((due[0], due[1].target))
+            survey.note(due[0], 2.0 if 3 in asked[-1] else 20.0)
+    assert asked == [(0, 1), (1, 2), (2, 3), (3, 0), (2, 0)] and survey.bytes_per_s == [20.0, 20.0, 20.0, 2.0]
 
 
 def test_the_rate_is_what_the_link_takes_and_not_what_threads_wait() -> None:

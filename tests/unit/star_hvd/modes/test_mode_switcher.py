@@ -14,10 +14,13 @@ import pytest
 import torch
 
 from scheduler.plan.plan import Plan
+from star_hvd.config import Config
+from star_hvd.engine.meeting import Position, settled
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.replica import ReplicaState
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
+from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.mode_switcher import ModeSwitcher
 from star_hvd.modes.ps_worker import ServerSteps, StepInfo
 from star_hvd.modes.subgroup_child import ChildSteps
@@ -384,6 +387,37 @@ def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkey
     child_steps(engine, plan, ranks).refresh_state()
     assert ranks.asked == [engine.step] and given is not None
     assert torch.equal(engine.applier.buckets[0].params[0], given.params[0])
+
+
+def test_a_child_that_has_what_is_newest_gets_it_once() -> None:
+    """Over a slow link parameters take long; where ranks meet twice, at the same step, all would wait for it twice."""
+    world = World(1, world_size=3)
+    engine = world.engines[2]
+    plan = Plan.subgroup(3, (0, 1), plan_id=1)
+    with engine.lock:
+        engine.agreement.plan = plan
+
+    class Parent(Line):
+        def state(self, min_step: int, *, state_too: bool) -> Any:
+            return world.engines[0].replica.snapshot()
+
+    steps = child_steps(engine, plan, line=Parent())
+    made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+    made.engine, made.local = engine, cast(Any, SimpleNamespace(waiting=False))
+    made.switcher = cast(Any, SimpleNamespace(active_mode=steps))
+    assert made.position().outside, "it has never got anything"
+    steps.catch_up()
+    assert not made.position().outside and made.position().whole
+    for ahead in (0, 1):
+        member = Position(0, 0, engine.step + ahead, engine.step + ahead, True, False, False)
+        assert settled([made.position(), member], asked=False) == (ahead == 0)
+    with torch.no_grad():
+        engine.applier.buckets[0].params[0].mul_(2.0)
+    assert made.position().outside, "the program has changed its parameters"
+    steps.catch_up()
+    with engine.lock:
+        engine.agreement.plan = Plan.sync(3, plan_id=2)
+    assert made.position().outside, "the mode is over"
 
 
 def test_a_childs_step_during_which_the_mode_ends_is_reported_as_one_of_its_own_mode() -> None:
