@@ -18,7 +18,7 @@ from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
 
 
-PLACES = ("before_mirror", "after_mirror", "after_reply", "after_journal")
+PLACES = ("in_push", "before_mirror", "after_mirror", "after_reply", "after_journal")
 # Only shard 0 has a journal.
 KILLS = [(index, at) for at in PLACES for index in (0, 1) if (index, at) != (1, "after_journal")]
 STEPS = 5  # With one kill each.
