@@ -444,11 +444,9 @@ class ShardLoader:
             with self._run.inactive("waiting for samples"):
                 steps = self._run.steps_begun()
                 while not stock.decided(_SOON_S):
-                    self._run.raise_failure()
                     self._run.client.check_wait(began_s, "micro-batches")
                 # Where the step went by, its helper makes it. Before that no gradient of a later one may be given.
                 while stock.went_by and steps and self._run.steps_begun() == steps:
-                    self._run.raise_failure()
                     self._run.client.check_wait(began_s, "the other ranks' gradients")
                     time.sleep(_LOOK_S)
             self._run.catch_up()
@@ -528,6 +526,7 @@ class ShardLoader:
 
         Raises:
             DeadlineError: Another rank does not answer, or Horovod has been initialized anew.
+            RankLostError: Another rank's process has ended.
             ValueError: The epoch of a stream is in the middle.
         """
         state: dict[str, Any] = {"version": _STATE, "epoch": self.epoch, "seed": self._seed, "consumed": []}

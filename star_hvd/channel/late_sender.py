@@ -64,12 +64,16 @@ class LateSender:
         link: Connection to the parent.
         name: Of the thread.
         receive: Gets the parent's parameters of a step or later; None where it has none within some time.
+
+    Attributes:
+        unanswered: After `close`: what was on its way without an answer, which the parent may have or not.
     """
 
     def __init__(self, link: Link, name: str, receive: Callable[[int], Snapshot | None]) -> None:
         self._link, self._receive = link, receive
         self._changed = ordered_condition("LateSender._changed")
         self._waiting: Sum | None = None
+        self.unanswered: Sum | None = None
         self._busy = self._closed = False
         self._error: Exception | None = None
         self._snapshot: Snapshot | None = None
@@ -141,6 +145,7 @@ class LateSender:
                 sent = Sent(job.version, contained, job.count, time.monotonic() - began_s)
                 with self._changed:
                     self._sent.append(sent)
+                    self.unanswered = None
                 snapshot = self._receive(contained)
                 with self._changed:
                     self._busy, self._snapshot = False, snapshot or self._snapshot
@@ -158,4 +163,5 @@ class LateSender:
             self._changed.wait_for(lambda: self._waiting is not None or self._closed)
             job, self._waiting = self._waiting, None
             self._busy = job is not None and not self._closed
-            return job if self._busy else None
+            self.unanswered = job if self._busy else None
+            return self.unanswered

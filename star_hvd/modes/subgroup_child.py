@@ -8,6 +8,7 @@ are taken over at the end of the first step by which they are there. Gradients m
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 from scheduler.records import Plan
 from star_hvd.channel.late_push import ParentLink
-from star_hvd.channel.late_sender import LateSender
+from star_hvd.channel.late_sender import LateSender, Sum
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import StateSource, StateSources
@@ -24,6 +25,7 @@ from star_hvd.modes.ps_worker import StepInfo
 
 __all__ = ["ChildSteps", "Parent"]
 
+logger = logging.getLogger("star_hvd")
 
 _PATIENCE_S = 1.0  # For a parent's newest parameters; a step of the members is usually far shorter.
 _MEETING_PATIENCE_S = 10.0  # Where all ranks meet the parent soon has what is newest.
@@ -219,5 +221,18 @@ class ChildSteps:
                 buckets, weights = self._engine.applier.buckets, [float(flat[-1]) for flat in unsent.flats]
                 flats = [flat.to(bucket.flat.device) for flat, bucket in zip(unsent.flats, buckets, strict=True)]
                 self._engine.keep_late(flats, unsent.version, weights=weights)
+            self._count_unanswered(self._sender.unanswered)
         if self._sender is None or self._sender.ended:
             self._link.close()
+
+    def _count_unanswered(self, push: Sum | None) -> None:
+        """A push that failed: the parent counts it where it has it, and so its gradients count as dropped here."""
+        if push is not None:
+            counters = self._engine.counters
+            counters.produced_weight += push.weight
+            counters.dropped_weight += push.weight
+            counters.drops += push.count
+            logger.warning(
+                "rank %d: its parent %d did not answer; %d late gradients count as dropped",
+                self._engine.rank, self._link.parent, push.count,
+            )  # fmt: skip

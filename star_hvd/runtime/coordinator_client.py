@@ -40,7 +40,8 @@ class CoordinatorClient:
         config: Settings.
         rank: This rank.
         agent: The connection to the coordinator.
-        raise_failure: Raises what stopped this process, if anything did; called while an answer is waited for.
+        raise_failure: Raises what stopped this process, or makes waits for others pointless, if anything did; called
+            while an answer is waited for.
         step: The step that the training thread is at.
         most_samples: Most samples that fit in a batch by memory, 0 where unknown.
     """
@@ -163,7 +164,6 @@ class CoordinatorClient:
             found = stock.reserve(steps_made)
             if found is not None:
                 return found
-            self._raise_failure()
             self.check_wait(began_s, "the other ranks to begin the micro-batches of a step")
 
     def check_wait(self, began_s: float, what: str) -> None:
@@ -171,7 +171,9 @@ class CoordinatorClient:
 
         Raises:
             DeadlineError: It has taken too long.
+            RankLostError: A rank has left the job.
         """
+        self._raise_failure()
         waited_s, silent_s = time.monotonic() - began_s, time.monotonic() - self._agent.last_heard_s
         heard = silent_s < 0.5 * self._config.control_deadline_s
         if waited_s > (self._config.step_deadline_s if heard else self._config.control_deadline_s):

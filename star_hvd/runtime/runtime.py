@@ -24,6 +24,7 @@ from scheduler.records import Plan
 from star_hvd import env, threads
 from star_hvd.build_check import own_build, require_equal
 from star_hvd.channel.agent import Agent
+from star_hvd.channel.departures import Departures
 from star_hvd.channel.door import CONTROL_BYTES, SLACK_BYTES
 from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes
@@ -186,6 +187,7 @@ class Runtime:
         require_equal(build for _, _, build in gathered)
         peers, self.run_name = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
+        self._departures = Departures(peers)
         # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
         mpi_ops.barrier()
         if control is not None:
@@ -203,7 +205,7 @@ class Runtime:
             self.config.heartbeat_s,
         )
         self.client = CoordinatorClient(
-            self.config, self.rank, self.agent, self.raise_failure, self._first_step, self._most_samples
+            self.config, self.rank, self.agent, self._raise_what_ends_waits, self._first_step, self._most_samples
         )
         self.services = ModeServices(
             self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers
@@ -459,6 +461,12 @@ class Runtime:
             if driver.failure is not None:
                 raise driver.failure
 
+    def _raise_what_ends_waits(self) -> None:
+        """While other ranks are waited for outside Horovod, which would notice their death only in a collective."""
+        self.raise_failure()
+        unheard = time.monotonic() - self.agent.last_heard_s > self.config.absent_after_s
+        self._departures.check((0,) if unheard and self.rank else ())
+
     def _thread_died(self, name: str, error: Exception) -> None:
         """A thread of this process ended that training cannot go on without: the training thread raises it."""
         kind = ChannelError if isinstance(error, (ChannelError, OSError, zmq.ZMQError)) else StarError
@@ -562,6 +570,8 @@ class Runtime:
         elif isinstance(message, messages.StateSource):
             self._sources.put(message)
         elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerRestarted, Presence, Probe)):
+            if isinstance(message, Presence):
+                self._departures.note(message.rank, message.present)
             self.services.on_message(message)
         elif isinstance(message, messages.Bye):
             self._lost = message.lost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,8 @@ logger = logging.getLogger("star_hvd")
 Closure = Callable[[], Any]
 
 BY_HAND = "the program calls synchronize() itself"
+_cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # Of this process; used by the training thread.
+
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
 
 
@@ -152,6 +154,7 @@ class BucketCore:
         self._config = config
         self._attached: tuple[runtime.Runtime, StepDriver] | None = None
         self._timeline: StepTimeline | None = None
+        _cores.add(self)
         params = _trainable(inner.param_groups)
         self._add(params if run is None else same_on_all_ranks(params, names))
         if run is not None:
@@ -478,6 +481,8 @@ class BucketCore:
             return False
         if self._sparse.any:
             whole = "sparse gradients are reduced by Horovod itself"
+        elif any(other.shares(self._where) for other in _cores if other is not self):
+            whole = "another optimizer has a parameter in common with this one"
         return self._overlap.allowed(whole) and self.driver.engine.may_overlap()
 
     def apply(self, *, skip: bool = False) -> Any:
@@ -523,6 +528,10 @@ class BucketCore:
         return value
 
     # ---- life -----------------------------------------------------------------------------------------------
+
+    def shares(self, params: Collection[torch.nn.Parameter]) -> bool:
+        """Whether this optimizer is in use and has one of these parameters."""
+        return bool(self._hooks) and not self._dropped and not self._where.keys().isdisjoint(params)
 
     def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Include parameters of a new group. Collective: all ranks add them after the same step."""

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.fault.ps_background_job import AFTER_DEATH, FAULTS, STRIKES_AT, SURVIVORS, VICTIM
 from tests.fault.ps_job import COMMIT_EVERY, KILL_AT, STEPS
 from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic
-from tests.support.launch import run_job
+from tests.support.launch import JobResult, run_job
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(ELASTIC_LIMIT_S)]
 
@@ -19,6 +20,30 @@ def test_a_killed_server_comes_back_with_every_update() -> None:
     assert len({rank["digest"] for rank in job.results}) == 1
     assert [rank["steps"] for rank in job.results] == [STEPS] * 4, "an update was lost or made twice"
     assert job.results[0]["digest"] != job.results[0]["before"]
+
+
+def test_servers_that_die_while_buckets_of_a_push_arrive_or_leave_make_every_update_once() -> None:
+    job = run_job("tests.fault.ps_background_job", "server", ranks=4).check()
+    assert job.output.count("its parameter server died") == len(FAULTS), job.tail
+    for rank in job.results:
+        assert rank["steps"] == 0, "an update was lost or made twice"
+        assert rank["error"] < 1e-9, "the gradients are those of plain torch with the mean of the ranks"
+
+
+def test_a_worker_killed_with_half_of_its_buckets_on_their_way_leaves_no_trace_of_them(tmp_path: Path) -> None:
+    def went_on(job: JobResult) -> bool:
+        return all(job.results[rank] for rank in SURVIVORS)
+
+    job = run_elastic("tests.fault.ps_background_job", "worker", folder=tmp_path, recovered=went_on)
+    assert went_on(job), job.tail
+    for rank in SURVIVORS:
+        found = job.results[rank]
+        assert found["after"] >= AFTER_DEATH and found["before"]
+        first = found["moved"][0]
+        assert all(layer == first for layer in found["moved"]), "half an update was made"
+        assert all(least == most for least, most in first)
+        assert first[rank][0] == pytest.approx(0.25 * found["applied"]), "every gradient counts once"
+        assert first[VICTIM][0] <= found["before"][0][VICTIM][0] + 0.25 * STRIKES_AT
 
 
 def test_a_killed_worker_holds_nobody_up_and_the_world_is_rebuilt_at_the_next_commit(tmp_path: Path) -> None:

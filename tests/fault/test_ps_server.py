@@ -18,7 +18,7 @@ from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
 
 
-PLACES = ("before_mirror", "after_mirror", "after_reply", "after_journal")
+PLACES = ("in_push", "before_mirror", "after_mirror", "after_reply", "after_journal")
 # Only shard 0 has a journal.
 KILLS = [(index, at) for at in PLACES for index in (0, 1) if (index, at) != (1, "after_journal")]
 STEPS = 5  # With one kill each.
@@ -161,6 +161,38 @@ def test_a_kill_before_the_seed_or_after_the_cut_loses_nothing() -> None:
         reply = made.clients[1].wait(DEADLINE_S)
         assert (reply.kind, reply.version, reply.plan_id) == ("moved", event["version"], 4)
         assert made.clients[0].state(DEADLINE_S).step == event["version"]
+
+
+def _drained(pause_s: float, *, killed: bool) -> list[torch.Tensor] | None:
+    """Parameters behind a last update of one of two ranks, which uses its gradient's memory again at its result.
+
+    None where the gradient was not at all servers when they were drained.
+    """
+    faults = {1: [{"at": "before_mirror", "update": 2}]} if killed else None
+    with cluster(Plan.ps(2, 2), servers=2, processes=killed, faults=faults) as made:
+        run_all(*(lambda r=r: train(made, r, 2) for r in range(2)))
+        flats = made.gradients(0, 2)
+        made.clients[0].push(step=2, version=2, flats=flats, weight=1.0, keep=True)
+        time.sleep(pause_s)
+        made.servers[0].cut(0, 4)
+        reply = made.clients[0].wait(DEADLINE_S)
+        assert reply.kind == "moved"
+        for flat in flats:
+            flat.fill_(float("nan"))
+        if not reply.applied:
+            return None
+        assert made.wait_event("cut", 60.0)["version"] == 3
+        made.settled()
+        assert made.deaths == killed
+        return made.clients[1].state(DEADLINE_S).params
+
+
+def test_a_server_other_than_the_first_that_dies_in_the_last_update_makes_it_all_the_same() -> None:
+    found: dict[bool, list[torch.Tensor] | None] = {}
+    for killed in (True, False):
+        found[killed] = next(filter(None, (_drained(pause_s, killed=killed) for pause_s in (0.3, 5.0, 30.0))), None)
+    assert found[True] is not None and found[False] is not None
+    assert all(map(torch.equal, found[True], found[False]))
 
 
 def test_a_server_ends_with_its_owner_and_leaves_nothing_behind() -> None:

@@ -289,6 +289,28 @@ def two(overlap: bool) -> Facts:
 
 
 @program
+def shared(overlap: bool) -> Facts:
+    """Two optimizers have a layer in common: neither overlaps as long as both are there."""
+    net, first = make(overlap)
+    second = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.other.parameters(), lr=0.05), net.other.named_parameters(), mode="sync", overlap=overlap
+    )
+    went_on = []
+    for number in range(STEPS):
+        first.zero_grad()
+        loss_of(net, number).backward()
+        first.step()
+        second.step()
+        went_on.append(pending(first) or pending(second))
+    second.close()
+    for number in range(STEPS):
+        step(net, first, number)
+        went_on.append(pending(first))
+    assert went_on == [False] * STEPS + [overlap] * STEPS, went_on
+    return end(net, first)
+
+
+@program
 def auto(overlap: bool) -> Facts:
     """Tried in blocks, by both ranks in the same steps; then decided."""
     net, optimizer = make("auto" if overlap else False)

@@ -95,6 +95,7 @@ class Primary:
         self._notes: deque[dict[str, Any]] = deque(maxlen=_NOTES_KEPT)
         self._noted: dict[int, int] = {}
         self._to_answer: list[tuple[int, int, dict[str, Any]]] = []
+        self._held: list[tuple[int, int, dict[str, Any]]] = []  # Results `moved`, until the last update is mirrored.
         self._to_order: list[Order] = []
         self._to_note: list[dict[str, Any]] = []
         if journal and plan.plan_id > self._memory.plan_id:
@@ -181,6 +182,9 @@ class Primary:
         self._memory.log = [each for each in self._memory.log if each["seq"] > everywhere or each["op"] == "cut"]
         if self._memory.cut is not None and everywhere >= self._memory.cut_seq and not self._reported_cut:
             self._reported_cut = True
+            held, self._held = self._held, []
+            for result in held:
+                self._links.push_result(*result)
             self._links.event({"event": "cut", **self._memory.cut})
 
     def read(self, kind: str, rank: int, request: int) -> None:
@@ -448,14 +452,14 @@ class Primary:
         # needs first may be on any of them.
         self._send_orders(orders, range(1, self._n_servers))
         # A rank with its result and all parameters gives its buffers up, one with `moved` does so without parameters:
-        # that result follows the update.
-        ends = any(order["op"] == "cut" for order in orders)
-        if ends:
-            self._send_orders(orders, range(1))
-        for rank, step, push_result in push_results:
-            self._links.push_result(rank, step, push_result)
-        if not ends:
-            self._send_orders(orders, range(1))
+        # that result waits until every shard has the last update in its mirror (`done`), or one that dies before could
+        # get the gradient from nowhere.
+        for result in push_results:
+            if result[2]["kind"] == "moved" and not self._reported_cut:
+                self._held.append(result)
+            else:
+                self._links.push_result(*result)
+        self._send_orders(orders, range(1))
         for note in notes:
             self._links.event({"event": note["kind"], **{k: v for k, v in note.items() if k != "kind"}})
 

@@ -66,7 +66,8 @@ class Shard:
         outlet: Outputs.
         guard: Whether pushes are compared with the recent updates.
         faults: For tests: `{"at": "after_journal" | "before_mirror" | "after_mirror" | "after_reply", "update": k}`
-            kills this process while it makes version k + 1, at the middle chunk.
+            kills this process while it makes version k + 1, at the middle chunk; `"at": "in_push"` while it receives
+            that chunk of the first push of step k.
     """
 
     def __init__(
@@ -180,6 +181,7 @@ class Shard:
         if chunk in self._seen.get((rank, step), ()) or step <= self._over.get(rank, -1) or step < self._newest(rank):
             self.duplicates += 1
             return
+        self.fault("in_push", step, chunk)
         dtype = self.layout.dtype(store.chunk)
         if offset == 0 and len(data) == size:
             whole = torch.frombuffer(data, dtype=torch.uint8)

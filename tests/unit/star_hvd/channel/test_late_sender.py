@@ -84,3 +84,20 @@ def test_a_failure_is_raised_where_training_goes_on() -> None:
         sender.flush(DEADLINE_S)
     with pytest.raises(ChannelError):
         sender.add(gradient(1.0), 2)
+
+
+def test_a_push_that_fails_while_it_is_closed_is_named_and_not_given_back() -> None:
+    link = SlowLink()
+    link.broken = True
+    sender = LateSender(link, "late", lambda contained: None)
+    sender.add(gradient(1.0), 1)
+    assert link.begun.acquire(timeout=DEADLINE_S)
+    sender.add(gradient(2.0), 2)
+    with ThreadPoolExecutor(1) as other:
+        closing = other.submit(sender.close, DEADLINE_S)
+        with sender._changed:
+            assert sender._changed.wait_for(lambda: sender._closed, DEADLINE_S)
+        link.free.release()
+        unsent = closing.result(DEADLINE_S)
+    assert unsent is not None and unsent.version == 2 and sender.ended
+    assert sender.unanswered is not None and (sender.unanswered.version, sender.unanswered.weight) == (1, 1.0)

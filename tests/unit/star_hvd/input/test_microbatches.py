@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.rules.leasing import Span, joined
 from scheduler.rules.microbatches import StepLayout
 from star_hvd.channel.messages.base import Message
-from star_hvd.channel.messages.leases import Lease, LeaseReturn
+from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
-from star_hvd.coordinator.lease_desk import MicrobatchDesk
+from star_hvd.coordinator.lease_desk import MicrobatchDesk, flat, spans_of
 from star_hvd.errors import StarError
 from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
 
@@ -30,21 +31,22 @@ class Job:
         ahead: Micro-batches that a loader forms ahead.
         leaves: Ranks that leave their loops somewhere; not all.
         toggles: Whether taking over begins and ends somewhere.
+        done: What was consumed before the epoch was interrupted.
     """
 
     def __init__(
         self, seed: int, paces: list[int], samples: int, batch: int, parts: int, *, ahead: int = 0,
-        leaves: frozenset[int] = frozenset(), toggles: bool = False,
+        leaves: frozenset[int] = frozenset(), toggles: bool = False, done: list[Span] | None = None,
     ) -> None:  # fmt: skip
         self.random = random.Random(seed)
         self.paces, self.ahead, self.leaves, self.toggles = paces, ahead, leaves, toggles
         self.ranks = range(len(paces))
-        self.layout = StepLayout(samples, batch, parts, len(paces))
+        self.layout = StepLayout(samples, batch, parts, len(paces), done=done or ())
         self.up: list[deque[Message]] = [deque() for _ in paces]
         self.down: list[deque[Message]] = [deque() for _ in paces]
         self.desk = MicrobatchDesk(len(paces), lambda to, message: self.down[to].append(message))
         self.desk.steals = True
-        opening = MicrobatchOpen(0, 0, samples, batch, parts, False, ahead, 7)
+        opening = MicrobatchOpen(0, 0, samples, batch, parts, False, ahead, 7, flat(done or ()))
         self.stocks = [MicrobatchStock(r, self.layout, opening, send=self.up[r].append) for r in self.ranks]
         self.step = [0] * len(paces)
         self.until = [0] * len(paces)  # Tick at which the present micro-batch ends.
@@ -56,8 +58,11 @@ class Job:
         for stock in self.stocks:
             stock.open()
 
-    def run(self) -> None:
-        while not all(rank in self.gone or self.step[rank] >= self.layout.steps for rank in self.ranks):
+    def run(self, steps: int | None = None, ticks: int = 0) -> None:
+        """To the end, or until all ranks have made so many steps; and so many ticks more."""
+        steps = self.layout.steps if steps is None else min(steps, self.layout.steps)
+        while ticks > 0 or not all(rank in self.gone or self.step[rank] >= steps for rank in self.ranks):
+            ticks -= all(rank in self.gone or self.step[rank] >= steps for rank in self.ranks)
             self.now += 1
             assert self.now < 400_000, "the job stands still"
             self.random.choice((self._up, self._up, self._down, self._down, self._form, self._work, self._time))()
@@ -105,7 +110,7 @@ class Job:
             return
         if not stock.decided(0.0):
             return
-        more = stock.reserve(-1)
+        more = stock.reserve(self.step[rank])
         if more:
             part = stock.take()
             self._deliver(rank, part)
@@ -136,6 +141,16 @@ class Job:
             for rank in there:
                 self.step[rank] += 1
                 assert self.stocks[rank].next_step() == (self.step[rank] < self.layout.steps)
+
+    def consumed(self, step: int) -> list[Span]:
+        """What the ranks say of the steps before one, each in its agent's thread."""
+        found: list[Span] = []
+        for stock, sent in zip(self.stocks, self.up, strict=True):
+            stock.on_message(ReportConsumed(0, 0, step))
+            answer = sent.pop()
+            assert isinstance(answer, Consumed)
+            found += spans_of(answer.spans)
+        return joined(found)
 
 
 def _check(job: Job) -> None:
@@ -177,6 +192,39 @@ def test_what_a_rank_leaves_behind_is_computed_by_the_others(seed: int, gone: fr
     job = Job(seed, [30, 60, 30, 200], 130, 8, 4, ahead=3, leaves=gone, toggles=not steals)
     job.run()
     _check(job)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1 << 30),
+    paces=st.lists(st.sampled_from([1, 20, 60, 400]), min_size=2, max_size=5),
+    ranks=st.integers(1, 5),
+    samples=st.integers(1, 150),
+    batch=st.integers(1, 8),
+    parts=st.integers(1, 8),
+    ahead=st.integers(0, 6),
+    steps=st.integers(0, 4),
+    ticks=st.integers(0, 2000),
+)
+def test_an_epoch_that_ends_inside_a_step_goes_on_with_other_ranks_and_every_sample_once(
+    seed: int, paces: list[int], ranks: int, samples: int, batch: int, parts: int, ahead: int, steps: int, ticks: int
+) -> None:
+    """A rank dies, or the job ends, somewhere behind the commit; the state is of the commit, or of inside a step."""
+    parts = min(parts, batch)
+    first = Job(seed, paces, samples, batch, parts, ahead=ahead)
+    first.run(steps)
+    at_commit, step = first.consumed(min(steps, first.layout.steps)), min(steps, first.layout.steps)
+    first.run(steps, ticks)
+    assert first.consumed(step) == at_commit, "what is begun later does not count"
+    made = [part for done in range(step) for _, part in first.taken[done]]
+    seen = Counter(p for part in made for a, b in part.spans for p in range(a, b))
+    assert sorted(seen) == [p for a, b in at_commit for p in range(a, b)]
+    again = Job(seed, [20] * ranks, samples, batch, parts, ahead=ahead, done=at_commit)
+    again.run()
+    _check(again)
+    made = [part for taken in again.taken.values() for _, part in taken]
+    seen.update(p for part in made for a, b in part.spans for p in range(a, b))
+    assert sorted(seen) == list(range(samples)) and set(seen.values()) == {1}
 
 
 def test_a_slow_rank_computes_less_and_the_work_ends_near_the_bound() -> None:

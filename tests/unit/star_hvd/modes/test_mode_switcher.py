@@ -19,7 +19,7 @@ from star_hvd.engine.meeting import Position, settled
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.replica import ReplicaState
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import DeadlineError
+from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.mode_switcher import ModeSwitcher
 from star_hvd.modes.ps_worker import ServerSteps, StepInfo
@@ -329,11 +329,13 @@ class OtherRanks:
         return self.given
 
 
-def child_steps(engine: StepEngine, plan: Plan, ranks: OtherRanks | None = None, line: Any = None) -> ChildSteps:
+def child_steps(
+    engine: StepEngine, plan: Plan, ranks: OtherRanks | None = None, line: Any = None, **options: Any
+) -> ChildSteps:
     told = list[Any]()
     return ChildSteps(
-        engine, plan, line or Line(), ranks=ranks or OtherRanks(), deadline_s=1.0, state_deadline_s=1.0,
-        on_step=told.append,
+        engine, plan, line or Line(), ranks=ranks or OtherRanks(), deadline_s=1.0, state_deadline_s=30.0,
+        on_step=told.append, **options,
     )
 
 
@@ -439,6 +441,35 @@ def test_a_childs_step_during_which_the_mode_ends_is_reported_as_one_of_its_own_
     steps._on_step = told.append
     steps.step(skip=False)
     assert [info.plan_id for info in told] == [1] and steps.over
+
+
+def test_a_gradient_on_its_way_that_fails_at_the_end_of_the_mode_counts_as_dropped() -> None:
+    """Nothing is lost without a trace: produced = applied + damped + dropped + what waits."""
+    world = World(1, world_size=3)
+    engine = world.engines[2]
+    plan, pushing = Plan.subgroup(3, (0, 1), plan_id=1), threading.Event()
+
+    class Parent(Line):
+        parent = 0
+
+        def push(self, flats: Any, version: int) -> int:
+            pushing.set()
+            while not steps._sender._closed:  # type: ignore[union-attr]
+                time.sleep(0.001)
+            raise ChannelError("the parent is gone")
+
+    with engine.lock:
+        engine.agreement.plan = plan
+    steps = child_steps(engine, plan, line=Parent(), background=True)
+    counters = engine.counters
+    for number in range(3):
+        counters.produced_weight += engine.weight
+        steps.step(skip=False)
+        assert number or pushing.wait(30.0)
+    assert counters.produced_weight == 0.0, "they are the parent's"
+    steps.exit()
+    assert (counters.drops, counters.dropped_weight) == (1, engine.weight)
+    assert counters.produced_weight == 3 * engine.weight, "two of them wait for this rank's next step"
 
 
 class LastState(Servers):

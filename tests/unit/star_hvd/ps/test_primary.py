@@ -72,7 +72,7 @@ def test_what_others_wait_for_is_sent_before_the_own_part_of_an_order_is_execute
     assert first.sent == ["update to 1", "params to rank 0", "params to rank 1", "update to 0"]
 
 
-def test_the_last_update_is_made_before_its_result_is_sent() -> None:
+def test_the_last_update_is_in_every_mirror_before_its_result_is_sent() -> None:
     """A rank whose push was the last gives its gradient up with the result, which no parameters follow."""
     first = Process()
     first.primary.push(0, 1, META)
@@ -80,4 +80,16 @@ def test_the_last_update_is_made_before_its_result_is_sent() -> None:
         first.primary.arrived(shard, 0, 1, None)
     first.sent.clear()
     first.primary.cut(4)
-    assert first.sent == ["update to 1", "cut to 1", "update to 0", "cut to 0", "moved to rank 0"]
+    assert first.sent == ["update to 1", "cut to 1", "update to 0", "cut to 0"]
+    first.primary.done(0, first.primary._memory.seq)
+    assert not first.push_results and not first.cuts(), "shard 1 may die and ask for the gradient again"
+    again = Process(first.journal)  # The primary dies, too: the rank announces its push again.
+    again.primary.push(0, 1, {**META, "again": 0})
+    again.primary.done(0, again.primary._memory.seq)
+    assert not again.push_results
+    for each in (first, again):
+        each.primary.done(1, each.primary._memory.seq)
+        assert [(rank, step, result["kind"]) for rank, step, result in each.push_results] == [(0, 1, "moved")]
+        assert len(each.cuts()) == 1
+    first.primary.push(1, 1, META)
+    assert first.sent[-1] == "moved to rank 1", "nothing is left to wait for"

@@ -1,0 +1,72 @@
+"""Micro-batches over the loss of a rank and over a checkpoint: every sample once, gradients those of their samples."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fault.microbatch_job import COMMITS_AT, EPOCHS, SAMPLES, sgd
+from tests.multiproc.shares_job import CLIP, _data, _net, _vector
+from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic
+from tests.support.launch import JobResult, run_job
+
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(ELASTIC_LIMIT_S)]
+
+
+def _reference(taken: list[list[list[int]]]) -> torch.Tensor:
+    """One process with the batch that the ranks had together in every step."""
+    net, data = _net(), _data()
+    optimizer = sgd(net)
+    for numbers in (numbers for epoch in taken for numbers in epoch):
+        inputs, wanted, _ = data[numbers]
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        optimizer.step()
+    return _vector(net)
+
+
+def _check(folder: Path, results: list[dict[str, Any]]) -> None:
+    """What the notes say against one process that makes the steps that count, with their samples."""
+    steps: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for file in folder.glob("*.txt"):
+        for line in file.read_text().splitlines():
+            world, epoch, step, *numbers = line.split()
+            if (world == "first") == (int(step) < COMMITS_AT):
+                steps[int(epoch)][int(step)] += map(int, numbers)
+    assert sorted(steps) == list(range(EPOCHS))
+    for epoch in steps.values():
+        assert sorted(i for numbers in epoch.values() for i in numbers) == list(range(SAMPLES)), "every sample once"
+    taken = [[sorted(epoch[step]) for step in sorted(epoch)] for _, epoch in sorted(steps.items())]
+    expected = _reference(taken)
+    for result in results:
+        found = torch.tensor(result["params"], dtype=expected.dtype)
+        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("what", ["killed", "killed_after_commit_inside"])
+def test_the_epoch_goes_on_behind_the_last_commit_after_a_kill_inside_a_step(what: str, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+
+    def recovered(job: JobResult) -> bool:
+        done = sum(map(bool, job.results)) == 2
+        if not done:
+            shutil.rmtree(notes)
+            notes.mkdir()
+        return done
+
+    job = run_elastic("tests.fault.microbatch_job", what, str(notes), folder=tmp_path, recovered=recovered)
+    survivors = [result for result in job.results if result]
+    assert len(survivors) == 2 and {result["size"] for result in survivors} == {2}, job.tail
+    _check(notes, survivors)
+
+
+def test_an_epoch_goes_on_behind_a_checkpoint_with_fewer_ranks(tmp_path: Path) -> None:
+    run_job("tests.fault.microbatch_job", "save", str(tmp_path), ranks=4).check()
+    _check(tmp_path, run_job("tests.fault.microbatch_job", "resume", str(tmp_path), ranks=3).check().results)

@@ -1,0 +1,66 @@
+"""A rank that has ended is told from one that is frozen, cut off or merely silent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from star_hvd.channel import departures
+from star_hvd.channel.departures import Departures
+from star_hvd.channel.keys import Peer
+from star_hvd.errors import RankLostError
+
+LISTEN = """
+import socket, sys, time
+path = sys.argv[1]
+sock = socket.socket(socket.AF_UNIX) if path else socket.socket()
+sock.bind(path or ("127.0.0.1", 0))
+sock.listen()
+print(0 if path else sock.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_a_frozen_rank_is_waited_for_and_one_that_was_killed_is_not(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(departures, "_FIRST_S", 0.0)
+    path = str(tmp_path / "socket") if kind == "unix" else ""
+    with subprocess.Popen([sys.executable, "-c", LISTEN, path], stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        peer = Peer(b"", "127.0.0.1", 0, int(rank.stdout.readline()), tensor_path=path)
+        found = Departures([peer, peer])
+        found.note(1, False)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(rank.pid, number)
+            for _ in range(3):
+                found.check()
+                found.check(also=[0])
+        rank.kill()
+        rank.wait(60.0)
+        deadline_s = time.monotonic() + 60.0
+        with pytest.raises(RankLostError, match="rank 1 has left the job"):
+            while time.monotonic() < deadline_s:
+                found.check()
+        found.note(1, True)
+        found.check()  # Nothing is looked at while all are heard.
+
+
+def test_a_rank_is_looked_at_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that a frozen process has not accepted wait in a queue of finite length."""
+    now_s, looked = [0.0], list[float]()
+    monkeypatch.setattr(departures.time, "monotonic", lambda: now_s[0])
+    found = Departures([Peer(b"", "127.0.0.1", 0, 1)])
+    monkeypatch.setattr(found, "_has_left", lambda peer: looked.append(now_s[0]) or False)
+    found.note(0, False)
+    while now_s[0] < 300.0:
+        found.check()
+        now_s[0] += 0.25
+    assert looked[:4] == [0.0, 0.5, 1.5, 3.5] and len(looked) < 20
