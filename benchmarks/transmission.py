@@ -288,10 +288,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--each is {args.each}; expected a divisor of --ranks, {args.ranks}, below it")
     places = _cells(args)
     args.least_mbit = min(mbit for _, mbit, _, _ in places)
-    console, cells = Console(highlight=False), list[Cell]()
+    console, cells = Console(highlight=False, soft_wrap=True), list[Cell]()
     for mbytes, mbit, part, mode in places:
         try:
-            cells += measure(mbytes, mbit, part, mode, args, lambda text: console.print(text, markup=False, soft_wrap=True))
+            cells += measure(mbytes, mbit, part, mode, args, lambda text: console.print(text, markup=False))
         except (JobFailed, NetworkError) as error:
             console.print(f"error: {error}", markup=False)
             return _EXIT_FAILED
