@@ -86,6 +86,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "compression-auto": Variant(ours=True, options={"compression": "auto"}, modes=("sync",), least_warm=28),
     "background": Variant(ours=True, options={"background": True}, modes=("ps", "local")),
+    "background-auto": Variant(
+        ours=True, options={"background": True, "compression": "auto"}, modes=("ps",), least_warm=108
+    ),
 }
 
 

@@ -349,11 +349,11 @@ class TimedClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def give(self, step: int, index: int, flat: torch.Tensor) -> None:
+    def give(self, step: int, index: int, flat: torch.Tensor, **fields: Any) -> None:
         """See `Client.give`."""
         self._given.add(index)
         self._timeline.submitted(index, flat.numel() * flat.element_size())
-        self._client.give(step, index, flat)
+        self._client.give(step, index, flat, **fields)
 
     def push(self, *, flats: Sequence[torch.Tensor], **fields: Any) -> None:
         """See `Client.push`."""
