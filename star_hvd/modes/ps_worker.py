@@ -170,7 +170,7 @@ class ServerSteps:
                 self._pushes += 1
             small = self._weigh(bucket)
             self._given[bucket.index] = bucket.flat._version
-            self.client.give(self._pushes, bucket.index, bucket.flat, small)
+            self.client.give(self._pushes, bucket.index, bucket.flat, small=small)
 
     def step(self, *, skip: bool) -> Any:
         """Push this rank's gradient, wait for parameters.
