@@ -9,7 +9,8 @@ of `sync` is below (`bound_s`), over the step time of plain Horovod: a `ratio` i
 
 A step with servers is an update of the parameters, `own_step_s` the time between two pushes of one rank. `push_s` is
 the least time in which a gradient leaves its host for servers on all hosts; parameters come back as fast. Every link
-carries what its rank pushes as well as what its server answers: `ps_shared_s` is the least step time under that.
+carries what its rank pushes as well as what its server answers. An update is decided when its last push is there, so a
+rank's push and its answer follow each other: `ps_cycle_s` is the least time of both with the computing around them.
 
 Without `--mbytes`, `--mbit`, `--parts` or `--modes` it measures the cells of `CELLS`, from which come all `figures`.
 """
@@ -32,16 +33,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.device import FORWARD_PART
 from benchmarks.launch import JobFailed, run_job
 from benchmarks.netns import Network, NetworkError
 from benchmarks.netns_launch import netns_command, write_plan
 from benchmarks.spec import write_json
 from benchmarks.transmission_worker import VARIANTS, Job
-from scheduler.records import parse_mode
 
 __all__ = ["CELLS", "Cell", "figures", "main", "measure"]
 
-PLAIN, FP16, OURS, BEHIND = "horovod", "horovod-fp16", "star", "background"
+PLAIN, FP16, OURS, BEHIND, BEHIND_LOSSY = "horovod", "horovod-fp16", "star", "background", "background-auto"
 CELLS = (
     (1.0, 50.0, 0.8, "sync"),
     (1.0, 200.0, 0.8, "sync"),
@@ -49,7 +50,7 @@ CELLS = (
     (10.0, 200.0, 0.8, "sync"),
     (1.0, 200.0, 1.5, "sync"),
     (10.0, 200.0, 0.2, "ps(3)"),
-    (10.0, 200.0, 0.8, "ps(3)"),
+    (10.0, 200.0, 1.5, "ps(3)"),
     (1.0, 200.0, 2.0, "local(8)"),
     (10.0, 200.0, 0.4, "local(8)"),
 )
@@ -79,16 +80,16 @@ def push_s(mbytes: float, mbit: float, hosts: int) -> float:
     return link_s(mbytes, mbit, hosts) / 2.0
 
 
-def ps_shared_s(compute_s: float, pushed_s: float, quorum: int, ranks: int) -> float:
-    """What no update of `quorum` of `ranks` pushes takes less than: a link has both directions' bytes, and a device.
+def ps_cycle_s(compute_s: float, pushed_s: float) -> float:
+    """Least time from one update to the next: parameters come behind forward, gradients go behind backward.
+
+    Equally fast ranks are released together, and the one that is not in the update has its push in the next.
 
     Args:
         compute_s: Device time of a step.
         pushed_s: `push_s`.
-        quorum: Pushes in an update.
-        ranks: That push, one per host, with a server on each.
     """
-    return quorum / ranks * max(compute_s, 2.0 * pushed_s)
+    return max(FORWARD_PART * compute_s, pushed_s) + max((1.0 - FORWARD_PART) * compute_s, pushed_s)
 
 
 def variants_of(mode: str, each: int = 1) -> list[str]:
@@ -187,8 +188,9 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
     `compute_bound`: the largest step time with `overlap="auto"` or `Compression.auto`, once decided, over that of
     star_hvd without it, where compute is at least as long as communication.
     `ps_bound`: the largest step time with servers in the background, over the longest of compute, push and pull.
-    `ps_shared_bound`: what `ps_shared_s` leaves of that in the same cell.
-    `ps_own_bound`: as `ps_bound`, with the time from one push of a rank to its next.
+    `ps_least_bound`: the least that the order of push and pull allows in the same cell.
+    `ps_over_cycle`: the largest step time over `ps_cycle_s`.
+    `ps_auto`: the least step time with `Compression.auto` over that without.
     `local_exposed`: the largest part of the averagings' exposed time that is left in the background.
     """
     over_hosts = [c["ratio"] for c in cells if c["variant"] == "hierarchical" and c["ratio"] is not None]
@@ -214,12 +216,15 @@ def _ps_figures(cells: Sequence[Cell]) -> dict[str, Any]:
     if not behind:
         return {}
     worst = max(behind, key=_over_longest)
-    plan = parse_mode(worst["mode"], worst["ranks"])
-    assert plan is not None
-    shared_s = ps_shared_s(worst["compute_s"], worst["push_s"], plan.quorum, worst["ranks"])
-    longest_s = max(worst["compute_s"], worst["push_s"])
-    own = max(c["own_step_s"] / max(c["compute_s"], c["push_s"]) for c in behind)
-    return {"ps_bound": _over_longest(worst), "ps_shared_bound": shared_s / longest_s, "ps_own_bound": own}
+    least = ps_cycle_s(worst["compute_s"], worst["push_s"]) / max(worst["compute_s"], worst["push_s"])
+    found = {
+        "ps_bound": _over_longest(worst),
+        "ps_least_bound": least,
+        "ps_over_cycle": max(c["step_s"] / ps_cycle_s(c["compute_s"], c["push_s"]) for c in behind),
+    }
+    small = [c for c in cells if c["mode"].startswith("ps(") and c["variant"] == BEHIND_LOSSY]
+    pairs = [(c["step_s"], whole["step_s"]) for c in small for whole in behind if _is_same(c, whole)]
+    return found | ({"ps_auto": min(ours / whole for ours, whole in pairs)} if pairs else {})
 
 
 def _over_longest(cell: Cell) -> float:

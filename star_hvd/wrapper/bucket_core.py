@@ -265,7 +265,8 @@ class BucketCore:
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
-        capacity = min(self._config.bucket_bytes, _capacity(size, overlapped=bool(self._overlap_asked)))
+        by_bucket = bool(self._overlap_asked) or self._config.background  # What is waited for by itself.
+        capacity = min(self._config.bucket_bytes, _capacity(size, overlapped=by_bucket))
         buckets = pack(params, capacity, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)
         for bucket in buckets:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.transmission import CELLS, bound_s, figures, link_s, ps_shared_s, push_s, variants_of
+from benchmarks.transmission import CELLS, bound_s, figures, link_s, ps_cycle_s, push_s, variants_of
 from benchmarks.transmission_worker import VARIANTS, Job, network_of
 
 
@@ -39,21 +39,23 @@ def test_figures_of_servers_and_of_local_steps() -> None:
         behind("ps(3)", "background", step_s=0.6),
         behind("ps(3)", "background", step_s=0.5, compute_s=0.1),  # The longest is the push.
         behind("ps(3)", "star", step_s=0.9),
+        behind("ps(3)", "background-auto", step_s=0.3, part=0.7),  # Nothing to compare with.
         behind("local(8)", "star", step_s=0.7),
         behind("local(8)", "background", step_s=0.51),
     ]
     found = figures(cells)
     assert found["ps_bound"] == pytest.approx(0.5 / 0.3)
-    assert found["ps_shared_bound"] == pytest.approx(0.45 / 0.3)  # Three pushes of four in an update, both ways.
-    assert found["ps_own_bound"] == pytest.approx(0.8 / 0.3)
+    assert found["ps_least_bound"] == pytest.approx(2.0), "nothing is computed for longer than it travels"
+    assert found["ps_over_cycle"] == pytest.approx(0.6 / 0.62) and "ps_auto" not in found
     assert found["local_exposed"] == pytest.approx(0.01 / 0.2)
     assert "local_exposed" not in figures(cells[-1:]), "nothing to compare with"
 
 
 def test_the_least_time_of_an_update() -> None:
     assert push_s(10.0, 200.0, 4) == pytest.approx(0.3)
-    assert ps_shared_s(0.1, 0.3, 3, 4) == pytest.approx(0.45)
-    assert ps_shared_s(1.0, 0.3, 4, 4) == 1.0
+    assert ps_cycle_s(0.1, 0.3) == pytest.approx(0.6)
+    assert ps_cycle_s(0.48, 0.3) == pytest.approx(0.62)  # The backward pass is longer than the push.
+    assert ps_cycle_s(3.0, 0.3) == pytest.approx(3.0)
 
 
 def test_the_default_cells_give_every_figure() -> None:
