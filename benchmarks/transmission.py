@@ -6,17 +6,26 @@ it is a given part of the time that the gradients need on the link at least. A c
 part and a mode; each of its variants is one job, and all of a cell run one right after the other. `ratio` is the step
 time over that of plain Horovod, `exposed_comm_s` the step time less the device time, `bound` what no lossless schedule
 of `sync` is below (`bound_s`), over the step time of plain Horovod: a `ratio` is to be read against it.
+
+A step with servers is an update of the parameters, `own_step_s` the time between two pushes of one rank. `push_s` is
+the least time in which a gradient leaves its host for servers on all hosts; parameters come back as fast. Every link
+carries what its rank pushes as well as what its server answers. An update is decided when its last push is there, so a
+rank's push and its answer follow each other: `ps_cycle_s` is the least time of both with the computing around them.
+
+Without `--mbytes`, `--mbit`, `--parts` or `--modes` it measures the cells of `CELLS`, from which come all `figures`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +35,26 @@ from rich.table import Table
 
 from benchmarks.lab.launch import JobFailed, run_job
 from benchmarks.lab.spec import write_json
+from benchmarks.machine.device import FORWARD_PART
 from benchmarks.machine.netns import Network, NetworkError
 from benchmarks.machine.netns_launch import netns_command, write_plan
 from benchmarks.workers.transmission import VARIANTS, Job
 
-__all__ = ["Cell", "figures", "main", "measure"]
+__all__ = ["CELLS", "Cell", "figures", "main", "measure"]
 
-PLAIN, FP16, OURS = "horovod", "horovod-fp16", "star"
+PLAIN, FP16, OURS, BEHIND, BEHIND_LOSSY = "horovod", "horovod-fp16", "star", "background", "background-auto"
+CELLS = (
+    (1.0, 50.0, 0.8, "sync"),
+    (1.0, 200.0, 0.8, "sync"),
+    (10.0, 50.0, 0.8, "sync"),
+    (10.0, 200.0, 0.8, "sync"),
+    (1.0, 200.0, 1.5, "sync"),
+    (10.0, 200.0, 0.2, "ps(3)"),
+    (10.0, 200.0, 1.5, "ps(3)"),
+    (1.0, 200.0, 2.0, "local(8)"),
+    (10.0, 200.0, 0.4, "local(8)"),
+)
+"""Megabytes, Mbit/s, device time over the least time of a reduction, mode: what is measured by default."""
 _EXIT_FAILED = 1
 _STARTUP_S = 120.0
 
@@ -53,14 +75,42 @@ def bound_s(comm_s: float, compute_s: float, layers: int) -> float:
     return max(comm_s, compute_s + comm_s / layers)
 
 
+def push_s(mbytes: float, mbit: float, hosts: int) -> float:
+    """Least time in which a rank's gradient leaves its host: a part stays at the server there."""
+    return link_s(mbytes, mbit, hosts) / 2.0
+
+
+def ps_cycle_s(compute_s: float, pushed_s: float) -> float:
+    """Least time from one update to the next: parameters come behind forward, gradients go behind backward.
+
+    Equally fast ranks are released together, and the one that is not in the update has its push in the next.
+
+    Args:
+        compute_s: Device time of a step.
+        pushed_s: `push_s`.
+    """
+    return max(FORWARD_PART * compute_s, pushed_s) + max((1.0 - FORWARD_PART) * compute_s, pushed_s)
+
+
 def variants_of(mode: str, each: int = 1) -> list[str]:
     """The variants that are measured in a mode with so many ranks on a host, Horovod's first."""
     possible = {name: v for name, v in VARIANTS.items() if each > 1 or not v.shares_hosts}
-    return [name for name, variant in possible.items() if variant.modes is None or mode in variant.modes]
+    family = mode.partition("(")[0]
+    return [name for name, variant in possible.items() if variant.modes is None or family in variant.modes]
 
 
-def measure(mbytes: float, mbit: float, part: float, mode: str, args: argparse.Namespace) -> list[Cell]:
+def measure(
+    mbytes: float, mbit: float, part: float, mode: str, args: argparse.Namespace, report: Callable[[str], None]
+) -> list[Cell]:
     """One cell: all its variants.
+
+    Args:
+        mbytes: Size of the network.
+        mbit: Rate of the links.
+        part: Device time over the least time of a reduction.
+        mode: Of star_hvd.
+        args: The command line's.
+        report: Called with a line of text when a variant is done.
 
     Raises:
         JobFailed: A job died, hung or took too long.
@@ -69,27 +119,39 @@ def measure(mbytes: float, mbit: float, part: float, mode: str, args: argparse.N
     hosts = args.ranks // args.each
     comm_s = link_s(mbytes, mbit, hosts)
     job = Job(mbytes=mbytes, compute_s=part * comm_s, layers=args.layers, mode=mode, steps=args.steps, warm=args.warm)
+    if mode.startswith(("ps", "local")):
+        job = dataclasses.replace(job, steps=2 * args.steps)  # `local(8)`: three averagings.
     found: list[Cell] = []
     with Network(hosts, 1e6 * mbit) as network:
-        for variant in variants_of(mode, args.each):
-            wanted = args.variants.split(",") if args.variants else None
-            if variant not in wanted if wanted else (part < 1.0 and variant == "overlap-auto"):
-                continue  # It is measured where its outcome is in question.
+        for variant in _wanted(mode, part, args):
+            began_s = time.monotonic()
             result = _run(network, variant, job, args)
             steps_s = result["step_s"]
             found.append(
                 {
                     "mbytes": mbytes, "mbit": mbit, "mode": mode, "part": part, "variant": variant,
-                    "link_s": comm_s, "compute_s": job.compute_s,
+                    "ranks": args.ranks, "link_s": comm_s, "push_s": push_s(mbytes, mbit, hosts),
+                    "compute_s": job.compute_s,
                     "step_s": steps_s, "exposed_comm_s": max(0.0, steps_s - job.compute_s), **result["more"],
                 }
             )  # fmt: skip
+            place = f"{mbytes:g} MB, {mbit:g} Mbit/s, {mode}, compute {part:g} of the link's time"
+            report(f"{place}: {variant} {1e3 * steps_s:.1f} ms a step ({time.monotonic() - began_s:.0f} s)")
     plain = next((cell["step_s"] for cell in found if cell["variant"] == PLAIN), None)
     least_s = bound_s(comm_s, job.compute_s, job.layers)
     for cell in found:
         cell["ratio"] = cell["step_s"] / plain if plain else None
         cell["bound"] = least_s / plain if plain and mode == "sync" else None
     return found
+
+
+def _wanted(mode: str, part: float, args: argparse.Namespace) -> list[str]:
+    """The variants of a cell that are measured; `overlap="auto"` where its outcome is in question."""
+    chosen = args.variants.split(",") if args.variants else None
+    possible = variants_of(mode, args.each)
+    if chosen is not None:
+        return [variant for variant in possible if variant in chosen]
+    return [variant for variant in possible if part >= 1.0 or variant != "overlap-auto"]
 
 
 def _run(network: Network, variant: str, job: Job, args: argparse.Namespace) -> dict[str, Any]:
@@ -125,6 +187,11 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
     `sync_auto_fp16`: the largest of its step times over those of Horovod with fp16.
     `compute_bound`: the largest step time with `overlap="auto"` or `Compression.auto`, once decided, over that of
     star_hvd without it, where compute is at least as long as communication.
+    `ps_bound`: the largest step time with servers in the background, over the longest of compute, push and pull.
+    `ps_least_bound`: the least that the order of push and pull allows in the same cell.
+    `ps_over_cycle`: the largest step time over `ps_cycle_s`.
+    `ps_auto`: the least step time with `Compression.auto` over that without.
+    `local_exposed`: the largest part of the averagings' exposed time that is left in the background.
     """
     over_hosts = [c["ratio"] for c in cells if c["variant"] == "hierarchical" and c["ratio"] is not None]
     bound = [c for c in cells if c["part"] < 1.0 and c["ratio"] is not None]
@@ -140,13 +207,49 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
     tried = [c for c in cells if c["part"] >= 1.0 and c["variant"] in ("overlap-auto", "compression-auto")]
     idle = [c["step_s"] / _same_cell(c, cells, OURS) for c in tried]
     found |= {"hierarchical": max(over_hosts)} if over_hosts else {}
-    return found | ({"compute_bound": max(idle)} if idle else {})
+    found |= {"compute_bound": max(idle)} if idle else {}
+    return found | _ps_figures(cells) | _local_figures(cells)
+
+
+def _ps_figures(cells: Sequence[Cell]) -> dict[str, Any]:
+    behind = [c for c in cells if c["mode"].startswith("ps(") and c["variant"] == BEHIND]
+    if not behind:
+        return {}
+    worst = max(behind, key=_over_longest)
+    least = ps_cycle_s(worst["compute_s"], worst["push_s"]) / max(worst["compute_s"], worst["push_s"])
+    found = {
+        "ps_bound": _over_longest(worst),
+        "ps_least_bound": least,
+        "ps_over_cycle": max(c["step_s"] / ps_cycle_s(c["compute_s"], c["push_s"]) for c in behind),
+    }
+    small = [c for c in cells if c["mode"].startswith("ps(") and c["variant"] == BEHIND_LOSSY]
+    pairs = [(c["step_s"], whole["step_s"]) for c in small for whole in behind if _is_same(c, whole)]
+    return found | ({"ps_auto": min(ours / whole for ours, whole in pairs)} if pairs else {})
+
+
+def _over_longest(cell: Cell) -> float:
+    """Step time over the longest of computing, pushing and pulling, of which the last two are equal."""
+    return float(cell["step_s"] / max(cell["compute_s"], cell["push_s"]))
+
+
+def _local_figures(cells: Sequence[Cell]) -> dict[str, Any]:
+    """What is waited for is the time of a step beyond that of one in which nothing is: most of them."""
+    found = []
+    for cell in cells:
+        before = [c for c in cells if c["variant"] == OURS and _is_same(c, cell)]
+        if cell["mode"].startswith("local(") and cell["variant"] == BEHIND and before:
+            idle_s = before[0]["median_step_s"]
+            found.append(max(0.0, cell["step_s"] - idle_s) / max(1e-9, before[0]["step_s"] - idle_s))
+    return {"local_exposed": max(found)} if found else {}
+
+
+def _is_same(one: Cell, other: Cell) -> bool:
+    return all(one[key] == other[key] for key in ("mbytes", "mbit", "mode", "part"))
 
 
 def _same_cell(cell: Cell, cells: Sequence[Cell], variant: str) -> float:
     """Step time of another variant in the same cell, NaN where it was not measured."""
-    keys = ("mbytes", "mbit", "mode", "part")
-    same = [c for c in cells if c["variant"] == variant and all(c[key] == cell[key] for key in keys)]
+    same = [c for c in cells if c["variant"] == variant and _is_same(c, cell)]
     return float(same[0]["step_s"]) if same else math.nan
 
 
@@ -162,13 +265,22 @@ def _table(cells: Sequence[Cell]) -> Table:
     return table
 
 
+def _cells(args: argparse.Namespace) -> list[tuple[float, float, float, str]]:
+    """The cells to measure: all of the given values, or `CELLS` where none are."""
+    if not (args.mbytes or args.mbit or args.parts or args.modes):
+        return list(CELLS)
+    given = (args.mbytes or "1,10", args.mbit or "50,200", args.parts or "0.8")
+    sizes, rates, parts = ([float(text) for text in texts.split(",")] for texts in given)
+    return list(itertools.product(sizes, rates, parts, (args.modes or "sync").split(";")))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; exit status 1 where a job failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transmission", description=__doc__.splitlines()[0])
-    parser.add_argument("--mbytes", default="1,10", help="sizes of the network, separated by commas")
-    parser.add_argument("--mbit", default="50,200", help="rates of the links")
-    parser.add_argument("--parts", default="0.8", help="device time of a step over the least time of its reduction")
-    parser.add_argument("--modes", default="sync", help="separated by semicolons")
+    parser.add_argument("--mbytes", help="sizes of the network, separated by commas; 1,10 where another is given")
+    parser.add_argument("--mbit", help="rates of the links; 50,200")
+    parser.add_argument("--parts", help="device time of a step over the least time of its reduction; 0.8")
+    parser.add_argument("--modes", help="separated by semicolons; sync")
     parser.add_argument("--variants", default="", help=f"those to measure, of {', '.join(VARIANTS)}; all by default")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--each", type=int, default=1, help="ranks on each host; a divisor of --ranks, below it")
@@ -179,14 +291,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.each < 1 or args.ranks % args.each or args.ranks == args.each:
         parser.error(f"--each is {args.each}; expected a divisor of --ranks, {args.ranks}, below it")
-    rates = [float(text) for text in args.mbit.split(",")]
-    sizes = [float(text) for text in args.mbytes.split(",")]
-    args.least_mbit = min(rates)
-    console, cells = Console(highlight=False), []
-    parts = [float(text) for text in args.parts.split(",")]
-    for mbytes, mbit, part, mode in itertools.product(sizes, rates, parts, args.modes.split(";")):
+    places = _cells(args)
+    args.least_mbit = min(mbit for _, mbit, _, _ in places)
+    console, cells = Console(highlight=False, soft_wrap=True), list[Cell]()
+    for mbytes, mbit, part, mode in places:
         try:
-            cells += measure(mbytes, mbit, part, mode, args)
+            cells += measure(mbytes, mbit, part, mode, args, lambda text: console.print(text, markup=False))
         except (JobFailed, NetworkError) as error:
             console.print(f"error: {error}", markup=False)
             return _EXIT_FAILED

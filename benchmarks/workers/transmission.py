@@ -20,11 +20,13 @@ import torch
 
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.device import DeviceTime, LayerClock, SleepDevice
+from scheduler.records import Plan, parse_mode
 
 __all__ = ["VARIANTS", "Job", "Variant", "main", "network_of"]
 
 BATCH = 8
 _FLOAT_BYTES = 4
+_MOST_STEPS_IN_SYNC = 200  # Until the mode is in force.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +37,9 @@ class Job:
         mbytes: Size of the network's parameters.
         compute_s: Device time of a step.
         layers: Of equal size.
-        mode: Of star_hvd's variants.
+        mode: Of star_hvd's variants; servers are on all hosts.
         steps: That count.
-        warm: Steps before that.
+        warm: Steps before that, once the mode is in force.
     """
 
     mbytes: float
@@ -60,7 +62,7 @@ class Variant:
         ours: Whether it is star_hvd, else plain Horovod.
         options: Arguments of `DistributedOptimizer` by name; `fp16` stands for Horovod's compression.
         environment: Variables of its job.
-        modes: The modes it exists in, None for all.
+        modes: The modes it exists in, by their names without arguments, None for all.
         shares_hosts: Whether it makes sense only where ranks share hosts.
         least_warm: Steps before those that count, at least: until a trial is over.
     """
@@ -83,6 +85,10 @@ VARIANTS: dict[str, Variant] = {
         ours=True, environment={"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}, modes=("sync",), shares_hosts=True
     ),
     "compression-auto": Variant(ours=True, options={"compression": "auto"}, modes=("sync",), least_warm=28),
+    "background": Variant(ours=True, options={"background": True}, modes=("ps", "local")),
+    "background-auto": Variant(
+        ours=True, options={"background": True, "compression": "auto"}, modes=("ps",), least_warm=108
+    ),
 }
 
 
@@ -103,12 +109,63 @@ def _optimizer(variant: Variant, net: torch.nn.Module, mode: str) -> tuple[Any, 
     if variant.ours:
         import star_hvd as hvd
 
-        options["mode"] = mode
         if "compression" in options:
             options["compression"] = getattr(hvd.Compression, options["compression"])
     hvd.init()
+    if variant.ours:
+        options["mode"] = _plan(mode, int(hvd.size()))
+        options["config"] = hvd.Config(background=options.pop("background", False))
     own = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
     return hvd, hvd.DistributedOptimizer(own, named_parameters=net.named_parameters(), **options)
+
+
+def _plan(mode: str, ranks: int) -> str | Plan:
+    """The mode; servers are on all hosts, where `auto` places them by what it knows of the links."""
+    plan = parse_mode(mode, ranks)
+    return mode if plan is None or plan.family != "ps" else plan.replace(servers=tuple(range(ranks)))
+
+
+class _Clock:
+    """Times the steps of one rank once its mode is in force.
+
+    Args:
+        engine: Of star_hvd's optimizer, None under plain Horovod.
+        job: What the rank trains.
+    """
+
+    def __init__(self, engine: Any, job: Job) -> None:
+        self._engine, self._family = engine, job.mode.partition("(")[0]
+        self._ends_s: list[float] = []
+        self._first = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether the mode is not in force yet: every job of star_hvd begins in `sync`."""
+        return self._engine is not None and self._engine.plan.mode != self._family
+
+    def begin(self) -> None:
+        """What comes from here on counts."""
+        self._ends_s = [time.perf_counter()]
+        self._first = self._engine.step if self._engine is not None else 0
+
+    def step(self) -> None:
+        """A step has ended."""
+        self._ends_s.append(time.perf_counter())
+
+    def found(self) -> dict[str, Any]:
+        """`step_s`: the median; in modes whose steps are unequal by their nature the mean, with servers of an update.
+
+        A step with servers is an update of the parameters, here of the pushes of some ranks, and `own_step_s` the time
+        from one push of this rank to its next.
+        """
+        times = [later - sooner for sooner, later in itertools.pairwise(self._ends_s)]
+        more = {"p90_step_s": sorted(times)[int(0.9 * (len(times) - 1))], "median_step_s": statistics.median(times)}
+        total_s = self._ends_s[-1] - self._ends_s[0]
+        if self._engine is None or self._family not in ("ps", "local"):
+            return {"step_s": statistics.median(times), "more": more}
+        more["own_step_s"] = total_s / len(times)
+        updates = self._engine.step - self._first if self._family == "ps" else len(times)
+        return {"step_s": total_s / max(1, updates), "more": more}
 
 
 def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
@@ -122,19 +179,29 @@ def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
     x = torch.randn(BATCH, net[0].in_features, generator=generator)
     share = 1.0 / job.layers
     device_time = DeviceTime(fixed_s=job.compute_s, per_sample_s=0.0)
-    ends_s, warm = [], max(job.warm, variant.least_warm)
+    clock = _Clock(optimizer._star.core.driver.engine if variant.ours else None, job)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+        clock.step()
+
     with LayerClock(net, SleepDevice(), device_time, {layer: share for layer in net}):
-        for _ in range(warm + job.steps):
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            optimizer.step()
-            ends_s.append(time.perf_counter())
+        for _ in range(_MOST_STEPS_IN_SYNC):
+            if not clock.waits:
+                break
+            step()
+        for _ in range(max(job.warm, variant.least_warm)):
+            step()
+        clock.begin()
+        for _ in range(job.steps):
+            step()
+        found = clock.found()
         net.state_dict()  # Where steps overlap, the last one ends here.
-    counted = [later - sooner for sooner, later in itertools.pairwise(ends_s[warm - 1 :])]
-    more = {"p90_step_s": sorted(counted)[int(0.9 * (len(counted) - 1))]}
     rank = int(hvd.rank())
     hvd.shutdown()
-    return {"step_s": statistics.median(counted), "more": more}, rank
+    return found, rank
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,12 +11,13 @@ step. One reduction per step, and the basis follows the gradients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from scheduler.transmission.wire import HALF, LOW_RANK, NONE
-from star_hvd.compression.pushes import small_bytes, whole_bytes
+from star_hvd.compression.pushes import shrunk, small_bytes, whole_bytes
 from star_hvd.engine.buckets import Bucket, memory_format_of
 from star_hvd.engine.device import DONE, KEPT, Streams
 
@@ -232,6 +233,30 @@ class BucketCodec:
             total.add_(self._residual.cpu())
         weight, dtype = float(flat[-1]), self._bucket.flat.dtype
         return small_bytes(total, weight, dtype) if small else (whole_bytes(total, weight, dtype), None)
+
+    def shrink(self, flat: torch.Tensor, ranges: Sequence[tuple[int, int]], *, small: bool) -> list[bytes | None]:
+        """Make of a contribution in host memory, with the residual added, what is sent to servers; keep what is left.
+
+        Args:
+            flat: The contribution. It becomes what its receiver makes of the payloads.
+            ranges: Begin and end of the elements that travel by themselves.
+            small: Whether as int8. A range for which that is impossible, or no smaller, travels as it is in `flat`.
+
+        Returns:
+            Per range its payload, None where it travels as it is.
+        """
+        if not small and self._residual is None:
+            return [None] * len(ranges)
+        self._order()
+        total, found = self._total(flat), list[bytes | None]()
+        for start, stop in ranges:
+            part = total[start:stop]
+            made = shrunk(part, flat.dtype) if small else None
+            flat[start:stop] = part if made is None else made[1]
+            part.copy_(torch.zeros_like(part) if made is None else part - made[1])
+            found.append(None if made is None else made[0])
+        self.keep(total if small else None)
+        return found
 
     def keep(self, left: torch.Tensor | None) -> None:
         """What `pack` gave has been sent."""

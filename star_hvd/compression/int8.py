@@ -30,7 +30,7 @@ def encode(vector: torch.Tensor) -> bytes:
     return scales.numpy().tobytes() + numbers.view(-1)[: vector.numel()].numpy().tobytes()
 
 
-def decode(payload: bytes | bytearray, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def decode(payload: bytes | bytearray | memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """The vector that `encode` stands for, in float32 or float64. Where a value was no number, so is its block here.
 
     Args:

@@ -18,6 +18,7 @@ import torch
 from scheduler.transmission.wire import FORMS, HALF, NONE, WireChoice
 from star_hvd.compression.bucket_codec import BucketCodec
 from star_hvd.compression.pushes import PushCodec
+from star_hvd.compression.server_pushes import ServerPushes
 from star_hvd.engine.buckets import Bucket, Wire
 from star_hvd.engine.device import Streams
 from star_hvd.locks import ordered_lock
@@ -132,6 +133,16 @@ class LossyWire(Wire):
             for codec, (_, left) in zip(self._codecs, whole, strict=True):
                 codec.keep(left)
         return b"".join(payload for payload, _ in whole)
+
+    # ---- pushes to servers ----------------------------------------------------------------------------------
+
+    def server_pushes(self) -> ServerPushes:
+        return ServerPushes(self, self._rank)
+
+    def shrink(self, bucket: Bucket, ranges: Sequence[tuple[int, int]], *, small: bool) -> list[bytes | None]:
+        """See `BucketCodec.shrink`; of the bucket's own buffer."""
+        with self._lock:
+            return self._codecs[bucket.index].shrink(bucket.flat, ranges, small=small)
 
     # ---- what the wrapper calls -----------------------------------------------------------------------------
 

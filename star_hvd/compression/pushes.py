@@ -20,7 +20,7 @@ from star_hvd.compression import int8
 from star_hvd.engine.buckets import Bucket
 from star_hvd.errors import ChannelError
 
-__all__ = ["PushCodec", "Residuals", "small_bytes", "unpack", "whole_bytes"]
+__all__ = ["PushCodec", "Residuals", "shrunk", "small_bytes", "unpack", "whole_bytes"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -80,13 +80,21 @@ def small_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> tuple
 
     The weight travels whole. What is left is measured in the bucket's type, which is what the parent gets.
     """
-    if not _smaller(total.numel(), dtype):
+    if not _smaller(total.numel(), dtype) or (made := _encoded(total, dtype)) is None:
         return None
+    payload, sent = made
+    return payload + _WEIGHT.pack(weight), total - sent
+
+
+def shrunk(part: torch.Tensor, dtype: torch.dtype) -> tuple[bytes, torch.Tensor] | None:
+    """Some elements as int8, and what the receiver makes of them; None as in `small_bytes`."""
+    return _encoded(part, dtype) if int8.size_bytes(part.numel()) < part.numel() * dtype.itemsize else None
+
+
+def _encoded(total: torch.Tensor, dtype: torch.dtype) -> tuple[bytes, torch.Tensor] | None:
     payload = int8.encode(total)
     sent = int8.decode(payload, total.numel(), total.dtype).to(dtype)
-    if not bool(torch.isfinite(sent.sum(dtype=torch.float64))):
-        return None
-    return payload + _WEIGHT.pack(weight), total - sent
+    return (payload, sent) if bool(torch.isfinite(sent.sum(dtype=torch.float64))) else None
 
 
 def unpack(body: bytes | bytearray, buckets: Sequence[Bucket]) -> list[torch.Tensor]:

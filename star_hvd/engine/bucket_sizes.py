@@ -7,28 +7,29 @@ from collections.abc import Sequence
 __all__ = ["limits_of", "partition"]
 
 _LEAST_BUCKETS = 4  # Otherwise the first gradients of a small network would wait for its last ones.
-_OVERLAPPED_BUCKETS = 16  # A bucket is what the forward pass waits for, and what others wait behind.
-# Of an overlapped bucket, where that leaves four of them: each costs a negotiation and a step of the optimizer. 1 MB of
+_SMALL_BUCKETS = 16  # Where a bucket is what the forward pass waits for, and what others wait behind.
+# Of a small bucket, where that leaves four of them: each costs a negotiation and a step of the optimizer. 1 MB of
 # gradients, 4 ranks on 2 cores: a step took 194 ms with 16 buckets, 132 with 8, 95 with 4 at 200 Mbit/s (Horovod 91),
 # and 286, 300, 326 at 50 Mbit/s (Horovod 331).
 _SMALL_BYTES = 256 * 1024
 
 
-def limits_of(size_bytes: int, most_bytes: int, *, overlapped: bool) -> list[int]:
+def limits_of(size_bytes: int, most_bytes: int, *, by_bucket: bool) -> list[int]:
     """Most bytes of each bucket, in the order of backward; the last limit is that of all further ones.
 
-    Without overlap the first bucket is small, so that the link has work soon after backward has begun (PyTorch's DDP
+    The first bucket is small, so that the link has work soon after backward has begun (PyTorch's DDP
     does the same), and each further one is up to twice as large: while a link that is slower than backward sends one
     bucket, backward fills the next. A quarter of the gradient is the most.
 
     Args:
         size_bytes: Of all gradients.
         most_bytes: The user's limit.
-        overlapped: Whether steps overlap with the next forward pass: then all buckets have the small size.
+        by_bucket: Whether each bucket is waited for by itself, behind which the next forward pass begins: then all have
+            the small size.
     """
     quarter = max(1, -(-size_bytes // _LEAST_BUCKETS))
-    small = max(-(-size_bytes // _OVERLAPPED_BUCKETS), min(_SMALL_BYTES, quarter))
-    if overlapped:
+    small = max(-(-size_bytes // _SMALL_BUCKETS), min(_SMALL_BYTES, quarter))
+    if by_bucket:
         return [min(small, most_bytes)]
     limits = [small]
     while limits[-1] < quarter:

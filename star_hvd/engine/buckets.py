@@ -203,6 +203,10 @@ class Wire:
         """Makes the bytes of late gradients to a parent (`star_hvd.channel.late_push.Packer`); None: as they are."""
         return None
 
+    def server_pushes(self) -> Any:
+        """Makes the bytes of pushes to servers (`star_hvd.compression.server_pushes`); None: as they are."""
+        return None
+
     def explain(self) -> str:
         """How gradients travel and why, for the user; empty where there was no choice."""
         return ""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,8 @@ _LOOK_S = 5.0  # Between two looks whether this rank has failed.
 class Client(Protocol):
     """The part of `star_hvd.ps.worker.client.Client` used here."""
 
-    def give(self, step: int, index: int, flat: torch.Tensor) -> None: ...
+    def ranges(self, index: int) -> list[tuple[int, int, int]]: ...
+    def give(self, step: int, index: int, flat: torch.Tensor, small: Mapping[int, bytes]) -> None: ...
     def push(
         self,
         *,
@@ -48,6 +49,7 @@ class Client(Protocol):
         row: Sequence[float],
         loss: float,
         keep: bool,
+        small: Mapping[int, bytes],
     ) -> None: ...
     def wait(self, deadline_s: float, *, whole: bool = True) -> Any: ...
     def wait_bucket(self, index: int, deadline_s: float) -> None: ...
@@ -57,6 +59,13 @@ class Client(Protocol):
     def absent(self, away: bool) -> None: ...
     def wake(self) -> None: ...
     def close(self) -> None: ...
+
+
+class Compressed(Protocol):
+    """The part of `star_hvd.compression.server_pushes.ServerPushes` used here."""
+
+    def shrink(self, bucket: Bucket, ranges: Sequence[tuple[int, int]]) -> list[bytes | None]: ...
+    def ended(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,7 @@ class ServerSteps:
         same_session: Whether two plans are served without an end between them.
         background: Whether buckets are sent within backward.
         gates: In front of parameters that are on their way when `step` returns; None where it waits for all of them.
+        compressed: Makes what is pushed smaller; None where it travels as it is.
     """
 
     def __init__(
@@ -110,6 +120,7 @@ class ServerSteps:
         same_session: Callable[[Plan, Plan], bool],
         background: bool = False,
         gates: Gates | None = None,
+        compressed: Compressed | None = None,
     ) -> None:
         self.plan = plan
         self.client = client
@@ -127,6 +138,8 @@ class ServerSteps:
         self._arriving = ArrivingParameters(engine, client, gates, deadline_s) if gates is not None and made else None
         self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
         self._given: dict[int, int] = {}  # Buckets sent ahead of `step`, with the version of their memory.
+        self._compressed = compressed if not engine.streams.devices else None
+        self._small: dict[int, bytes] = {}  # Of this push: per chunk what is sent instead of its part of the buffer.
 
     @property
     def wanted(self) -> bool:
@@ -153,10 +166,11 @@ class ServerSteps:
         if self._background and not self.over and not self._engine.pending_weight:
             if not self._given or bucket.index in self._given:  # The latter where no step followed a backward pass.
                 self._given.clear()
+                self._small.clear()
                 self._pushes += 1
-            self._weigh(bucket)
+            small = self._weigh(bucket)
             self._given[bucket.index] = bucket.flat._version
-            self.client.give(self._pushes, bucket.index, bucket.flat)
+            self.client.give(self._pushes, bucket.index, bucket.flat, small=small)
 
     def step(self, *, skip: bool) -> Any:
         """Push this rank's gradient, wait for parameters.
@@ -181,6 +195,8 @@ class ServerSteps:
             self._write(outcome, arriving=True)
             staleness = max(0, outcome.version - 1 - version)
             self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self.acts_on))
+            if self._compressed is not None:
+                self._compressed.ended()
         return None
 
     def _contribution(self) -> list[torch.Tensor]:
@@ -193,15 +209,24 @@ class ServerSteps:
         self._begun = bool(given) and all(buckets[index].flat._version == was for index, was in given.items())
         if given and not self._begun:
             self._background = False
+            self._small.clear()
             logger.info("gradients were changed before step(): pushes do not begin within backward any more")
         return [bucket.flat for bucket in buckets]
 
-    def _weigh(self, bucket: Bucket) -> None:
+    def _weigh(self, bucket: Bucket) -> Mapping[int, bytes]:
+        """Make the bucket's buffer what is pushed; per chunk what is sent instead of its part of the buffer."""
         weight = self._engine.weight
         if weight != 1.0:
             bucket.flat[:-1].mul_(weight)
         bucket.flat[-1] = weight
         self._engine.fold_late(bucket, bucket.flat)
+        if self._compressed is None:
+            return {}
+        ranges = self.client.ranges(bucket.index)
+        made = self._compressed.shrink(bucket, [(start, stop) for _, start, stop in ranges])
+        small = {index: data for (index, _, _), data in zip(ranges, made, strict=True) if data is not None}
+        self._small |= small
+        return small
 
     def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
         return self._push(flats, count=1)
@@ -223,7 +248,9 @@ class ServerSteps:
             row=engine.applier.hyper.read(engine.applier.optimizer.param_groups),
             loss=engine.loss,
             keep=True,
+            small=self._small,
         )
+        self._small = {}
         return self._await_reply()
 
     def _await_reply(self) -> Outcome:

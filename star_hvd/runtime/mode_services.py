@@ -240,8 +240,9 @@ class ModeServices:
             background = self._config.background
             timed: Any = TimedClient(client, driver.timeline)
             return ServerSteps(
-                driver.engine, plan, timed, background=background, gates=driver.gates if background else None, **common
-            )
+                driver.engine, plan, timed, background=background, gates=driver.gates if background else None,
+                compressed=driver.engine.wire.server_pushes(), **common,
+            )  # fmt: skip
         group = next(ranks for ranks in plan.groups if self._rank in ranks)
         collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None
         return GroupSteps(driver.engine, plan, client, collective, group, **common)

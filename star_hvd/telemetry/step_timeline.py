@@ -16,7 +16,7 @@ import re
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -334,6 +334,9 @@ class TimedCollective:
                 self.poll(handle)
 
 
+_NONE_SMALL: Mapping[int, bytes] = {}
+
+
 class TimedClient:
     """A client of servers (`star_hvd.modes.ps_worker.Client`) whose transfers are noted.
 
@@ -349,11 +352,11 @@ class TimedClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
-    def give(self, step: int, index: int, flat: torch.Tensor) -> None:
+    def give(self, step: int, index: int, flat: torch.Tensor, small: Mapping[int, bytes] = _NONE_SMALL) -> None:
         """See `Client.give`."""
         self._given.add(index)
-        self._timeline.submitted(index, flat.numel() * flat.element_size())
-        self._client.give(step, index, flat)
+        self._timeline.submitted(index, sum(map(len, small.values())) or flat.numel() * flat.element_size())
+        self._client.give(step, index, flat, small=small)
 
     def push(self, *, flats: Sequence[torch.Tensor], **fields: Any) -> None:
         """See `Client.push`."""

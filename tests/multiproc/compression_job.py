@@ -12,10 +12,12 @@ import torch
 import star_hvd as hvd
 from benchmarks.lab.networks import make_network
 from benchmarks.lab.tasks import load_task
+from scheduler.transmission.off_switch import OffSwitch
 from scheduler.transmission.push_form import PushChoice
 from scheduler.transmission.wire import FORMS, LOW_RANK, NONE, WireChoice
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.compression.pushes import PushCodec
+from star_hvd.compression.server_pushes import ServerPushes
 from tests.multiproc.modes import CONFIG, publish, within
 from tests.multiproc.scenarios import digest
 from tests.support.inside import driver_of, inside
@@ -200,6 +202,52 @@ def pushes() -> dict[str, Any]:
             optimizer.close()
     return {"accuracy": found, "sent": [SENT.count(False), SENT.count(True)], "left": [left, after],
             "digest": digest(net)}  # fmt: skip
+
+
+class Fixed(OffSwitch):
+    """Takes one form of pushes to servers, whatever it costs."""
+
+    def note(self, step_s: float) -> bool:
+        SENT.append(self.on)
+        return False
+
+
+def servers() -> dict[str, Any]:
+    """Accuracy on the digits at servers that get whole gradients, and int8; then a step of `sync`."""
+    torch.set_num_threads(1)
+    task = load_task("digits", 1280)
+    inputs, labels = task.train.tensors  # type: ignore[attr-defined]
+    mine = torch.arange(int(hvd.rank()), len(inputs), int(hvd.size()))
+    found: dict[str, list[float]] = {"whole": [], "int8": []}
+    left = []
+    for seed in range(SEEDS):
+        for name, values in found.items():
+            torch.manual_seed(seed)
+            net = make_network("digits", 64, "mlp")
+            optimizer, wire = lossy_optimizer(net, NONE, lr=RATE)
+            switch = Fixed()
+            switch.on = name == "int8"
+            wire.server_pushes = lambda wire=wire, switch=switch: ServerPushes(wire, 0, switch)  # type: ignore[method-assign]
+            _into(optimizer, net, inputs[mine], labels[mine], f"ps({hvd.size()})")
+            hvd.barrier()
+            order = torch.Generator().manual_seed(seed)
+            for epoch in range(EPOCHS):
+                optimizer.param_groups[0]["lr"] = RATE * (1.0 - epoch / EPOCHS)
+                for rows in mine[torch.randperm(len(mine), generator=order)].split(BATCH)[:-1]:
+                    optimizer.zero_grad()
+                    torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()
+                    optimizer.step()
+            with torch.no_grad():
+                values.append(100.0 * float((net(task.test_x).argmax(1) == task.test_y).float().mean()))
+            left = [STATE_KEY in optimizer.state_dict()]
+            hvd.barrier()
+            _into(optimizer, net, inputs[mine], labels[mine], "sync")
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(inputs[mine]), labels[mine]).backward()
+            optimizer.step()
+            left.append(STATE_KEY in optimizer.state_dict())
+            optimizer.close()
+    return {"accuracy": found, "sent": [SENT.count(False), SENT.count(True)], "left": left, "digest": digest(net)}
 
 
 def _into(optimizer: Any, net: torch.nn.Module, inputs: torch.Tensor, labels: torch.Tensor, mode: str) -> None:

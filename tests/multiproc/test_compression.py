@@ -57,6 +57,16 @@ def test_late_gradients_as_int8_train_as_well_as_whole_ones() -> None:
     assert means["int8"] >= means["whole"] - LATE_POINTS, means
 
 
+def test_pushes_to_servers_as_int8_train_as_well_as_whole_ones() -> None:
+    results = _job("servers", 2)
+    assert len({result["digest"] for result in results}) == 1, "replicas differ back in sync"
+    means = {name: sum(values) / len(values) for name, values in results[0]["accuracy"].items()}
+    assert all(count > 500 for count in results[0]["sent"]), results[0]["sent"]
+    assert results[0]["left"] == [True, False], "what int8 left is in the state, and back in sync it has been sent"
+    assert means["whole"] > 90.0, "the task is not learned at all"
+    assert means["int8"] >= means["whole"] - POINTS, means
+
+
 def test_the_form_is_chosen_by_what_is_measured() -> None:
     results = _job("chosen", 2)
     assert len({result["digest"] for result in results}) == 1

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.transmission import bound_s, figures, link_s, variants_of
+from benchmarks.transmission import CELLS, bound_s, figures, link_s, ps_cycle_s, push_s, variants_of
 from benchmarks.workers.transmission import VARIANTS, Job, network_of
 
 
@@ -30,6 +30,44 @@ def test_figures_are_those_of_their_cells() -> None:
     assert figures([]) == {}
 
 
+def test_figures_of_servers_and_of_local_steps() -> None:
+    def behind(mode: str, variant: str, **more: Any) -> dict[str, Any]:
+        times = {"ranks": 4, "compute_s": 0.48, "push_s": 0.3, "own_step_s": 0.8, "median_step_s": 0.5} | more
+        return cell(variant, 0.8, 0.0, None, mode=mode) | times
+
+    cells = [
+        behind("ps(3)", "background", step_s=0.6),
+        behind("ps(3)", "background", step_s=0.5, compute_s=0.1),  # The longest is the push.
+        behind("ps(3)", "star", step_s=0.9),
+        behind("ps(3)", "background-auto", step_s=0.3, part=0.7),  # Nothing to compare with.
+        behind("local(8)", "star", step_s=0.7),
+        behind("local(8)", "background", step_s=0.51),
+    ]
+    found = figures(cells)
+    assert found["ps_bound"] == pytest.approx(0.5 / 0.3)
+    assert found["ps_least_bound"] == pytest.approx(2.0), "nothing is computed for longer than it travels"
+    assert found["ps_over_cycle"] == pytest.approx(0.6 / 0.62) and "ps_auto" not in found
+    assert found["local_exposed"] == pytest.approx(0.01 / 0.2)
+    assert "local_exposed" not in figures(cells[-1:]), "nothing to compare with"
+
+
+def test_the_least_time_of_an_update() -> None:
+    assert push_s(10.0, 200.0, 4) == pytest.approx(0.3)
+    assert ps_cycle_s(0.1, 0.3) == pytest.approx(0.6)
+    assert ps_cycle_s(0.48, 0.3) == pytest.approx(0.62)  # The backward pass is longer than the push.
+    assert ps_cycle_s(3.0, 0.3) == pytest.approx(3.0)
+
+
+def test_the_default_cells_give_every_figure() -> None:
+    def made(variant: str, place: tuple[float, float, float, str]) -> dict[str, Any]:
+        names = ("mbytes", "mbit", "part", "mode")
+        times = dict.fromkeys(("step_s", "own_step_s", "median_step_s", "compute_s", "push_s", "ratio", "bound"), 1.0)
+        return {"variant": variant, "ranks": 4, **times, **dict(zip(names, place, strict=True))}
+
+    found = figures([made(variant, place) for place in CELLS for variant in variants_of(place[3])])
+    assert {"sync_lossless", "sync_auto", "ps_bound", "local_exposed", "compute_bound"} <= found.keys()
+
+
 def test_the_bound_of_a_lossless_schedule() -> None:
     assert bound_s(0.6, 0.06, 16) == 0.6  # The bytes.
     assert bound_s(0.6, 0.59, 16) == pytest.approx(0.6275)  # The first layer's gradient comes last and is needed first.
@@ -44,6 +82,7 @@ def test_bytes_on_the_link() -> None:
 
 def test_plain_horovod_comes_first() -> None:
     assert variants_of("sync")[0] == "horovod" and "overlap" in variants_of("sync")
-    assert "overlap" not in variants_of("partial(3)")
+    assert "overlap" not in variants_of("partial(3)") and "background" not in variants_of("sync")
+    assert "background" in variants_of("ps(3)") and "background" in variants_of("local(8)")
     assert "hierarchical" in variants_of("sync", 2) and "hierarchical" not in variants_of("sync")
     assert all(not variant.options or variant.ours or name == "horovod-fp16" for name, variant in VARIANTS.items())

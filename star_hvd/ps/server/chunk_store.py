@@ -32,6 +32,7 @@ class ChunkStore:
         params: The parameters, one flat tensor.
         mirrored: The mirror's copy of `params`, None until it is written.
         seq: Number of the last order that changed `params`.
+        wide: Type in which gradients are added up.
     """
 
     def __init__(self, layout: Layout, chunk: Chunk, spec: OptimizerSpec, reader: RowReader) -> None:
@@ -44,7 +45,7 @@ class ChunkStore:
         self.params = torch.zeros(chunk.numel, dtype=layout.dtype(chunk))
         self.reference: torch.Tensor | None = None
         self._reader = reader
-        self._wide = _WIDE.get(self.params.dtype, self.params.dtype)
+        self.wide = _WIDE.get(self.params.dtype, self.params.dtype)
         self._pieces = [torch.nn.Parameter(view) for view in self._views(self.params)]
         members: dict[int, list[torch.nn.Parameter]] = {}
         for piece, param in zip(chunk.pieces, self._pieces, strict=True):
@@ -111,11 +112,11 @@ class ChunkStore:
 
     def _sum(self, factors: Sequence[float], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
         first = buffers[0]
-        total = first.to(self._wide) if first.dtype != self._wide else first
+        total = first.to(self.wide) if first.dtype != self.wide else first
         if factors[0] != 1.0:
             total.mul_(factors[0])
         for factor, buffer in zip(factors[1:], buffers[1:], strict=True):
-            total.add_(buffer.to(self._wide), alpha=factor)
+            total.add_(buffer.to(self.wide), alpha=factor)
         return total
 
     def _gather(self) -> None:
@@ -129,7 +130,7 @@ class ChunkStore:
     def watch(self, on: bool) -> None:
         """Switch tracking of the recent updates' direction, which the guard needs, on or off."""
         if on and self.reference is None:
-            self.reference = torch.zeros(self.chunk.numel, dtype=self._wide)
+            self.reference = torch.zeros(self.chunk.numel, dtype=self.wide)
         elif not on:
             self.reference = None
 
@@ -137,7 +138,7 @@ class ChunkStore:
         """Dot product of a gradient with the recent updates' direction, and both squared norms."""
         if self.reference is None:
             return 0.0, 0.0, 0.0
-        wide = buffer.to(self._wide)
+        wide = buffer.to(self.wide)
         products = (torch.dot(wide, self.reference), torch.dot(wide, wide), torch.dot(self.reference, self.reference))
         dot, mine, recent = (float(product) for product in products)
         return dot, mine, recent
@@ -162,4 +163,3 @@ class ChunkStore:
         self.use_row(row)
         self.load(params, states, version)
         self.seq, self.applied = seq, applied
-

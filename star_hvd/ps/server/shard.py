@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from star_hvd.compression import int8
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.mirror import Mirror
@@ -175,8 +176,11 @@ class Shard:
         """
         store = self.stores.get(chunk)
         expected = self.layout.nbytes(store.chunk) if store is not None else -1
-        if store is None or size != expected:
-            raise ChannelError(f"rank {rank} pushed {size} bytes of chunk {chunk}; expected {expected} (-1: none)")
+        small = int8.size_bytes(store.chunk.numel) if store is not None else -1
+        if store is None or (size != expected and not size == small < expected):
+            raise ChannelError(
+                f"rank {rank} pushed {size} bytes of chunk {chunk}; expected {expected}, or {small} as int8 (-1: none)"
+            )
         # A worker has one push in flight: a part of an earlier one is a duplicate.
         if chunk in self._seen.get((rank, step), ()) or step <= self._over.get(rank, -1) or step < self._newest(rank):
             self.duplicates += 1
@@ -185,7 +189,7 @@ class Shard:
         dtype = self.layout.dtype(store.chunk)
         if offset == 0 and len(data) == size:
             whole = torch.frombuffer(data, dtype=torch.uint8)
-            self._chunk(rank, step, store, _typed(whole, dtype))
+            self._chunk(rank, step, store, _typed(whole, dtype) if size == expected else _decoded(whole, store))
             return
         key = (rank, step, chunk)
         assembly = self._parts[key] if key in self._parts else Assembly(size)
@@ -193,7 +197,8 @@ class Shard:
         self._parts[key] = assembly  # Only now: a part that does not fit must leave nothing behind.
         if complete:
             del self._parts[key]
-            self._chunk(rank, step, store, assembly.buffer.view(dtype))
+            whole = assembly.buffer
+            self._chunk(rank, step, store, whole.view(dtype) if size == expected else _decoded(whole, store))
 
     def _newest(self, rank: int) -> int:
         """The step of the newest push of a rank of which any chunk is here, -1 for none."""
@@ -368,6 +373,12 @@ class Shard:
             held = list(self.stores)
             if chunk in (None, held[len(held) // 2]):
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _decoded(data: torch.Tensor, store: ChunkStore) -> torch.Tensor:
+    """The gradient that int8 stands for: in the type in which its rank decoded it to know what it has left to send."""
+    decoded = int8.decode(data.numpy().data, store.chunk.numel, store.wide)
+    return decoded.to(store.params.dtype)
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -16,6 +16,8 @@ from star_hvd.ps.worker.connection import Line, Push
 from star_hvd.ps.worker.exchange import Exchange, Reply, StateExchange
 
 __all__ = ["Client", "Reply"]
+
+_NONE_SMALL: Mapping[int, bytes] = {}
 
 
 class Client:
@@ -65,7 +67,11 @@ class Client:
 
     # ---- what the worker does -----------------------------------------------------------------------------
 
-    def give(self, step: int, index: int, flat: torch.Tensor) -> None:
+    def ranges(self, index: int) -> list[tuple[int, int, int]]:
+        """Of the chunks of a bucket: the chunk, its first element, and the one behind its last."""
+        return [(c.index, c.start, c.stop) for c in self._layout.chunks if c.bucket == index]
+
+    def give(self, step: int, index: int, flat: torch.Tensor, small: Mapping[int, bytes] = _NONE_SMALL) -> None:
         """Send one buffer of the push of `step`, which `push` announces once all are there. Does not block.
 
         A push that was begun and is followed by one of another step is void: the servers forget it.
@@ -74,6 +80,7 @@ class Client:
             step: As in `push`.
             index: The bucket.
             flat: Its buffer, in host memory, which stays unchanged until the answer has come.
+            small: As in `push`, for this bucket.
         """
         with self._line.changed:
             self._line.check()
@@ -82,6 +89,7 @@ class Client:
                 self._begun = Push(step, {}, [missing] * len(self._layout.buckets), Exchange(self._layout, self._flats))
             begun = self._begun
             begun.flats[index] = flat
+            begun.small.update(small)
         self._line.do("bucket", (begun, index))
 
     def push(
@@ -96,6 +104,7 @@ class Client:
         row: Sequence[float] | None = None,
         loss: float | None = None,
         keep: bool = False,
+        small: Mapping[int, bytes] = _NONE_SMALL,
     ) -> None:
         """Send a gradient without blocking; `wait` gives the answer.
 
@@ -109,6 +118,7 @@ class Client:
             row: Its hyperparameters (`HyperRow.read`).
             loss: Its loss, for the log.
             keep: Whether the buffers stay unchanged until the answer has come, so that no copy is needed.
+            small: Per chunk what is sent instead of its part of the buffer (`star_hvd.compression.int8`).
 
         Raises:
             ChannelError: The push before has no answer yet, or the client is closed.
@@ -136,6 +146,7 @@ class Client:
                 push = begun
             else:
                 push = Push(step, meta, lent, Exchange(self._layout, self._flats))
+            push.small.update(small)
             self._line.push = push
         self._line.do("push", push)
 

@@ -40,15 +40,17 @@ class Push:
     Attributes:
         carriers: Connections that carry its parts, with the number of the last message on each.
         sent: Buckets that were sent ahead of its announcement.
+        small: Per chunk what is sent instead of its part of the buffer.
         piecewise: Whether its result, and each bucket of its answer, is waited for by itself.
     """
 
-    __slots__ = ("carriers", "exchange", "flats", "meta", "piecewise", "sent", "step")
+    __slots__ = ("carriers", "exchange", "flats", "meta", "piecewise", "sent", "small", "step")
 
     def __init__(self, step: int, meta: dict[str, Any], flats: list[torch.Tensor], exchange: Exchange) -> None:
         self.step, self.meta, self.flats, self.exchange = step, meta, flats, exchange
         self.carriers: dict[Dealer, int] = {}
         self.sent: set[int] = set()
+        self.small: dict[int, bytes] = {}
         self.piecewise = False
 
     @property
@@ -243,7 +245,8 @@ class Line:
     def _send_chunks(self, push: Push, index: int, dealer: Dealer, buckets: Iterable[int]) -> None:
         header = self._header(Kind.CHUNK, push.step)
         for chunk in [each for bucket in buckets for each in self._chunks.get((index, bucket), ())]:
-            data = raw(push.flats[chunk.bucket][chunk.start : chunk.stop])
+            small = push.small.get(chunk.index)
+            data = raw(push.flats[chunk.bucket][chunk.start : chunk.stop]) if small is None else memoryview(small)
             for begin, end in parts(len(data)):
                 head = pack(header._replace(chunk=chunk.index, offset=begin, size=len(data)))
                 self._send(dealer, [head, data[begin:end]])

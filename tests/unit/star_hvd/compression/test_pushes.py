@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -14,6 +15,7 @@ from scheduler.transmission.wire import HALF, NONE
 from star_hvd.compression import int8
 from star_hvd.compression.lossy_wire import LossyWire
 from star_hvd.compression.pushes import PushCodec, unpack
+from star_hvd.compression.server_pushes import ServerPushes
 from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.device import Streams
 from star_hvd.errors import ChannelError
@@ -68,6 +70,58 @@ def test_what_was_sent_and_what_is_left_are_what_was_given(seed: int, dtype: tor
         rounding = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(dtype, 1e-5)  # Of whole pushes in the narrow types.
         limit = rounding * max(1e-9, float(total.abs().max())) * len(smalls)
         assert float((came + left_of(wire, bucket) - total).abs().max()) <= limit
+
+
+@settings(max_examples=cases(60), deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
+    smalls=st.lists(st.booleans(), min_size=1, max_size=6),
+    bad=st.sampled_from([None, float("nan"), float("inf")]),
+)
+def test_servers_get_and_the_rank_keeps_what_was_given(
+    seed: int, dtype: torch.dtype, smalls: list[bool], bad: float | None
+) -> None:
+    torch.manual_seed(seed)
+    wire, (bucket,) = wire_of((40, 60), dtype=dtype)
+    cuts = sorted({0, 2400, *random.Random(seed).sample(range(2400), 3)})
+    ranges = list(itertools.pairwise(cuts))
+    total, got = torch.zeros(2400, dtype=torch.float64), torch.zeros(2400, dtype=torch.float64)
+    if bad is not None:  # Of a step before: it is in that step's push alone.
+        bucket.flat[7] = bad
+        wire.shrink(bucket, ranges, small=True)
+        assert not bool(bucket.flat.isfinite().all()) and bool(left_of(wire, bucket).isfinite().all())
+        total += left_of(wire, bucket)
+    for small in smalls:
+        bucket.flat.copy_(gradient(bucket, 0.25))
+        total += bucket.flat[:-1].double()
+        payloads = wire.shrink(bucket, ranges, small=small)
+        assert float(bucket.flat[-1]) == 0.25 and (small or not any(payloads))
+        for (start, stop), payload in zip(ranges, payloads, strict=True):
+            if payload is not None:
+                decoded = int8.decode(payload, stop - start, bucket.average_dtype).to(dtype)
+                assert torch.equal(decoded, bucket.flat[start:stop]), "the buffer is what servers make of it"
+        got += bucket.flat[:-1].double()
+    rounding = {torch.bfloat16: 1e-2, torch.float16: 2e-3}.get(dtype, 1e-5)
+    limit = rounding * max(1e-9, float(total.abs().max())) * len(smalls)
+    assert float((got + left_of(wire, bucket) - total).abs().max()) <= limit
+    assert smalls[-1] or not bool(left_of(wire, bucket).any())
+
+
+def test_int8_for_servers_is_kept_where_steps_become_shorter() -> None:
+    wire, (bucket,) = wire_of((64, 64))
+    for small_s, kept in ((0.2, True), (0.39, False), (0.5, False)):
+        now_s, forms = 0.0, list[bool]()
+        pushes = ServerPushes(wire, 0, clock=lambda: now_s)  # noqa: B023
+        pushes.ended()
+        for _ in range(400):
+            bucket.flat.copy_(gradient(bucket, 1.0))
+            forms.append(pushes.shrink(bucket, [(0, 4096)]) != [None])
+            now_s += small_s if forms[-1] else 0.4
+            pushes.ended()
+        assert forms[-1] is kept and any(forms) and not forms[0], small_s
+    wire.forbid("they are: a GradScaler decides")
+    assert pushes.shrink(bucket, [(0, 4096)]) == [None]
 
 
 def test_a_push_is_a_quarter_of_the_gradient_and_wrong_by_half_a_step_at_most() -> None:

@@ -52,12 +52,12 @@ def test_a_limit_that_is_not_positive(limits: list[int]) -> None:
     ],
 )
 def test_bytes_of_a_bucket(size: int, plain: list[int], overlapped: int) -> None:
-    assert limits_of(size, 1 << 25, overlapped=False) == plain
-    assert limits_of(size, 1 << 25, overlapped=True) == [overlapped]
+    assert limits_of(size, 1 << 25, by_bucket=False) == plain
+    assert limits_of(size, 1 << 25, by_bucket=True) == [overlapped]
 
 
 @given(st.integers(0, 1 << 40), st.integers(1024, 1 << 30), st.booleans())
-def test_limits_grow_and_stay_within_what_the_user_allows(size: int, most: int, overlapped: bool) -> None:
-    limits = limits_of(size, most, overlapped=overlapped)
+def test_limits_grow_and_stay_within_what_the_user_allows(size: int, most: int, by_bucket: bool) -> None:
+    limits = limits_of(size, most, by_bucket=by_bucket)
     assert limits[0] >= 1 and max(limits) <= min(most, max(1, -(-size // 4)))
     assert all(before <= after <= 2 * before for before, after in pairwise(limits))

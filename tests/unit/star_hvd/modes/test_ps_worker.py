@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -12,11 +12,11 @@ import torch
 
 from scheduler.records import Plan
 from star_hvd.engine.applier import Applier
-from star_hvd.engine.buckets import pack
+from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
-from star_hvd.modes.ps_worker import ServerSteps, StepInfo
+from star_hvd.modes.ps_worker import Compressed, ServerSteps, StepInfo
 from star_hvd.ps.worker.exchange import Reply
 from star_hvd.wrapper.forward_gates import ForwardGates
 from tests.support.world import Ears, Network, Port, World
@@ -31,15 +31,20 @@ class FakeClient:
 
     def __init__(self, n_buckets: int) -> None:
         self.given: list[tuple[int, int, float]] = []
+        self.small: dict[int, bytes] = {}  # Of the last push.
         self.pushed: list[tuple[int, list[torch.Tensor]]] = []
         self.here = [threading.Event() for _ in range(n_buckets)]
         self.version = 0
         self.finished = 0
 
-    def give(self, step: int, index: int, flat: torch.Tensor) -> None:
+    def give(self, step: int, index: int, flat: torch.Tensor, small: Mapping[int, bytes]) -> None:
         self.given.append((step, index, float(flat[0])))
 
-    def push(self, *, step: int, flats: Sequence[torch.Tensor], **given: Any) -> None:
+    def ranges(self, index: int) -> list[tuple[int, int, int]]:
+        return [(2 * index, 0, 8), (2 * index + 1, 8, 16)]
+
+    def push(self, *, step: int, flats: Sequence[torch.Tensor], small: Mapping[int, bytes], **given: Any) -> None:
+        self.small = dict(small)
         self.pushed.append((step, [flat.clone() for flat in flats]))
 
     def wait(self, deadline_s: float, *, whole: bool = True) -> Reply:
@@ -61,7 +66,9 @@ class FakeClient:
 class Rank:
     """One rank at servers: a model of three layers, a bucket each."""
 
-    def __init__(self, *, gated: bool = False, max_grad_norm: float | None = None) -> None:
+    def __init__(
+        self, *, gated: bool = False, max_grad_norm: float | None = None, compressed: Compressed | None = None
+    ) -> None:
         self.model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
         params = list(self.model.parameters())
         optimizer = torch.optim.SGD(params, lr=1.0)
@@ -79,7 +86,7 @@ class Rank:
         self.steps = ServerSteps(
             self.engine, self.engine.plan, cast(Any, self.client), deadline_s=DEADLINE_S, on_step=self.infos.append,
             on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
-            background=True, gates=self.gates,
+            background=True, gates=self.gates, compressed=compressed,
         )
 
     def backward(self, value: float) -> None:
@@ -113,6 +120,36 @@ def test_gradients_changed_before_the_step_are_pushed_as_they_are_then() -> None
     assert len(rank.client.given) == 3, "a program that does so once is taken to do so again"
     rank.steps.step(skip=False)
     assert rank.client.pushed[-1][0] == 3
+
+
+class Halving:
+    """Servers get half of what they are sent, in a form of its own for the first range of every bucket."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def shrink(self, bucket: Bucket, ranges: Sequence[tuple[int, int]]) -> list[bytes | None]:
+        bucket.flat[:-1].mul_(0.5)
+        return [f"{bucket.index}".encode(), *[None for _ in ranges[1:]]]
+
+    def ended(self) -> None:
+        self.steps += 1
+
+
+def test_what_is_pushed_is_what_compression_makes_of_it() -> None:
+    halving = Halving()
+    rank = Rank(compressed=halving)
+    rank.backward(2.0)
+    rank.steps.step(skip=False)
+    assert [value for _, _, value in rank.client.given] == [1.0] * 3, "no change after the hook, so it was sent ahead"
+    assert rank.client.small == {0: b"0", 2: b"1", 4: b"2"} and halving.steps == 1
+    rank.backward(2.0)
+    for param in rank.model.parameters():
+        assert param.grad is not None
+        param.grad.mul_(3.0)
+    rank.steps.step(skip=False)
+    assert rank.client.small == {}, "made of other gradients"
+    assert all(float(flat[0]) == 3.0 for flat in rank.client.pushed[-1][1])
 
 
 def test_a_backward_pass_without_a_step_is_void() -> None:

@@ -16,6 +16,7 @@ import zmq
 from scheduler.plan.plan import Plan
 from star_hvd.channel.link import Dealer
 from star_hvd.channel.reliable import TENSORS
+from star_hvd.compression.pushes import shrunk
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.ps.common.auth import connect
 from star_hvd.ps.common.identities import shard_identity
@@ -112,6 +113,45 @@ def test_other_types(dtype: torch.dtype) -> None:
         for mine, param, before in zip(found.params, made.ordered, start, strict=True):
             assert mine.dtype == dtype and not torch.equal(mine, before)
             tolerance = 1e-12 if dtype == torch.float64 else 0.05
+            torch.testing.assert_close(mine, param.detach(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_pushes_as_int8_count_as_what_they_are_decoded_to(dtype: torch.dtype) -> None:
+    def shrunk_worker(made: Cluster, rank: int) -> None:
+        client = made.clients[rank]
+        for step in range(3):
+            flats, small = made.gradients(rank, step), dict[int, bytes]()
+            for bucket, flat in enumerate(flats):
+                for chunk, start, stop in client.ranges(bucket):
+                    made_small = shrunk(flat[start:stop].to(torch.promote_types(dtype, torch.float32)), dtype)
+                    if chunk % 2 == 0 and made_small is not None:  # Others of the same push travel as they are.
+                        small[chunk], decoded[rank, step, chunk] = made_small
+                        flat[start:stop] = float("nan")
+            row = made.hyper.read(made.optimizer.param_groups)
+            client.push(step=step, version=step, flats=flats, weight=1.0, own_steps=step, row=row, small=small)
+            assert client.wait(DEADLINE_S).kind == "params"
+
+    decoded: dict[tuple[int, int, int], Any] = {}
+    sgd: Any = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+    with cluster(Plan.ps(2, 2), servers=2, dtype=dtype, optimizer=sgd) as made:
+        original = made.gradients
+        run_all(*(lambda r=r: shrunk_worker(made, r) for r in range(2)))
+        assert decoded
+
+        def as_sent(rank: int, step: int) -> list[torch.Tensor]:
+            flats = original(rank, step)
+            for bucket, flat in enumerate(flats):
+                for chunk, start, stop in made.clients[0].ranges(bucket):
+                    if (rank, step, chunk) in decoded:
+                        flat[start:stop] = decoded[rank, step, chunk]
+            return flats
+
+        made.gradients = as_sent  # type: ignore[method-assign]
+        plain_steps(made, 3, 2)
+        found = made.clients[0].state(DEADLINE_S)
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-6}.get(dtype, 0.05)
+        for mine, param in zip(found.params, made.ordered, strict=True):
             torch.testing.assert_close(mine, param.detach(), rtol=tolerance, atol=tolerance)
 
 

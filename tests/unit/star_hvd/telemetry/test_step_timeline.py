@@ -181,7 +181,8 @@ def test_pushes_within_backward_and_parameters_behind_compute(timeline: StepTime
         def __init__(self) -> None:
             self.calls: list[str] = []
 
-        def give(self, step: int, index: int, flat: torch.Tensor) -> None:
+        def give(self, step: int, index: int, flat: torch.Tensor, small: dict[int, bytes]) -> None:
+            assert not small or index == 2
             self.calls.append(f"give {index}")
 
         def push(self, *, flats: list[torch.Tensor], step: int) -> None:
@@ -198,15 +199,16 @@ def test_pushes_within_backward_and_parameters_behind_compute(timeline: StepTime
     client = TimedClient(inner, timeline)
     timeline.start(FIRST, "ps(2)", "background")
     client.give(1, 1, torch.zeros(3))
-    client.push(flats=[torch.zeros(2), torch.zeros(3)], step=1)
+    client.give(1, 2, torch.zeros(3), small={4: b"abc", 5: b"de"})
+    client.push(flats=[torch.zeros(2), torch.zeros(3), torch.zeros(3)], step=1)
     timeline.start(FIRST + 1, "ps(2)", "background")
-    for index in (0, 1):
+    for index in (0, 1, 2):
         client.wait_bucket(index, 1.0)
     assert client.finish(1.0) == 7
     timeline.start(FIRST + 2, "ps(2)", "background")
-    assert inner.calls == ["give 1", "push 1", "wait 0", "wait 1"]
+    assert inner.calls == ["give 1", "give 2", "push 1", "wait 0", "wait 1", "wait 2"]
     buckets = {b.index: b for b in only(timeline).buckets}
-    assert {index: b.bytes for index, b in buckets.items()} == {0: 8, 1: 12}
+    assert {index: b.bytes for index, b in buckets.items()} == {0: 8, 1: 12, 2: 5}
     assert all(b.arrived_s is not None and b.arrived_s >= (b.submitted_s or 0.0) for b in buckets.values())
 
 
