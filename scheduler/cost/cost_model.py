@@ -27,11 +27,12 @@ from scheduler.diagnosis.links import ring_bytes
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
+from scheduler.plan.transmission import Transmission
 from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
 from scheduler.rules.weights import damped, damping_scale
 from scheduler.transmission.behind_compute import averaging_left_s, served_left_s, steps_behind
 
-__all__ = ["Prediction", "predict", "rank", "ring_s"]
+__all__ = ["Prediction", "part_behind_compute", "predict", "rank", "ring_s"]
 
 _Ranks = npt.NDArray[np.int64]
 
@@ -278,6 +279,23 @@ def _way_s(plan: Plan, conditions: Conditions) -> Array:
     one_s = np.asarray(conditions.comm_bytes / conditions.rate)
     behind = plan.in_background(conditions.background)
     return _served_s(conditions) + (served_left_s(one_s, conditions.times_s) if behind else 2.0 * one_s)
+
+
+def part_behind_compute(plan: Plan, conditions: Conditions) -> float:
+    """Time of a usual rank's step with transfers behind compute over that without; 1 where they are not priced.
+
+    Without a replay, to choose which plans are worth one. No step of the members waits for a child.
+    """
+    if plan.mode == "ps":
+        here, behind = (plan.replace(transmission=Transmission(each)) for each in (False, True))
+        step_s = [float((conditions.usual_s + _way_s(one, conditions).mean(axis=0)).mean()) for one in (here, behind)]
+    elif plan.mode == "local":
+        count = float(plan.local_steps) or max(1.0, plan.local_s / conditions.typical_s)
+        walk_s, averaging_s = count * float(conditions.usual_s.max()), _averaging_s(conditions)
+        step_s = [walk_s + averaging_s, walk_s + float(averaging_left_s(averaging_s, walk_s))]
+    else:
+        return 1.0
+    return step_s[1] / step_s[0]
 
 
 def _ps(plan: Plan, conditions: Conditions) -> Flow:

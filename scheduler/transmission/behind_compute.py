@@ -14,7 +14,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["averaging_left_s", "served_left_s", "steps_behind"]
+__all__ = ["WORTH", "averaging_left_s", "served_left_s", "steps_behind"]
+
+WORTH = 0.97
+"""Predicted step behind compute over that without, up to which `auto` considers the variant."""
 
 FORWARD = 1.0 / 3.0
 """Part of a step's compute time that is the forward pass: backward makes two products where forward makes one."""
