@@ -30,7 +30,7 @@ from scheduler.plan.plan import LOCAL_COPIES, Plan
 from scheduler.plan.transmission import Transmission
 from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
 from scheduler.rules.weights import damped, damping_scale
-from scheduler.transmission.behind_compute import averaging_left_s, served_left_s, steps_behind
+from scheduler.transmission.behind_compute import averaging_left_s, push_left_s, reply_left_s, steps_behind
 
 __all__ = ["Prediction", "part_behind_compute", "predict", "rank", "ring_s"]
 
@@ -277,8 +277,9 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
 def _way_s(plan: Plan, conditions: Conditions) -> Array:
     """Exposed time of a push and its reply, of every rank in every step or of every rank."""
     one_s = np.asarray(conditions.comm_bytes / conditions.rate)
-    behind = plan.in_background(conditions.background)
-    return _served_s(conditions) + (served_left_s(one_s, conditions.times_s) if behind else 2.0 * one_s)
+    if not plan.in_background(conditions.background):
+        return _served_s(conditions) + 2.0 * one_s
+    return _served_s(conditions) + push_left_s(one_s, conditions.times_s) + reply_left_s(one_s, conditions.times_s)
 
 
 def part_behind_compute(plan: Plan, conditions: Conditions) -> float:
@@ -363,7 +364,7 @@ def _local(plan: Plan, conditions: Conditions) -> Flow:
         count = float(counts.mean())
     averaging_s, behind = _averaging_s(conditions), 0.0
     if plan.in_background(conditions.background):
-        behind = steps_behind(averaging_s, walk_s, count)
+        behind = float(steps_behind(averaging_s, walk_s, count))
         averaging_s = float(averaging_left_s(averaging_s, walk_s))
     # Freezes occur per time, not per averaging.
     interval_s = (walk_s + averaging_s) / count + conditions.frozen_s

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["WORTH", "averaging_left_s", "served_left_s", "steps_behind"]
+__all__ = ["WORTH", "averaging_left_s", "push_left_s", "reply_left_s", "steps_behind"]
 
 WORTH = 0.97
 """Predicted step behind compute over that without, up to which `auto` considers the variant."""
@@ -37,14 +37,14 @@ def _left_s(transfer_s: Times, compute_s: Times, edge: float) -> Array:
     return np.maximum(edge * np.asarray(transfer_s), np.asarray(transfer_s) - (1.0 - edge) * np.asarray(compute_s))
 
 
-def served_left_s(way_s: Times, compute_s: Times) -> Array:
-    """Exposed time of a push and its reply.
+def push_left_s(way_s: Times, compute_s: Times) -> Array:
+    """Exposed time of a push that takes `way_s`, in a step of `compute_s`."""
+    return _left_s(way_s, (1.0 - FORWARD) * np.asarray(compute_s), _EDGE)
 
-    Args:
-        way_s: Transfer of one of them.
-        compute_s: Compute time of the rank's step.
-    """
-    return _left_s(way_s, (1.0 - FORWARD) * compute_s, _EDGE) + _left_s(way_s, FORWARD * compute_s, _EDGE)
+
+def reply_left_s(way_s: Times, compute_s: Times) -> Array:
+    """The same of the parameters that come back, in the next step."""
+    return _left_s(way_s, FORWARD * np.asarray(compute_s), _EDGE)
 
 
 def averaging_left_s(averaging_s: Times, walk_s: Times) -> Array:
@@ -57,7 +57,7 @@ def averaging_left_s(averaging_s: Times, walk_s: Times) -> Array:
     return _left_s(averaging_s, walk_s, _AVERAGING)
 
 
-def steps_behind(averaging_s: float, walk_s: float, count: float) -> float:
+def steps_behind(averaging_s: Times, walk_s: Times, count: Times) -> Array:
     """Steps that a rank makes before it takes over an averaging's mean: 0 to `count`, all of them.
 
     Args:
@@ -65,4 +65,4 @@ def steps_behind(averaging_s: float, walk_s: float, count: float) -> float:
         walk_s: Compute time of the steps until the next one is due.
         count: Their number.
     """
-    return count * min(1.0, averaging_s / walk_s) if walk_s > 0.0 else 0.0
+    return np.asarray(count) * np.minimum(1.0, np.asarray(averaging_s) / np.maximum(walk_s, 1e-12))
