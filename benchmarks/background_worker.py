@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -15,6 +16,7 @@ from torch import nn
 
 import star_hvd as hvd
 from benchmarks.device import DeviceTime, LayerClock, SleepDevice
+from benchmarks.freezer import Freezer
 from scheduler.records import Plan, parse_mode
 from star_hvd.config import Config
 
@@ -22,7 +24,8 @@ __all__ = ["LAYERS", "main"]
 
 LAYERS = 8
 BATCH = 4
-LONGEST_WARM_UP = 200  # Steps until the mode is in force.
+LONGEST_WARM_UP_S = 45.0  # Until the mode is in force.
+FREEZES_EVERY = 4.0  # Times as long as it stands still.
 SETTLING = 10  # Steps of it that are not timed: buffers and connections are made in the first.
 
 
@@ -38,6 +41,22 @@ def _mode(spec: dict[str, Any]) -> str | Plan:
     if plan is None or plan.family != "ps":
         return str(spec["mode"])
     return plan.replace(servers=tuple(range(int(hvd.size()))))
+
+
+def _background(spec: dict[str, Any]) -> bool | None:
+    """What is compared: with and without in a mode of ours, left to the scheduler and without in `auto`."""
+    return None if spec["background"] and spec["mode"] == "auto" else bool(spec["background"])
+
+
+def _in_force(spec: dict[str, Any], plan: Plan) -> bool:
+    """Whether the mode that is measured has come; `auto` answers a rank that freezes with servers in the end."""
+    return plan.family == "ps" if spec["mode"] == "auto" else plan.mode != "sync"
+
+
+def _frozen(spec: dict[str, Any]) -> contextlib.AbstractContextManager[object]:
+    """The last rank stands still now and then, where that is asked for."""
+    freeze_s, last = float(spec.get("freeze_s", 0.0)), hvd.rank() == hvd.size() - 1
+    return Freezer(freeze_s, FREEZES_EVERY * freeze_s) if freeze_s and last else contextlib.nullcontext()
 
 
 def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[float, float]:
@@ -62,17 +81,16 @@ def main(folder: Path) -> None:
         torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
         named_parameters=model.named_parameters(),
         mode=_mode(spec),
-        config=Config(background=spec["background"], bucket_bytes=round(1e6 * spec["mbytes"] / LAYERS) + 4096),
+        config=Config(background=_background(spec), bucket_bytes=round(1e6 * spec["mbytes"] / LAYERS) + 4096),
     )
     inputs = torch.randn(BATCH, model[0].in_features)
     engine = optimizer._star.core.driver.engine
     clock = LayerClock(model, SleepDevice(), DeviceTime(fixed_s=spec["compute_s"], per_sample_s=0.0),
                        dict.fromkeys(model, 1.0 / LAYERS))
-    with clock:
-        for _ in range(LONGEST_WARM_UP):
+    with clock, _frozen(spec):
+        limit_s = time.monotonic() + LONGEST_WARM_UP_S
+        while not _in_force(spec, engine.plan) and time.monotonic() < limit_s:
             _step(model, optimizer, inputs)
-            if engine.plan.mode != "sync":
-                break
         for _ in range(SETTLING):
             _step(model, optimizer, inputs)
         began_s, began = time.monotonic(), engine.step
@@ -80,8 +98,10 @@ def main(folder: Path) -> None:
         total_s = time.monotonic() - began_s
         updates = engine.step - began
     if hvd.rank() == (hvd.size() - 1 if spec["mode"].startswith("subgroup") else 0):  # There the last is a child.
+        report = hvd.report()
         found = {
             "mode": engine.plan.label,
+            "plans": [[plan["mode"], plan["reason"]] for plan in report.plans] if report else [[engine.plan.label, ""]],
             "step_s": total_s / len(times),
             "update_s": total_s / max(1, updates),
             "median_step_s": statistics.median(step_s for step_s, _ in times),
