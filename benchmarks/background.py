@@ -4,8 +4,9 @@
 layer-wise device time. Per cell, alternately in one run: the step's time without and with, and what of it is exposed
 communication: the time beyond that of the device and of the processor, which is that of a step in which nothing waits.
 
-`--modes auto` leaves it to the scheduler: `Config(background=None)` against `Config(background=False)`. `--freeze-s`
-stops the last rank for so long in every four times that, which servers alone answer.
+`--modes auto` leaves it to the scheduler: `Config(background=None)` against `Config(background=False)`. `--slow-link`
+divides the rate of the last host's link, and `--no-sets` takes process sets away, as where Horovod has none (an elastic
+job on one without our patches): then servers are the answer, and no subgroup.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compute-ms", type=float, default=100.0, help="device time of a step")
     parser.add_argument("--steps", type=int, default=48, help="timed steps of a training")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--freeze-s", type=float, default=0.0, help="how long the last rank stands still at a time")
+    parser.add_argument("--slow-link", type=float, default=1.0, help="the last link is so many times slower")
+    parser.add_argument("--no-sets", action="store_true", help="Horovod has no process sets")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
@@ -88,10 +90,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for mbit in (float(each) for each in options.mbit.split(",")):
             with Network(options.ranks, 1e6 * mbit) as network:
+                network.set_rate(options.ranks - 1, 1e6 * mbit / options.slow_link)
                 for mbytes in (float(each) for each in options.mbytes.split(",")):
                     for mode in options.modes.split(";"):
                         spec = {"mode": mode, "mbytes": mbytes, "mbit": mbit, "steps": options.steps,
-                                "compute_s": options.compute_ms / 1e3, "freeze_s": options.freeze_s}
+                                "compute_s": options.compute_ms / 1e3, "sets": not options.no_sets}
                         cells.append(measure(spec, network, options.repeats))
                         print(_row(cells[-1]), flush=True)
     except (NetworkError, JobFailed) as error:

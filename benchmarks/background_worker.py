@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -16,7 +16,6 @@ from torch import nn
 
 import star_hvd as hvd
 from benchmarks.device import DeviceTime, LayerClock, SleepDevice
-from benchmarks.freezer import Freezer
 from scheduler.records import Plan, parse_mode
 from star_hvd.config import Config
 
@@ -24,8 +23,7 @@ __all__ = ["LAYERS", "main"]
 
 LAYERS = 8
 BATCH = 4
-LONGEST_WARM_UP_S = 45.0  # Until the mode is in force.
-FREEZES_EVERY = 4.0  # Times as long as it stands still.
+LONGEST_WARM_UP_S = 30.0  # Until the mode is in force.
 SETTLING = 10  # Steps of it that are not timed: buffers and connections are made in the first.
 
 
@@ -49,14 +47,8 @@ def _background(spec: dict[str, Any]) -> bool | None:
 
 
 def _in_force(spec: dict[str, Any], plan: Plan) -> bool:
-    """Whether the mode that is measured has come; `auto` answers a rank that freezes with servers in the end."""
+    """Whether the mode that is measured has come; `auto` goes to servers in the end, if at all."""
     return plan.family == "ps" if spec["mode"] == "auto" else plan.mode != "sync"
-
-
-def _frozen(spec: dict[str, Any]) -> contextlib.AbstractContextManager[object]:
-    """The last rank stands still now and then, where that is asked for."""
-    freeze_s, last = float(spec.get("freeze_s", 0.0)), hvd.rank() == hvd.size() - 1
-    return Freezer(freeze_s, FREEZES_EVERY * freeze_s) if freeze_s and last else contextlib.nullcontext()
 
 
 def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[float, float]:
@@ -73,7 +65,9 @@ def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[f
 def main(folder: Path) -> None:
     """Train; one rank writes the times of its steps into `folder`."""
     spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
-    hvd.init()
+    if not spec["sets"]:
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "0"
+    hvd.init(process_sets=None if spec["sets"] else [])
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = make_model(spec["mbytes"])
@@ -87,7 +81,7 @@ def main(folder: Path) -> None:
     engine = optimizer._star.core.driver.engine
     clock = LayerClock(model, SleepDevice(), DeviceTime(fixed_s=spec["compute_s"], per_sample_s=0.0),
                        dict.fromkeys(model, 1.0 / LAYERS))
-    with clock, _frozen(spec):
+    with clock:
         limit_s = time.monotonic() + LONGEST_WARM_UP_S
         while not _in_force(spec, engine.plan) and time.monotonic() < limit_s:
             _step(model, optimizer, inputs)
