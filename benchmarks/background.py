@@ -3,6 +3,10 @@
 `python -m benchmarks.background --json FILE` makes one host per rank (network namespaces, needs root), and trains with
 layer-wise device time. Per cell, alternately in one run: the step's time without and with, and what of it is exposed
 communication: the time beyond that of the device and of the processor, which is that of a step in which nothing waits.
+
+`--modes auto` leaves it to the scheduler: `Config(background=None)` against `Config(background=False)`. `--slow-link`
+divides the rate of the last host's link, and `--no-sets` takes process sets away, as where Horovod has none (an elastic
+job on one without our patches): then servers are the answer, and no subgroup.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ def measure(spec: dict[str, Any], network: Network, repeats: int) -> dict[str, A
     exposed_s = {each: max(0.0, step_s[each] - idle_s) for each in runs}
     return {
         **spec,
+        "plans": {"before": runs[False][-1]["plans"], "after": runs[True][-1]["plans"]},
         "step_before_s": step_s[False],
         "step_after_s": step_s[True],
         "exposed_before_s": exposed_s[False],
@@ -61,7 +66,9 @@ def _row(cell: dict[str, Any]) -> str:
     times = ("compute_s", "step_before_s", "step_after_s", "exposed_before_s", "exposed_after_s")
     in_ms = " ".join(f"{1e3 * cell[name]:10.1f}" for name in times)
     ratios = f"{cell['exposed_ratio']:7.2f} {cell['step_ratio']:7.2f}"
-    return f"{cell['mode']:>9} {cell['mbytes']:6g} {cell['mbit']:6g} {in_ms} {ratios}"
+    after = cell["plans"]["after"][-1][0]
+    taken = f" {after}" if after != cell["mode"] else ""
+    return f"{cell['mode']:>9} {cell['mbytes']:6g} {cell['mbit']:6g} {in_ms} {ratios}{taken}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,6 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--compute-ms", type=float, default=100.0, help="device time of a step")
     parser.add_argument("--steps", type=int, default=48, help="timed steps of a training")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--slow-link", type=float, default=1.0, help="the last link is so many times slower")
+    parser.add_argument("--no-sets", action="store_true", help="Horovod has no process sets")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
@@ -81,10 +90,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for mbit in (float(each) for each in options.mbit.split(",")):
             with Network(options.ranks, 1e6 * mbit) as network:
+                network.set_rate(options.ranks - 1, 1e6 * mbit / options.slow_link)
                 for mbytes in (float(each) for each in options.mbytes.split(",")):
                     for mode in options.modes.split(";"):
                         spec = {"mode": mode, "mbytes": mbytes, "mbit": mbit, "steps": options.steps,
-                                "compute_s": options.compute_ms / 1e3}
+                                "compute_s": options.compute_ms / 1e3, "sets": not options.no_sets}
                         cells.append(measure(spec, network, options.repeats))
                         print(_row(cells[-1]), flush=True)
     except (NetworkError, JobFailed) as error:

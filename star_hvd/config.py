@@ -19,6 +19,7 @@ class Config:
         policy: The policy of mode `auto`: `learned` (a trained predictor of time to accuracy, or the cost model where
             no predictor fits), `cost` (the cost model alone) or `rule` (thresholds).
         background: Whether averagings of `local` go on behind compute, and pushes to servers begin within backward.
+            None leaves it to `auto`, which takes it where the predicted step is shorter; in other modes it is no.
         least_quorum: Smallest part of the ranks that `auto` lets a step wait for.
         damping: `inverse` weighs a late gradient by 1 / (1 + staleness) (DynSGD); `none` by 1.
         max_staleness: Late gradients older than this many steps are dropped and counted.
@@ -54,7 +55,7 @@ class Config:
     bucket_bytes: int = 25 * 1024 * 1024
     reference_samples: int = 0
     policy: str = "learned"
-    background: bool = False
+    background: bool | None = None
     least_quorum: float = 0.5
     damping: str = "inverse"
     max_staleness: int = 16
@@ -88,9 +89,9 @@ class Config:
                 if value not in known:
                     raise ValueError(f"config {item.name} is {value!r}; expected one of {', '.join(known)}")
                 continue
-            if item.type == "bool":
-                if not isinstance(value, bool):
-                    raise ValueError(f"config {item.name} is {value!r}; expected True or False")
+            if item.type == "bool | None":
+                if value is not None and not isinstance(value, bool):
+                    raise ValueError(f"config {item.name} is {value!r}; expected True or False, or None")
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"config {item.name} is {value!r}; expected a number")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -22,7 +23,7 @@ __all__ = ["LAYERS", "main"]
 
 LAYERS = 8
 BATCH = 4
-LONGEST_WARM_UP = 200  # Steps until the mode is in force.
+LONGEST_WARM_UP_S = 30.0  # Until the mode is in force.
 SETTLING = 10  # Steps of it that are not timed: buffers and connections are made in the first.
 
 
@@ -40,6 +41,16 @@ def _mode(spec: dict[str, Any]) -> str | Plan:
     return plan.replace(servers=tuple(range(int(hvd.size()))))
 
 
+def _background(spec: dict[str, Any]) -> bool | None:
+    """What is compared: with and without in a mode of ours, left to the scheduler and without in `auto`."""
+    return None if spec["background"] and spec["mode"] == "auto" else bool(spec["background"])
+
+
+def _in_force(spec: dict[str, Any], plan: Plan) -> bool:
+    """Whether the mode that is measured has come; `auto` goes to servers in the end, if at all."""
+    return plan.family == "ps" if spec["mode"] == "auto" else plan.mode != "sync"
+
+
 def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[float, float]:
     """One step; its time and what of it was spent in `step()`."""
     began_s = time.monotonic()
@@ -54,7 +65,9 @@ def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[f
 def main(folder: Path) -> None:
     """Train; one rank writes the times of its steps into `folder`."""
     spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
-    hvd.init()
+    if not spec["sets"]:
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "0"
+    hvd.init(process_sets=None if spec["sets"] else [])
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = make_model(spec["mbytes"])
@@ -62,17 +75,16 @@ def main(folder: Path) -> None:
         torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
         named_parameters=model.named_parameters(),
         mode=_mode(spec),
-        config=Config(background=spec["background"], bucket_bytes=round(1e6 * spec["mbytes"] / LAYERS) + 4096),
+        config=Config(background=_background(spec), bucket_bytes=round(1e6 * spec["mbytes"] / LAYERS) + 4096),
     )
     inputs = torch.randn(BATCH, model[0].in_features)
     engine = optimizer._star.core.driver.engine
     clock = LayerClock(model, SleepDevice(), DeviceTime(fixed_s=spec["compute_s"], per_sample_s=0.0),
                        dict.fromkeys(model, 1.0 / LAYERS))
     with clock:
-        for _ in range(LONGEST_WARM_UP):
+        limit_s = time.monotonic() + LONGEST_WARM_UP_S
+        while not _in_force(spec, engine.plan) and time.monotonic() < limit_s:
             _step(model, optimizer, inputs)
-            if engine.plan.mode != "sync":
-                break
         for _ in range(SETTLING):
             _step(model, optimizer, inputs)
         began_s, began = time.monotonic(), engine.step
@@ -80,8 +92,10 @@ def main(folder: Path) -> None:
         total_s = time.monotonic() - began_s
         updates = engine.step - began
     if hvd.rank() == (hvd.size() - 1 if spec["mode"].startswith("subgroup") else 0):  # There the last is a child.
+        report = hvd.report()
         found = {
             "mode": engine.plan.label,
+            "plans": [[plan["mode"], plan["reason"]] for plan in report.plans] if report else [[engine.plan.label, ""]],
             "step_s": total_s / len(times),
             "update_s": total_s / max(1, updates),
             "median_step_s": statistics.median(step_s for step_s, _ in times),

@@ -61,6 +61,8 @@ class Conditions:
         fixed_part: Part of a rank's time that does not depend on its batch.
         microbatches: Micro-batches of a rank in a step where they can be taken over, else 0.
         headroom: What is left on every rank's host; empty if unknown.
+        background: What the user's settings say of transfers behind compute (`Plan.transmission`), None where a plan
+            is to say.
         price: Price of staleness, with the other assumptions on the network (rho and tolerable drift).
         usual_s: Mean time of every rank, shape (n_ranks,).
         typical_s: Lower median of `usual_s`.
@@ -81,6 +83,7 @@ class Conditions:
     fixed_part: float = FIXED
     microbatches: int = 0
     headroom: tuple[Headroom, ...] = ()
+    background: bool | None = False
     price: StalenessPrice = field(default_factory=StalenessPrice)
     usual_s: Array = field(init=False)
     typical_s: float = field(init=False)

@@ -27,10 +27,12 @@ from scheduler.diagnosis.links import ring_bytes
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
+from scheduler.plan.transmission import Transmission
 from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
 from scheduler.rules.weights import damped, damping_scale
+from scheduler.transmission.behind_compute import averaging_left_s, push_left_s, reply_left_s, steps_behind
 
-__all__ = ["Prediction", "predict", "rank", "ring_s"]
+__all__ = ["Prediction", "part_behind_compute", "predict", "rank", "ring_s"]
 
 _Ranks = npt.NDArray[np.int64]
 
@@ -257,18 +259,48 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
     steps = conditions.times_s[:, members].max(axis=1)
     interval_s = float(steps.mean()) + ring_s(conditions, members) + _helpers_s(conditions, children)
     way_s = 2.0 * conditions.comm_bytes / conditions.rate[children] + _WAY_S
-    late = np.maximum(1.0, np.ceil((conditions.usual_s[children] + way_s) / interval_s))
+    own_s, each_s = conditions.usual_s[children], conditions.usual_s[children] + way_s
+    late = np.maximum(1.0, np.ceil(each_s / interval_s))
+    pace = late  # A child contributes a gradient every `late` steps.
+    if plan.in_background(conditions.background):
+        # All it makes, as old as the oldest of those that were added up while the push before was under way.
+        pace = np.maximum(1.0, own_s / interval_s)
+        late = np.maximum(1.0, np.ceil((each_s + np.maximum(0.0, way_s - own_s)) / interval_s))
     weight = damped(damping_scale(plan, float(plan.world_size)), late)
     kept = np.where(late > plan.max_staleness, 0.0, weight)
-    # A child contributes a gradient every `late` steps.
-    weights = np.concatenate([np.ones(len(members)), kept / late])
+    weights = np.concatenate([np.ones(len(members)), kept / pace])
     drifts = np.concatenate([np.zeros(len(members)), late])
     scatter = float(steps.std()) / math.sqrt(len(steps)) / interval_s
     return Flow.mean(interval_s, weights, drifts, scatter)
 
 
+def _way_s(plan: Plan, conditions: Conditions) -> Array:
+    """Exposed time of a push and its reply, of every rank in every step or of every rank."""
+    one_s = np.asarray(conditions.comm_bytes / conditions.rate)
+    if not plan.in_background(conditions.background):
+        return _served_s(conditions) + 2.0 * one_s
+    return _served_s(conditions) + push_left_s(one_s, conditions.times_s) + reply_left_s(one_s, conditions.times_s)
+
+
+def part_behind_compute(plan: Plan, conditions: Conditions) -> float:
+    """Time of a usual rank's step with transfers behind compute over that without; 1 where they are not priced.
+
+    Without a replay, to choose which plans are worth one. No step of the members waits for a child.
+    """
+    if plan.mode == "ps":
+        here, behind = (plan.replace(transmission=Transmission(each)) for each in (False, True))
+        step_s = [float((conditions.usual_s + _way_s(one, conditions).mean(axis=0)).mean()) for one in (here, behind)]
+    elif plan.mode == "local":
+        count = float(plan.local_steps) or max(1.0, plan.local_s / conditions.typical_s)
+        walk_s, averaging_s = count * float(conditions.usual_s.max()), _averaging_s(conditions)
+        step_s = [walk_s + averaging_s, walk_s + float(averaging_left_s(averaging_s, walk_s))]
+    else:
+        return 1.0
+    return step_s[1] / step_s[0]
+
+
 def _ps(plan: Plan, conditions: Conditions) -> Flow:
-    way_s = _served_s(conditions) + 2.0 * conditions.comm_bytes / conditions.rate
+    way_s = _way_s(plan, conditions)
     if plan.rule == "groups":
         plan = with_groups(plan, conditions.usual_s.tolist())
         return _group_flow(plan, conditions, conditions.times_s + way_s, 0.0)
@@ -330,9 +362,13 @@ def _local(plan: Plan, conditions: Conditions) -> Flow:
         counts = np.maximum(1.0, np.floor(plan.local_s / conditions.usual_s))
         walk_s = float((counts * conditions.usual_s).max())
         count = float(counts.mean())
+    averaging_s, behind = _averaging_s(conditions), 0.0
+    if plan.in_background(conditions.background):
+        behind = float(steps_behind(averaging_s, walk_s, count))
+        averaging_s = float(averaging_left_s(averaging_s, walk_s))
     # Freezes occur per time, not per averaging.
-    interval_s = (walk_s + _averaging_s(conditions)) / count + conditions.frozen_s
-    drift = float(local_drift(count, n))
+    interval_s = (walk_s + averaging_s) / count + conditions.frozen_s
+    drift = float(local_drift(count + behind, n))
     gradients = float(counts.sum() ** 2 / (counts * counts).sum())
     return Flow(
         interval_s=interval_s,

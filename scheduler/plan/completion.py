@@ -81,7 +81,8 @@ def _with_servers(
     times_s: Sequence[float],
 ) -> Plan:
     if plan.family == active.family == "ps":
-        return plan.replace(servers=active.servers)  # The same servers continue under another rule.
+        # The same servers continue under another rule; how pushes travel is fixed from the session's first plan on.
+        return plan.replace(servers=active.servers, transmission=active.transmission)
     if plan.servers:
         chosen = plan.servers
     else:

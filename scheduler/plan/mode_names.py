@@ -7,15 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from scheduler.plan.plan import Plan, PlanError
+from scheduler.plan.transmission import Transmission
 
 __all__ = ["parse_mode"]
 
 _EXPECTED = (
     "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'sync(steal)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
     "'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', "
-    "'ps(backup=b)', 'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)' or a Plan"
+    "'ps(backup=b)', 'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)', 'local(H,background)' or a Plan"
 )
 _NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
+_BACKGROUND = re.compile(r"(?:.*,)?background")
 
 
 def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
@@ -26,7 +28,8 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
             `sync(steal)` (micro-batches taken over inside a step), `partial` (one rank may be late), `partial(m)`,
             `subgroup(0,1,2)` (its members), `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`,
             `ps(backup=b)`, `ssgd` (x = n), `asgd` (x = 1),
-            `dynsgd`, `local(H)` (steps), `local(2.5s)` (seconds), or a `Plan`.
+            `dynsgd`, `local(H)` (steps), `local(2.5s)` (seconds), or a `Plan`. `background` as the last argument of
+            `local`, `ps` or `subgroup`, as in `ps(3,background)`: transfers travel behind compute.
         world_size: Number of ranks in this job.
         fields: Further fields of a plan made from a name, such as `max_staleness`; ignored for a `Plan`. `damping`
             applies to `partial` and `subgroup`; server modes have their own defaults.
@@ -51,8 +54,12 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
     if found is None or make is None:
         raise PlanError(f"mode is {mode!r}; expected {_EXPECTED}")
     given = {"reason": "asked for by the user", **fields}
+    argument = found.group(2)
+    if argument is not None and _BACKGROUND.fullmatch(argument):
+        given["transmission"] = Transmission(background=True)
+        argument = argument[: -len("background")].rstrip(",") or None
     try:
-        return make(world_size, found.group(2), given)
+        return make(world_size, argument, given)
     except PlanError:
         raise
     except ValueError as error:

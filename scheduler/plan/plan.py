@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from scheduler.plan.transmission import BACKGROUND_MODES, Transmission
 
 __all__ = ["LOCAL_COPIES", "MAX_RANKS", "MODES", "RULES", "SET_IDLE_S", "Plan", "PlanError"]
 
@@ -72,6 +74,7 @@ class Plan:
             as it is.
         guard: What a server does with a gradient that points against the recent updates (after Zeno++, Xie et
             al. 2020): `none`, `damp` or `reject`.
+        transmission: When transfers travel, a record or its values; None for what the user's settings say.
         reason: One sentence for people.
     """
 
@@ -96,6 +99,7 @@ class Plan:
     balanced: bool = False
     batch_shares: tuple[int, ...] = ()
     steal: bool = False
+    transmission: Transmission | None = None
     reason: str = ""
 
     def __post_init__(self) -> None:
@@ -110,6 +114,7 @@ class Plan:
         self._check_parents()
         self._check_groups()
         self._check_shares()
+        self._check_transmission()
         check: Callable[[], None] | None = getattr(self, f"_check_{self.mode}", None)
         if check is not None:
             check()
@@ -206,6 +211,18 @@ class Plan:
                 f"plan batch_shares is {shares}; expected whole numbers of at least 1: a rank without samples has no "
                 "gradient, so leave it out of the job or give it 1"
             )
+
+    def _check_transmission(self) -> None:
+        given: Any = self.transmission
+        if given is None:
+            return
+        try:
+            given = given if isinstance(given, Transmission) else Transmission.from_dict(_mapping(given))
+        except ValueError as error:
+            raise PlanError(f"plan {error}") from None
+        if given.background and self.mode not in BACKGROUND_MODES:
+            raise PlanError(f"plan transmission is {given} in mode {self.mode}; expected {', '.join(BACKGROUND_MODES)}")
+        object.__setattr__(self, "transmission", given)
 
     def _check_sync(self) -> None:
         if self.quorum != self.world_size:
@@ -334,6 +351,16 @@ class Plan:
         """
         return self.mode if self.mode in ("subgroup", "ps", "grouped") else "rounds"
 
+    def in_background(self, default: bool | None) -> bool:
+        """Whether transfers travel behind compute.
+
+        Args:
+            default: What the user's settings say; None for nothing, which is no.
+        """
+        if self.mode not in BACKGROUND_MODES:
+            return False
+        return bool(default) if self.transmission is None else self.transmission.background
+
     @property
     def members_or_all(self) -> Ranks:
         """The ranks that reduce together."""
@@ -354,6 +381,12 @@ class Plan:
     @property
     def label(self) -> str:
         """Short name for tables and logs, such as `partial(3)`; `parse_mode` accepts it."""
+        name = self._name
+        return f"{name[:-1]},background)" if self.transmission and self.transmission.background else name
+
+    @property
+    def _name(self) -> str:
+        """The label without what the transmission adds to it."""
         if self.steal:
             return "sync(steal)"
         if self.uneven:
@@ -391,6 +424,7 @@ class Plan:
             value = getattr(self, item.name)
             if value != item.default:
                 plain = [list(v) if isinstance(v, tuple) else v for v in value] if isinstance(value, tuple) else value
+                plain = value.to_dict() if isinstance(value, Transmission) else plain
                 values[_KEYS.get(item.name, item.name)] = plain
         return values
 
@@ -412,3 +446,9 @@ class Plan:
         if missing:
             raise PlanError(f"a plan has the fields {sorted(values)}; expected also {missing}")
         return cls(**{_FIELDS.get(key, key): value for key, value in values.items()})
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"transmission is {value!r}; expected a Transmission or a mapping")
+    return value

@@ -17,12 +17,15 @@ import numpy.typing as npt
 
 from scheduler.balance.share_policy import solve_shares
 from scheduler.cost.conditions import Array, Conditions
+from scheduler.cost.cost_model import part_behind_compute
 from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate, worth_a_switch
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.grouping import progressive_groups, similar_groups
 from scheduler.plan.headroom import server_cores
 from scheduler.plan.placement import PUSH_ROUND_S, PlacementDecision, place_on_hosts
 from scheduler.plan.plan import MODES, Plan
+from scheduler.plan.transmission import BACKGROUND_MODES, Transmission
+from scheduler.transmission.behind_compute import WORTH
 
 __all__ = ["LEAST_SHARE", "StragglerSummary", "candidates", "enough_ranks", "most_left_out", "place", "reachable",
            "same_plan", "summarize_stragglers"]
@@ -165,6 +168,7 @@ def candidates(
             if n <= _MANY:
                 # The grace waits for ranks not known to be slow: a quorum of half the ranks costs at most noise.
                 offered += [Plan.partial(n, max(1, n // 2)), Plan.local(n, steps=16)]
+            offered = _with_transmission(offered, conditions, active)
     carried = {"max_staleness": active.max_staleness} if active is not None else {}
     if active is not None and active.mode in ("sync", "partial", "subgroup"):
         carried["damping"] = active.damping  # type: ignore[assignment]
@@ -179,6 +183,27 @@ def candidates(
             plan = plan.replace(**carried) if differs else plan
         found.setdefault(_key(plan), plan)
     return list(found.values()) or [Plan.sync(n).replace(**carried)]
+
+
+def _with_transmission(offered: list[Plan], conditions: Conditions, active: Plan | None) -> list[Plan]:
+    """Plans of servers as the active session transmits, and variants behind compute where a step is shorter by them.
+
+    Not of a subgroup: its steps do not wait for a child, and one that sent behind compute made steps of a job with one
+    slow link longer (294 instead of 207 ms).
+    """
+    served = active is not None and active.mode == "ps"
+    found = [
+        plan.replace(transmission=active.transmission) if active is not None and served and plan.mode == "ps" else plan
+        for plan in offered
+    ]
+    if conditions.background is not None:
+        return found  # The user has said it.
+    plain = [plan for plan in found if plan.transmission is None and not (served and plan.mode == "ps")]
+    return found + [
+        plan.replace(transmission=Transmission(background=True))
+        for plan in plain
+        if plan.mode in BACKGROUND_MODES and part_behind_compute(plan, conditions) <= WORTH
+    ]
 
 
 def enough_ranks(plan: Plan, least_share: float = LEAST_SHARE) -> bool:
@@ -216,7 +241,7 @@ def _key(plan: Plan) -> tuple[object, ...]:
     """The fields that distinguish plans."""
     shares = () if plan.balanced else plan.batch_shares  # Those that follow the ranks' speed are no other plan.
     return (plan.mode, plan.balanced, plan.steal, shares, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack,
-            plan.servers, plan.local_steps, plan.local_s, plan.lr_rule)
+            plan.servers, plan.local_steps, plan.local_s, plan.lr_rule, plan.transmission)
 
 
 def _balanced(conditions: Conditions, stragglers: StragglerSummary) -> list[Plan]:

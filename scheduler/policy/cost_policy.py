@@ -99,6 +99,7 @@ class CostPolicy:
         hosts: Host of every rank, to place servers.
         gain: Least predicted gain for a switch, 0 to below 1.
         least_share: Share of the ranks whose fresh gradients a plan has to wait for (`candidates.enough_ranks`).
+        background: What the user's settings say of transfers behind compute; None to choose them where they pay.
 
     Attributes:
         price: The price of staleness as learned so far.
@@ -119,6 +120,7 @@ class CostPolicy:
         hosts: Sequence[str] | None = None,
         gain: float = _GAIN,
         least_share: float = LEAST_SHARE,
+        background: bool | None = False,
     ) -> None:
         if world_size < 1 or not 0.0 <= gain < 1.0:
             raise ValueError(f"world_size is {world_size} and gain {gain}; expected at least 1, and 0 <= gain < 1")
@@ -136,6 +138,7 @@ class CostPolicy:
         self._hosts = hosts
         self._gain = self._least_gain = gain
         self._least_share = least_share
+        self._background = background
         self.outcomes: list[SwitchOutcome] = []
         self._outcome: SwitchOutcome | None = None  # Of the active plan or, in `sync`, of the one before.
         self._check, self._backoff = OutcomeCheck(), ModeBackoff()
@@ -183,7 +186,8 @@ class CostPolicy:
         conditions = conditions.with_freezes(
             self._freezes.per_step_s, self._freezes.freezing, self._freezes.froze
         )
-        conditions = dataclasses.replace(conditions, rate=self._links.note(window, active, conditions.rate))
+        rate = self._links.note(window, active, conditions.rate)
+        conditions = dataclasses.replace(conditions, rate=rate, background=self._background)
         self._noise, self._conditions = conditions.noise, conditions
         self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
         stragglers = summarize_stragglers(conditions, self._least_share)

@@ -13,7 +13,7 @@ from scheduler.balance.share_policy import share_sentence
 from scheduler.cost.cost_model import Prediction
 from scheduler.diagnosis.slow_episodes import first_slow_step
 from scheduler.diagnosis.stragglers import Readings, Straggler, find_stragglers
-from scheduler.policy.candidates import StragglerSummary
+from scheduler.policy.candidates import StragglerSummary, same_plan
 from scheduler.records import Window
 from scheduler.stats import listing, lower_median
 
@@ -101,10 +101,25 @@ def comparison(predictions: Sequence[Prediction], best: Prediction, now: Predict
         text += ", the upper bound of its mode"
     if best.plan.batch_shares:
         text += f"; {share_sentence(best.plan.batch_shares, best.relative)}"
+    text += _transmission(predictions, best)
     own = (best.plan.mode, best.plan.uneven, best.plan.steal)
     others = (p for p in predictions if not p.plan.plain and (p.plan.mode, p.plan.uneven, p.plan.steal) != own)
     other = next(others, None)
     return text if other is None else f"{text}; {other.plan.label} {1.0 / _ratio(other.relative):.1f}x"
+
+
+_TRAVELS = {"ps": "gradients and parameters of", "local": "averagings of"}
+
+
+def _transmission(predictions: Sequence[Prediction], best: Prediction) -> str:
+    """`; averagings of local(4) travel behind compute: 0.31 s instead of 0.47 s a step`; empty where none do."""
+    if best.plan.transmission is None or not best.plan.transmission.background:
+        return ""
+    plain = best.plan.replace(transmission=None)
+    other = next((one for one in predictions if same_plan(one.plan, plain)), None)
+    text = f"; {_TRAVELS.get(plain.mode, 'late gradients of')} {plain.label} travel behind compute"
+    per = "a step" if plain.mode == "local" else "between updates"
+    return text if other is None else f"{text}: {best.interval_s:.2g} s instead of {other.interval_s:.2g} s {per}"
 
 
 def _ratio(relative: float) -> float:

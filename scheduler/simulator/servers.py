@@ -1,13 +1,14 @@
 """`ps` and `grouped`: arrivals at servers, in arrays for a fixed x, through the live `ServerRule` for all other rules.
 
 A push takes the latency plus its bytes over the rank's link; the servers have a limited total bandwidth, so that
-simultaneous pushes queue (incast). The reply takes as long as the push.
+simultaneous pushes queue (incast). The reply takes as long as the push. Behind compute (`Plan.transmission`) what is
+left of both counts, the reply's beside a forward pass as long as the last one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from scheduler.rules.server_rule import Push, Release, ServerRule, Update
 from scheduler.rules.weights import damped, damping_scale, lr_factor
 from scheduler.simulator.base import Mode, State
 from scheduler.simulator.machines import Array, Flags, Ints, Machines
+from scheduler.transmission.behind_compute import push_left_s, reply_left_s
 
 __all__ = ["Arrivals", "Server", "capacity"]
 
@@ -53,16 +55,21 @@ class Arrivals(Mode):
         self.base[:] = state.step[:, None]
         self.moved = np.zeros(machines.replicas)  # Sum of the lengths of all updates.
         self.base_moved = np.zeros(self.base.shape)
-        self.arrive_s = machines.finish_s + self._way_s()
+        self.behind = np.array([plan.in_background(False) for plan in plans])
+        self.arrive_s = machines.finish_s + self._way_s(push_left_s)
 
     def take(self, rows: Ints) -> Arrivals:
         other = super().take(rows)
         other._plans = tuple(self._plans[int(row)] for row in rows)
         return other
 
-    def _way_s(self) -> Array:
+    def _way_s(self, left_s: Callable[[Array, Array], Array]) -> Array:
+        """Exposed time of a push or of its reply, of which `left_s` is left behind compute."""
         machines = self.state.machines
-        return np.asarray(machines.latency_s[:, None] + machines.bytes[:, None] / machines.rate)
+        way_s = machines.bytes[:, None] / machines.rate
+        if self.behind.any():
+            way_s = np.where(self.behind[:, None], left_s(way_s, machines.duration_s), way_s)
+        return np.asarray(machines.latency_s[:, None] + way_s)
 
     def step(self) -> None:
         state, machines = self.state, self.state.machines
@@ -83,10 +90,14 @@ class Arrivals(Mode):
         row = where // machines.n
         self.base_moved.reshape(-1)[where] = self.moved[row]
         state.report(where)
-        way_s = self._way_s().reshape(-1)
-        state.begin(where, end_s[row] + way_s[where], state.step[row])
+        state.begin(where, end_s[row] + self._way_s(reply_left_s).reshape(-1)[where], state.step[row])
         self.base.reshape(-1)[where] = state.step[row]
-        self.arrive_s.reshape(-1)[where] = machines.finish_s.reshape(-1)[where] + way_s[where]
+        self._push(where)
+
+    def _push(self, where: Ints) -> None:
+        """When the pushes of the batches that these ranks have begun arrive."""
+        ended_s, way_s = self.state.machines.finish_s.reshape(-1), self._way_s(push_left_s).reshape(-1)
+        self.arrive_s.reshape(-1)[where] = ended_s[where] + way_s[where]
 
     def _drop_stale(self) -> None:
         """Rule `backup`: drop gradients of older parameters on arrival; their ranks begin a new batch."""
@@ -101,13 +112,13 @@ class Arrivals(Mode):
             where = np.flatnonzero(stale)
             if not len(where):
                 break  # Old gradients that arrive later do not count for x.
-            row, way_s = where // machines.n, self._way_s().reshape(-1)[where]
+            row, way_s = where // machines.n, self._way_s(reply_left_s).reshape(-1)[where]
             state.report(where, late=True)
             begin_s = np.maximum(self.arrive_s.reshape(-1)[where], state.now_s[row]) + way_s
             state.begin(where, begin_s, state.step[row])
             self.base.reshape(-1)[where] = state.step[row]
             self.base_moved.reshape(-1)[where] = self.moved[row]
-            self.arrive_s.reshape(-1)[where] = machines.finish_s.reshape(-1)[where] + way_s
+            self._push(where)
 
     def _account(self, chosen: Flags, end_s: Array) -> None:
         account = self.state.account
@@ -163,7 +174,7 @@ class Server(Mode):
         """When the push of the current batches reaches the server."""
         machines, ranks = self.state.machines, self.pushers[leader]
         if len(ranks) > 1 and self.plan.mode == "ps":
-            each_s = machines.finish_s[0, ranks] + machines.latency_s[0] + machines.bytes[0] / machines.rate[0, ranks]
+            each_s = machines.finish_s[0, ranks] + np.array([self._way_s(rank, push_left_s) for rank in ranks])
             self.first_s[leader] = float(each_s.min())
             return float(each_s.max())
         ready_s = float(machines.finish_s[0, ranks].max())
@@ -171,11 +182,14 @@ class Server(Mode):
             members = np.zeros((1, machines.n), dtype=np.bool_)
             members[0, ranks] = True
             ready_s += float(machines.ring_s(members)[0] + machines.helper_delay_s(members)[0])
-        return ready_s + self._way_s(leader)
+        return ready_s + self._way_s(leader, push_left_s)
 
-    def _way_s(self, leader: int) -> float:
+    def _way_s(self, rank: int, left_s: Callable[[float, float], Array]) -> float:
         machines = self.state.machines
-        return float(machines.latency_s[0] + machines.bytes[0] / machines.rate[0, leader])
+        way_s = float(machines.bytes[0] / machines.rate[0, rank])
+        if self.plan.in_background(False):
+            way_s = float(left_s(way_s, float(machines.duration_s[0, rank])))
+        return float(machines.latency_s[0]) + way_s
 
     def step(self) -> None:
         """Process arrivals up to and including the next update."""
@@ -214,7 +228,7 @@ class Server(Mode):
 
     def _release(self, leader: int, now_s: float, version: int) -> None:
         ranks = self.pushers[leader]
-        begin_s = now_s + self._way_s(leader)
+        begin_s = now_s + self._way_s(leader, reply_left_s)
         self.base[leader] = version
         self.state.begin(ranks, np.full(len(ranks), begin_s), np.full(len(ranks), version))
         self.arrive_s[leader] = self._push_s(leader)

@@ -11,6 +11,7 @@ from scheduler.cost.progress import alignment, local_drift
 from scheduler.plan.plan import Plan
 from scheduler.simulator.base import Mode, State, StepMode
 from scheduler.simulator.machines import Array, Flags
+from scheduler.transmission.behind_compute import averaging_left_s, steps_behind
 
 __all__ = ["Local", "Subgroup"]
 
@@ -81,6 +82,7 @@ class Local(Mode):
         super().__init__(state, plans)
         self.local_steps = np.array([plan.local_steps for plan in plans])
         self.local_s = np.array([plan.local_s for plan in plans])
+        self.behind = np.array([plan.in_background(False) for plan in plans])
 
     def step(self) -> None:
         state, machines = self.state, self.state.machines
@@ -102,16 +104,22 @@ class Local(Mode):
         close_s = end_s.max(axis=1)
         machines.advance_to(close_s)
         end = machines.thawed(close_s)
-        end = end + machines.averaging_s()
-        self._account(done, end)
+        # Behind compute an averaging goes on beside the next steps, taken as long as these.
+        averaging_s, walk_s = machines.averaging_s(), close_s - begin_s
+        end = end + np.where(self.behind, averaging_left_s(averaging_s, walk_s), averaging_s)
+        late = np.where(self.behind, steps_behind(averaging_s, walk_s, done.mean(axis=1)), 0.0)
+        self._account(done, end, late)
         state.now_s, state.step = end, state.step + done.max(axis=1).astype(np.int64)
         all_ranks = np.arange(done.size)
         state.begin(all_ranks, np.repeat(end, machines.n), np.repeat(state.step, machines.n))
 
-    def _account(self, done: Array, end_s: Array) -> None:
-        """Add the average of n walks of `done` steps as that many steps of n gradients with the walks' drift."""
+    def _account(self, done: Array, end_s: Array, late: Array) -> None:
+        """Add the average of n walks of `done` steps as that many steps of n gradients with the walks' drift.
+
+        The mean is taken over `late` steps after the end.
+        """
         account, count = self.state.account, done.mean(axis=1)
-        drift = np.asarray(local_drift(count, account.world))
+        drift = np.asarray(local_drift(count + late, account.world))
         account.add(
             np.where(count > 0.0, end_s, math.inf),
             length=np.ones_like(count),

@@ -32,6 +32,7 @@ __all__ = ["InForce", "ModeCost", "RankGain", "WhatIf", "what_if"]
 Array = npt.NDArray[np.float64]
 
 _MODES = ("sync", "partial", "ps", "asgd", "ps(dynamic)", "grouped(2)", "local(4)")
+_BEHIND_COMPUTE = ("ps(background)", "local(4,background)")  # Added where transfers can be priced.
 _CHUNK = 32
 """Steps replayed together: more than a rotating straggler stays on a rank, fewer than a phase of training."""
 
@@ -135,7 +136,7 @@ def what_if(
     comm_bytes: float = 0.0,
     link_bytes_per_s: Sequence[float] | None = None,
     noise: float = math.nan,
-    modes: Sequence[str] = _MODES,
+    modes: Sequence[str] = (),
     in_force: InForce | None = None,
 ) -> WhatIf:
     """Replay logged times in every mode.
@@ -146,7 +147,8 @@ def what_if(
         comm_bytes: Gradient bytes; 0 to take communication from the waits alone.
         link_bytes_per_s: Bandwidth of every rank, where known.
         noise: Noise scale phi in gradients of one rank, NaN where unknown.
-        modes: Names of modes, as users give them; those in force and subgroups of the fast ranks are added.
+        modes: Names of modes, as users give them, a few usual ones if empty, with variants behind compute where links
+            are known; those in force and subgroups of the fast ranks are added.
         in_force: The plans that were active; without it, all steps count as steps of `sync`.
 
     Raises:
@@ -164,6 +166,7 @@ def what_if(
     known = in_force or InForce(plans=(Plan.sync(n),), which=np.zeros(steps, dtype=np.int64), updates=np.ones(steps))
     in_sync = np.array([plan.mode == "sync" for plan in known.plans])[known.which]
     comm_s = _comm_s(wait_s, in_sync)
+    modes = modes or (*_MODES, *(_BEHIND_COMPUTE if basis.comm_bytes else ()))
     totals = _replay(basis, comm_s, _plans(times, modes, known.plans), known)
     median = np.sort(times, axis=1)[:, (n - 1) // 2]
     costs = {label: (found / totals.sync_s).tolist() for label, found in totals.relative.items()}

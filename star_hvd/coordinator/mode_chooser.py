@@ -80,7 +80,7 @@ class Choice:
         self._world_size, self._ranker = world_size, ranker
         self._known = hosts if len(set(hosts)) > 1 else None
         self._rule = RulePolicy(world_size, damping=config.damping, hosts=self._known)
-        self._least_share = config.least_quorum
+        self._least_share, self._background = config.least_quorum, config.background
         self._predicting = self._make_predicting() if config.policy != "rule" else None
         self._failed = 0
         self._retry_at_s: float | None = None  # When predictions are tried again.
@@ -158,7 +158,8 @@ class Choice:
 
     def _make_predicting(self) -> CostPolicy:
         return CostPolicy(
-            self._world_size, ranker=self._ranker, hosts=self._known, least_share=self._least_share
+            self._world_size, ranker=self._ranker, hosts=self._known, least_share=self._least_share,
+            background=self._background,
         )
 
     def _give_predicting_up(self, now_s: float) -> None:

@@ -500,7 +500,7 @@ class StepDriver:
         if not self.timeline.due(self.steps):
             return
         plan, active = self.engine.plan, self.active_mode
-        if not means and self._config.background and plan.mode in ("local", "ps", "subgroup"):
+        if not means and plan.in_background(self._config.background):
             means = "background"
         whole = active is not self.local or self.local.just_averaged
         self.timeline.start(self.steps, plan.label, means, whole=whole)

@@ -5,10 +5,11 @@ for less. Momentum and Adam's moments are averaged with the same weights: linear
 average is the moment of the average trajectory, and all replicas go on bit-equal (after post-local SGD, Lin et al.
 2020; the time-based form is what users built by hand to escape stragglers, RETURNN #318).
 
-In the background (`Config.background`) an averaging does not hold up the training thread: it sends a copy of what it
-has, steps on, and at the end of the first step by which the mean is there adds the difference of mean and copy, to
-parameters and optimizer state alike (Streaming DiLoCo, Douillard et al. 2025). It waits where the next averaging is
-due, where ranks meet, for a checkpoint, and where its header asks for another plan: a mode is left at equal replicas.
+In the background (`Plan.transmission`, `Config.background`) an averaging does not hold up the training thread: it
+sends a copy of what it has, steps on, and at the end of the first step by which the mean is there adds the difference
+of mean and copy, to parameters and optimizer state alike (Streaming DiLoCo, Douillard et al. 2025). It waits where the
+next averaging is due, where ranks meet, for a checkpoint, and where its header asks for another plan: a mode is left
+at equal replicas.
 """
 
 from __future__ import annotations
@@ -50,10 +51,11 @@ class LocalSteps:
     Args:
         engine: The rank's engine; one averaging is one of its steps.
         wait: Waits for the handles of the step this rank owns.
-        background: Whether the training thread computes on while an averaging is under way.
+        background: Whether the training thread computes on while an averaging is under way, where the plan does not
+            say.
     """
 
-    def __init__(self, engine: StepEngine, wait: Callable[[], None], *, background: bool = False) -> None:
+    def __init__(self, engine: StepEngine, wait: Callable[[], None], *, background: bool | None = None) -> None:
         self.plan: Plan = engine.plan
         self._engine = engine
         self._wait = wait
@@ -117,8 +119,9 @@ class LocalSteps:
         due = self._due()
         self._use_sent(wait=due)
         if due:
-            self._send(copy=self._background)
-            if self._background and not engine.averaging_asks_for_plan():
+            background = engine.plan.in_background(self._background)
+            self._send(copy=background)
+            if background and not engine.averaging_asks_for_plan():
                 engine.averaged()
             else:
                 self._use_sent(wait=True)

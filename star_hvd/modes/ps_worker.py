@@ -1,6 +1,6 @@
 """`ps` on a worker: gradients go to parameter servers, parameters come back; nothing is reduced here.
 
-In the background (`Config.background`) a bucket is sent when its gradient is whole, within backward; `step` sends what
+In the background (`Plan.in_background`) a bucket is sent when its gradient is whole, within backward; `step` sends what
 is left and announces the push. The servers count a push from its announcement on, so that rules and their outcome are
 the same. A program that changes gradients before `step`, to clip them by hand for example, voids what was sent: the
 push is made again as a whole, under a new number, and from then on none begins within backward.

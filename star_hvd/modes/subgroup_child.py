@@ -2,8 +2,8 @@
 
 The members never wait for it. The parent folds the gradient into its own next submission, as late as it is.
 
-In the background (`Config.background`) the rank does not wait for its parent either: `LateSender` sends, and parameters
-are taken over at the end of the first step by which they are there. Gradients made meanwhile are added up.
+In the background (`Plan.in_background`) the rank does not wait for its parent either: `LateSender` sends, and
+parameters are taken over at the end of the first step by which they are there. Gradients made meanwhile are added up.
 """
 
 from __future__ import annotations

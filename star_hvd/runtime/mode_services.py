@@ -205,6 +205,7 @@ class ModeServices:
         """What makes the steps of a prepared plan other than those of `rounds`."""
         driver = self._drivers[optimizer_id]
         deadline_s = self._config.step_deadline_s
+        background = plan.in_background(self._config.background)
         if plan.family == "subgroup":
             parent = plan.parent_of(self._rank)
             assert parent is not None
@@ -226,7 +227,7 @@ class ModeServices:
                 deadline_s=deadline_s,
                 state_deadline_s=self._config.control_deadline_s,
                 on_step=driver.reporter.note_step,
-                background=self._config.background,
+                background=background,
             )
         common: dict[str, Any] = {
             "deadline_s": deadline_s,
@@ -237,7 +238,6 @@ class ModeServices:
         }
         client = self.house.client(optimizer_id, plan)
         if plan.mode == "ps":
-            background = self._config.background
             timed: Any = TimedClient(client, driver.timeline)
             return ServerSteps(
                 driver.engine, plan, timed, background=background, gates=driver.gates if background else None,

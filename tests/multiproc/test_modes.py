@@ -20,6 +20,7 @@ FIXED += ("ps(dynamic)", "grouped(2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
 BACKGROUND = ("local(5)", "local(0.2s)", "checkpoint:local(4)", "ssgd", "ps(2)", "ps(backup=1)", "checkpoint:ps(2)")
 BACKGROUND += ("subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:70:slow")
+TRANSMISSION = ("switch:11:90:slow",)
 SWITCHING = ("switch:3:70:slow", "switch:5:70:slow", "switch:7:70:even")
 
 
@@ -84,6 +85,15 @@ def test_with_transfers_behind_compute_replicas_are_equal_where_ranks_meet(name:
         assert len(facts[0]["seen"]) > LEAST_SWITCHES
     else:
         assert all(rank["modes"] != ["sync"] and rank["state"] == 4 for rank in facts)
+
+
+@pytest.mark.parametrize("name", TRANSMISSION)
+def test_switches_between_variants_that_send_behind_compute_and_those_that_do_not(name: str) -> None:
+    facts = facts_of(TRANSMISSION, name, "tests.multiproc.modes_transmission")
+    check(facts)
+    seen = facts[0]["seen"]
+    assert len(seen) > LEAST_SWITCHES
+    assert {"local", "ps"} <= {mode.partition("(")[0] for mode in seen if mode.endswith("background)")}
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import predict
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 from scheduler.policy.rule_policy import RulePolicy
@@ -365,3 +367,25 @@ def test_similar_ranks_push_together() -> None:
     found = Job(sc, plan).run()
     # Four gradients every step and two every third one: rates add up.
     assert found.step_s == pytest.approx(1.0 / (1.0 + 1.0 / 3.0), rel=0.03)
+
+
+# ---- transfers behind compute ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ps(4)", "ps(dynamic)", "local(8)"])
+@pytest.mark.parametrize("rate", [5e5, 2e6, 2e8])
+def test_simulated_steps_behind_compute_are_as_long_as_they_are_priced(name: str, rate: float) -> None:
+    base = scenario(4, slow={3: 1.5})
+    cluster = replace(base.cluster, link_bytes_per_s=(rate,) * 4)
+    slow = replace(base, cluster=cluster, network=replace(base.network, comm_bytes=1_000_000))
+    plans = [parse_mode(each, 4, **{} if "local" in each else {"servers": (0, 1, 2, 3)}) for each in
+             (name, f"{name[:-1]},background)")]
+    plain, behind = run_plans([slow] * 2, [plan for plan in plans if plan is not None])
+    assert behind.step_s <= plain.step_s * (1.0 + 1e-9)
+    times_s = np.ones((8, 4))
+    times_s[:, 3] = 1.5
+    now = Conditions(times_s=times_s, rate=np.full(4, rate), comm_bytes=1e6)
+    priced = [predict(plan, now).interval_s for plan in plans if plan is not None]
+    assert behind.step_s / plain.step_s == pytest.approx(priced[1] / priced[0], rel=0.1)
+    if rate < 1e8:
+        assert behind.step_s < 0.95 * plain.step_s

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from scheduler.diagnosis.stragglers import Straggler
 from scheduler.plan.plan import Plan
+from scheduler.plan.transmission import Transmission
 from scheduler.records import RankStats, StepReport, StepTimes, Window
 from star_hvd.run_log import RunLog, figures, layout, new_run_name, run_directory, story, window_values
 from star_hvd.run_log.convert import RunState, flat, metric_name, window_metrics
@@ -379,6 +380,20 @@ def test_the_page_tells_the_story(tmp_path: Path) -> None:
     assert sum(bool(w["stragglers"]) for w in story.windows) == 14
     assert sentence(story.state.segments[1].plan).endswith("partial(1), because rank 1 <computes> 4x slower")
     assert "<td>0.25 (0.20 to 0.31)</td><td>0.99</td>" in text, "what the decision rested on"
+
+
+def test_log_and_page_say_how_a_plan_transmits(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log = _log(tmp_path, clock=_seconds())
+    plan = Plan.local(2, steps=4, transmission=Transmission(background=True), reason="averagings travel behind compute")
+    log.plan(0, plan, None)
+    for step in range(1, 10):
+        log.window(_window(step))
+    log.close("FINISHED", 5.0)
+    story = read_story(log.directory)
+    assert Plan.from_dict(story.state.segments[0].plan["plan"]) == plan
+    text = write_page(log.directory, tmp_path / "page.html").read_text()
+    assert "local(4,background), because averagings travel behind compute" in text
 
 
 def _page(tmp_path: Path, target: str, **metrics: float) -> tuple[str, dict[str, Any]]:

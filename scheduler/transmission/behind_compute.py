@@ -1,0 +1,68 @@
+"""What is left to wait for where transfers travel behind compute (`Plan.transmission`): the price of a plan's variant.
+
+    averaging of `local`     behind the steps until the next one is due, which waits for what is left
+    push to servers          behind backward, from the first whole bucket on; the last bucket leaves when backward ends
+    parameters of servers    behind forward, which waits for its first bucket
+    late gradients of a child behind its next ones, which are added up while a push is under way
+
+A push and its reply do not overlap: the update between them needs the whole push. So a step at servers takes
+max(backward, push) + max(forward, parameters), not the maximum of all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["WORTH", "averaging_left_s", "push_left_s", "reply_left_s", "steps_behind"]
+
+WORTH = 0.97
+"""Predicted step behind compute over that without, up to which `auto` considers the variant."""
+
+FORWARD = 1.0 / 3.0
+"""Part of a step's compute time that is the forward pass: backward makes two products where forward makes one."""
+
+_EDGE = 0.25
+"""Part of a push, or of its reply, that nothing hides: one of the four buckets that a network has at least."""
+
+_AVERAGING = 0.1
+"""The same of an averaging: packing, and adding the difference, in the training thread."""
+
+Array = npt.NDArray[np.float64]
+Times = Array | float
+
+
+def _left_s(transfer_s: Times, compute_s: Times, edge: float) -> Array:
+    """What is left of a transfer beside compute that hides all but an edge of it: 0 to all of it."""
+    return np.maximum(edge * np.asarray(transfer_s), np.asarray(transfer_s) - (1.0 - edge) * np.asarray(compute_s))
+
+
+def push_left_s(way_s: Times, compute_s: Times) -> Array:
+    """Exposed time of a push that takes `way_s`, in a step of `compute_s`."""
+    return _left_s(way_s, (1.0 - FORWARD) * np.asarray(compute_s), _EDGE)
+
+
+def reply_left_s(way_s: Times, compute_s: Times) -> Array:
+    """The same of the parameters that come back, in the next step."""
+    return _left_s(way_s, FORWARD * np.asarray(compute_s), _EDGE)
+
+
+def averaging_left_s(averaging_s: Times, walk_s: Times) -> Array:
+    """Exposed time of an averaging.
+
+    Args:
+        averaging_s: Its time.
+        walk_s: Compute time of the steps until the next one is due.
+    """
+    return _left_s(averaging_s, walk_s, _AVERAGING)
+
+
+def steps_behind(averaging_s: Times, walk_s: Times, count: Times) -> Array:
+    """Steps that a rank makes before it takes over an averaging's mean: 0 to `count`, all of them.
+
+    Args:
+        averaging_s: Time of the averaging.
+        walk_s: Compute time of the steps until the next one is due.
+        count: Their number.
+    """
+    return np.asarray(count) * np.minimum(1.0, np.asarray(averaging_s) / np.maximum(walk_s, 1e-12))

@@ -1,0 +1,79 @@
+"""`auto` and transfers behind compute: taken where the price says so, never against the user's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import part_behind_compute
+from scheduler.plan.plan import Plan
+from scheduler.plan.transmission import Transmission
+from scheduler.policy.candidates import candidates, same_plan
+from scheduler.policy.cost_policy import CostPolicy
+from scheduler.transmission.behind_compute import WORTH
+from tests.support.windows import steady, window
+
+SERVED = ("sync", "ps")
+SLOW_LINKS, FAST_LINKS = 25e6, 1e10  # 200 Mbit/s, and links that need nothing of a step.
+
+
+def decided(policy: CostPolicy, rate: float, allowed: tuple[str, ...] = SERVED) -> Plan:
+    """The last plan that the policy takes up where one rank of four computes slower."""
+    active = Plan.sync(4)
+    for end in range(40, 120, 4):
+        one = window(steady(4, slow={3: 3.0}), rates=[rate] * 4, comm_bytes=1_000_000, end=end, allowed=allowed)
+        active = policy.decide(one, active) or active
+    return active
+
+
+def test_servers_of_a_job_on_slow_links_get_pushes_behind_compute_with_a_reason() -> None:
+    plan = decided(CostPolicy(4, background=None), SLOW_LINKS)
+    assert plan.mode == "ps" and plan.in_background(None)
+    name = plan.replace(transmission=None).label
+    assert f"gradients and parameters of {name} travel behind compute: 0.1" in plan.reason
+    assert "s instead of 0.1" in plan.reason and plan.reason.count("between updates") == 1
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_the_users_settings_are_not_overruled(said: bool) -> None:
+    plan = decided(CostPolicy(4, background=said), SLOW_LINKS)
+    assert plan.mode == "ps" and plan.transmission is None
+
+
+def test_a_job_whose_links_need_nothing_of_a_step_is_left_as_it_is() -> None:
+    plan = decided(CostPolicy(4, background=None), FAST_LINKS)
+    assert plan.mode == "ps" and plan.transmission is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(1e-2, 3.0), st.floats(1e6, 1e10), st.sampled_from([None, False, True]))
+def test_only_variants_that_are_priced_shorter_are_offered(
+    compute_s: float, rate: float, said: bool | None
+) -> None:
+    times_s = np.full((8, 4), compute_s)
+    times_s[:, 3] *= 3.0
+    now = Conditions(times_s=times_s, rate=np.full(4, rate), comm_bytes=1e6, background=said)
+    offered = candidates(now)
+    behind = [plan for plan in offered if plan.transmission is not None]
+    for plan in behind:
+        assert said is None and plan.mode in ("ps", "local") and part_behind_compute(plan, now) <= WORTH
+        assert any(same_plan(one, plan.replace(transmission=None)) for one in offered), "without it there is no price"
+    worth = [plan for plan in offered if plan.transmission is None and part_behind_compute(plan, now) <= WORTH]
+    assert len(behind) == (len(worth) if said is None else 0)
+
+
+def test_within_a_session_of_servers_the_transmission_stays() -> None:
+    times_s = np.full((8, 4), 0.1)
+    times_s[:, 3] *= 3.0
+    now = Conditions(times_s=times_s, rate=np.full(4, SLOW_LINKS), comm_bytes=1e6, background=None)
+    for transmission in (None, Transmission(True)):
+        active = Plan.ps(4, 3, servers=(0, 1), transmission=transmission)
+        served = [plan for plan in candidates(now, active) if plan.mode == "ps"]
+        assert len(served) > 2 and {plan.transmission for plan in served} == {transmission}
+    quick = dataclasses.replace(now, rate=np.full(4, FAST_LINKS))
+    assert not [plan for plan in candidates(quick) if plan.transmission is not None]
