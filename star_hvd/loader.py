@@ -25,6 +25,7 @@ from star_hvd.input.lease_stock import Batch, BatchSizer, LeaseStock
 from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
 from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation, SamplerOrder
 from star_hvd.input.share_warning import warn_of_shares
+from star_hvd.out_of_memory import Repeats, cut_batch
 from star_hvd.runtime import runtime
 
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
@@ -196,6 +197,7 @@ class ShardLoader:
     Attributes:
         batch_sizer: Says the size of each batch of this rank, where it was set between epochs; None for equal batches,
             or batch shares.
+        repeats: Repeats batches that ran out of memory, see `catch_out_of_memory`.
         lease_waits: How often the training thread waited for a lease, per epoch; of the last epochs only.
     """
 
@@ -235,6 +237,7 @@ class ShardLoader:
             self._run.reference_samples = float(reference)
         self._reference_samples = self._run.reference_samples
         self._microbatches = microbatches or 0
+        self.repeats = Repeats()
 
     @property
     def _parts(self) -> int:
@@ -364,13 +367,24 @@ class ShardLoader:
                 self._note(order.samples(batch.spans))
                 if self._has_shares:
                     self._note_delivery(stock.delivered - 1)
-                yield data
+                yield from self._whole_or_parts(batch, data, order, feeder)
                 self._began_s = time.monotonic()
             elif self._await_samples(stock):
                 feeder.start()
             else:
                 feeder.load_s = stock.load_s
                 return
+
+    def _whole_or_parts(self, batch: Batch, data: Any, order: EpochOrder, feeder: Feeder) -> Iterator[Any]:
+        """A batch, or its parts where it does not fit in memory."""
+        size = order.samples(batch.spans)
+
+        def load(start: int, stop: int) -> Any:
+            if feeder.collates_by_default:
+                return cut_batch(data, start, stop, size)
+            return feeder.load([index for span in batch.spans for index in order.indices(*span)][start:stop])
+
+        return self.repeats.deliver(self._run, self._number, size, data, load)
 
     def _note_delivery(self, index: int) -> None:
         """Batches differ from here on, maybe: what the user should know of it."""

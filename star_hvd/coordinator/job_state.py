@@ -38,7 +38,7 @@ from star_hvd.channel.messages.base import (
 )
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
-from star_hvd.channel.messages.shares import ShareReady
+from star_hvd.channel.messages.shares import MemoryLimit, ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -451,6 +451,7 @@ _HANDLERS: dict[type[Message], _Handler] = {
     ConsumedRequest: lambda job, rank, message, now_s: job._leases.request_consumed(rank, message),
     Consumed: lambda job, rank, message, now_s: job._leases.consumed(rank, message),
     ShareReady: JobState._share_ready,
+    MemoryLimit: lambda job, rank, message, now_s: job.shares.limit(rank, message),
     MicrobatchOpen: JobState._microbatch_open,
     MicrobatchBegin: lambda job, rank, message, now_s: job.microbatches.begin(rank, message, now_s),
     MicrobatchReturn: lambda job, rank, message, now_s: job.microbatches.returned(rank, message, now_s),

@@ -78,6 +78,8 @@ class StepDriver:
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
         forget_parts: Forgets the gradients of micro-batches whose step the loop has left.
+        whole_only: Says why a batch cannot be repeated in parts, empty where it can.
+        hold_gradients: Prepares for that; returns the parameters that keep the gradient of what is repeated.
         overlapped: Its overlapped steps, where it has any.
         on_stop: Called when it ends.
         timeline: Samples when buckets travel and how long the training thread waits for them.
@@ -106,6 +108,8 @@ class StepDriver:
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
         self.forget_parts: Callable[[], None] = lambda: None
+        self.whole_only: Callable[[], str] = lambda: ""
+        self.hold_gradients: Callable[[], frozenset[torch.nn.Parameter]] = frozenset
         self.overlapped: Overlapped | None = None
         self.on_stop: list[Callable[[], None]] = []
         self._loss = self._arrived_s = math.nan
