@@ -168,7 +168,7 @@ class JobState:
             fed.equal_batches = next((each.equal_batches for each in self.engines.values() if each.equal_batches), "")
         if fed is not None and self.shares.desk.batch:
             fed.shares = self.shares
-            self.shares.tick(fed.active, now_s)
+            self.shares.tick(fed.active, now_s, even=bool(fed.equal_batches))
         self.microbatches.steals = fed is not None and fed.active.steal
         wake_s = min(wake_s, self.microbatches.tick(now_s))
         for engine in self.engines.values():

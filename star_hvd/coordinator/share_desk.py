@@ -248,12 +248,18 @@ class ShareControl:
         elif self.policy is not None:
             self.policy.note(rank, self.desk.samples(rank, step), compute_s)
 
-    def tick(self, plan: Plan, now_s: float) -> None:
-        """Ask the ranks for other shares where the plan in force, or what was measured, wants them."""
+    def tick(self, plan: Plan, now_s: float, *, even: bool = False) -> None:
+        """Ask the ranks for other shares where the plan in force, or what was measured, wants them.
+
+        Args:
+            plan: The plan in force.
+            now_s: The present.
+            even: Every rank needs as many batches as the others: it meets them within its backward or forward passes.
+        """
         self.desk.tick(now_s)
         if self.policy is None or self.desk.pending or now_s < self._again_s:
             return
-        wanted = self._wanted(plan, now_s)
+        wanted = self._wanted(plan, now_s, even=even)
         if wanted is not None and wanted != self.desk.shares:
             self._again_s = now_s + _AGAIN_S
             self.desk.propose(wanted, now_s, bounded=plan.balanced)
@@ -289,11 +295,11 @@ class ShareControl:
         ratio = self.desk.all_samples(steps) / max(1, self.desk.batch)
         return np.asarray(1.0 / (fixed + (1.0 - fixed) * ratio))
 
-    def _wanted(self, plan: Plan, now_s: float) -> tuple[int, ...] | None:
+    def _wanted(self, plan: Plan, now_s: float, *, even: bool) -> tuple[int, ...] | None:
         """The shares to ask for, None to keep those in force."""
         assert self.policy is not None
         # Equal shares keep ranks in step to the end of an epoch; ranks that take what they get done would not be.
-        if plan.plain and self.desk.shares:
+        if plan.plain and (self.desk.shares or even):
             return (self.desk.batch,) * self._world_size
         if not plan.uneven:
             return ()

@@ -35,6 +35,7 @@ from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.hierarchical_collective import HierarchicalCollective, stages_of
+from star_hvd.wrapper.lockstep_core import unweighted
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
@@ -257,6 +258,8 @@ class BucketCore:
         if issubclass(self.base, torch.optim.LBFGS):
             self.looks_at_every_gradient = "LBFGS evaluates its closure several times per step"
             driver.pin(self.looks_at_every_gradient, equal_batches=True)
+        if unweighted():
+            driver.pin(unweighted(), equal_batches=True)
         reason = lockstep_only(self._buckets, self.optimizer.param_groups)
         if reason is not None:
             if plan is None or plan.relaxed:

@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import default_collate
 from star_hvd.out_of_memory import Repeats, catch_out_of_memory, cut_batch
 from star_hvd.runtime.memory_limits import MemoryLimits
 
-Point = collections.namedtuple("Point", "x name")  # noqa: PYI024  # What torch's collate function knows.
+Point = collections.namedtuple("Point", "x name")  # What torch's collate function knows.
 
 
 class Run:
