@@ -417,10 +417,16 @@ class Runtime:
         """Whether the batch shares that the user asked for fit a loader's batches.
 
         Raises:
-            ValueError: They make another global batch.
+            ValueError: They make another global batch, or none are within the user's limit.
         """
         for plan in self._asked.values():
             total = self.world_size * batch
+            if plan.balanced and 0 < self.config.max_batch < batch:
+                raise ValueError(
+                    f"Config.max_batch is {self.config.max_batch}, and {self.world_size} ranks with batch_size {batch} "
+                    f"make {total} samples in a step, which no batch shares divide within it; raise it, or give "
+                    "hvd.shard a smaller batch_size"
+                )
             if plan.batch_shares and not plan.balanced and sum(plan.batch_shares) != total:
                 raise ValueError(
                     f"batch shares {plan.batch_shares} sum to {sum(plan.batch_shares)}, and {self.world_size} ranks "

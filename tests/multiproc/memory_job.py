@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
+from tests.multiproc import shares_job
 from tests.multiproc.shares_job import BATCH, CLIP, SAMPLES, _adamw, _data, _reference, _vector
 from tests.support.launch import write_result
 
@@ -50,7 +52,8 @@ def _compared(mode: str, epochs: int, fits: Callable[[str, int], bool], **option
     """Training with `fits` on one rank, against one process with as many samples in every step."""
     _Memory.fits = fits if hvd.rank() == SHORT else lambda _, size: True  # type: ignore[method-assign, assignment]
     net, slow, workers = _net(), options.pop("slow", -1), options.pop("workers", 0)
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
+    clip = options.setdefault("max_grad_norm", CLIP)
+    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, **options)
     loader = hvd.shard(_data(), batch_size=BATCH, seed=11, num_workers=workers)
     behind: list[torch.Tensor] = []
     taken: list[list[list[list[int]]]] = []
@@ -69,7 +72,9 @@ def _compared(mode: str, epochs: int, fits: Callable[[str, int], bool], **option
         assert not taken[-1].pop()
     everything = hvd.allgather_object(taken, name="taken")
     whole = [[[[i for part in step for i in part] for step in epoch] for epoch in rank] for rank in everything]
+    shares_job.CLIP = math.inf if clip is None else clip
     expected = _reference(whole)
+    vectors = hvd.allgather(_vector(net)[None], name="vectors")
     return {
         "parts": [[[len(part) for part in step] for step in epoch] for epoch in everything[SHORT]],
         "sizes": [
@@ -82,6 +87,7 @@ def _compared(mode: str, epochs: int, fits: Callable[[str, int], bool], **option
             sorted(i for rank in whole for batch in rank[epoch] for i in batch) == list(range(SAMPLES))
             for epoch in range(epochs)
         ],
+        "replicas": float((vectors - vectors[0]).abs().max()),
         "stats": optimizer.stats(),
         "explain": hvd.explain() if hvd.rank() == 0 else "",
     }
@@ -105,6 +111,17 @@ def twice() -> dict[str, Any]:
 def shares() -> dict[str, Any]:
     """`sync(balanced)`: rank 2 is slow, and rank 1 cannot take what it should of that rank's samples."""
     return _compared("sync(balanced)", 8, lambda where, size: where != "backward" or size <= 20, slow=2)
+
+
+def overlapped() -> dict[str, Any]:
+    """Steps that go on while the program does, without clipping, which they could not."""
+    fits: Callable[[str, int], bool] = lambda where, size: where != "backward" or size <= 12  # noqa: E731
+    return _compared("sync(12,24,16,24)", 2, fits, overlap=True, max_grad_norm=None)
+
+
+def relaxed() -> dict[str, Any]:
+    """`partial(3)`: the others do not wait for a step that is repeated; its gradient may be late."""
+    return _compared("partial(3)", 3, lambda where, size: where != "backward" or size <= 12, slow=SHORT)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def _checked(scenario: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.parametrize("scenario", ["forward", "backward"])
+@pytest.mark.parametrize("scenario", ["forward", "backward", "overlapped"])
 def test_a_batch_that_does_not_fit_is_repeated_in_parts(scenario: str) -> None:
     """One batch fails; those behind it are cut before they do."""
     for result in _checked(scenario):
@@ -45,3 +45,10 @@ def test_shares_stay_within_what_fits() -> None:
     steps = [sizes for epoch in results[0]["sizes"] for sizes in epoch if sum(sizes) == WHOLE]
     assert max(sizes[SHORT] for sizes in steps) > 20, "the rank never had more than fits"
     assert steps[-1][SHORT] <= 20 < max(steps[-1][0], steps[-1][3])
+
+
+def test_in_a_relaxed_mode_a_repeated_gradient_may_be_late_and_none_is_lost() -> None:
+    results = run_job("tests.multiproc.memory_job", "relaxed", ranks=RANKS).check().results
+    for result in results:
+        assert all(result["once"]) and result["replicas"] == 0.0
+        assert result["stats"]["drops"] == 0

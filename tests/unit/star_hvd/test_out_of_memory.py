@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch.utils.data.dataloader import default_collate
 
+from scheduler.records import parse_mode
+from star_hvd.config import Config
 from star_hvd.out_of_memory import Repeats, catch_out_of_memory, cut_batch
 from star_hvd.runtime.memory_limits import MemoryLimits
+from star_hvd.runtime.runtime import Runtime
 
 Point = collections.namedtuple("Point", "x name")  # What torch's collate function knows.
 
@@ -171,3 +174,10 @@ def test_a_batch_for_which_the_allocator_had_to_retry_is_the_largest(monkeypatch
     assert limits.most(0, 40, device) == 40
     assert limits.most(0, 38, device) == 40, "no retry since"
     assert limits.most(0, 38, device) == 20
+
+
+def test_shares_that_cannot_be_within_the_user_s_limit_are_refused_at_the_start() -> None:
+    run = SimpleNamespace(config=Config(max_batch=12), world_size=4, _asked={0: parse_mode("sync(balanced)", 4)})
+    Runtime.check_shares(run, 12)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_batch is 12, and 4 ranks with batch_size 13 make 52 samples"):
+        Runtime.check_shares(run, 13)  # type: ignore[arg-type]
