@@ -90,6 +90,7 @@ from star_hvd.functions import (
 from star_hvd.job_report import Report, explain, record_loss, record_metric, report
 from star_hvd.loader import ShardLoader, shard, weigh, work
 from star_hvd.optimizer import DistributedOptimizer
+from star_hvd.out_of_memory import catch_out_of_memory
 from star_hvd.wrapper.batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -132,6 +133,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "catch_out_of_memory",
     "ccl_built",
     "cross_rank",
     "cross_size",

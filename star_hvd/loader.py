@@ -20,11 +20,13 @@ from scheduler.rules.leasing import Span, without
 from scheduler.rules.microbatches import StepLayout
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
+from star_hvd.errors import StarError
 from star_hvd.input.feeder import Feeder, loader_options
 from star_hvd.input.lease_stock import Batch, BatchSizer, LeaseStock
 from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
 from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation, SamplerOrder
 from star_hvd.input.share_warning import warn_of_shares
+from star_hvd.out_of_memory import Repeats, cut_batch
 from star_hvd.runtime import runtime
 
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
@@ -196,6 +198,7 @@ class ShardLoader:
     Attributes:
         batch_sizer: Says the size of each batch of this rank, where it was set between epochs; None for equal batches,
             or batch shares.
+        repeats: Repeats batches that ran out of memory, see `catch_out_of_memory`.
         lease_waits: How often the training thread waited for a lease, per epoch; of the last epochs only.
     """
 
@@ -224,6 +227,7 @@ class ShardLoader:
         self._positions = order.expected()
         self._config = config
         self._began_s = 0.0
+        self._samples_of_epoch = self._steps_before = 0  # That this epoch has; steps ended when it began.
         self._run = runtime.ensure(config)
         self._number = self._run.client.loader_number()
         self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
@@ -235,6 +239,7 @@ class ShardLoader:
             self._run.reference_samples = float(reference)
         self._reference_samples = self._run.reference_samples
         self._microbatches = microbatches or 0
+        self.repeats = Repeats()
 
     @property
     def _parts(self) -> int:
@@ -316,10 +321,11 @@ class ShardLoader:
             stock = self._new_stock(len(order), ask=False)
         self._passes += 1
         self._positions = len(order)
+        spans = list(zip(done[::2], done[1::2], strict=True))
+        end = len(order) - (len(order) % self.batch_size if self._drop_last else 0)
+        samples = sum(stop - start for start, stop in without([(0, end)], spans))
+        self._samples_of_epoch, self._steps_before = samples, self._run.steps_ended
         if self._has_shares:
-            spans = list(zip(done[::2], done[1::2], strict=True))
-            end = len(order) - (len(order) % self.batch_size if self._drop_last else 0)
-            samples = sum(stop - start for start, stop in without([(0, end)], spans))
             self._run.client.batch_sizes(self._number).begin_epoch(stock.epoch, samples, self.batch_size)
         self._open = _Interrupted(epoch, stock.epoch, order.saved, len(order))
         stock.begin(order.digest + len(done) + sum(done) % (1 << 32), done)
@@ -364,19 +370,56 @@ class ShardLoader:
                 self._note(order.samples(batch.spans))
                 if self._has_shares:
                     self._note_delivery(stock.delivered - 1)
-                yield data
+                yield from self._whole_or_parts(batch, data, order, feeder)
                 self._began_s = time.monotonic()
             elif self._await_samples(stock):
                 feeder.start()
             else:
                 feeder.load_s = stock.load_s
+                self._raise_if_uneven(at_end=True)
                 return
+
+    def _whole_or_parts(self, batch: Batch, data: Any, order: EpochOrder, feeder: Feeder) -> Iterator[Any]:
+        """A batch, or its parts where it does not fit in memory."""
+        size = order.samples(batch.spans)
+
+        def load(start: int, stop: int) -> Any:
+            if feeder.collates_by_default:
+                return cut_batch(data, start, stop, size)
+            return feeder.load([index for span in batch.spans for index in order.indices(*span)][start:stop])
+
+        return self.repeats.deliver(self._run, self._number, size, data, load)
 
     def _note_delivery(self, index: int) -> None:
         """Batches differ from here on, maybe: what the user should know of it."""
+        if index == 1:
+            self._raise_if_uneven()
         if self._run.batch_delivered(self._number, index) and self._run.rank == 0:
             optimizers = [driver.engine.applier.optimizer for driver in self._run.drivers.values()]
             warn_of_shares(p for each in optimizers for group in each.param_groups for p in group["params"])
+
+    def _raise_if_uneven(self, *, at_end: bool = False) -> None:
+        """Where ranks meet within their passes, all need as many batches: one without would be waited for in vain.
+
+        Equal batch shares see to that, where the epoch's last step has a sample for every rank.
+
+        Args:
+            at_end: This rank has had its last batch.
+
+        Raises:
+            StarError: The epoch cannot be divided so.
+        """
+        reason = next((driver.equal_batches for driver in self._run.drivers.values() if driver.equal_batches), "")
+        if not reason or self._run.steps_ended == self._steps_before:  # Without steps no rank is waited for.
+            return
+        ranks, rest = self._run.world_size, self._samples_of_epoch % (self._run.world_size * self.batch_size)
+        divided = self._has_shares and (not at_end or self._run.client.batch_sizes(self._number).balanced)
+        if (0 < rest < ranks) if divided else -(-rest // self.batch_size) % ranks:
+            raise StarError(
+                f"an epoch of {self._samples_of_epoch} samples gives {ranks} ranks with batch_size {self.batch_size} "
+                f"different numbers of batches, which cannot be here: {reason}; leave samples out so that the last "
+                "step has one for every rank, or pass drop_last=True with a whole number of steps"
+            )
 
     def _tickets(self, stock: LeaseStock, stream: _Stream) -> Iterator[Any]:
         """Batches of this rank's own stream, as many as the queue allows."""

@@ -24,7 +24,7 @@ from star_hvd.runtime import runtime
 from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_overlap, check_predivide, names_of
 from star_hvd.wrapper.bucket_core import BY_HAND, BucketCore
 from star_hvd.wrapper.dropped import release_dropped
-from star_hvd.wrapper.lockstep_core import NativeCore
+from star_hvd.wrapper.lockstep_core import NativeCore, unweighted
 
 __all__ = ["DistributedOptimizer"]
 
@@ -239,7 +239,7 @@ class _Wrapper:
         if (self.size == 1 and not _is_elastic()) or reason:
             if reason and (given["plan"] is None or given["plan"].relaxed or given["plan"].uneven):
                 logger.warning("%s: runs in lockstep exactly as in Horovod; modes do not apply", reason)
-            return NativeCore(
+            native = NativeCore(
                 self.inner,
                 self.base,
                 wrapped=self.wrapped,
@@ -251,6 +251,11 @@ class _Wrapper:
                 process_set=given["process_set"],
                 **common,
             )
+            running = runtime.current()
+            if running is not None and native.reduces:
+                for driver in running.drivers.values():
+                    driver.pin(unweighted(), equal_batches=True)
+            return native
         return BucketCore(
             self.inner,
             self.base,
@@ -364,6 +369,7 @@ class _Wrapper:
         """Stay in lockstep from now on."""
         if isinstance(self.core, BucketCore):
             self.core.driver.pin(reason)
+            self.core.looks_at_every_gradient = reason
             if self.core.wire is not None:
                 self.core.wire.forbid(f"they are: {reason}")
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from scheduler.balance.batch_shares import balance
 from scheduler.balance.time_curves import LONG, SHORT, TimeCurves
 
-__all__ = ["FIXED", "SharePolicy", "share_factors", "share_sentence", "solve_shares"]
+__all__ = ["FIXED", "SharePolicy", "can_hold", "share_factors", "share_sentence", "solve_shares"]
 
 GAIN = 0.03
 """Predicted gain below which shares stay."""
@@ -50,15 +50,27 @@ def solve_shares(levels_s: Sequence[float], batch: int, fixed: float, most: Sequ
         batch: Its samples.
         fixed: Part of that time that does not depend on the batch.
         most: Most samples of every rank, 0 for no limit.
+
+    Raises:
+        ValueError: The ranks together cannot have as many samples.
     """
     equal = (batch,) * len(levels_s)
     total = sum(equal)
-    high = [min(total, limit) if limit else total for limit in most] if most else None
-    if high is not None and (sum(high) < total or min(high) < 1):
-        return equal
+    if not can_hold(total, most):
+        raise ValueError(
+            f"the ranks can have at most {list(most)} samples in a step, 0 being no limit, and a step has {total}; use "
+            f"a batch_size of at most {sum(most) // len(most)}, or raise Config.max_batch"
+        )
+    high = [min(total, limit) if limit else total for limit in most] if most else [total] * len(equal)
     alpha, beta = [fixed * one for one in levels_s], [(1.0 - fixed) * one / batch for one in levels_s]
     found = balance(alpha, beta, total, least=[1] * len(equal), most=high)
-    return equal if max(levels_s) <= (1.0 + GAIN) * found.time_s else found.sizes
+    equal_is_as_good = batch <= min(high) and max(levels_s) <= (1.0 + GAIN) * found.time_s
+    return equal if equal_is_as_good else found.sizes
+
+
+def can_hold(total: int, most: Sequence[int]) -> bool:
+    """Whether the ranks together can have so many samples; 0 for no limit."""
+    return not most or min(most) == 0 or sum(most) >= total
 
 
 class SharePolicy:
@@ -95,22 +107,33 @@ class SharePolicy:
                 self._look, self._since = max(SHORT, self._look // 2), 0
 
     def decide(self, present: Sequence[int], most: Sequence[int] = ()) -> tuple[int, ...] | None:
-        """The shares to change to, None to keep `present` (empty for equal ones)."""
+        """The shares to change to, None to keep `present` (empty for equal ones).
+
+        One that is above its rank's limit is changed at once, by what is known so far, unless the ranks together cannot
+        have as many samples: then each of them cuts its batches.
+        """
         now = tuple(present) or self._equal
-        if self.curves.reports_since_change() < self._look:
+        too_large = any(0 < limit < share for share, limit in zip(now, most, strict=False))
+        if not can_hold(sum(self._equal), most) or (
+            not too_large and self.curves.reports_since_change() < self._look
+        ):
             return None
         for count in sorted({self._look, max(LONG, self._look)}):
             levels_s = self.curves.levels_s(min(count, LONG))
+            if levels_s is None and too_large:
+                levels_s = [1.0] * len(now)
             if levels_s is None:
                 return None
             found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most)
             present_s, found_s = self._time_s(levels_s, now), self._time_s(levels_s, found)
-            least = max(GAIN, _SIGMAS * self.curves.scatter(min(count, LONG)))
-            too_large = any(0 < limit < share for share, limit in zip(now, most, strict=False))
-            if found != now and (present_s - found_s > least * present_s or too_large):
+            if found != now and (too_large or present_s - found_s > self._least_gain(count) * present_s):
                 self.ratio = found_s / self._time_s(levels_s, self._equal)
                 return found
         return None
+
+    def _least_gain(self, count: int) -> float:
+        """What a change has to save of a step, judged by so many reports."""
+        return max(GAIN, _SIGMAS * self.curves.scatter(min(count, LONG)))
 
     def changed(self, shares: Sequence[int]) -> None:
         """A change was ordered: one that soon undoes the one before makes the next look longer."""

@@ -38,7 +38,7 @@ from star_hvd.channel.messages.base import (
 )
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
-from star_hvd.channel.messages.shares import ShareReady
+from star_hvd.channel.messages.shares import MemoryLimit, ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -175,7 +175,7 @@ class JobState:
             fed.equal_batches = next((each.equal_batches for each in self.engines.values() if each.equal_batches), "")
         if fed is not None and self.shares.desk.batch:
             fed.shares = self.shares
-            self.shares.tick(fed.active, now_s)
+            self.shares.tick(fed.active, now_s, even=bool(fed.equal_batches))
         self.microbatches.steals = fed is not None and fed.active.steal
         wake_s = min(wake_s, self.microbatches.tick(now_s))
         for engine in self.engines.values():
@@ -472,6 +472,7 @@ _HANDLERS: dict[type[Message], _Handler] = {
     ConsumedRequest: lambda job, rank, message, now_s: job._leases.request_consumed(rank, message),
     Consumed: lambda job, rank, message, now_s: job._leases.consumed(rank, message),
     ShareReady: JobState._share_ready,
+    MemoryLimit: lambda job, rank, message, now_s: job.shares.limit(rank, message),
     MicrobatchOpen: JobState._microbatch_open,
     MicrobatchBegin: lambda job, rank, message, now_s: job.microbatches.begin(rank, message, now_s),
     MicrobatchReturn: lambda job, rank, message, now_s: job.microbatches.returned(rank, message, now_s),

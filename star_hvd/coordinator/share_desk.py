@@ -19,7 +19,7 @@ from scheduler.balance.share_policy import SharePolicy, share_sentence
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import LeaseAsk
-from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
+from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareOrder, ShareProposal, ShareReady
 from star_hvd.errors import ChannelError
 
 __all__ = ["Change", "ShareControl", "ShareDesk"]
@@ -56,6 +56,7 @@ class _Proposal:
     number: int
     shares: tuple[int, ...]
     deadline_s: float
+    bounded: bool
     answers: dict[int, ShareReady] = field(default_factory=dict)
 
 
@@ -105,10 +106,16 @@ class ShareDesk:
         self._samples[message.epoch] = samples
         return self._totals(self.shares, samples, [0] * self._world_size)
 
-    def propose(self, shares: Sequence[int], now_s: float) -> None:
-        """Ask all ranks from where on they can have other shares; empty for equal batches."""
+    def propose(self, shares: Sequence[int], now_s: float, *, bounded: bool = True) -> None:
+        """Ask all ranks from where on they can have other shares; empty for equal batches.
+
+        Args:
+            shares: Samples of every rank.
+            now_s: The present.
+            bounded: Give them up where one is above its rank's limit; shares of the user's own stay.
+        """
         self._proposals += 1
-        self._proposal = _Proposal(self._proposals, tuple(shares), now_s + _ANSWER_S)
+        self._proposal = _Proposal(self._proposals, tuple(shares), now_s + _ANSWER_S, bounded)
         self._send(ShareProposal(self.loader, self._proposals, list(shares)))
 
     def ready(self, rank: int, message: ShareReady, next_step: int) -> Change | None:
@@ -132,7 +139,7 @@ class ShareDesk:
         if len(proposal.answers) < self._world_size:
             return None
         self._proposal = None
-        found = None if self._too_much(proposal.shares) else self._place(proposal, next_step)
+        found = None if proposal.bounded and self._too_much(proposal.shares) else self._place(proposal, next_step)
         if found is None:
             self._give_up(proposal)
             return None
@@ -165,7 +172,8 @@ class ShareDesk:
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _too_much(self, shares: Sequence[int]) -> bool:
-        return any(0 < most < share for share, most in zip(shares, self.most, strict=False))
+        """Whether a share is above its rank's limit; usual batches are cut where they do not fit."""
+        return any(0 < most < share > self.batch for share, most in zip(shares, self.most, strict=False))
 
     def _give_up(self, proposal: _Proposal) -> None:
         self._send(ShareOrder(self.loader, proposal.number, False, [], 0, 0, 0))
@@ -240,15 +248,21 @@ class ShareControl:
         elif self.policy is not None:
             self.policy.note(rank, self.desk.samples(rank, step), compute_s)
 
-    def tick(self, plan: Plan, now_s: float) -> None:
-        """Ask the ranks for other shares where the plan in force, or what was measured, wants them."""
+    def tick(self, plan: Plan, now_s: float, *, even: bool = False) -> None:
+        """Ask the ranks for other shares where the plan in force, or what was measured, wants them.
+
+        Args:
+            plan: The plan in force.
+            now_s: The present.
+            even: Every rank needs as many batches as the others: it meets them within its backward or forward passes.
+        """
         self.desk.tick(now_s)
         if self.policy is None or self.desk.pending or now_s < self._again_s:
             return
-        wanted = self._wanted(plan, now_s)
+        wanted = self._wanted(plan, now_s, even=even)
         if wanted is not None and wanted != self.desk.shares:
             self._again_s = now_s + _AGAIN_S
-            self.desk.propose(wanted, now_s)
+            self.desk.propose(wanted, now_s, bounded=plan.balanced)
 
     def ready(self, rank: int, message: ShareReady, next_step: int) -> Change | None:
         """A rank's answer, see `ShareDesk.ready`."""
@@ -257,6 +271,12 @@ class ShareControl:
             self.policy.changed(change.shares)
             self.changes.append((change.step, change.shares, self.sentence()))
         return change
+
+    def limit(self, rank: int, message: MemoryLimit) -> None:
+        """A rank ran out of memory: shares above its limit are changed at once."""
+        if message.loader == self.desk.loader:
+            self.desk.most[rank] = message.most
+            self._decide_s = 0.0
 
     def sentence(self) -> str:
         """What the shares in force are, `rank 2 gets 12 of 76 samples` for example; empty for plain `sync`."""
@@ -275,11 +295,11 @@ class ShareControl:
         ratio = self.desk.all_samples(steps) / max(1, self.desk.batch)
         return np.asarray(1.0 / (fixed + (1.0 - fixed) * ratio))
 
-    def _wanted(self, plan: Plan, now_s: float) -> tuple[int, ...] | None:
+    def _wanted(self, plan: Plan, now_s: float, *, even: bool) -> tuple[int, ...] | None:
         """The shares to ask for, None to keep those in force."""
         assert self.policy is not None
         # Equal shares keep ranks in step to the end of an epoch; ranks that take what they get done would not be.
-        if plan.plain and self.desk.shares:
+        if plan.plain and (self.desk.shares or even):
             return (self.desk.batch,) * self._world_size
         if not plan.uneven:
             return ()

@@ -29,7 +29,7 @@ from star_hvd.channel.messages.base import (
 )
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
-from star_hvd.channel.messages.shares import EPOCH_START, ShareReady
+from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -62,6 +62,7 @@ _FROM_RANKS: tuple[type[Message], ...] = (
     LeaseReturn,
     LinkRate,
     MachineNote,
+    MemoryLimit,
     MicrobatchBegin,
     MicrobatchOpen,
     MicrobatchReturn,
@@ -215,6 +216,11 @@ def _share_ready(message: ShareReady, _: int) -> None:
         raise ChannelError(f"a rank would change its batches at step {message.step} of epoch {message.epoch}")
 
 
+def _memory_limit(message: MemoryLimit, _: int) -> None:
+    if message.loader < 0 or message.most < 1:
+        raise ChannelError(f"a rank can have {message.most} samples of loader {message.loader}; expected at least 1")
+
+
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Register: _register,
     ServerUp: _address,
@@ -227,6 +233,7 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Consumed: _consumed,
     ConsumedRequest: _consumed,
     ShareReady: _share_ready,
+    MemoryLimit: _memory_limit,
     MicrobatchOpen: _microbatch_open,
     MicrobatchBegin: _microbatch,
     MicrobatchReturn: _microbatch,

@@ -63,6 +63,7 @@ class Feeder:
         self.load_s = 0.0  # Until a batch is loaded where none is on its way; of the last epoch.
         self._persistent = bool(options.get("persistent_workers")) or not options.get("num_workers")
         self.in_order = bool(options.get("in_order", True))
+        self.collates_by_default = options.get("collate_fn") in (None, default_collate)
         self._sampler = _Sampler(numbered=not self.in_order)
         if not self.in_order:
             self._options["collate_fn"] = _Numbering(options.get("collate_fn") or default_collate)

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from scheduler.rules.leasing import Span
 from scheduler.rules.microbatches import StepLayout
 from star_hvd.channel.messages.base import Message
@@ -303,10 +305,18 @@ class MicrobatchInHand:
         reference: Samples that count as weight 1.
         more: Whether this rank has another one in this step; may wait.
         parts: Micro-batches of a rank in a step on ranks of equal speed.
+        covered: Parameters that have this one's gradient already, of a pass that ran out of memory.
     """
 
-    def __init__(self, samples: int, reference: float, more: Callable[[], bool], parts: int) -> None:
-        self.parts = parts
+    def __init__(
+        self,
+        samples: int,
+        reference: float,
+        more: Callable[[], bool],
+        parts: int,
+        covered: frozenset[torch.nn.Parameter] = frozenset(),
+    ) -> None:
+        self.parts, self.covered = parts, covered
         self._weight, self._reference, self._more = samples / reference, reference, more
         self._used = False
         self._last: bool | None = None

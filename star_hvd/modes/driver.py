@@ -79,6 +79,9 @@ class StepDriver:
         begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Says whether the user is between backward and step, where nothing may be changed.
         forget_parts: Forgets the gradients of micro-batches whose step the loop has left.
+        whole_only: Says why a batch cannot be repeated in parts, empty where it can.
+        hold_gradients: Prepares for that; returns the parameters that keep the gradient of what is repeated.
+        equal_batches: Why batches that differ between ranks are refused, empty where they are not.
         overlapped: Its overlapped steps, where it has any.
         on_stop: Called when it ends.
         timeline: Samples when buckets travel and how long the training thread waits for them.
@@ -107,13 +110,15 @@ class StepDriver:
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
         self.forget_parts: Callable[[], None] = lambda: None
+        self.whole_only: Callable[[], str] = lambda: ""
+        self.hold_gradients: Callable[[], frozenset[torch.nn.Parameter]] = frozenset
         self.overlapped: Overlapped | None = None
         self.on_stop: list[Callable[[], None]] = []
         self._loss = self._arrived_s = math.nan
         self._last_close_s = 0.0
         self._typical_s = 0.0
         self._stop = threading.Event()
-        self._equal_batches = False  # Batches that differ between ranks are refused, too.
+        self.equal_batches = ""
         self.dropped = False  # The user has no reference to the optimizer any more.
         self._carries_on = False  # The helper has taken over from the training thread for good.
         self._said: tuple[int, bool, bool] | None = None  # What the coordinator knows of that.
@@ -591,10 +596,10 @@ class StepDriver:
             reason: Why.
             equal_batches: Whether it also forbids batches, or numbers of micro-batches, that differ between ranks.
         """
-        agreement, narrower = self.engine.agreement, equal_batches and not self._equal_batches
+        agreement, narrower = self.engine.agreement, equal_batches and not self.equal_batches
         if agreement.pinned is None or narrower:
             prepared = agreement.prepared  # Pinning clears it.
-            self._equal_batches |= equal_batches
+            self.equal_batches = reason if narrower else self.equal_batches
             agreement.pin(agreement.pinned or reason)
             refused = prepared.plan_id if prepared else self.engine.plan.plan_id
             self._send(messages.ModeUnsupported(self.number, refused, reason, equal_batches))

@@ -43,7 +43,7 @@ class CoordinatorClient:
         raise_failure: Raises what stopped this process, or makes waits for others pointless, if anything did; called
             while an answer is waited for.
         step: The step that the training thread is at.
-        most_samples: Most samples that fit in a batch by memory, 0 where unknown.
+        most_samples: Most samples that fit in a batch of a loader by memory, 0 where unknown.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CoordinatorClient:
         agent: Agent,
         raise_failure: Callable[[], None],
         step: Callable[[], int] = lambda: 0,
-        most_samples: Callable[[], int] = lambda: 0,
+        most_samples: Callable[[int], int] = lambda loader: 0,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -82,7 +82,11 @@ class CoordinatorClient:
         if loader not in self._sizes:
             send = self._agent.send
             found = BatchSizes(
-                self._rank, loader, send=lambda m: send(m), step=self._step, most=self._most_samples
+                self._rank,
+                loader,
+                send=lambda m: send(m),
+                step=self._step,
+                most=lambda: self._most_samples(loader),
             )
             self._sizes = {**self._sizes, loader: found}
         return self._sizes[loader]

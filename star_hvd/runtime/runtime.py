@@ -63,9 +63,10 @@ from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.inactivity import Inactivity
 from star_hvd.runtime.job_log import JobLog, check_curves
 from star_hvd.runtime.machine_notes import MachineNotes
+from star_hvd.runtime.memory_limits import MemoryLimits
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
-from star_hvd.telemetry.resources import gpu_identity, samples_in_memory
+from star_hvd.telemetry.resources import gpu_identity
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
@@ -146,6 +147,8 @@ class Runtime:
         self._asked: dict[int, Plan] = {}  # By optimizer, what the user asked for.
         self.batch_weights: list[float] = []
         self.in_hand: MicrobatchInHand | None = None  # What optimizers accumulate the gradient of at present.
+        self.memory = MemoryLimits(self.config.max_batch)
+        self.steps_ended = 0  # How often the gradients of a step were collected, of all optimizers.
         self._weighed = math.nan  # Weight of the latest batch that the user gave, NaN without.
         self._had_shares = False
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
@@ -416,10 +419,16 @@ class Runtime:
         """Whether the batch shares that the user asked for fit a loader's batches.
 
         Raises:
-            ValueError: They make another global batch.
+            ValueError: They make another global batch, or none are within the user's limit.
         """
         for plan in self._asked.values():
             total = self.world_size * batch
+            if plan.balanced and 0 < self.config.max_batch < batch:
+                raise ValueError(
+                    f"Config.max_batch is {self.config.max_batch}, and {self.world_size} ranks with batch_size {batch} "
+                    f"make {total} samples in a step, which no batch shares divide within it; raise it, or give "
+                    "hvd.shard a smaller batch_size"
+                )
             if plan.batch_shares and not plan.balanced and sum(plan.batch_shares) != total:
                 raise ValueError(
                     f"batch shares {plan.batch_shares} sum to {sum(plan.batch_shares)}, and {self.world_size} ranks "
@@ -439,12 +448,11 @@ class Runtime:
         """The step of the first optimizer: what batches of a loader are counted by."""
         return next((driver.steps for driver in list(self.drivers.values())), 0)
 
-    def _most_samples(self) -> int:
-        """Most samples in a batch: what the user set, or fits in the device's memory; 0 where unknown."""
+    def _most_samples(self, loader: int) -> int:
+        """Most samples in a batch of a loader, see `MemoryLimits`; 0 where unknown."""
         largest = round(max(list(self.batch_weights), default=0.0) * self.reference_samples)
         buckets = [bucket for driver in list(self.drivers.values()) for bucket in driver.engine.applier.buckets]
-        by_memory = samples_in_memory(largest, buckets[0].flat.device) if buckets else 0
-        return min((count for count in (self.config.max_batch, by_memory) if count), default=0)
+        return self.memory.most(loader, largest, buckets[0].flat.device if buckets else None)
 
     def batch_weight(self, passes: int) -> float:
         """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""

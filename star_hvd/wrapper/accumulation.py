@@ -33,6 +33,8 @@ class Accumulation:
         self._sparse_as_dense = sparse_as_dense
         self._latest: MicrobatchInHand | None = None
         self._filled: dict[torch.nn.Parameter, torch.Tensor] = {}  # Views into the buckets that hold a sum.
+        self._held: dict[torch.nn.Parameter, torch.Tensor] = {}  # Views that hold the gradient of a whole batch.
+        self._taken: set[torch.nn.Parameter] = set()  # Parameters that have had the latest micro-batch.
 
     def add(self, param: torch.nn.Parameter, bucket: Bucket, position: int, part: MicrobatchInHand) -> None:
         """Take over the gradient that a backward pass has left in `param.grad`.
@@ -52,6 +54,11 @@ class Accumulation:
         weight = part.weight
         if part is not self._latest:
             self._latest, self.weight, self.count = part, self.weight + weight, self.count + 1
+            self._taken = set()
+        self._taken.add(param)
+        if param in part.covered:
+            param.grad = None
+            return
         with torch.no_grad():
             if param in self._filled:
                 view.add_(grad, alpha=weight)
@@ -60,8 +67,29 @@ class Accumulation:
                 self._filled[param] = view
         param.grad = None
 
+    def hold(
+        self, failed: MicrobatchInHand | None, given: dict[torch.nn.Parameter, torch.Tensor]
+    ) -> frozenset[torch.nn.Parameter]:
+        """A backward pass ran out of memory and is repeated in parts; returns the parameters that need nothing of them.
+
+        Args:
+            failed: The micro-batch that it was of, None for a whole batch.
+            given: Parameters that have the gradient of the whole batch, with their views into the buckets.
+        """
+        covered = frozenset(given)
+        for param in given:  # Autograd would add to a buffer that is being reduced.
+            param.grad = None
+        self._held.update(given)
+        if failed is not None and failed is self._latest:
+            covered |= self._taken
+            self._latest, self.weight, self.count = None, self.weight - failed.weight, self.count - 1
+        return covered
+
     def finish(self) -> None:
         """The step is whole: its mean is each parameter's gradient from here on."""
+        for param, view in self._held.items():
+            param.grad = view
+        self._held.clear()
         for param, view in self._filled.items():
             param.grad = view.div_(self.weight) if self.weight > 0.0 else view
         self._filled.clear()
@@ -70,3 +98,4 @@ class Accumulation:
         """Begin the next step."""
         self.weight, self.count = 0.0, 0
         self._filled.clear()
+        self._held.clear()

@@ -36,6 +36,7 @@ from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.hierarchical_collective import HierarchicalCollective, stages_of
+from star_hvd.wrapper.lockstep_core import unweighted
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
@@ -133,6 +134,7 @@ class BucketCore:
         self._inner = inner
         self._wrapped = wrapped
         self._dropped = False
+        self.looks_at_every_gradient = ""  # What does, and so refuses to accumulate micro-batches.
         self.passes = passes
         self.requires_update: set[torch.nn.Parameter] = set()
         self._fp16 = fp16
@@ -196,6 +198,7 @@ class BucketCore:
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
         driver.forget_parts = self._accumulation.clear
+        driver.whole_only, driver.hold_gradients = self._whole_only, self._hold_gradients
         initial = Plan.sync(
             run.world_size,
             damping=self._config.damping,
@@ -242,7 +245,10 @@ class BucketCore:
             deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
             self._overlap = Overlap(driver, everybody, deadline_s, auto=auto)
         if issubclass(self.base, torch.optim.LBFGS):
-            driver.pin("LBFGS evaluates its closure several times per step", equal_batches=True)
+            self.looks_at_every_gradient = "LBFGS evaluates its closure several times per step"
+            driver.pin(self.looks_at_every_gradient, equal_batches=True)
+        if unweighted():
+            driver.pin(unweighted(), equal_batches=True)
         reason = lockstep_only(self._buckets, self.optimizer.param_groups)
         if reason is not None:
             if plan is None or plan.relaxed:
@@ -364,9 +370,26 @@ class BucketCore:
             )
         return part.is_last
 
+    def _whole_only(self) -> str:
+        """Why a batch that ran out of memory cannot be repeated in parts, empty where it can."""
+        if self.passes != 1:
+            return f"backward_passes_per_step is {self.passes}"
+        if self._sparse.any:
+            return "gradients are sparse"
+        if self.driver.active_mode is not None:
+            return f"in mode {self.driver.engine.plan.label} a rank makes its steps alone"
+        return self.looks_at_every_gradient
+
+    def _hold_gradients(self) -> frozenset[torch.nn.Parameter]:
+        """The batch in work is repeated in parts: what it has given stays."""
+        given = {param: bucket.views[at] for param, (bucket, at) in self._where.items() if param in self._given}
+        return self._accumulation.hold(self.in_hand, given)
+
     @property
     def pending(self) -> bool:
         """Whether backward has produced gradients that no `synchronize` has collected."""
+        if self.in_hand is not None:
+            return False
         # Fast path: `zero_grad` asks in every step, and a look-up by parameter costs a call of its own.
         return bool(self._given) or any(passes < self.passes for passes in self._delay.values())
 
@@ -453,6 +476,7 @@ class BucketCore:
             manual: The user calls this.
             whole: Why the step may not overlap with the program; None where it may, and is not waited for then.
         """
+        self.run.steps_ended += 1
         self.finish_step()
         self._end_synchronized()
         self._accumulation.finish()

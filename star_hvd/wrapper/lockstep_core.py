@@ -16,9 +16,17 @@ from horovod.torch.functions import broadcast_object
 
 from star_hvd.wrapper.dropped import note_dropped
 
-__all__ = ["NativeCore"]
+__all__ = ["NativeCore", "unweighted"]
 
 Group = tuple[torch.nn.Parameter, ...]
+
+_cores: weakref.WeakSet[NativeCore] = weakref.WeakSet()
+
+
+def unweighted() -> str:
+    """Why batches have to be equal, where an optimizer reduces without their weights; else empty."""
+    reducing = any(core.reduces for core in list(_cores))
+    return "another optimizer's gradients are reduced by Horovod itself, without weights" if reducing else ""
 
 
 class NativeCore:
@@ -79,6 +87,12 @@ class NativeCore:
             if groups:
                 self._form_groups(params, groups)
             self.add_params(params)
+        _cores.add(self)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether backward passes reduce gradients through this optimizer."""
+        return bool(self._hooks) and not self._dropped
 
     def _form_groups(self, params: list[torch.nn.Parameter], groups: int | list[Any]) -> None:
         order = broadcast_object(

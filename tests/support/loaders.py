@@ -20,6 +20,7 @@ from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.loader import ShardLoader, shard
 from star_hvd.runtime import runtime
 from star_hvd.runtime.coordinator_client import CoordinatorClient
+from star_hvd.runtime.memory_limits import MemoryLimits
 
 __all__ = ["Numbers", "World"]
 
@@ -115,6 +116,9 @@ class World:
             reference_samples=0.0,
             catch_up=lambda: None,
             rank=rank,
+            memory=MemoryLimits(0),
+            in_hand=None,
+            steps_ended=0,
             steps_made=lambda: self.steps[rank],
             check_shares=lambda batch: None,
             batch_delivered=lambda loader, index: client.batch_sizes(loader).delivered(index),

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from star_hvd.channel.messages.base import Message, message_kind
 
-__all__ = ["EPOCH_START", "ShareOrder", "ShareProposal", "ShareReady"]
+__all__ = ["EPOCH_START", "MemoryLimit", "ShareOrder", "ShareProposal", "ShareReady"]
 
 EPOCH_START = -1
 """In place of a step: the first one of an epoch that no rank has begun."""
@@ -74,3 +74,13 @@ class ShareOrder(Message):
     epoch: int
     step: int
     remaining: int
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class MemoryLimit(Message):
+    """A rank ran out of memory, and can have at most so many samples in a batch of a loader from here on."""
+
+    kind: ClassVar[str] = "memory_limit"
+    loader: int
+    most: int

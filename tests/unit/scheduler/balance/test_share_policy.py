@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -94,13 +95,40 @@ def test_small_differences_change_shares_only_where_the_times_tell_them() -> Non
 def test_bounds_hold() -> None:
     assert max(solve_shares([4.0, 1.0, 1.0, 1.0], BATCH, 0.0, most=[0, 20, 20, 20])) == 20
     assert sum(solve_shares([4.0, 1.0, 1.0, 1.0], BATCH, 0.0, most=[0, 20, 20, 20])) == 76
-    # Where the ranks cannot hold as much together, nothing changes.
-    assert solve_shares([4.0, 1.0, 1.0, 1.0], BATCH, 0.0, most=[1, 20, 20, 20]) == (BATCH,) * 4
+    assert max(solve_shares([1.0, 1.0, 1.0, 1.0], BATCH, 0.0, most=[0, 16, 0, 0])[1:2]) == 16, "equal is too much"
+    with pytest.raises(ValueError, match="batch_size of at most 15"):
+        solve_shares([4.0, 1.0, 1.0, 1.0], BATCH, 0.0, most=[1, 20, 20, 20])
     policy = SharePolicy(2, 10)
     for _ in range(40):
         policy.note(0, 15, 1.0)
         policy.note(1, 5, 1.0)
     assert policy.decide((15, 5), most=[12, 0]) is not None, "a rank that holds more than it can gives it up"
+    assert policy.decide((15, 5), most=[12, 7]) is None, "no shares are within the limits: batches are cut"
+    assert SharePolicy(2, 10).decide((), most=[8, 0]) == (8, 12), "before any report"
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10.0), st.integers(0, 9)), min_size=2, max_size=3),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 0.3, 0.9]),
+)
+def test_shares_are_the_best_within_the_limits(ranks: list[tuple[float, int]], batch: int, fixed: float) -> None:
+    levels, most = [level for level, _ in ranks], [limit for _, limit in ranks]
+    total = batch * len(ranks)
+    ranges = [range(1, (min(limit, total) if limit else total) + 1) for limit in most]
+    possible = [sizes for sizes in itertools.product(*ranges) if sum(sizes) == total]
+    if not possible:
+        with pytest.raises(ValueError, match="at most"):
+            solve_shares(levels, batch, fixed, most)
+        return
+
+    def time_s(sizes: tuple[int, ...]) -> float:
+        return max(s * (fixed + (1.0 - fixed) * b / batch) for s, b in zip(levels, sizes, strict=True))
+
+    shares = solve_shares(levels, batch, fixed, most)
+    assert shares in possible
+    slack = 1.03 if shares == (batch,) * len(ranks) else 1.0
+    assert time_s(shares) <= slack * min(map(time_s, possible)) * (1.0 + 1e-9)
 
 
 def test_the_fixed_part_is_found_from_one_change() -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseReturn
-from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
+from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareOrder, ShareProposal, ShareReady
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.coordinator.share_desk import ShareControl, ShareDesk
 from star_hvd.errors import ChannelError, DeadlineError
@@ -380,6 +380,50 @@ def test_shares_follow_the_reports() -> None:
     assert sent[-1] == ShareProposal(0, 2, [15, 5])
     _answers(control, sent)
     assert control.sentence() == "rank 1 gets 5 of 20 samples, step 0.50 of that with equal batches"
+
+
+def test_a_rank_that_ran_out_of_memory_gets_fewer_samples_at_once() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    plan = Plan.sync(2, balanced=True)
+    control.tick(plan, 0.0)
+    _answers(control, sent)
+    control.limit(1, MemoryLimit(3, 2))  # Of another loader.
+    control.tick(plan, 1.0)
+    assert len(sent) == 2
+    control.limit(1, MemoryLimit(0, 8))
+    control.tick(plan, 2.0)
+    assert sent[-1] == ShareProposal(0, 2, [12, 8]), "before any report"
+    _answers(control, sent)
+    control.desk.most = [11, 8]
+    control.tick(plan, 3.0)
+    assert len(sent) == 4, "the ranks cannot have 20 samples: nothing is better than what is"
+
+
+def test_the_user_s_own_shares_and_usual_batches_are_not_given_up_for_a_limit() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    for step, (plan, shares) in enumerate(
+        [(Plan.sync(2, batch_shares=(12, 8)), [12, 8]), (Plan.sync(2, balanced=True), [10, 10])]
+    ):
+        control.tick(plan, float(step))
+        assert sent[-1] == ShareProposal(0, step + 1, shares)
+        for rank in range(2):
+            control.ready(rank, ShareReady(0, step + 1, 0, 5, 1, 50, [0, 10], 9), 9)
+        assert control.desk.shares == tuple(shares)
+        control.desk.shares = ()
+
+
+def test_ranks_that_meet_within_a_pass_get_equal_shares_in_plain_sync() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    control.tick(Plan.sync(2), 0.0)
+    assert not sent
+    control.tick(Plan.sync(2), 1.0, even=True)
+    assert sent == [ShareProposal(0, 1, [10, 10])]
 
 
 def test_times_of_a_window_are_those_of_equal_batches() -> None:

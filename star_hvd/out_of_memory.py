@@ -1,0 +1,212 @@
+"""A batch that ran out of memory on this rank is repeated in parts, whose gradients make the same step.
+
+    for inputs, wanted in loader:
+        with hvd.catch_out_of_memory(loader):
+            optimizer.zero_grad()
+            loss_of(model(inputs), wanted).backward()
+            optimizer.step()
+
+The parts accumulate as micro-batches do: sum(w_m g_m) / sum(w_m) over the parts of a batch is its gradient. What the
+failed backward pass has given already, and may be on its way to the other ranks, is the gradient of the whole batch: it
+stays, and the parts add nothing to those parameters (`MicrobatchInHand.covered`). The other ranks wait in that step, as
+for any slow rank, and the coordinator is notified of the limit, so that batch shares respect it from there on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from star_hvd.channel.messages.shares import MemoryLimit
+from star_hvd.input.microbatches import MicrobatchInHand
+from star_hvd.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from star_hvd.loader import ShardLoader
+
+__all__ = ["Repeats", "catch_out_of_memory", "cut_batch"]
+
+logger = logging.getLogger("star_hvd")
+
+_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+"""What torch says in a plain `RuntimeError` where memory was short."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Samples of a batch, from `start` to `stop`, and the parameters that have their gradient already."""
+
+    start: int
+    stop: int
+    covered: frozenset[torch.nn.Parameter] = frozenset()
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, limit: int) -> list[_Part]:
+        """Parts of at most `limit` samples, as equal as can be."""
+        count = -(-self.size // limit) if limit else 1
+        ends = [self.start + i * self.size // count for i in range(count + 1)]
+        return [_Part(start, stop, self.covered) for start, stop in pairwise(ends)]
+
+
+class Repeats:
+    """Delivers the batches of one loader, in parts where more samples would not fit."""
+
+    def __init__(self) -> None:
+        self._run: Runtime | None = None
+        self._loader = -1
+        self._part: _Part | None = None  # What the training loop works on.
+        self._repeat: list[_Part] = []  # Of that, after it failed.
+        self._steps_ended = 0
+
+    def deliver(
+        self, run: Runtime, loader: int, samples: int, data: Any, load: Callable[[int, int], Any]
+    ) -> Iterator[Any]:
+        """A batch: the data of it, or of its parts one after the other.
+
+        Args:
+            run: The runtime.
+            loader: Number of the loader.
+            samples: In the batch.
+            data: Of the whole batch.
+            load: Gives the data of the samples from start to stop of the batch.
+        """
+        self._run, self._loader, self._steps_ended = run, loader, run.steps_ended
+        waiting, done = deque(_Part(0, samples).cut(run.memory.failed(loader))), 0
+        try:
+            while waiting:
+                part = self._part = waiting.popleft()
+                whole = part.size == samples
+                if not whole:
+                    run.in_hand = MicrobatchInHand(
+                        part.size, run.reference_samples, lambda: bool(waiting), done + 1 + len(waiting), part.covered
+                    )
+                yield data if whole else load(part.start, part.stop)
+                waiting.extendleft(reversed(self._repeat))
+                done += not self._repeat
+                self._repeat = []
+        finally:
+            self._part = None
+            if run.in_hand is not None:
+                run.in_hand = None
+                if run.steps_ended == self._steps_ended:  # No step was made of the batch: no other one is to have it.
+                    for driver in run.drivers.values():
+                        driver.forget_parts()
+
+    def fail(self) -> str:
+        """What the loop works on ran out of memory: it is delivered again in parts, or why that is not possible."""
+        run, part = self._run, self._part
+        if run is None or part is None:
+            return "it was not raised in work on a batch of this loader of a map-style data set without microbatches"
+        if part.size < 2:
+            return "the batch has one sample"
+        drivers = list(run.drivers.values())
+        if run.world_size == 1:
+            return "the job has one rank: use a smaller batch_size"
+        if run.steps_ended != self._steps_ended:
+            return "a step was begun with the gradient of this batch"
+        reason = next((found for found in (driver.whole_only() for driver in drivers) if found), "")
+        if reason:
+            return reason
+        covered = part.covered.union(*(driver.hold_gradients() for driver in drivers))
+        limit = run.memory.lower(self._loader, part.size)
+        run.agent.send(MemoryLimit(self._loader, limit))
+        self._repeat = _Part(part.start, part.stop, covered).cut(limit)
+        logger.warning(
+            "rank %d ran out of memory with %d samples: they are repeated in %d parts, and its batches are to have at "
+            "most %d samples from here on",
+            run.rank, part.size, len(self._repeat), limit,
+        )  # fmt: skip
+        return ""
+
+
+class catch_out_of_memory:
+    """Context around the body of a training loop: a batch that runs out of memory is repeated in smaller parts.
+
+        for inputs, wanted in loader:
+            with hvd.catch_out_of_memory(loader):
+                optimizer.zero_grad()
+                loss_of(model(inputs), wanted).backward()
+                optimizer.step()
+
+    The loop's next iterations get the same samples in parts, whose gradients are accumulated: only the last one of them
+    makes a step (`optimizer.stepped`), with the gradient that the whole batch would have had where the loss is a mean
+    over the batch. Batches of this rank are cut at that size from there on, and under `sync(balanced)` it gets
+    fewer samples, others more, within a few steps. Errors that are none of memory are raised as ever, and so is one
+    after which nothing can be repeated, with a note that says why: with one sample, once `step()` has begun, with
+    a GradScaler, LBFGS, sparse gradients or `backward_passes_per_step`, in modes in which a rank makes its steps alone.
+
+    Args:
+        loader: What `hvd.shard` returned, whose loop this is.
+
+    If a rank is late: the others wait for the step, as for any slow rank.
+    """
+
+    def __init__(self, loader: ShardLoader) -> None:
+        self._repeats = loader.repeats
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None or not _is_out_of_memory(error):
+            return False
+        reason = self._repeats.fail()
+        if reason:
+            error.add_note(f"star_hvd does not repeat this batch in parts: {reason}")
+            return False
+        _release(trace)
+        return True
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def _release(trace: TracebackType | None) -> None:
+    """Free the graph of the pass that failed: what its calls still hold, and the tensors of the loop itself."""
+    if trace is None:
+        return
+    traceback.clear_frames(trace)
+    local = trace.tb_frame.f_locals
+    for value in list(local.values()):
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            with contextlib.suppress(RuntimeError):  # A view, which goes when the loop assigns it again.
+                value.detach_()
+    if local is not trace.tb_frame.f_globals:
+        local.clear()  # A copy of the variables, which would keep them alive.
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def cut_batch(data: Any, start: int, stop: int, size: int) -> Any:
+    """Samples from start to stop of a batch that torch's default collate function has made of `size` samples.
+
+    Raises:
+        ValueError: Something in it is not one entry for each sample.
+    """
+    if isinstance(data, Mapping):
+        return {key: cut_batch(value, start, stop, size) for key, value in data.items()}
+    if isinstance(data, torch.Tensor) and data.ndim and data.shape[0] == size:
+        return data[start:stop]
+    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
+        if len(data) == size and all(isinstance(value, (str, bytes)) for value in data):
+            return data[start:stop]
+        parts = [cut_batch(value, start, stop, size) for value in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else parts
+    raise ValueError(f"a batch has a {type(data).__name__} in it that is not one entry for each of {size} samples")

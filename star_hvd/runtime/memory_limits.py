@@ -1,0 +1,62 @@
+"""Most samples that fit in a batch on this rank: by the user, by what is free, and by what ran out of memory.
+
+An out-of-memory error at b samples lowers the limit of that loader to 0.85 b for good. On a GPU the allocator also says
+that it came near: it flushed its cache to satisfy a request (`num_alloc_retries`), or an error was caught below the
+program (`num_ooms`). Then batches are to grow no further than they have.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from star_hvd.telemetry.resources import samples_in_memory
+
+__all__ = ["MemoryLimits"]
+
+_LEFT = 0.85
+"""Of a size that failed: a batch needs other memory from step to step, and fragments the rest."""
+
+
+class MemoryLimits:
+    """See the module's text. Sizes are samples; 0 stands for no limit.
+
+    Args:
+        user_most: `Config.max_batch`.
+    """
+
+    def __init__(self, user_most: int) -> None:
+        self._user_most = user_most
+        self._failed: dict[int, int] = {}  # By loader; written by the training thread alone.
+        self._retried = self._retries = 0
+
+    def lower(self, loader: int, samples: int) -> int:
+        """So many samples of a loader ran out of memory; returns the limit from here on."""
+        limit = max(1, int(_LEFT * samples))
+        self._failed[loader] = min(limit, self._failed.get(loader, limit))
+        return self._failed[loader]
+
+    def failed(self, loader: int) -> int:
+        """The limit by out-of-memory errors alone."""
+        return self._failed.get(loader, 0)
+
+    def most(self, loader: int, largest: int, device: torch.device | None) -> int:
+        """The limit of a batch of a loader.
+
+        Args:
+            loader: Number of the loader.
+            largest: Samples of the largest batch so far.
+            device: Where the parameters are, None where there are none.
+        """
+        by_memory = 0
+        if device is not None:
+            by_memory = samples_in_memory(largest, device)
+            if by_memory and self._came_near(device):
+                self._retried = min(largest, self._retried or largest)
+        limits = (self._user_most, by_memory, self._retried, self._failed.get(loader, 0))
+        return min((limit for limit in limits if limit), default=0)
+
+    def _came_near(self, device: torch.device) -> bool:
+        """Whether the allocator has had to retry since the last call."""
+        stats = torch.cuda.memory_stats(device)
+        before, self._retries = self._retries, stats.get("num_alloc_retries", 0) + stats.get("num_ooms", 0)
+        return self._retries > before

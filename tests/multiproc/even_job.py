@@ -1,0 +1,112 @@
+"""Every rank of jobs with what needs all ranks in every step: `python -m tests.multiproc.even_job SCENARIO`."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+from horovod.torch import mpi_ops
+
+import star_hvd as hvd
+from tests.multiproc.shares_job import _data, _net
+from tests.support.launch import write_result
+
+BATCH = 19
+
+
+def _train(net: torch.nn.Module, *optimizers: Any, samples: int = 995, batch: int = BATCH) -> dict[str, Any]:
+    """Two epochs, of which neither divides evenly."""
+    data = torch.utils.data.Subset(_data(), range(samples))
+    loader = hvd.shard(data, batch_size=batch, seed=11)
+    taken: list[list[list[int]]] = []
+    for _ in range(2):
+        taken.append([])
+        for inputs, wanted, numbers in loader:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            taken[-1].append(numbers.tolist())
+    everything = hvd.allgather_object(taken, name="taken")
+    return {
+        "batches": [[len(rank[epoch]) for rank in everything] for epoch in range(2)],
+        "sizes": [
+            [[len(batch) for batch in step] for step in zip(*(rank[epoch] for rank in everything), strict=False)]
+            for epoch in range(2)
+        ],
+        "once": [
+            sorted(i for rank in everything for batch in rank[epoch] for i in batch) == list(range(samples))
+            for epoch in range(2)
+        ],
+        "explain": hvd.explain() if hvd.rank() == 0 else "",
+    }
+
+
+def _optimizer(params: Any, **options: Any) -> Any:
+    names = [(f"p{i}", param) for i, param in enumerate(params)]
+    return hvd.DistributedOptimizer(torch.optim.SGD([param for _, param in names], lr=0.01), names, **options)
+
+
+class _Table(torch.nn.Module):
+    """A network with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.table = torch.nn.Embedding(5, 6, sparse=True)
+        self.rest = _net()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.rest(inputs + self.table((inputs[:, 0] > 0).long()).double())
+        return output
+
+
+class _Meets(hvd.SyncBatchNorm):
+    """Horovod's layer works on a GPU only: this one meets all ranks as that does."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with contextlib.suppress(ValueError):
+            super().forward(inputs)
+        mpi_ops.allreduce(torch.ones(1), name="statistics")
+        return inputs
+
+
+def sparse(**given: int) -> dict[str, Any]:
+    """Sparse gradients, which Horovod gathers from all ranks."""
+    net = _Table()
+    return _train(net, _optimizer(net.parameters(), mode="sync"), **given)
+
+
+def few() -> dict[str, Any]:
+    """The same where the last step would have two samples for four ranks."""
+    try:
+        return sparse(samples=13 * 4 * BATCH + 2)
+    except hvd.StarError as error:
+        return {"error": str(error)}
+
+
+def short() -> dict[str, Any]:
+    """Five batches for four ranks: the epoch is over before batch shares can be."""
+    return sparse(samples=5 * BATCH)
+
+
+def normalized() -> dict[str, Any]:
+    """`SyncBatchNorm`, which meets all ranks within a forward pass."""
+    net = torch.nn.Sequential(_Meets(6), _net())
+    return _train(net, _optimizer(net.parameters(), mode="sync"))
+
+
+def beside() -> dict[str, Any]:
+    """An optimizer that reduces as Horovod does, without weights, beside one for which batch shares are asked for."""
+    net = _net()
+    last = list(net[2].parameters())
+    return _train(net, _optimizer(net[0].parameters(), mode="sync(24,12,16,24)"), _optimizer(last, groups=1))
+
+
+if __name__ == "__main__":
+    hvd.init()
+    write_result({"rank": hvd.rank(), **globals()[sys.argv[1]]()})
+    hvd.shutdown()

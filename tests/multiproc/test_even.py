@@ -1,0 +1,39 @@
+"""What meets all ranks within a pass needs as many batches on every rank: an epoch gives them that, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
+
+
+def _job(scenario: str) -> JobResult:
+    return run_job("tests.multiproc.even_job", scenario, ranks=4)
+
+
+def _check(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert all(result["once"])
+        assert all(len(set(batches)) == 1 for batches in result["batches"])
+
+
+@pytest.mark.parametrize("scenario", ["sparse", "normalized"])
+def test_all_ranks_have_as_many_batches_to_the_end_of_the_epoch(scenario: str) -> None:
+    _check(_job(scenario).check().results)
+
+
+def test_an_optimizer_that_averages_without_weights_refuses_batch_shares() -> None:
+    results = _job("beside").check().results
+    _check(results)
+    assert "without weights" in results[0]["explain"]
+    assert all(len(set(sizes)) == 1 for epoch in results[0]["sizes"] for sizes in epoch[:13])
+
+
+@pytest.mark.parametrize("scenario", ["few", "short"])
+def test_an_epoch_that_cannot_be_divided_is_refused(scenario: str) -> None:
+    job = _job(scenario)
+    assert "cannot be here: sparse gradients" in job.output + str(job.results)

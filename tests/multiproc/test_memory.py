@@ -1,0 +1,54 @@
+"""A rank that runs out of memory: the step is repeated in parts, with the gradient it would have had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.multiproc.memory_job import SHORT
+from tests.multiproc.shares_job import BATCH, SAMPLES
+from tests.support.launch import JOB_LIMIT_S, run_job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
+
+RANKS = 4
+WHOLE = RANKS * BATCH
+
+
+def _checked(scenario: str) -> list[dict[str, Any]]:
+    results = run_job("tests.multiproc.memory_job", scenario, ranks=RANKS).check().results
+    for result in results:
+        assert all(result["once"])
+        assert result["error"] < 1e-6
+        assert result["stats"]["max_staleness"] == result["stats"]["folds"] == result["stats"]["drops"] == 0
+        for epoch in result["sizes"]:
+            assert [sum(sizes) for sizes in epoch[: SAMPLES // WHOLE]] == [WHOLE] * (SAMPLES // WHOLE)
+    return results
+
+
+@pytest.mark.parametrize("scenario", ["forward", "backward", "overlapped"])
+def test_a_batch_that_does_not_fit_is_repeated_in_parts(scenario: str) -> None:
+    """One batch fails; those behind it are cut before they do."""
+    for result in _checked(scenario):
+        assert result["parts"][0][0] == [9, 10] and result["parts"][1][0] == [12, 12]
+
+
+def test_parts_that_do_not_fit_are_cut_again() -> None:
+    """The pass of the whole batch and those of its parts fail in the middle: no gradient counts twice."""
+    first = _checked("twice")[0]["parts"][1][0]
+    assert max(first) <= 4 and sum(first) == 24
+
+
+def test_shares_stay_within_what_fits() -> None:
+    results = _checked("shares")
+    steps = [sizes for epoch in results[0]["sizes"] for sizes in epoch if sum(sizes) == WHOLE]
+    assert max(sizes[SHORT] for sizes in steps) > 20, "the rank never had more than fits"
+    assert steps[-1][SHORT] <= 20 < max(steps[-1][0], steps[-1][3])
+
+
+def test_in_a_relaxed_mode_a_repeated_gradient_may_be_late_and_none_is_lost() -> None:
+    results = run_job("tests.multiproc.memory_job", "relaxed", ranks=RANKS).check().results
+    for result in results:
+        assert all(result["once"]) and result["replicas"] == 0.0
+        assert result["stats"]["drops"] == 0

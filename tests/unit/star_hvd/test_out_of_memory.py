@@ -1,0 +1,183 @@
+"""Batches that run out of memory: which errors are caught, what is delivered after one, and what memory is freed."""
+
+from __future__ import annotations
+
+import collections
+import random
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data.dataloader import default_collate
+
+from scheduler.records import parse_mode
+from star_hvd.config import Config
+from star_hvd.out_of_memory import Repeats, catch_out_of_memory, cut_batch
+from star_hvd.runtime.memory_limits import MemoryLimits
+from star_hvd.runtime.runtime import Runtime
+
+Point = collections.namedtuple("Point", "x name")  # What torch's collate function knows.
+
+
+class Run:
+    """What `Repeats` needs of a runtime."""
+
+    def __init__(self, *, world_size: int = 4, whole_only: str = "") -> None:
+        self.memory, self.world_size, self.rank = MemoryLimits(0), world_size, 1
+        self.steps_ended, self.reference_samples = 0, 8.0
+        self.in_hand: Any = None
+        self.sent: list[Any] = []
+        self.agent = SimpleNamespace(send=self.sent.append)
+        self.forgotten = 0
+        self.drivers = {
+            0: SimpleNamespace(
+                whole_only=lambda: whole_only, hold_gradients=frozenset, forget_parts=lambda: self._forget()
+            )
+        }
+
+    def _forget(self) -> None:
+        self.forgotten += 1
+
+
+def _loader(repeats: Repeats) -> Any:
+    return SimpleNamespace(repeats=repeats)
+
+
+def _deliver(run: Any, repeats: Repeats, numbers: list[int]) -> Any:
+    return repeats.deliver(run, 0, len(numbers), numbers, lambda start, stop: numbers[start:stop])
+
+
+def test_every_sample_is_in_one_part_that_fits_and_the_last_one_makes_the_step() -> None:
+    """Whatever fits: which changes as memory is fragmented, so that later parts may fail where earlier ones did not."""
+    rng = random.Random(4)
+    for _ in range(200):
+        run, repeats, size = Run(), Repeats(), rng.randint(1, 40)
+        for _ in range(3):
+            numbers, done, weight, last = list(range(size)), [], 0.0, []
+            for part in _deliver(run, repeats, numbers):
+                with catch_out_of_memory(_loader(repeats)):
+                    if len(part) > max(1, rng.randint(size // 4, size)):
+                        raise torch.OutOfMemoryError("CUDA out of memory")
+                    done += part
+                    hand = run.in_hand
+                    weight += hand.weight if hand is not None else size / 8.0
+                    last.append(hand is None or hand.is_last)
+                    run.steps_ended += last[-1]
+            assert done == numbers and weight == pytest.approx(size / 8.0)
+            assert last == [False] * (len(last) - 1) + [True]
+            assert run.in_hand is None and run.forgotten == 0
+
+
+def test_the_limit_is_sent_and_later_batches_are_cut_to_it() -> None:
+    run, repeats = Run(), Repeats()
+    for part in _deliver(run, repeats, list(range(20))):
+        with catch_out_of_memory(_loader(repeats)):
+            if len(part) > 10:
+                raise MemoryError
+            run.steps_ended += run.in_hand.is_last
+    assert [(message.loader, message.most) for message in run.sent] == [(0, 17)]
+    assert [len(part) for part in _deliver(run, repeats, list(range(36)))] == [12, 12, 12]
+    assert run.forgotten == 1, "no step was made of these"
+
+
+@pytest.mark.parametrize(
+    ("run", "size", "reason"),
+    [
+        (Run(world_size=1), 8, "the job has one rank"),
+        (Run(), 1, "one sample"),
+        (Run(whole_only="gradients are sparse"), 8, "gradients are sparse"),
+        (Run(), 8, "a step was begun"),
+    ],
+)
+def test_what_cannot_be_repeated_is_raised_with_the_reason(run: Run, size: int, reason: str) -> None:
+    repeats = Repeats()
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        for _ in _deliver(run, repeats, list(range(size))):
+            with catch_out_of_memory(_loader(repeats)):
+                run.steps_ended += "begun" in reason
+                raise torch.OutOfMemoryError("CUDA out of memory")
+    assert reason in raised.value.__notes__[0]
+    assert not run.sent
+
+
+def test_errors_that_are_none_of_memory_are_raised_as_ever() -> None:
+    for error in (ValueError("size"), RuntimeError("shapes differ"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as raised, catch_out_of_memory(_loader(Repeats())):
+            raise error
+        assert not hasattr(raised.value, "__notes__")
+
+
+def test_what_the_allocator_of_the_cpu_raises_is_an_error_of_memory() -> None:
+    with pytest.raises(RuntimeError) as raised, catch_out_of_memory(_loader(Repeats())):
+        torch.empty(1 << 55)
+    assert "map-style" in raised.value.__notes__[0]
+
+
+class _Fails(torch.autograd.Function):
+    saved: list[weakref.ref[torch.Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        kept = values * 2.0
+        ctx.kept = kept
+        _Fails.saved.append(weakref.ref(kept))
+        return kept.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_the_graph_of_the_failed_pass_is_freed_although_the_loop_has_its_loss() -> None:
+    _Fails.saved = []
+    run, repeats = Run(), Repeats()
+    weight = torch.ones(3, requires_grad=True)
+    seen = []
+    for part in _deliver(run, repeats, list(range(8))):
+        seen.append([ref() is None for ref in _Fails.saved])
+        with catch_out_of_memory(_loader(repeats)):
+            if len(part) == 8:
+                loss = _Fails.apply(weight)  # type: ignore[no-untyped-call]
+                loss.backward()
+    assert seen[1] == [True] and loss is not None
+
+
+def test_a_part_of_a_batch_is_what_collating_its_samples_gives() -> None:
+    samples = [{"a": (torch.full((2,), float(i)), i), "b": Point(float(i), f"n{i}")} for i in range(6)]
+    whole = default_collate(samples)
+    expected, found = default_collate(samples[1:4]), cut_batch(whole, 1, 4, 6)
+    assert torch.equal(found["a"][0], expected["a"][0]) and torch.equal(found["a"][1], expected["a"][1])
+    assert torch.equal(found["b"].x, expected["b"].x) and found["b"].name == expected["b"].name
+    with pytest.raises(ValueError, match="one entry for each of 6 samples"):
+        cut_batch([torch.ones(3)], 1, 4, 6)
+
+
+def test_limits_are_the_least_of_all() -> None:
+    cpu = torch.device("cpu")
+    limits = MemoryLimits(0)
+    assert limits.most(0, 10, cpu) == limits.most(0, 10, None) == limits.failed(0) == 0
+    assert (limits.lower(0, 100), limits.lower(0, 40), limits.lower(0, 60), limits.lower(0, 1)) == (85, 34, 34, 1)
+    assert limits.most(0, 10, cpu) == 1 and limits.most(1, 10, cpu) == 0
+    assert MemoryLimits(12).most(0, 10, cpu) == 12
+
+
+def test_a_batch_for_which_the_allocator_had_to_retry_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = {"num_alloc_retries": 0, "num_ooms": 0}
+    free = [80, 80, 90, 20]
+    monkeypatch.setattr("star_hvd.runtime.memory_limits.samples_in_memory", lambda batch, device: free.pop(0))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    limits, device = MemoryLimits(0), torch.device("cuda")
+    assert limits.most(0, 32, device) == 80
+    stats["num_alloc_retries"] += 1
+    assert limits.most(0, 40, device) == 40
+    assert limits.most(0, 38, device) == 40, "no retry since"
+    assert limits.most(0, 38, device) == 20
+
+
+def test_shares_that_cannot_be_within_the_user_s_limit_are_refused_at_the_start() -> None:
+    run = SimpleNamespace(config=Config(max_batch=12), world_size=4, _asked={0: parse_mode("sync(balanced)", 4)})
+    Runtime.check_shares(run, 12)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_batch is 12, and 4 ranks with batch_size 13 make 52 samples"):
+        Runtime.check_shares(run, 13)  # type: ignore[arg-type]
