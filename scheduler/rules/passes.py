@@ -62,6 +62,15 @@ class PassTimes:
         self._worst: dict[tuple[int, int], float] = {}  # By epoch and step: longest time of a pass over its expected.
         self._longer: deque[float] = deque(maxlen=_PAIRS)  # Of single passes, those that were late.
 
+    def fixed_part(self, parts: int, share: int) -> float:
+        """Part of a batch's time that does not depend on its size, in so many passes; NaN where nothing is known.
+
+        Args:
+            parts: The passes.
+            share: Tasks of the batch.
+        """
+        return parts * self.fixed / (parts * self.fixed + share) if self._pairs else math.nan
+
     def note(self, rank: int, tasks: int, time_s: float, step: tuple[int, int] = (0, 0)) -> None:
         """A pass of a rank has ended.
 

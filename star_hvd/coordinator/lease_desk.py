@@ -288,6 +288,12 @@ class MicrobatchDesk:
         """Tasks that were begun by another rank than the one that had them first, of the epochs kept."""
         return sum(pool.taken_over for pool in self._pools.values())
 
+    @property
+    def fixed_part(self) -> float:
+        """Part of the time of a batch in micro-batches that does not depend on its size, NaN where it is not known."""
+        pool = next(reversed(self._pools.values()), None)
+        return pool.times.fixed_part(pool.layout.parts, pool.layout.share) if pool is not None else math.nan
+
     def open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
         """A rank begins an epoch.
 
