@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from scheduler.rules.leasing import Span, without
-from scheduler.rules.microbatches import StepLayout
+from scheduler.rules.microbatches import StepLayout, grain
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
 from star_hvd.errors import StarError
@@ -441,8 +441,9 @@ class ShardLoader:
         size, parts, feeder = len(order), self._parts, self._feeder
         spans = list(zip(done[::2], done[1::2], strict=True))
         layout = StepLayout(
-            size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=spans
-        )
+            size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=spans,
+            grain=grain(self.batch_size, parts),
+        )  # fmt: skip
         digest = order.digest + len(done) + sum(done) % (1 << 32)
         opening = MicrobatchOpen(
             self._number, self._passes, size, self.batch_size, parts, self._drop_last, feeder.ahead, digest, done
@@ -530,7 +531,8 @@ class ShardLoader:
         run = self._run
         self.samples_taken += samples
         run.note_batch(samples / run.reference_samples, input_s)
-        run.in_hand = MicrobatchInHand(samples, run.reference_samples, lambda: self._await_part(stock), self._parts)
+        more = lambda: self._await_part(stock)  # noqa: E731
+        run.in_hand = MicrobatchInHand(samples, run.reference_samples, more, stock.own_part)
         for driver in run.drivers.values():
             driver.reporter.note_samples(self._number, samples, self.batch_size, run.reference_samples)
 

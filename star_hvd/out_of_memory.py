@@ -83,18 +83,17 @@ class Repeats:
             load: Gives the data of the samples from start to stop of the batch.
         """
         self._run, self._loader, self._steps_ended = run, loader, run.steps_ended
-        waiting, done = deque(_Part(0, samples).cut(run.memory.failed(loader))), 0
+        waiting = deque(_Part(0, samples).cut(run.memory.failed(loader)))
         try:
             while waiting:
                 part = self._part = waiting.popleft()
                 whole = part.size == samples
                 if not whole:
-                    run.in_hand = MicrobatchInHand(
-                        part.size, run.reference_samples, lambda: bool(waiting), done + 1 + len(waiting), part.covered
-                    )
+                    # Once the step is made all parts are computed: the time of a whole batch.
+                    more = lambda: bool(waiting)  # noqa: E731
+                    run.in_hand = MicrobatchInHand(part.size, run.reference_samples, more, 1.0, part.covered)
                 yield data if whole else load(part.start, part.stop)
                 waiting.extendleft(reversed(self._repeat))
-                done += not self._repeat
                 self._repeat = []
         finally:
             self._part = None

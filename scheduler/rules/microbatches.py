@@ -1,14 +1,21 @@
 """Micro-batches of a step, taken over by ranks that have done theirs (after EPSP, Zhou et al. 2019).
 
-A step's B samples are `parts` micro-batches per rank, tasks for short. Every rank begins with a share of them by its
-pace, and works them off in order. A rank whose own are all begun takes over the last task, not begun yet, of the rank
-that would end last, if it ends that task sooner:
+A step's B samples are cut finer than into the user's micro-batches, in `grain` tasks for each of these. A rank computes
+a run of neighbouring tasks in one pass, at most as many as a batch of the user's has (`scheduler.rules.passes`): every
+pass has its fixed cost. Every rank begins a step with a share of the tasks by its pace, divided into passes, of which a
+short first one shows whether it has become slow. A rank that has begun all its passes takes over tasks that no one has
+begun, from the end of the rank that would end last: as many as it ends by the time T at which all would end if what is
+left were divided anew,
 
-    free_i + TRANSFER_S + pace_i < end_j        end_j = end of its present task + (tasks not begun) * pace_j
+    sum over i of tasks that i ends in T - free_i  =  tasks not begun
 
-A running task that takes longer than the pace sets the pace. Every rank keeps at least one task of a whole step, so
-that all take part in its reduction. The step closes, for all ranks, when every task is begun: nothing is left that
-could be taken over, and no rank waits for the message, because the last task is still to be computed.
+and at least TRANSFER_S sooner than the other rank would. A pass that takes longer than was expected is expected to take
+as long as late ones have taken before. Every rank keeps at least one task of a whole step, so that all take part in its
+reduction. The step closes, for all ranks, when every task is begun: nothing is left that could be taken over, and no
+rank waits for the message, because the last pass is still to be computed. Shares of the next step are made then, from
+the latest times; earlier where workers of the loader load ahead.
+
+Without taking over every rank has equal shares, and its passes are the user's micro-batches.
 
 A task is always in exactly one state: in one rank's queue, free because its rank left, or begun by one rank.
 """
@@ -17,10 +24,8 @@ from __future__ import annotations
 
 import bisect
 import enum
-import heapq
 import itertools
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +34,11 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.rules.leasing import Span, joined, without
+from scheduler.rules.passes import PassTimes, earliest_end, pass_sizes, spread
 
-__all__ = ["TRANSFER_S", "Action", "Kind", "MicrobatchPool", "StepLayout", "forecast_shares", "stolen_makespan"]
+__all__ = [
+    "TRANSFER_S", "Action", "Kind", "MicrobatchPool", "StepLayout", "forecast_shares", "grain", "stolen_makespan",
+]  # fmt: skip
 
 Array = npt.NDArray[np.float64]
 
@@ -40,16 +48,22 @@ TRANSFER_S = 1e-3
 _GAIN = 0.03
 """Least gain of a step's predicted time for which shares are unequal."""
 
-_PACES = 3
-"""Tasks whose median time is a rank's pace: the fewest that tolerate an outlier; taking over corrects the rest."""
-
-_HALVINGS = 30  # Of an interval that is a few times as long as what is sought.
+_GRAIN = 8
+"""Tasks of a micro-batch: shares of a rank four times slower than the others are right to a sixteenth of a step."""
 
 _LOOK, _LOOK_S = 0.25, 2e-5
-"""Part of the fastest rank's pace after which ranks without tasks are looked at again; at least so long per rank."""
+"""Part of the fastest rank's micro-batch after which ranks without tasks are looked at again; at least so long per
+rank."""
 
 _MANY = 16
-"""Ranks above which a rank's end is reckoned anew only where it may be the last one, and all of them by the clock."""
+"""Ranks above which what is left of a step is divided anew by the clock, not at every event."""
+
+_NEVER_S = 1e30  # Pace of a rank that takes nothing; infinite ones would make NaN of a product with 0.
+
+
+def grain(batch: int, parts: int) -> int:
+    """Tasks of a micro-batch, of a batch of the user's that has so many of these."""
+    return max(1, min(_GRAIN, batch // parts))
 
 
 class StepLayout:
@@ -62,6 +76,11 @@ class StepLayout:
         world_size: Number of ranks.
         drop_last: Omit what does not fill a rank's batch.
         done: Positions that were consumed before the epoch was interrupted.
+        grain: Tasks of a micro-batch.
+
+    Attributes:
+        share: Tasks of a rank in a step on ranks of equal speed, and most tasks of a pass.
+        whole: Tasks of a whole step.
 
     Raises:
         ValueError: A count is out of range.
@@ -69,16 +88,17 @@ class StepLayout:
 
     def __init__(
         self, samples: int, batch: int, parts: int, world_size: int, *, drop_last: bool = False,
-        done: Iterable[Span] = (),
+        done: Iterable[Span] = (), grain: int = 1,
     ) -> None:  # fmt: skip
-        if samples < 0 or not 1 <= parts <= batch or world_size < 1:
+        if samples < 0 or not 1 <= parts * grain <= batch or parts < 1 or world_size < 1:
             raise ValueError(
                 f"{samples} samples in batches of {batch} with {parts} micro-batches on {world_size} ranks; expected "
                 "at most one micro-batch for each sample of a batch"
             )
         stop = samples - samples % batch if drop_last else samples
-        self.parts, self.world_size = parts, world_size
-        self.whole = parts * world_size
+        self.parts, self.grain, self.world_size = parts, grain, world_size
+        self.share = parts * grain
+        self.whole = self.share * world_size
         self._spans = without([(0, stop)], done)
         self._ends = list(itertools.accumulate(end - start for start, end in self._spans))
         self.samples = self._ends[-1] if self._ends else 0
@@ -91,21 +111,23 @@ class StepLayout:
 
     @property
     def total(self) -> int:
-        """Micro-batches of the epoch."""
+        """Tasks of the epoch."""
         return (self.steps - 1) * self.whole + self.tasks(self.steps - 1) if self.steps else 0
 
     def tasks(self, step: int) -> int:
-        """Micro-batches of a step; fewer in the last one where it is short."""
+        """Tasks of a step; fewer in the last one where it is short."""
         left = self._left(step)
-        return self.whole if left >= self._per_step else -(-left * self.whole // self._per_step)
+        if left >= self._per_step:
+            return self.whole
+        return min(left, self.grain * -(-left * self.parts * self.world_size // self._per_step))
 
-    def spans(self, step: int, task: int) -> tuple[Span, ...]:
-        """The positions of a task."""
+    def spans(self, step: int, task: int, tasks: int = 1) -> tuple[Span, ...]:
+        """The positions of a run of tasks."""
         count, left = self.tasks(step), min(self._left(step), self._per_step)
-        if not 0 <= task < count:
-            raise ValueError(f"task {task} of step {step}; expected 0..{count - 1}")
+        if not 0 <= task < task + tasks <= count:
+            raise ValueError(f"{tasks} tasks from {task} of step {step}; expected some of 0..{count - 1}")
         first = step * self._per_step
-        return tuple(self._positions(first + task * left // count, first + (task + 1) * left // count))
+        return tuple(self._positions(first + task * left // count, first + (task + tasks) * left // count))
 
     def _left(self, step: int) -> int:
         return max(0, self.samples - step * self._per_step)
@@ -122,60 +144,60 @@ class StepLayout:
         return joined(found)
 
 
-def forecast_shares(paces_s: Sequence[float], tasks: int, parts: int) -> tuple[int, ...]:
+def forecast_shares(
+    paces_s: Sequence[float], tasks: int, share: int, *, fixed: float = 0.0, more: Sequence[int] = ()
+) -> tuple[int, ...]:
     """Tasks of every rank at the beginning of a step: the least time of the slowest, equal ones where they are as good.
 
     Args:
         paces_s: Seconds per task of every rank, NaN where unknown: as the others.
         tasks: Tasks of the step.
-        parts: Tasks of every rank in a whole step.
+        share: Tasks of every rank in a whole step, and most tasks of a pass.
+        fixed: Time of a pass whatever its size, in tasks.
+        more: Passes of every rank beyond the fewest.
     """
     n = len(paces_s)
-    known = [pace_s for pace_s in paces_s if math.isfinite(pace_s) and pace_s > 0.0]
-    if tasks < n or not known:
-        return _equal(tasks, n, parts)
-    usual_s = statistics.median_low(known)
-    own_s = [pace_s if math.isfinite(pace_s) and pace_s > 0.0 else usual_s for pace_s in paces_s]
-    counts, end_s = _least_time(own_s, tasks)
-    equal = _equal(tasks, n, parts)
-    equal_s = max(count * pace_s for count, pace_s in zip(equal, own_s, strict=True))
-    return equal if equal_s <= (1.0 + _GAIN) * end_s else tuple(counts)
+    own_s = _known(paces_s)
+    if tasks < n or own_s is None:
+        return _equal(tasks, n, share)
+    before_s = [count * fixed * pace_s for count, pace_s in zip(more or [0] * n, own_s, strict=True)]
+    end_s, counts = spread(before_s, own_s, tasks, fixed, share, 1)
+    equal = _equal(tasks, n, share)
+    equal_s = max(
+        first_s + (fixed * -(-count // share) + count) * pace_s
+        for count, pace_s, first_s in zip(equal, own_s, before_s, strict=True)
+    )
+    return equal if equal_s <= (1.0 + _GAIN) * end_s else tuple(counts.astype(int).tolist())
 
 
-def stolen_makespan(times_s: Array, parts: int) -> Array:
+def stolen_makespan(times_s: Array, parts: int, *, grain: int = 1, fixed_part: float = 0.0) -> Array:
     """Time of steps whose tasks end as early as they can, each rank having at least one: what taking over comes to.
 
     Args:
-        times_s: Seconds of every rank for its own `parts` tasks, shape (..., n_ranks).
-        parts: Tasks of a rank.
+        times_s: Seconds of every rank for its own `parts` micro-batches, shape (..., n_ranks).
+        parts: Micro-batches of a rank.
+        grain: Tasks of a micro-batch.
+        fixed_part: Part of these times that does not depend on the batch: that of `parts` passes.
     """
-    pace_s = times_s / parts
-    tasks = parts * times_s.shape[-1]
-    low_s, high_s = pace_s.max(axis=-1), times_s.max(axis=-1)
-    for _ in range(_HALVINGS):
-        middle_s = 0.5 * (low_s + high_s)
-        done = np.maximum(1.0, np.floor(middle_s[..., None] / pace_s + 1e-9)).sum(axis=-1)
-        enough = done >= tasks
-        low_s, high_s = np.where(enough, low_s, middle_s), np.where(enough, middle_s, high_s)
-    return np.asarray(high_s)
+    share = parts * grain
+    fixed = share * fixed_part / (1.0 - fixed_part) / parts
+    pace_s = times_s / (share + parts * fixed)
+    return earliest_end(np.zeros_like(pace_s), pace_s, share * times_s.shape[-1], fixed, share, 1)
 
 
-def _least_time(paces_s: Sequence[float], tasks: int) -> tuple[list[int], float]:
-    """Counts of at least 1 with the least time of the slowest: one task after the other where it ends first."""
-    counts = [1] * len(paces_s)
-    heap = [(2.0 * pace_s, rank) for rank, pace_s in enumerate(paces_s)]
-    heapq.heapify(heap)
-    for _ in range(tasks - len(counts)):
-        end_s, rank = heap[0]
-        counts[rank] += 1
-        heapq.heapreplace(heap, (end_s + paces_s[rank], rank))
-    return counts, max(count * pace_s for count, pace_s in zip(counts, paces_s, strict=True))
+def _known(paces_s: Sequence[float]) -> list[float] | None:
+    """The paces, those not known as the usual one; None where none is known."""
+    known = sorted(pace_s for pace_s in paces_s if math.isfinite(pace_s) and pace_s > 0.0)
+    if not known:
+        return None
+    usual_s = known[(len(known) - 1) // 2]
+    return [pace_s if math.isfinite(pace_s) and pace_s > 0.0 else usual_s for pace_s in paces_s]
 
 
-def _equal(tasks: int, ranks: int, parts: int) -> tuple[int, ...]:
-    """`parts` tasks for every rank; what is short goes to all alike."""
-    if tasks == parts * ranks:
-        return (parts,) * ranks
+def _equal(tasks: int, ranks: int, share: int) -> tuple[int, ...]:
+    """`share` tasks for every rank; what is short goes to all alike."""
+    if tasks == share * ranks:
+        return (share,) * ranks
     return tuple(tasks // ranks + (rank < tasks % ranks) for rank in range(ranks))
 
 
@@ -183,8 +205,8 @@ class Kind(enum.Enum):
     """Kind of message to a rank."""
 
     SHARES = "shares"  # How many tasks every rank has of a step; rank i's follow those of rank i - 1.
-    RECALL = "recall"  # A task is to be given back, if it is not begun.
-    GRANT = "grant"  # A task of another rank is this rank's now.
+    RECALL = "recall"  # Tasks are to be given back, as far as they are not begun.
+    GRANT = "grant"  # Tasks of another rank are this rank's now.
     CLOSED = "closed"  # All tasks of the step, and of those before it, are begun.
 
 
@@ -196,15 +218,48 @@ class Action:
         rank: The rank.
         kind: What the message says.
         step: The step.
-        task: The task, -1 for none.
+        task: The first of the tasks, -1 for none.
+        tasks: Their number.
         counts: Tasks of every rank, for `SHARES`.
+        sizes: Tasks of each of this rank's passes, likewise.
+        fixed: Time of a pass whatever its size, in tasks, likewise.
+        first_s: Expected time of its first pass, 0 where it is not known, likewise.
     """
 
     rank: int
     kind: Kind
     step: int
     task: int = -1
+    tasks: int = 1
     counts: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    fixed: float = 0.0
+    first_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Recall:
+    """Tasks wanted back: from which rank, and for which."""
+
+    rank: int
+    taker: int
+    first: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Division:
+    """What is left of a step, divided anew.
+
+    Attributes:
+        until_s: How long it is good for.
+        counts: Tasks of every rank, so that all would end as early as they can.
+        late: Ranks that have more than that, those that would end last first.
+    """
+
+    until_s: float
+    counts: list[int]
+    late: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -213,17 +268,52 @@ class _Step:
 
     Attributes:
         counts: The shares with which it began.
-        queues: Tasks not begun, by rank, in the order in which they are begun.
-        begun: Number of tasks begun, by rank.
+        queues: Tasks not begun, by rank, as runs; each is begun from its front and taken over from its end.
+        shares: The messages of its shares, by rank.
+        began: Whether the rank has begun a pass of it.
         free: Tasks of ranks that left.
-        asked: Tasks wanted back, and for which rank.
+        asked: Tasks wanted back.
+        divided: The last division of what is left.
     """
 
     counts: tuple[int, ...]
-    queues: list[deque[int]]
-    begun: list[int]
-    free: deque[int] = field(default_factory=deque)
-    asked: dict[int, int] = field(default_factory=dict)
+    queues: list[deque[Span]]
+    shares: list[Action]
+    began: list[bool]
+    free: deque[Span] = field(default_factory=deque)
+    asked: list[_Recall] = field(default_factory=list)
+    divided: _Division | None = None
+
+    def left(self, rank: int) -> int:
+        """Tasks that a rank has not begun, without those wanted back."""
+        queued = sum(stop - first for first, stop in self.queues[rank])
+        return queued - sum(one.stop - max(one.first, self._front(rank, one)) for one in self.asked if one.rank == rank)
+
+    def _front(self, rank: int, one: _Recall) -> int:
+        """The first task that is not begun of those in the run in which a recall is."""
+        return next((first for first, stop in self.queues[rank] if stop >= one.stop > first), one.stop)
+
+    def tail(self, rank: int, most: int) -> Span:
+        """The last tasks of a rank that can be wanted back: at most so many, of one run."""
+        for first, stop in reversed(self.queues[rank]):
+            for one in self.asked:
+                if one.rank == rank and first < one.stop <= stop:
+                    stop = min(stop, max(first, one.first))
+            if first < stop:
+                return max(first, stop - most), stop
+        return 0, 0
+
+    def remove(self, rank: int, gone: Span) -> bool:
+        """Take tasks out of a rank's queue; False where they are not all in it."""
+        queue = self.queues[rank]
+        for at, (first, stop) in enumerate(queue):
+            if first <= gone[0] and gone[1] <= stop:
+                del queue[at]
+                for run in ((gone[1], stop), (first, gone[0])):
+                    if run[0] < run[1]:
+                        queue.insert(at, run)
+                return True
+        return False
 
 
 @dataclass(slots=True)
@@ -234,19 +324,17 @@ class _Worker:
         opened: It has begun the epoch; before that it gets no messages.
         left: It takes no more tasks.
         step: The step it works on.
-        began_s: When it began its present task, NaN where it works on none.
-        paces_s: Recent seconds per task.
+        began_s: When it began its present pass, NaN where it works on none.
+        tasks: Tasks of that pass, or of the last one.
+        of_step: The step that is of.
     """
 
     opened: bool = False
     left: bool = False
     step: int = 0
     began_s: float = math.nan
-    paces_s: deque[float] = field(default_factory=lambda: deque(maxlen=_PACES))
-
-    @property
-    def pace_s(self) -> float:
-        return statistics.median_low(self.paces_s) if self.paces_s else math.nan
+    tasks: int = 0
+    of_step: int = 0
 
 
 class MicrobatchPool:
@@ -254,32 +342,26 @@ class MicrobatchPool:
 
     Args:
         layout: Where the tasks lie.
-        paces_s: Seconds per task of every rank, NaN where unknown; from earlier epochs.
+        times: Times of passes, from earlier epochs.
+        epoch: Its number.
 
     Attributes:
         steals: Whether shares follow the ranks' pace and tasks are taken over; else every rank keeps equal ones.
         taken_over: Tasks that were begun by another rank than the one whose share they were in.
     """
 
-    def __init__(self, layout: StepLayout, paces_s: Sequence[float] = ()) -> None:
+    def __init__(self, layout: StepLayout, times: PassTimes | None = None, epoch: int = 0) -> None:
         self.layout = layout
+        self.times = times or PassTimes(layout.world_size)
+        self.epoch = epoch
         self.steals = False
         self.taken_over = 0
         self._ahead = 1  # Steps beyond the present one of which shares are known.
+        self._loads_ahead = False
         self._steps: dict[int, _Step] = {}  # Open ones.
         self._made = 0  # Steps that have had shares.
         self._look_at_s = 0.0
-        self._ends: list[tuple[float, int]] = []  # When ranks would end, negative, as a heap; and of which step.
-        self._ends_of = -1
         self._workers = [_Worker() for _ in range(layout.world_size)]
-        for worker, pace_s in zip(self._workers, paces_s, strict=False):
-            if math.isfinite(pace_s):
-                worker.paces_s.append(pace_s)
-
-    @property
-    def paces_s(self) -> list[float]:
-        """Seconds per task of every rank, NaN where unknown."""
-        return [worker.pace_s for worker in self._workers]
 
     @property
     def over(self) -> bool:
@@ -295,7 +377,7 @@ class MicrobatchPool:
     def queued(self, rank: int, step: int) -> list[int]:
         """Tasks of a step that a rank has and has not begun."""
         found = self._steps.get(step)
-        return list(found.queues[rank]) if found is not None else []
+        return [task for run in found.queues[rank] for task in range(*run)] if found is not None else []
 
     # ---- events ---------------------------------------------------------------------------------------------
 
@@ -305,62 +387,71 @@ class MicrobatchPool:
         if worker.opened:
             return []
         worker.opened = True
+        self._loads_ahead |= ahead > 0
         self._ahead = max(self._ahead, 1 + -(-ahead // self.layout.parts))
         closed = [step for step in range(self._made) if step not in self._steps]
         sent = [Action(rank, Kind.CLOSED, closed[-1])] if closed else []
-        sent += [Action(rank, Kind.SHARES, step, counts=each.counts) for step, each in sorted(self._steps.items())]
-        moved = [  # What changed before it was there: it has lost tasks, as if it had returned them.
-            Action(rank, Kind.RECALL, step, task)
-            for step, each in sorted(self._steps.items())
-            for task in self._first_tasks(each, rank)
-            if task not in each.queues[rank]
-        ]
-        return [*sent, *moved, *self._make_steps()]
+        for step, each in sorted(self._steps.items()):
+            sent.append(each.shares[rank])
+            # What changed before it was there: it has lost tasks, as if it had returned them.
+            sent += [
+                Action(rank, Kind.RECALL, step, first, stop - first)
+                for first, stop in without([self._first_run(each, rank)], each.queues[rank])
+            ]
+        return [*sent, *self._make_steps(now_s)]
 
-    def begin(self, rank: int, step: int, task: int, task_s: float, now_s: float) -> list[Action]:
-        """A rank begins a task, or has nothing to work on.
+    def begin(self, rank: int, step: int, task: int, task_s: float, now_s: float, tasks: int = 1) -> list[Action]:
+        """A rank begins a pass, or has nothing to work on.
 
         Args:
             rank: The rank.
             step: The step.
-            task: The task, -1 if it has none.
-            task_s: Seconds that the task before took it, 0 where there was none.
+            task: The first task of the pass, -1 if it has none.
+            task_s: Seconds that the pass before took it, 0 where there was none.
             now_s: The time.
+            tasks: Tasks of the pass.
 
         Raises:
-            ValueError: It does not have that task; nothing has changed.
+            ValueError: It does not have these tasks; nothing has changed.
         """
         worker, found = self._workers[rank], self._steps.get(step)
-        if task >= 0 and (found is None or task not in found.queues[rank]):
-            raise ValueError(f"rank {rank} begins task {task} of step {step}, which it does not have")
-        if task_s > 0.0:
-            worker.paces_s.append(task_s)
+        if task >= 0 and (found is None or tasks < 1 or not found.remove(rank, (task, task + tasks))):
+            raise ValueError(f"rank {rank} begins {tasks} tasks from {task} of step {step}, which it does not have")
+        if task_s > 0.0 and worker.tasks:
+            self.times.note(rank, worker.tasks, task_s, (self.epoch, worker.of_step))
+        if all(step > each.step for each in self._workers):  # So the step before was reduced, on all ranks.
+            for each in self._workers:
+                each.began_s = math.nan
         worker.step = max(worker.step, step)
         worker.began_s = now_s if task >= 0 else math.nan
         actions: list[Action] = []
         if task >= 0 and found is not None:
-            found.queues[rank].remove(task)
-            found.begun[rank] += 1
-            self.taken_over += task not in self._first_tasks(found, rank)
+            worker.tasks, worker.of_step = tasks, step
+            found.began[rank] = True
+            first, stop = self._first_run(found, rank)
+            self.taken_over += 0 if first <= task < stop else tasks
             actions += self._maybe_close(step)
-        if task < 0:
+        else:
             self._look_at_s = min(self._look_at_s, now_s + self._look_s())
-        return [*actions, *self._make_steps(), *self._steal(now_s, rank)]
+        return [*actions, *self._make_steps(now_s), *self._steal(now_s, rank)]
 
-    def returned(self, rank: int, step: int, task: int, given: bool, now_s: float) -> list[Action]:
-        """A rank's answer to a recall: it has given the task back, or has begun it (and says so elsewhere)."""
+    def returned(self, rank: int, step: int, task: int, given: int, now_s: float) -> list[Action]:
+        """A rank's answer to a recall: the last so many of these tasks it has given back, the others it has begun (and
+        says so elsewhere)."""
         found = self._steps.get(step)
-        if found is None or task not in found.asked:
+        asked = next((one for one in found.asked if (one.rank, one.first) == (rank, task)), None) if found else None
+        if found is None or asked is None:
             return []
-        taker = found.asked.pop(task)
-        if not given or task not in found.queues[rank]:
-            return self._steal(now_s, taker)
-        found.queues[rank].remove(task)
-        if self._workers[taker].left:
-            found.free.append(task)
+        found.asked.remove(asked)
+        found.divided = None
+        run = (max(asked.first, asked.stop - given), asked.stop)
+        if given < 1 or not found.remove(rank, run):
+            return self._steal(now_s, asked.taker)
+        if self._workers[asked.taker].left:
+            found.free.append(run)
             return self._steal(now_s)
-        found.queues[taker].append(task)
-        return [Action(taker, Kind.GRANT, step, task)]
+        found.queues[asked.taker].append(run)
+        return [Action(asked.taker, Kind.GRANT, step, run[0], run[1] - run[0])]
 
     def leave(self, rank: int, now_s: float) -> list[Action]:
         """A rank takes no more: what it has not begun is for the others."""
@@ -369,53 +460,81 @@ class MicrobatchPool:
             return []
         worker.left, worker.began_s = True, math.nan
         for found in self._steps.values():
-            for task in found.queues[rank]:
-                found.asked.pop(task, None)
+            found.asked = [one for one in found.asked if one.rank != rank]
             found.free.extend(found.queues[rank])
             found.queues[rank].clear()
-        return [*self._make_steps(), *self._steal(now_s)]
+            found.divided = None
+        return [*self._make_steps(now_s), *self._steal(now_s)]
 
     def tick(self, now_s: float) -> tuple[list[Action], float]:
         """What time alone brings about, and when to look again (infinite where nothing can come of it)."""
         if not self.steals or now_s < self._look_at_s:
             return [], self._look_at_s if self.steals else math.inf
-        self._ends_of = -1
         actions = self._steal(now_s)
         waits = any(self._is_free(rank) and math.isnan(w.began_s) for rank, w in enumerate(self._workers))
         self._look_at_s = now_s + self._look_s() if waits else math.inf
         return actions, self._look_at_s
 
-    # ---- inside ---------------------------------------------------------------------------------------------
+    # ---- shares ---------------------------------------------------------------------------------------------
 
-    def _first_tasks(self, found: _Step, rank: int) -> range:
+    def _first_run(self, found: _Step, rank: int) -> Span:
         """The tasks that a rank's share of a step began with."""
         first = sum(found.counts[:rank])
-        return range(first, first + found.counts[rank])
+        return first, first + found.counts[rank]
 
-    def _make_steps(self) -> list[Action]:
+    def _make_steps(self, now_s: float) -> list[Action]:
         """Shares of the steps that ranks come to next."""
         actions: list[Action] = []
         there = [worker.step for worker in self._workers if worker.opened and not worker.left]
         while self._made < self.layout.steps and there and self._made <= max(there) + self._ahead:
-            step, tasks = self._made, self.layout.tasks(self._made)
-            self._made += 1
-            if self.steals:
-                counts = forecast_shares(self.paces_s, tasks, self.layout.parts)
-            else:
-                counts = _equal(tasks, self.layout.world_size, self.layout.parts)
-            numbers = iter(range(tasks))
-            queues = [deque(itertools.islice(numbers, count)) for count in counts]
-            found = self._steps[step] = _Step(counts, queues, [0] * len(counts))
+            if self.steals and not self._loads_ahead and self._made > max(there) and self._steps:
+                break  # Until all is begun: then more is known of the ranks' paces, and there is still time.
+            found = self._steps[self._made] = self._make(self._made, now_s)
             actions += [
-                Action(rank, Kind.SHARES, step, counts=counts)
-                for rank, worker in enumerate(self._workers)
+                each
+                for each, worker in zip(found.shares, self._workers, strict=True)
                 if worker.opened and not worker.left
             ]
             for rank, worker in enumerate(self._workers):
                 if worker.left:
-                    found.free.extend(queues[rank])
-                    queues[rank].clear()
+                    found.free.extend(found.queues[rank])
+                    found.queues[rank].clear()
+            self._made += 1
         return actions
+
+    def _make(self, step: int, now_s: float) -> _Step:
+        """Shares of a step, and passes of the ranks."""
+        layout, tasks, n = self.layout, self.layout.tasks(step), self.layout.world_size
+        fixed, cap = self.times.fixed, layout.share
+        paces_s = _known([self._pace_s(rank, now_s) for rank in range(n)]) if self.steals else None
+        counts, sizes = _equal(tasks, n, cap), []
+        if paces_s is not None:
+            counts = forecast_shares(paces_s, tasks, cap, fixed=fixed)
+            first_s = self.times.first_pass_s(np.array(paces_s), np.array(counts), cap)
+            sizes = [pass_sizes(c, cap, layout.grain, fixed, first_s / p) for c, p in zip(counts, paces_s, strict=True)]
+            more = [len(each) - -(-count // cap) for each, count in zip(sizes, counts, strict=True)]
+            if any(more) and fixed:  # Passes cost time, and the others can do more meanwhile.
+                counts = forecast_shares(paces_s, tasks, cap, fixed=fixed, more=more)
+                sizes = [
+                    pass_sizes(c, cap, layout.grain, fixed, first_s / p) for c, p in zip(counts, paces_s, strict=True)
+                ]
+        elif self.steals:  # Nothing is known yet: several passes of different sizes, from which much is learnt.
+            sizes = [pass_sizes(count, cap, layout.grain, 0.0, layout.grain) for count in counts]
+        else:
+            sizes = [self._equal_passes(count) for count in counts]
+        begins = list(itertools.accumulate(counts, initial=0))
+        queues = [deque([run] if run[0] < run[1] else []) for run in itertools.pairwise(begins)]
+        shares = [
+            Action(rank, Kind.SHARES, step, counts=counts, sizes=tuple(each), fixed=fixed,
+                   first_s=paces_s[rank] * (fixed + each[0]) if paces_s is not None and each else 0.0)
+            for rank, each in enumerate(sizes)
+        ]  # fmt: skip
+        return _Step(counts, queues, shares, [False] * n)
+
+    def _equal_passes(self, count: int) -> list[int]:
+        """The user's micro-batches."""
+        size = self.layout.grain
+        return [min(size, count - first) for first in range(0, count, size)]
 
     def _maybe_close(self, step: int) -> list[Action]:
         found = self._steps[step]
@@ -428,29 +547,40 @@ class MicrobatchPool:
             if worker.opened and not worker.left
         ]
 
+    # ---- taking over ----------------------------------------------------------------------------------------
+
     def _is_free(self, rank: int) -> bool:
         """Whether a rank has begun all that it has of the step it works on, and none is on its way to it."""
         worker = self._workers[rank]
         found = self._steps.get(worker.step)
         if found is None or not worker.opened or worker.left or found.queues[rank]:
             return False
-        return rank not in found.asked.values()
+        return all(one.taker != rank for one in found.asked)
 
-    def _present_pace_s(self, rank: int, now_s: float) -> float:
-        """Seconds per task, at least what the present one has taken so far; 0 where nothing is known."""
+    def _present_s(self, rank: int, now_s: float) -> float:
+        """Time of a rank's present pass as a whole, 0 where nothing is known of it."""
         worker = self._workers[rank]
-        known_s = worker.pace_s
-        elapsed_s = now_s - worker.began_s  # NaN where it works on none.
-        return max(0.0 if math.isnan(known_s) else known_s, 0.0 if math.isnan(elapsed_s) else elapsed_s)
+        expected_s = self.times.expected_s(rank, worker.tasks)
+        elapsed_s = now_s - worker.began_s
+        return elapsed_s if math.isnan(expected_s) else self.times.likely_s(expected_s, elapsed_s)
+
+    def _pace_s(self, rank: int, now_s: float) -> float:
+        """Seconds per task, as its present pass shows; NaN where nothing is known."""
+        known_s, worker = self.times.pace_s(rank), self._workers[rank]
+        if math.isnan(worker.began_s):
+            return known_s
+        present_s = self._present_s(rank, now_s) / (self.times.fixed + worker.tasks)
+        return max(0.0 if math.isnan(known_s) else known_s, present_s) or math.nan
 
     def _free_s(self, rank: int, now_s: float) -> float:
-        """When a rank ends its present task."""
+        """When a rank ends its present pass."""
         began_s = self._workers[rank].began_s
-        return now_s if math.isnan(began_s) else max(now_s, began_s + self._present_pace_s(rank, now_s))
+        return now_s if math.isnan(began_s) else max(now_s, began_s + self._present_s(rank, now_s))
 
     def _look_s(self) -> float:
         """Time from one look at ranks without tasks to the next."""
-        known = [pace_s for pace_s in self.paces_s if not math.isnan(pace_s)]
+        size = self.times.fixed + self.layout.grain
+        known = [size * pace_s for rank in range(len(self._workers)) if (pace_s := self.times.pace_s(rank)) > 0.0]
         return max(2.0 * TRANSFER_S, _LOOK * min(known, default=0.0), _LOOK_S * len(self._workers))
 
     def _steal(self, now_s: float, rank: int = -1) -> list[Action]:
@@ -458,55 +588,69 @@ class MicrobatchPool:
         actions: list[Action] = []
         if not self.steals and not any(each.free for each in self._steps.values()):
             return actions
-        few = len(self._workers) <= _MANY
-        among = range(len(self._workers)) if rank < 0 or few else (rank,)
+        among = range(len(self._workers)) if rank < 0 or len(self._workers) <= _MANY else (rank,)
         free = sorted((self._free_s(each, now_s), each) for each in among if self._is_free(each))
-        self._ends_of = -1 if few else self._ends_of
         for _, each in free:
             step = self._workers[each].step
             found = self._steps[step]
             if found.free:
-                task = found.free.popleft()
-                found.queues[each].append(task)
-                actions.append(Action(each, Kind.GRANT, step, task))
+                first, stop = found.free.popleft()
+                end = min(stop, first + self.layout.grain)
+                if end < stop:
+                    found.free.appendleft((end, stop))
+                found.queues[each].append((first, end))
+                found.divided = None
+                actions.append(Action(each, Kind.GRANT, step, first, end - first))
             elif self.steals:
                 actions += self._take_over(each, step, found, now_s)
         return actions
 
-    def _last(self, step: int, found: _Step, now_s: float) -> tuple[float, int]:
-        """When the rank would end that would end last, of those that have tasks to give away; and which it is."""
-        if self._ends_of != step:
-            ranks = range(len(self._workers))
-            self._ends_of, self._ends = step, [(-self._end_s(rank, step, found, now_s), rank) for rank in ranks]
-            heapq.heapify(self._ends)
-        while self._ends:
-            before, rank = self._ends[0]
-            now = -self._end_s(rank, step, found, now_s)
-            if now < math.inf and now <= before:  # As it was, or later.
-                return -now, rank
-            heapq.heapreplace(self._ends, (now, rank)) if now < math.inf else heapq.heappop(self._ends)
-        return -math.inf, -1
+    def _divide(self, step: int, found: _Step, now_s: float) -> _Division:
+        """What is left of a step divided anew."""
+        if found.divided is not None and now_s < found.divided.until_s:
+            return found.divided
+        ranks = range(len(self._workers))
+        left = [found.left(rank) for rank in ranks]
+        tasks = sum(left) + sum(one.stop - one.first for one in found.asked)
+        paces_s = _known([self._pace_s(rank, now_s) for rank in ranks])
+        found.divided = _Division(now_s + (self._look_s() if len(ranks) > _MANY else 0.0), [0 for _ in ranks])
+        if tasks and paces_s is not None:
+            fixed, cap = self.times.fixed, self.layout.share
+            free_s = [
+                self._free_s(rank, now_s) - now_s if worker.step == step else 0.0
+                for rank, worker in enumerate(self._workers)
+            ]
+            paces_s = [_NEVER_S if w.left else pace_s for w, pace_s in zip(self._workers, paces_s, strict=True)]
+            start_s = [free_s[rank] + (0.0 if found.queues[rank] else TRANSFER_S) for rank in ranks]
+            end_s, counts = spread(start_s, paces_s, tasks, fixed, cap)
+            found.divided.counts = counts.astype(int).tolist()
+            ends_s = [free_s[r] + paces_s[r] * (fixed * -(-left[r] // cap) + left[r]) for r in ranks]
+            late = (r for r in ranks if left[r] > found.divided.counts[r] and ends_s[r] > end_s + TRANSFER_S)
+            found.divided.late = sorted(late, key=lambda rank: -ends_s[rank])
+        return found.divided
 
     def _take_over(self, rank: int, step: int, found: _Step, now_s: float) -> list[Action]:
-        """The last task of the rank that would end last, if this one ends it sooner."""
-        end_s, victim = self._last(step, found, now_s)
-        # The same reckoning for both, or they would take a task from each other for ever.
-        own_s = self._free_s(rank, now_s) + self._present_pace_s(rank, now_s)
-        if victim < 0 or victim == rank or own_s + TRANSFER_S >= end_s:
-            return []
-        task = next(task for task in reversed(found.queues[victim]) if task not in found.asked)
-        if not self._workers[victim].opened:
-            found.queues[victim].remove(task)
-            found.queues[rank].append(task)
-            return [Action(rank, Kind.GRANT, step, task)]
-        found.asked[task] = rank
-        return [Action(victim, Kind.RECALL, step, task)]
+        """Tasks of the rank that would end last, as many as this one ends when all could end."""
+        divided = self._divide(step, found, now_s)
+        wanted = min(divided.counts[rank], self.layout.share)
+        for victim in list(divided.late) if wanted > 0 else ():
+            left = found.left(victim)
+            # One stays, so that it has a part in the step.
+            spare = min(left - divided.counts[victim], left - (not found.began[victim]))
+            first, stop = found.tail(victim, min(wanted, spare)) if spare > 0 and victim != rank else (0, 0)
+            if first < stop:
+                divided.counts[rank] -= stop - first
+                return [self._ask(step, found, _Recall(victim, rank, first, stop))]
+            if spare <= 0:
+                divided.late.remove(victim)
+        return []
 
-    def _end_s(self, rank: int, step: int, found: _Step, now_s: float) -> float:
-        """When a rank would end the tasks that it still has of a step; -inf where none can be taken from it."""
-        worker, queue = self._workers[rank], found.queues[rank]
-        left = sum(task not in found.asked for task in queue)
-        if left - (found.begun[rank] == 0) < 1:  # One stays, so that it has a part in the step.
-            return -math.inf
-        began = worker.step == step
-        return (self._free_s(rank, now_s) if began else now_s) + left * self._present_pace_s(rank, now_s)
+    def _ask(self, step: int, found: _Step, recall: _Recall) -> Action:
+        """Ask a rank for tasks; one that has not begun the epoch has not heard of them."""
+        run = recall.first, recall.stop
+        if not self._workers[recall.rank].opened:
+            found.remove(recall.rank, run)
+            found.queues[recall.taker].append(run)
+            return Action(recall.taker, Kind.GRANT, step, run[0], run[1] - run[0])
+        found.asked.append(recall)
+        return Action(recall.rank, Kind.RECALL, step, run[0], run[1] - run[0])

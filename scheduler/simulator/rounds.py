@@ -16,7 +16,7 @@ from scheduler.balance.share_policy import share_factors, solve_shares
 from scheduler.balance.time_curves import SHORT
 from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.plan.plan import Plan
-from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
+from scheduler.rules.microbatches import TRANSFER_S, grain, stolen_makespan
 from scheduler.simulator.base import HISTORY, State, StepMode
 from scheduler.simulator.machines import Array, Flags, Ints
 
@@ -123,7 +123,9 @@ class Rounds(StepMode):
         found_s = close_s.copy()
         for row in np.flatnonzero(self.steals & arrived.all(axis=1)).tolist():
             times_s = machines.finish_s[row] - machines.start_s[row]
-            makespan_s = float(stolen_makespan(times_s, int(machines.parts[row]) or _PARTS)) + TRANSFER_S
+            parts, fixed_part = int(machines.parts[row]) or _PARTS, float(machines.fixed_part[row])
+            fine = grain(int(machines.batch[row]) or _BATCH, parts)
+            makespan_s = float(stolen_makespan(times_s, parts, grain=fine, fixed_part=fixed_part)) + TRANSFER_S
             found_s[row] = min(close_s[row], machines.start_s[row].max() + makespan_s)
             machines.finish_s[row] = np.minimum(machines.finish_s[row], found_s[row])
         return found_s

@@ -177,6 +177,8 @@ class JobState:
             fed.shares = self.shares
             self.shares.tick(fed.active, now_s, even=bool(fed.equal_batches))
         self.microbatches.steals = fed is not None and fed.active.steal
+        if fed is not None and fed.microbatches:
+            fed.microbatch_fixed_part = self.microbatches.fixed_part
         wake_s = min(wake_s, self.microbatches.tick(now_s))
         for engine in self.engines.values():
             if engine.decides(now_s):

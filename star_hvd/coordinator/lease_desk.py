@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.rules.leasing import Answer, LeaseQueue, Span, joined
-from scheduler.rules.microbatches import Action, Kind, MicrobatchPool, StepLayout
+from scheduler.rules.microbatches import Action, Kind, MicrobatchPool, StepLayout, grain
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import (
     Consumed,
@@ -291,8 +291,14 @@ class MicrobatchDesk:
 
     @property
     def taken_over(self) -> int:
-        """Micro-batches that were begun by another rank than the one that had them first, of the epochs kept."""
+        """Tasks that were begun by another rank than the one that had them first, of the epochs kept."""
         return sum(pool.taken_over for pool in self._pools.values())
+
+    @property
+    def fixed_part(self) -> float:
+        """Part of the time of a batch in micro-batches that does not depend on its size, NaN where it is not known."""
+        pool = next(reversed(self._pools.values()), None)
+        return pool.times.fixed_part(pool.layout.parts, pool.layout.share) if pool is not None else math.nan
 
     def open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
         """A rank begins an epoch.
@@ -315,7 +321,7 @@ class MicrobatchDesk:
         self._do(key, pool, pool.open(rank, message.ahead, now_s))
 
     def begin(self, rank: int, message: MicrobatchBegin, now_s: float) -> None:
-        """A rank begins a micro-batch, or has none.
+        """A rank begins a pass over some tasks, or has none.
 
         Raises:
             ChannelError: It says what it cannot.
@@ -324,17 +330,20 @@ class MicrobatchDesk:
         pool = self._pools.get(key)
         if pool is not None:
             try:
-                actions = pool.begin(rank, message.step, message.task, message.compute_s, now_s)
+                actions = pool.begin(
+                    rank, message.step, message.task, message.compute_s, now_s, message.tasks
+                )
             except ValueError as error:
                 raise ChannelError(str(error)) from error
             self._do(key, pool, actions)
 
     def returned(self, rank: int, message: MicrobatchReturn, now_s: float) -> None:
-        """A rank has given a micro-batch back, or has not."""
+        """A rank has given tasks back, or has not."""
         key = (message.loader, message.epoch)
         pool = self._pools.get(key)
         if pool is not None:
-            self._do(key, pool, pool.returned(rank, message.step, message.task, message.given, now_s))
+            given = message.tasks if message.given else 0
+            self._do(key, pool, pool.returned(rank, message.step, message.task, given, now_s))
 
     def leave(self, rank: int, now_s: float, key: Key | None = None) -> None:
         """A rank takes no more, of one epoch or of all."""
@@ -361,7 +370,7 @@ class MicrobatchDesk:
         try:
             layout = StepLayout(
                 message.samples, message.batch, message.parts, self._world_size, drop_last=message.drop_last,
-                done=spans_of(message.done),
+                done=spans_of(message.done), grain=grain(message.batch, message.parts),
             )  # fmt: skip
         except ValueError as error:
             raise ChannelError(str(error)) from error
@@ -370,7 +379,7 @@ class MicrobatchDesk:
         for old in [k for k, each in self._pools.items() if k[0] == loader and k[1] < epoch - 1 and each.over]:
             del self._pools[old]
             self._orders.pop(old, None)
-        pool = self._pools[key] = MicrobatchPool(layout, before.paces_s if before is not None else ())
+        pool = self._pools[key] = MicrobatchPool(layout, before.times if before is not None else None, epoch)
         if not self.parts and message.samples:
             self.parts, self.batch = message.parts, message.batch
         return pool
@@ -379,11 +388,13 @@ class MicrobatchDesk:
         pool.steals = self.steals
         for action in actions:
             if action.kind is Kind.SHARES:
-                self._send(action.rank, MicrobatchShares(*key, action.step, list(action.counts)))
+                counts, sizes = list(action.counts), list(action.sizes)
+                shares = MicrobatchShares(*key, action.step, counts, sizes, action.fixed, action.first_s)
+                self._send(action.rank, shares)
             elif action.kind is Kind.RECALL:
-                self._send(action.rank, MicrobatchRecall(*key, action.step, action.task))
+                self._send(action.rank, MicrobatchRecall(*key, action.step, action.task, action.tasks))
             elif action.kind is Kind.GRANT:
-                self._send(action.rank, MicrobatchGrant(*key, action.step, action.task))
+                self._send(action.rank, MicrobatchGrant(*key, action.step, action.task, action.tasks))
             else:
                 self._send(action.rank, MicrobatchesClosed(*key, action.step))
 

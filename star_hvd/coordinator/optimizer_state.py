@@ -106,6 +106,7 @@ class OptimizerState:
         self.folds = 0.0  # Late gradients folded into a later step, of all ranks.
         self.has_queue = self.has_shares = False  # A loader of `shard` feeds the ranks; batches can have other sizes.
         self.microbatches = 0  # Of a rank in a step, where a loader of `shard` cuts its batches.
+        self.microbatch_fixed_part = math.nan  # See `MicrobatchDesk.fixed_part`.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
         self.exact = False  # Whether `auto` chooses only what changes nothing in the mathematics.
         self.unfed = ""  # Why batch shares are not possible, where nothing feeds the ranks.
@@ -363,7 +364,7 @@ class OptimizerState:
             batch=self.shares.desk.batch if self.shares is not None and not self.equal_batches else 0,
             microbatches=0 if self.equal_batches else self.microbatches,
             headroom=tuple(self.headroom.levels()),
-            fixed_part=self.shares.fixed_part if self.shares is not None else math.nan,
+            fixed_part=self.shares.fixed_part if self.shares is not None else self.microbatch_fixed_part,
             losses=tuple(self.losses.values),
             loss_steps=tuple(self.losses.steps),
             now_s=now_s,

@@ -196,7 +196,7 @@ def _microbatch_open(message: MicrobatchOpen, _: int) -> None:
 
 
 def _microbatch(message: MicrobatchBegin | MicrobatchReturn, _: int) -> None:
-    if min(message.loader, message.epoch, message.step, message.task + 1) < 0:
+    if min(message.loader, message.epoch, message.step, message.task + 1, message.tasks) < 0:
         raise ChannelError(f"got {message}; expected numbers from 0")
 
 

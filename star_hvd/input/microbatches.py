@@ -1,9 +1,13 @@
 """A rank's micro-batches: those of its share of each step, and those it takes over from other ranks.
 
-What is in a step is decided by the coordinator (`scheduler.rules.microbatches`). Here micro-batches of this rank's
-shares are formed for the loader's workers, steps ahead, and begun one by one. Until one is begun it can be called back,
-in the agent's thread; what the workers have loaded of it is then thrown away. One that is taken over is loaded by the
-training thread: it is due at once, and the workers are at later steps.
+What is in a step is decided by the coordinator (`scheduler.rules.microbatches`), in tasks; a micro-batch is a run of
+tasks that are computed in one pass. Here the passes of this rank's shares are formed for the loader's workers, steps
+ahead, and begun one by one. Until one is begun it can be called back, or its last tasks can, in the agent's thread;
+what the workers have loaded of it is then thrown away. One that is taken over is loaded by the training thread: it is
+due at once, and the workers are at later steps; so is what stays of one that was loaded.
+
+A rank whose first pass took longer than was expected begins the others in smaller parts: what it has not begun can be
+taken over.
 
 The training thread reserves a micro-batch where the optimizer is asked to step, or where the loop asks for the next
 one: if there is one of this step it counts as begun, so the step is not over for this rank, which no other can change.
@@ -37,22 +41,33 @@ from star_hvd.locks import ordered_condition
 
 __all__ = ["Microbatch", "MicrobatchInHand", "MicrobatchStock"]
 
+_LATE = 1.25  # Times its expected time from which on a first pass shows that this rank has become slow.
+
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One micro-batch of a step.
+    """Tasks of a step that are computed in one pass.
 
     Attributes:
         step: The step of the epoch.
-        task: Its number in the step.
+        task: The number of the first one in the step.
         spans: Its positions.
-        own: Whether it is of this rank's share, and comes out of the loader's workers.
+        own: Whether it comes out of the loader's workers.
+        tasks: How many they are.
+        granted: Whether it was another rank's.
     """
 
     step: int
     task: int
     spans: tuple[Span, ...]
     own: bool = True
+    tasks: int = 1
+    granted: bool = False
+
+    @property
+    def stop(self) -> int:
+        """The number behind the last one's."""
+        return self.task + self.tasks
 
 
 class MicrobatchStock:
@@ -67,7 +82,8 @@ class MicrobatchStock:
         send: Sends a control message; does not wait.
 
     Attributes:
-        batch: Samples in a micro-batch, about.
+        batch: Samples in a micro-batch of the user's, about.
+        own_part: Time of the passes of this step so far, over that of a user's batch in `parts` passes, at one pace.
         taken_over: Micro-batches begun that were in another rank's share.
     """
 
@@ -79,6 +95,7 @@ class MicrobatchStock:
         self.load_s = 0.0  # As `LeaseStock` has it: loading here is not timed.
         self.closed = False
         self.taken_over = 0
+        self.own_part = 0.0
         self._rank, self._layout, self._opening, self._send = rank, layout, opening, send
         # Guards what follows; messages are queued for sending under it.
         self._changed = ordered_condition("MicrobatchStock._changed")
@@ -90,10 +107,11 @@ class MicrobatchStock:
         self._closed_upto = -1
         self._reserved: Microbatch | None = None
         self._begun: set[Microbatch] = set()  # Of this step.
-        self._shares: dict[int, int] = {}  # How many of each step are in this rank's share, as far as known.
+        self._shares: dict[int, MicrobatchShares] = {}  # Of each step, as far as known.
         self._consumption = Consumption()
         self._began_s = 0.0
         self._last_s = 0.0  # Time of the micro-batch that ended last, until it is reported.
+        self._hurry = 1.0  # Part of a pass that this rank begins, where it takes longer than was expected.
         self._said_idle = False
         self._refused = ""
 
@@ -137,7 +155,7 @@ class MicrobatchStock:
         """The step is over for this rank. Whether there is another one in the epoch."""
         with self._changed:
             self._shares.pop(self._step, None)
-            self._step, self._said_idle = self._step + 1, False
+            self._step, self._said_idle, self._hurry, self.own_part = self._step + 1, False, 1.0, 0.0
             self._begun.clear()
             return self._step < self._layout.steps
 
@@ -145,7 +163,8 @@ class MicrobatchStock:
     def left_out(self) -> bool:
         """Whether this rank has no part in this step, unless it takes over something."""
         with self._changed:
-            return self._shares.get(self._step) == 0 and not self._begun
+            shares = self._shares.get(self._step)
+            return shares is not None and not shares.counts[self._rank] and not self._begun
 
     @property
     def went_by(self) -> bool:
@@ -193,7 +212,7 @@ class MicrobatchStock:
     def in_stock(self) -> int:
         """Samples of which no batch has been formed."""
         with self._changed:
-            return len(self._queue) * self.batch
+            return sum(found.tasks for found in self._queue) * self.batch // self._layout.grain
 
     def form(self) -> Batch | None:
         """Form the next micro-batch of this rank's shares for the workers; None where none is known yet."""
@@ -231,37 +250,47 @@ class MicrobatchStock:
             elif isinstance(message, MicrobatchShares):
                 self._note_shares(message)
             elif isinstance(message, MicrobatchGrant):
-                spans = self._layout.spans(message.step, message.task)
-                self._granted.append(Microbatch(message.step, message.task, spans, own=False))
+                self._granted.append(self._run(message.step, message.task, message.tasks, own=False, granted=True))
             elif isinstance(message, MicrobatchRecall):
-                given = self._give_back(message.step, message.task)
-                self._send(MicrobatchReturn(self.loader, self.epoch, message.step, message.task, given))
+                given = self._give_back(message.step, message.task, message.task + message.tasks)
+                self._send(MicrobatchReturn(self.loader, self.epoch, message.step, message.task, given > 0, given))
             elif isinstance(message, MicrobatchesClosed):
                 self._closed_upto = max(self._closed_upto, message.step)
             elif isinstance(message, Lease):
                 self._refused = message.refused
             self._changed.notify_all()
 
-    def _note_shares(self, message: MicrobatchShares) -> None:
-        first = sum(message.counts[: self._rank])
-        self._shares[message.step] = message.counts[self._rank]
-        for task in range(first, first + message.counts[self._rank]):
-            self._queue.append(Microbatch(message.step, task, self._layout.spans(message.step, task)))
+    def _run(self, step: int, task: int, tasks: int, *, own: bool = True, granted: bool = False) -> Microbatch:
+        return Microbatch(step, task, self._layout.spans(step, task, tasks), own, tasks, granted)
 
-    def _give_back(self, step: int, task: int) -> bool:
-        """Forget a micro-batch; False where it is begun."""
-        if step == self._step and any(found.task == task for found in self._begun):
-            return False
+    def _note_shares(self, message: MicrobatchShares) -> None:
+        task, count = sum(message.counts[: self._rank]), message.counts[self._rank]
+        self._shares[message.step] = message
+        for size in message.sizes or [1] * count:
+            self._queue.append(self._run(message.step, task, size))
+            task += size
+
+    def _give_back(self, step: int, first: int, stop: int) -> int:
+        """Forget tasks up to `stop`, but those before `first` and those that are begun; how many."""
+        given = 0
         for where in (self._queue, self._granted):
-            for found in where:
-                if (found.step, found.task) == (step, task):
-                    where.remove(found)
-                    return True
-        for number, found in self._formed.items():
-            if (found.step, found.task) == (step, task):
+            for found in [each for each in where if self._is_wanted(each, step, first, stop)]:
+                given += found.stop - max(first, found.task)
+                at = where.index(found)
+                del where[at]
+                if found.task < first:
+                    where.insert(at, self._run(step, found.task, first - found.task, own=found.own,
+                                               granted=found.granted))  # fmt: skip
+        for number, found in list(self._formed.items()):
+            if self._is_wanted(found, step, first, stop):
+                given += found.stop - max(first, found.task)
                 del self._formed[number]
-                return True
-        return False
+                if found.task < first:  # Its samples are loaded together with those that are given back.
+                    self._granted.append(self._run(step, found.task, first - found.task, own=False))
+        return given
+
+    def _is_wanted(self, found: Microbatch, step: int, first: int, stop: int) -> bool:
+        return found.step == step and found.task < stop and found.stop > first and found not in self._begun
 
     # ---- inside, under the condition ------------------------------------------------------------------------
 
@@ -279,22 +308,42 @@ class MicrobatchStock:
         return bool(self._refused) or self._find() is not None or self._closed_upto >= self._step
 
     def _begin(self, found: Microbatch, steps_made: int) -> None:
+        found = self._shortened(found)
         self._reserved = found
         self._begun.add(found)
         self._said_idle = False
         if not found.own:
             self._granted.remove(found)
-            self.taken_over += 1
+            self.taken_over += found.granted
+        shares = self._shares.get(found.step)
+        fixed = shares.fixed if shares is not None else 0.0
+        self.own_part += (fixed + found.tasks) / (self._layout.parts * fixed + self._layout.share)
         self._consumption.note(found.spans, steps_made)
-        self._report(found.task)
+        self._report(found.task, found.tasks)
 
-    def _report(self, task: int) -> None:
+    def _shortened(self, found: Microbatch) -> Microbatch:
+        """What of a pass is begun by a rank that has become slow."""
+        tasks = max(1, int(found.tasks * self._hurry))
+        where = next((each for each in (self._queue, self._granted) if found in each), None)
+        if where is None or tasks >= found.tasks:
+            return found
+        at = where.index(found)
+        parts = (found.task, tasks), (found.task + tasks, found.tasks - tasks)
+        first, second = (self._run(found.step, *part, own=found.own, granted=found.granted) for part in parts)
+        where[at] = first
+        where.insert(at + 1, second)
+        return first
+
+    def _report(self, task: int, tasks: int = 1) -> None:
         last_s, self._last_s = self._last_s, 0.0
-        self._send(MicrobatchBegin(self.loader, self.epoch, self._step, task, last_s))
+        self._send(MicrobatchBegin(self.loader, self.epoch, self._step, task, last_s, tasks))
 
     def _end_present(self) -> None:
         if self._began_s:
             self._last_s, self._began_s = time.monotonic() - self._began_s, 0.0
+            shares = self._shares.get(self._step)
+            if len(self._begun) == 1 and shares is not None and self._last_s > _LATE * shares.first_s > 0.0:
+                self._hurry = shares.first_s / self._last_s
 
 
 class MicrobatchInHand:
@@ -304,7 +353,7 @@ class MicrobatchInHand:
         samples: Samples in it.
         reference: Samples that count as weight 1.
         more: Whether this rank has another one in this step; may wait.
-        parts: Micro-batches of a rank in a step on ranks of equal speed.
+        own_part: See `MicrobatchStock.own_part`; with this one.
         covered: Parameters that have this one's gradient already, of a pass that ran out of memory.
     """
 
@@ -313,10 +362,10 @@ class MicrobatchInHand:
         samples: int,
         reference: float,
         more: Callable[[], bool],
-        parts: int,
+        own_part: float,
         covered: frozenset[torch.nn.Parameter] = frozenset(),
     ) -> None:
-        self.parts, self.covered = parts, covered
+        self.own_part, self.covered = own_part, covered
         self._weight, self._reference, self._more = samples / reference, reference, more
         self._used = False
         self._last: bool | None = None

@@ -480,8 +480,8 @@ class BucketCore:
         self.finish_step()
         self._end_synchronized()
         self._accumulation.finish()
-        part, count = self.in_hand, max(1, self._accumulation.count)
-        self.driver.reporter.own_part = count / part.parts if part is not None else 1.0
+        part = self.in_hand
+        self.driver.reporter.own_part = part.own_part if part is not None else 1.0
         for param in self.requires_update - self._given:
             self._give(param)
         if self.driver.active_mode is not None:  # The gradients stay this rank's own; `apply` makes the whole step.

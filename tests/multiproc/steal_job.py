@@ -54,6 +54,8 @@ def _compared(mode: str, epochs: int, **options: Any) -> dict[str, Any]:
     expected = _reference(whole)
     return {
         "parts": [[[len(step) for step in epoch] for epoch in rank] for rank in taken],
+        "own": [[[sum(map(len, step)) for step in epoch] for epoch in rank] for rank in taken],
+        "most": max(len(part) for rank in taken for epoch in rank for step in epoch for part in step),
         "samples": [
             [
                 sum(len(rank[epoch][step]) for rank in whole if step < len(rank[epoch]))

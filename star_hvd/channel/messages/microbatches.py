@@ -1,4 +1,4 @@
-"""Messages about micro-batches: which of a step's a rank has, and which it takes over; see
+"""Messages about micro-batches: which tasks of a step a rank has, and which it takes over; see
 `scheduler.rules.microbatches`."""
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class MicrobatchOpen(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchBegin(Message):
-    """A rank begins a micro-batch, or has none to work on.
+    """A rank begins a pass over some tasks, or has none to work on.
 
     Attributes:
-        task: Its number in the step, -1 for none.
-        compute_s: Time that the micro-batch before it took this rank, 0 where there was none.
+        task: The first one's number in the step, -1 for none.
+        compute_s: Time that the pass before it took this rank, 0 where there was none.
+        tasks: How many.
     """
 
     kind: ClassVar[str] = "microbatch_begin"
@@ -55,12 +56,18 @@ class MicrobatchBegin(Message):
     step: int
     task: int
     compute_s: float
+    tasks: int = 1
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchReturn(Message):
-    """Answer to `MicrobatchRecall`: the micro-batch is given back, or was begun meanwhile."""
+    """Answer to `MicrobatchRecall`: the last of the tasks are given back, or all were begun meanwhile.
+
+    Attributes:
+        task: The first one that was wanted.
+        tasks: How many are given back.
+    """
 
     kind: ClassVar[str] = "microbatch_return"
     loader: int
@@ -68,48 +75,61 @@ class MicrobatchReturn(Message):
     step: int
     task: int
     given: bool
+    tasks: int = 1
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchShares(Message):
-    """The micro-batches with which every rank begins a step: rank 0 has the first ones, rank 1 those behind them."""
+    """The tasks with which every rank begins a step: rank 0 has the first ones, rank 1 those behind them.
+
+    Attributes:
+        counts: Tasks of every rank.
+        sizes: Tasks of each pass of this rank.
+        fixed: Time of a pass whatever its size, over that of a task.
+        first_s: Expected time of this rank's first pass, 0 where it is not known.
+    """
 
     kind: ClassVar[str] = "microbatch_shares"
     loader: int
     epoch: int
     step: int
     counts: list[int]
+    sizes: list[int] = field(default_factory=list)
+    fixed: float = 0.0
+    first_s: float = 0.0
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchRecall(Message):
-    """Another rank would end this micro-batch sooner: it is to be given back, unless it is begun."""
+    """Another rank would end these tasks sooner: they are to be given back, as far as they are not begun."""
 
     kind: ClassVar[str] = "microbatch_recall"
     loader: int
     epoch: int
     step: int
     task: int
+    tasks: int = 1
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchGrant(Message):
-    """A micro-batch that another rank had is this rank's now."""
+    """Tasks that another rank had are this rank's now."""
 
     kind: ClassVar[str] = "microbatch_grant"
     loader: int
     epoch: int
     step: int
     task: int
+    tasks: int = 1
 
 
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchesClosed(Message):
-    """All micro-batches of a step, and of those before it, are begun: its reduction follows."""
+    """All tasks of a step, and of those before it, are begun: its reduction follows."""
 
     kind: ClassVar[str] = "microbatches_closed"
     loader: int

@@ -113,9 +113,10 @@ def test_nothing_is_taken_over_that_would_not_end_sooner() -> None:
 
 def test_time_alone_shows_that_a_rank_has_become_slow() -> None:
     pool = _pool()
-    for task in (0, 1, 2):
+    for task in (0, 1):
         pool.begin(0, 0, task, float(task > 0), float(task))
-    pool.begin(1, 0, 3, 0.0, 1.0)
+    pool.begin(1, 0, 3, 0.0, 1.9)
+    pool.begin(0, 0, 2, 1.0, 2.0)
     pool.begin(1, 0, 4, 0.5, 2.9)
     assert pool.begin(0, 0, -1, 1.0, 3.0) == []  # It would take 1 s for what rank 1 would end at 3.9 s.
     actions, again_s = pool.tick(3.0)
@@ -143,7 +144,7 @@ def test_every_rank_keeps_a_micro_batch_of_a_whole_step() -> None:
 
 def test_what_a_rank_does_not_have_it_cannot_begin() -> None:
     pool = _pool()
-    with pytest.raises(ValueError, match="rank 1 begins task 0 of step 0"):
+    with pytest.raises(ValueError, match="rank 1 begins 1 tasks from 0 of step 0"):
         pool.begin(1, 0, 0, 0.0, 0.0)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.rules.leasing import Span, joined
-from scheduler.rules.microbatches import StepLayout
+from scheduler.rules.microbatches import StepLayout, grain
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
@@ -32,16 +32,19 @@ class Job:
         leaves: Ranks that leave their loops somewhere; not all.
         toggles: Whether taking over begins and ends somewhere.
         done: What was consumed before the epoch was interrupted.
+        fixed: Ticks of a pass whatever its size.
     """
 
     def __init__(
         self, seed: int, paces: list[int], samples: int, batch: int, parts: int, *, ahead: int = 0,
-        leaves: frozenset[int] = frozenset(), toggles: bool = False, done: list[Span] | None = None,
+        leaves: frozenset[int] = frozenset(), toggles: bool = False, done: list[Span] | None = None, fixed: int = 0,
     ) -> None:  # fmt: skip
+        self.fixed = fixed
         self.random = random.Random(seed)
+        self.batch = batch
         self.paces, self.ahead, self.leaves, self.toggles = paces, ahead, leaves, toggles
         self.ranks = range(len(paces))
-        self.layout = StepLayout(samples, batch, parts, len(paces), done=done or ())
+        self.layout = StepLayout(samples, batch, parts, len(paces), done=done or (), grain=grain(batch, parts))
         self.up: list[deque[Message]] = [deque() for _ in paces]
         self.down: list[deque[Message]] = [deque() for _ in paces]
         self.desk = MicrobatchDesk(len(paces), lambda to, message: self.down[to].append(message))
@@ -115,7 +118,7 @@ class Job:
             part = stock.take()
             self._deliver(rank, part)
             self.taken.setdefault(part.step, []).append((rank, part))
-            self.until[rank] = self.now + self.paces[rank]
+            self.until[rank] = self.now + self.fixed + self.paces[rank] * part.tasks // self.layout.grain
         elif more is False:
             self.whole.add(rank)
             self._meet()
@@ -158,8 +161,9 @@ def _check(job: Job) -> None:
     seen = Counter(p for step in job.taken.values() for _, part in step for a, b in part.spans for p in range(a, b))
     assert len(seen) == job.layout.samples and set(seen.values()) <= {1}
     for step in range(job.layout.steps):
-        tasks = sorted(part.task for _, part in job.taken[step])
+        tasks = sorted(task for _, part in job.taken[step] for task in range(part.task, part.stop))
         assert tasks == list(range(job.layout.tasks(step)))
+        assert all(sum(stop - start for start, stop in part.spans) <= job.batch for _, part in job.taken[step])
         there = {rank for rank, _ in job.taken[step]}
         assert step == job.layout.steps - 1 or there | job.gone == set(job.ranks)
 
@@ -169,15 +173,16 @@ def _check(job: Job) -> None:
     seed=st.integers(0, 1 << 30),
     paces=st.lists(st.sampled_from([1, 20, 60, 400]), min_size=1, max_size=5),
     samples=st.integers(0, 150),
-    batch=st.integers(1, 8),
+    batch=st.integers(1, 20),
     parts=st.integers(1, 8),
     ahead=st.integers(0, 6),
     toggles=st.booleans(),
+    fixed=st.sampled_from([0, 20, 200]),
 )
 def test_every_sample_is_computed_once_in_its_step(
-    seed: int, paces: list[int], samples: int, batch: int, parts: int, ahead: int, toggles: bool
+    seed: int, paces: list[int], samples: int, batch: int, parts: int, ahead: int, toggles: bool, fixed: int
 ) -> None:
-    job = Job(seed, paces, samples, batch, min(parts, batch), ahead=ahead, toggles=toggles)
+    job = Job(seed, paces, samples, batch, min(parts, batch), ahead=ahead, toggles=toggles, fixed=fixed)
     job.run()
     _check(job)
 
@@ -250,7 +255,7 @@ def test_ranks_with_other_data_are_refused() -> None:
 
 
 def test_a_weight_is_given_before_it_is_used() -> None:
-    part = MicrobatchInHand(5, 10.0, lambda: False, 4)
+    part = MicrobatchInHand(5, 10.0, lambda: False, 1.0)
     part.weigh(20.0)
     assert part.weight == 2.0 and part.is_last
     with pytest.raises(StarError, match="call it before"):

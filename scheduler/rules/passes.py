@@ -1,0 +1,228 @@
+"""What a forward and backward pass over several micro-batch tasks takes, and into which passes a rank divides its own.
+
+A pass over m tasks takes rank i
+
+    t_i(m) = pace_i * (fixed + m)
+
+seconds. `fixed` is what a pass takes whatever its size (launches of kernels, the loop itself), counted in tasks. It is
+the same for all ranks, because a rank's slowness moves faster than it could be fitted for each; it is the median over
+pairs of passes of one rank, one behind the other and of different sizes.
+
+Several tasks in one pass save `fixed` each, but a pass that is begun cannot be taken over. A rank that becomes slow in
+a pass holds the step up by that pass. So the first pass of a step may be a short one, which shows whether the rank is
+slow, and the others follow in few. How short is decided by the steps that were seen: that length for which they would
+have ended soonest, had the worst pass of each been this one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["PassTimes", "earliest_end", "first_size", "pass_sizes", "spread", "tasks_by"]
+
+Array = npt.NDArray[np.float64]
+
+_RECENT = 3
+"""Passes whose median is a rank's pace: the fewest that tolerate an outlier; taking over corrects the rest."""
+
+_MOVED = 1.3  # Times the median, up or down, from which on the last pass counts alone: the rank's slowness has moved.
+_PAIRS = 31  # Pairs of passes whose median is `fixed`: it is a trait of the network, so many for few outliers.
+_PAIR_RATIO = 1.3  # Least ratio of the sizes of a pair: from nearly equal ones the noise decides.
+_SAME = 0.03  # Change of `fixed` that changes nothing: all paces are reckoned with it.
+_LATE = 1.2  # Times its expected time after which a pass counts as one of a rank that has become slow.
+_STEPS = 64  # Steps that are remembered for the choice of the first pass.
+_UNKNOWN = (1.0, 2.0)  # Until steps were seen: as if in every other one a rank took twice its time.
+_FIRST = (0.125, 0.25, 0.375, 0.5, 1.0)  # Lengths of the first pass to choose from, as parts of the step.
+_TIE = 0.01  # Shorter first passes are preferred where they cost no more than this.
+_WORTH = 10.0  # A pass is cut no shorter than so many times what it takes whatever its size.
+_HALVINGS = 24
+
+
+class PassTimes:
+    """Times of the passes of all ranks, over the epochs of a loader.
+
+    Args:
+        ranks: Number of ranks.
+
+    Attributes:
+        fixed: Time of a pass whatever its size, in tasks.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.fixed = 0.0
+        self._recent: list[deque[tuple[int, float]]] = [deque(maxlen=_RECENT) for _ in range(ranks)]
+        self._paces_s = [math.nan] * ranks
+        self._pairs: deque[float] = deque(maxlen=_PAIRS)
+        self._worst: dict[tuple[int, int], float] = {}  # By epoch and step: longest time of a pass over its expected.
+        self._longer: deque[float] = deque(maxlen=_PAIRS)  # Of single passes, those that were late.
+
+    def fixed_part(self, parts: int, share: int) -> float:
+        """Part of a batch's time that does not depend on its size, in so many passes; NaN where nothing is known.
+
+        Args:
+            parts: The passes.
+            share: Tasks of the batch.
+        """
+        return parts * self.fixed / (parts * self.fixed + share) if self._pairs else math.nan
+
+    def note(self, rank: int, tasks: int, time_s: float, step: tuple[int, int] = (0, 0)) -> None:
+        """A pass of a rank has ended.
+
+        Args:
+            rank: The rank.
+            tasks: Tasks of the pass.
+            time_s: Its time, more than 0.
+            step: Epoch and step it was of.
+        """
+        expected_s, recent = self.expected_s(rank, tasks), self._recent[rank]
+        if not math.isnan(expected_s):
+            ratio = time_s / expected_s
+            self._worst[step] = max(ratio, self._worst.get(step, 0.0))
+            if len(self._worst) > _STEPS:
+                del self._worst[next(iter(self._worst))]
+            if ratio > _LATE:
+                self._longer.append(ratio)
+        if recent:
+            self._note_pair(recent[-1], (tasks, time_s))
+        recent.append((tasks, time_s))
+        self._paces_s[rank] = self._pace(recent)
+
+    def _note_pair(self, one: tuple[int, float], other: tuple[int, float]) -> None:
+        """t = pace (fixed + m) at two sizes, solved for `fixed`."""
+        (less, less_s), (more, more_s) = sorted((one, other))
+        if more >= _PAIR_RATIO * less:
+            most = 4.0 * more
+            found = (less_s * more - more_s * less) / (more_s - less_s) if more_s > less_s else most
+            self._pairs.append(min(max(found, 0.0), most))
+            fixed = statistics.median_low(self._pairs)
+            if abs(fixed - self.fixed) > _SAME * max(1.0, self.fixed):
+                self.fixed = fixed
+                self._paces_s = [self._pace(each) for each in self._recent]
+
+    def pace_s(self, rank: int) -> float:
+        """Seconds per task beyond the fixed part, and per unit of that; NaN where nothing is known."""
+        return self._paces_s[rank]
+
+    def _pace(self, recent: deque[tuple[int, float]]) -> float:
+        found = [time_s / (self.fixed + m) for m, time_s in recent]
+        if not found:
+            return math.nan
+        usual_s = statistics.median_low(found)
+        return usual_s if usual_s / _MOVED < found[-1] < usual_s * _MOVED else found[-1]
+
+    def expected_s(self, rank: int, tasks: int) -> float:
+        """Seconds of a rank's pass over so many tasks, NaN where nothing is known."""
+        return self.pace_s(rank) * (self.fixed + tasks)
+
+    def likely_s(self, expected_s: float, elapsed_s: float) -> float:
+        """Time of a pass that has taken `elapsed_s` so far: once it is late, as long as late ones have taken."""
+        if elapsed_s <= _LATE * expected_s:
+            return max(expected_s, elapsed_s)
+        longer = [ratio * expected_s for ratio in self._longer if ratio * expected_s > elapsed_s]
+        return statistics.median_low(longer) if longer else elapsed_s
+
+    def first_pass_s(self, paces_s: Array, counts: Array, cap: int) -> float:
+        """Length of the first pass of every rank in a step, infinite for passes as long as can be.
+
+        Args:
+            paces_s: See `pace_s`; of all ranks.
+            counts: Tasks of every rank.
+            cap: Most tasks in a pass.
+        """
+        seen = np.array(list(self._worst.values()) or _UNKNOWN)
+        end_s = float((paces_s * (self.fixed * np.ceil(counts / cap) + counts)).max())
+        best_s, found = math.inf, math.inf
+        for part in _FIRST:
+            limit_s = part * end_s if part < 1.0 else math.inf
+            first = np.array([
+                first_size(int(count), cap, self.fixed, limit_s / pace_s)
+                for count, pace_s in zip(counts, paces_s, strict=True)
+            ])  # fmt: skip
+            more = (first < counts) & (counts <= cap)  # These have a pass more than they need.
+            with_s = end_s + self.fixed * more.sum() / (1.0 / paces_s).sum()
+            first_s = np.where(first > 0, paces_s * (self.fixed + first), 0.0)
+            mean_s = float(np.maximum(with_s, seen[:, None] * first_s).mean())
+            if mean_s < (1.0 - _TIE) * best_s:
+                best_s, found = mean_s, limit_s
+        return found
+
+
+def first_size(count: int, cap: int, fixed: float, first: float) -> int:
+    """Tasks of the first of a rank's passes of a step, see `pass_sizes`; not so few that it costs a pass behind it."""
+    needed = -(-count // cap) - 1  # Passes behind the first one, at least.
+    size = min(cap, int(first - fixed)) if first < fixed + count else 0
+    if size < max(1.0, fixed):
+        size = 0 if needed else count  # Most of it would be the fixed part: a rank that slow has few tasks anyway.
+    return max(size, count - cap * needed) if needed else size
+
+
+def pass_sizes(count: int, cap: int, least: int, fixed: float, first: float) -> list[int]:
+    """Tasks of each of a rank's passes of a step.
+
+    Behind the first one each is half of what is left, but not so short that the fixed part would be much of it.
+
+    Args:
+        count: Tasks of the rank.
+        cap: Most tasks in a pass.
+        least: Fewest tasks in one, but the first and the last.
+        fixed: Time of a pass whatever its size, in tasks.
+        first: Length of the first pass, with its fixed part, in tasks.
+    """
+    sizes = [first_size(count, cap, fixed, first)] if count else []
+    rest, shortest = count - sum(sizes), max(least, math.ceil(_WORTH * fixed))
+    while rest > 0:
+        sizes.append(min(cap, -(-rest // 2) if rest >= 2 * shortest else rest))
+        rest -= sizes[-1]
+    return sizes
+
+
+def tasks_by(time_s: Array, pace_s: Array, fixed: float, cap: int) -> Array:
+    """Tasks that ranks of these paces end within a time, in passes of at most `cap`."""
+    worth = np.maximum(time_s, 0.0) / pace_s + 1e-9
+    whole = np.floor(worth / (fixed + cap))
+    return np.asarray(cap * whole + np.floor(np.clip(worth - whole * (fixed + cap) - fixed, 0.0, cap)))
+
+
+def earliest_end(free_s: Array, pace_s: Array, tasks: int, fixed: float, cap: int, least: int = 0) -> Array:
+    """When so many tasks can have ended, if ranks take each as many as fit.
+
+    Args:
+        free_s: When each rank is free, shape (..., n_ranks).
+        pace_s: See `PassTimes.pace_s`, likewise.
+        tasks: Their number.
+        fixed: Time of a pass whatever its size, in tasks.
+        cap: Most tasks in a pass.
+        least: Fewest tasks of a rank.
+    """
+    found_s = _level(free_s, pace_s, tasks, fixed, cap, least)
+    return np.maximum(found_s, (free_s + pace_s * (fixed + least)).max(axis=-1)) if least else found_s
+
+
+def _level(free_s: Array, pace_s: Array, tasks: int, fixed: float, cap: int, least: int) -> Array:
+    """The time by which so many have ended, where ranks take the fewest however long these take them."""
+    low_s = free_s.min(axis=-1)
+    high_s = (free_s + pace_s * (fixed * -(-tasks // cap) + tasks)).min(axis=-1)
+    for _ in range(_HALVINGS):
+        middle_s = 0.5 * (low_s + high_s)
+        enough = np.maximum(least, tasks_by(middle_s[..., None] - free_s, pace_s, fixed, cap)).sum(axis=-1) >= tasks
+        low_s, high_s = np.where(enough, low_s, middle_s), np.where(enough, middle_s, high_s)
+    return np.asarray(high_s)
+
+
+def spread(
+    free_s: Sequence[float], pace_s: Sequence[float], tasks: int, fixed: float, cap: int, least: int = 0
+) -> tuple[float, Array]:
+    """Tasks of every rank, so that all end as early as they can; and when that is. See `earliest_end`."""
+    free, pace = np.array(free_s), np.array(pace_s)
+    level_s = float(_level(free, pace, tasks, fixed, cap, least))
+    counts = np.maximum(least, tasks_by(level_s - free, pace, fixed, cap))
+    ends_s = free + pace * (fixed + counts)
+    for rank in np.argsort(np.where(counts > least, -ends_s, math.inf))[: max(0, int(counts.sum()) - tasks)]:
+        counts[rank] -= 1  # Of several that end together, one too many each at most.
+    return float(ends_s.max()) if least else level_s, counts
