@@ -260,7 +260,7 @@ class BucketCore:
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
-        by_bucket = bool(self._overlap_asked) or self._config.background  # What is waited for by itself.
+        by_bucket = bool(self._overlap_asked) or self._config.background is True  # What is waited for by itself.
         limits = limits_of(size, self._config.bucket_bytes, by_bucket=by_bucket)
         buckets = pack(params, limits, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)
