@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
@@ -36,12 +35,12 @@ from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.hierarchical_collective import HierarchicalCollective, stages_of
-from star_hvd.wrapper.lockstep_core import unweighted
+from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes, unweighted
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
 
-__all__ = ["BY_HAND", "BucketCore", "mean_loss", "too_many_passes"]
+__all__ = ["BY_HAND", "BucketCore"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -51,14 +50,6 @@ BY_HAND = "the program calls synchronize() itself"
 _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # Of this process; used by the training thread.
 
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
-
-
-def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_set) -> Any:
-    """The mean of a closure's loss over the ranks, so that optimizers which decide on it decide equally on all."""
-    if loss is None:
-        return None
-    own = torch.as_tensor(float(loss), dtype=torch.float64, device="cpu")
-    return mpi_ops.allreduce(own, name=name, op=mpi_ops.Average, process_set=process_set)
 
 
 def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> str | None:
@@ -75,14 +66,6 @@ def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -
     return (
         "relaxed modes on CUDA parameters are disabled until tests/gpu have passed on a device; this trains in sync; "
         "set STAR_RELAXED_CUDA=1 to enable them"
-    )
-
-
-def too_many_passes() -> AssertionError:
-    """The error, worded as Horovod's, for more backward passes than `backward_passes_per_step`."""
-    return AssertionError(
-        "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-        "backward_passes_per_step to accumulate gradients locally."
     )
 
 

@@ -16,7 +16,7 @@ from horovod.torch.functions import broadcast_object
 
 from star_hvd.wrapper.dropped import note_dropped
 
-__all__ = ["NativeCore", "unweighted"]
+__all__ = ["NativeCore", "mean_loss", "too_many_passes", "unweighted"]
 
 Group = tuple[torch.nn.Parameter, ...]
 
@@ -27,6 +27,22 @@ def unweighted() -> str:
     """Why batches have to be equal, where an optimizer reduces without their weights; else empty."""
     reducing = any(core.reduces for core in list(_cores))
     return "another optimizer's gradients are reduced by Horovod itself, without weights" if reducing else ""
+
+
+def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_set) -> Any:
+    """The mean of a closure's loss over the ranks, so that optimizers which decide on it decide equally on all."""
+    if loss is None:
+        return None
+    own = torch.as_tensor(float(loss), dtype=torch.float64, device="cpu")
+    return mpi_ops.allreduce(own, name=name, op=mpi_ops.Average, process_set=process_set)
+
+
+def too_many_passes() -> AssertionError:
+    """The error, worded as Horovod's, for more backward passes than `backward_passes_per_step`."""
+    return AssertionError(
+        "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+        "backward_passes_per_step to accumulate gradients locally."
+    )
 
 
 class NativeCore:
@@ -156,8 +172,6 @@ class NativeCore:
         self._count = dict.fromkeys(self._count, 0)
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        from star_hvd.wrapper.bucket_core import too_many_passes
-
         if self._dropped:
             return
         if self._delay[param] <= 0:
@@ -242,8 +256,6 @@ class NativeCore:
 
     def step_with_closure(self, closure: Any) -> Any:
         """A step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
-        from star_hvd.wrapper.bucket_core import mean_loss
-
         def reduced() -> Any:
             with torch.enable_grad():
                 loss = closure()

@@ -40,7 +40,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("doctor", "input", "modes", "ps.common"),
         ("ps.worker", "ps.server", "ps.owner", "coordinator", "run_log"),
         ("runtime",),
-        ("wrapper", "loader", "functions", "job_report"),
+        ("wrapper", "functions", "job_report"),
+        ("loader",),
         ("optimizer", "elastic"),
     ),
 }

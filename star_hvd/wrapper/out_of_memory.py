@@ -22,16 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from star_hvd.channel.messages.shares import MemoryLimit
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.runtime.runtime import Runtime
-
-if TYPE_CHECKING:
-    from star_hvd.loader import ShardLoader
 
 __all__ = ["Repeats", "catch_out_of_memory", "cut_batch"]
 
@@ -130,6 +127,14 @@ class Repeats:
         return ""
 
 
+class Repeating(Protocol):
+    """A loader that can deliver a batch again, as those of `hvd.shard` can."""
+
+    @property
+    def repeats(self) -> Repeats:
+        """Delivers its batches."""
+
+
 class catch_out_of_memory:
     """Context around the body of a training loop: a batch that runs out of memory is repeated in smaller parts.
 
@@ -143,7 +148,7 @@ class catch_out_of_memory:
     makes a step (`optimizer.stepped`), with the gradient that the whole batch would have had where the loss is a mean
     over the batch. Batches of this rank are cut at that size from there on, and under `sync(balanced)` it gets
     fewer samples, others more, within a few steps. Errors that are none of memory are raised as ever, and so is one
-    after which nothing can be repeated, with a note that says why: with one sample, once `step()` has begun, with
+    after which nothing can be repeated, with the reason in the log: with one sample, once `step()` has begun, with
     a GradScaler, LBFGS, sparse gradients or `backward_passes_per_step`, in modes in which a rank makes its steps alone.
 
     Args:
@@ -152,7 +157,7 @@ class catch_out_of_memory:
     If a rank is late: the others wait for the step, as for any slow rank.
     """
 
-    def __init__(self, loader: ShardLoader) -> None:
+    def __init__(self, loader: Repeating) -> None:
         self._repeats = loader.repeats
 
     def __enter__(self) -> None:
@@ -165,7 +170,7 @@ class catch_out_of_memory:
             return False
         reason = self._repeats.fail()
         if reason:
-            error.add_note(f"star_hvd does not repeat this batch in parts: {reason}")
+            logger.error("a batch that ran out of memory is not repeated in parts: %s", reason)
             return False
         _release(trace)
         return True
