@@ -279,7 +279,8 @@ def _way_s(plan: Plan, conditions: Conditions) -> Array:
     one_s = np.asarray(conditions.comm_bytes / conditions.rate)
     if not plan.in_background(conditions.background):
         return _served_s(conditions) + 2.0 * one_s
-    return _served_s(conditions) + push_left_s(one_s, conditions.times_s) + reply_left_s(one_s, conditions.times_s)
+    left_s = [left(one_s, conditions.times_s, conditions.edge_part) for left in (push_left_s, reply_left_s)]
+    return _served_s(conditions) + left_s[0] + left_s[1]
 
 
 def part_behind_compute(plan: Plan, conditions: Conditions) -> float:
