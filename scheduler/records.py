@@ -220,6 +220,8 @@ class Window:
         ranks: One entry per rank, in order; a rank without reports has empty tuples. A tuple or a `RankTable`.
         noise_scale: Gradient noise scale in units of samples or of reference batches, NaN if unknown.
         comm_bytes: Gradient bytes a rank reduces per step, 0 if unknown.
+        edge_part: Part of those in the bucket that backward fills last and forward needs first; 1 where buckets travel
+            together.
         allowed: Modes this job can run now.
         losses: Recent training losses, averaged over the ranks, oldest first; empty if the user reports none.
         loss_steps: The global steps they belong to, same length.
@@ -235,6 +237,7 @@ class Window:
     ranks: Sequence[RankStats] = field(default_factory=tuple)
     noise_scale: float = float("nan")
     comm_bytes: int = 0
+    edge_part: float = 0.25
     allowed: frozenset[str] = frozenset(MODES)
     losses: tuple[float, ...] = ()
     loss_steps: tuple[int, ...] = ()

@@ -18,6 +18,7 @@ from scheduler.diagnosis.stragglers import MIN_REPORTS, PERSISTENCE, Readings
 from scheduler.plan.headroom import Headroom
 from scheduler.records import Window
 from scheduler.stats import lower_median
+from scheduler.transmission.behind_compute import EDGE
 
 __all__ = ["CYCLE_S", "NOISE", "Array", "Conditions"]
 
@@ -48,6 +49,7 @@ class Conditions:
         times_s: Expected compute times, one row per step, shape (n_steps, n_ranks), seconds.
         rate: Link bandwidth of every rank in bytes/s; infinite where unknown.
         comm_bytes: Gradient bytes.
+        edge_part: Part of those that compute does not hide at servers, being there last or needed first.
         noise: phi in gradients of one rank.
         starved: Share of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
         beyond_s: Measured time of a collective beyond latency and transfer, seconds; with fewer cores than ranks it
@@ -72,6 +74,7 @@ class Conditions:
     times_s: Array
     rate: Array
     comm_bytes: float = 0.0
+    edge_part: float = EDGE
     noise: float = NOISE
     starved: Array = field(default_factory=lambda: np.zeros(0))
     beyond_s: float = 0.0
@@ -127,6 +130,7 @@ class Conditions:
             times_s=times,
             rate=rate,
             comm_bytes=float(window.comm_bytes),
+            edge_part=window.edge_part,
             noise=_known(window.noise_scale, NOISE),
             beyond_s=_beyond_s(window, rate),
             crowded=lower_median(window.table.starved_share.tolist()) > _CROWDED,

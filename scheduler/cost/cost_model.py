@@ -281,17 +281,21 @@ def _way_s(plan: Plan, conditions: Conditions) -> Array:
     one_s = np.asarray(conditions.comm_bytes / conditions.rate)
     if not plan.in_background(conditions.background):
         return _served_s(conditions) + 2.0 * one_s
-    return _served_s(conditions) + push_left_s(one_s, conditions.times_s) + reply_left_s(one_s, conditions.times_s)
+    left_s = [left(one_s, conditions.times_s, conditions.edge_part) for left in (push_left_s, reply_left_s)]
+    return _served_s(conditions) + left_s[0] + left_s[1]
 
 
 def part_behind_compute(plan: Plan, conditions: Conditions) -> float:
-    """Time of a usual rank's step with transfers behind compute over that without; 1 where they are not priced.
+    """Time of a step with transfers behind compute over that without; 1 where they are not priced.
 
+    At servers the step of the rank that completes an update, or of a usual one: a slower rank's link is not waited for.
     Without a replay, to choose which plans are worth one. No step of the members waits for a child.
     """
     if plan.mode == "ps":
-        here, behind = (plan.replace(transmission=Transmission(each)) for each in (False, True))
-        step_s = [float((conditions.usual_s + _way_s(one, conditions).mean(axis=0)).mean()) for one in (here, behind)]
+        last = max(plan.quorum, (plan.world_size + 1) // 2) - 1
+        both = (plan.replace(transmission=Transmission(each)) for each in (False, True))
+        times_s = [conditions.times_s + _way_s(one, conditions) for one in both]
+        step_s = [float(np.sort(each_s.mean(axis=0))[last]) for each_s in times_s]
     elif plan.mode == "local":
         count = float(plan.local_steps) or max(1.0, plan.local_s / conditions.typical_s)
         walk_s, averaging_s = count * float(conditions.usual_s.max()), _averaging_s(conditions)

@@ -44,6 +44,7 @@ from scheduler.policy.explanation import comparison, describe_stragglers
 from scheduler.policy.ski_rental import SkiRental
 from scheduler.policy.switch_outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms
 from scheduler.records import Window
+from scheduler.transmission.behind_compute import WORTH
 
 __all__ = ["CostPolicy", "Ranker"]
 
@@ -214,7 +215,7 @@ class CostPolicy:
             if self._ranker is None
             else self._ranker(offered, conditions, window, active)
         )
-        self.last = bounded(found, conditions)
+        self.last = bounded(_worth_hiding(found, active), conditions)
         return self._choose(window, conditions, active, stragglers, lost_s) if self.last else None
 
     def watch(self, window: Window, active: Plan) -> None:
@@ -478,6 +479,18 @@ def _terms(plan: Plan, conditions: Conditions) -> Terms:
     frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
     level = (found.interval_s - frozen_s) * steps / conditions.typical_s
     return Terms(max(1e-6, found.progress) * steps, frozen_s, level, found.interval_s * steps)
+
+
+def _worth_hiding(predictions: list[Prediction], active: Plan) -> list[Prediction]:
+    """Without the variants behind compute, other than the active plan, whose interval is not clearly shorter by it."""
+    interval_s = {one.plan.label: one.interval_s for one in predictions if one.plan.transmission is None}
+    found = []
+    for one in predictions:
+        plain = one.plan if one.plan.transmission is None else one.plan.replace(transmission=None)
+        without_s = interval_s.get(plain.label, math.inf)
+        if plain is one.plan or same_plan(one.plan, active) or one.interval_s <= WORTH * without_s:
+            found.append(one)
+    return found
 
 
 def _same_family(active: Plan, plan: Plan) -> bool:

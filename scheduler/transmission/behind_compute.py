@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["WORTH", "averaging_left_s", "push_left_s", "reply_left_s", "steps_behind"]
+__all__ = ["EDGE", "WORTH", "averaging_left_s", "push_left_s", "reply_left_s", "steps_behind"]
 
 WORTH = 0.97
 """Predicted step behind compute over that without, up to which `auto` considers the variant."""
@@ -22,8 +22,8 @@ WORTH = 0.97
 FORWARD = 1.0 / 3.0
 """Part of a step's compute time that is the forward pass: backward makes two products where forward makes one."""
 
-_EDGE = 0.25
-"""Part of a push, or of its reply, that nothing hides: one of the four buckets that a network has at least."""
+EDGE = 0.25
+"""Part of a push, or of its reply, that nothing hides, where not known: one of a network's four or more buckets."""
 
 _AVERAGING = 0.1
 """The same of an averaging: packing, and adding the difference, in the training thread."""
@@ -37,14 +37,14 @@ def _left_s(transfer_s: Times, compute_s: Times, edge: float) -> Array:
     return np.maximum(edge * np.asarray(transfer_s), np.asarray(transfer_s) - (1.0 - edge) * np.asarray(compute_s))
 
 
-def push_left_s(way_s: Times, compute_s: Times) -> Array:
-    """Exposed time of a push that takes `way_s`, in a step of `compute_s`."""
-    return _left_s(way_s, (1.0 - FORWARD) * np.asarray(compute_s), _EDGE)
+def push_left_s(way_s: Times, compute_s: Times, edge_part: float = EDGE) -> Array:
+    """Exposed time of a push that takes `way_s`, in a step of `compute_s`; `edge_part` of it is in the last bucket."""
+    return _left_s(way_s, (1.0 - FORWARD) * np.asarray(compute_s), edge_part)
 
 
-def reply_left_s(way_s: Times, compute_s: Times) -> Array:
+def reply_left_s(way_s: Times, compute_s: Times, edge_part: float = EDGE) -> Array:
     """The same of the parameters that come back, in the next step."""
-    return _left_s(way_s, FORWARD * np.asarray(compute_s), _EDGE)
+    return _left_s(way_s, FORWARD * np.asarray(compute_s), edge_part)
 
 
 def averaging_left_s(averaging_s: Times, walk_s: Times) -> Array:

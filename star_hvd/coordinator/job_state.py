@@ -214,6 +214,7 @@ class JobState:
         engine = self._engine(message.optimizer_id)
         engine.gradient_bytes = message.gradient_bytes
         engine.exact = message.exact
+        engine.edge_part = message.edge_part
         engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
 
     def _arrive(self, rank: int, message: Arrive, now_s: float) -> None:

@@ -121,7 +121,7 @@ class OptimizerState:
         self.outcomes: list[SwitchOutcome] = []  # Outcomes of switches, the latest last.
         self._ranker = ranker
         self._hosts = tuple(hosts) or ("localhost",) * world_size
-        self.gradient_bytes = 0
+        self.gradient_bytes, self.edge_part = 0, 1.0
         self.links = LinkRelevance(self.history, self.arrivals, world_size)
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
@@ -360,6 +360,7 @@ class OptimizerState:
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
+            edge_part=self.edge_part,
             allowed=(frozenset(MODES) if self._may_relax else _EXACT).difference(self.blocked),
             batch=self.shares.desk.batch if self.shares is not None and not self.equal_batches else 0,
             microbatches=0 if self.equal_batches else self.microbatches,

@@ -263,7 +263,11 @@ class Runtime:
         reporter.log.start()
         self._machine.start(self.run_name, gpu_identity(engine.applier.optimizer))
         size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
-        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact))
+        # What is clipped, or on a device, is pushed as a whole.
+        whole = engine.applier.max_grad_norm is not None or bool(engine.streams.devices)
+        last = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets[-1:])
+        edge_part = 1.0 if whole or not size else last / size
+        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact, edge_part))
 
     def detach(self, driver: StepDriver) -> None:
         """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""

@@ -135,7 +135,8 @@ class Heartbeat(Message):
 @dataclass(frozen=True, slots=True)
 class Register(Message):
     """A rank has made an optimizer. `initial` is its first plan, `plan` the one the user requests, empty for `auto`.
-    `exact` says that `auto` may choose among the exact modes only."""
+    `exact` says that `auto` may choose among the exact modes only, `edge_part` which part of the gradient's bytes is in
+    the bucket that is filled last and needed first, 1 where buckets leave together."""
 
     kind: ClassVar[str] = "register"
     optimizer_id: int
@@ -143,6 +144,7 @@ class Register(Message):
     plan: dict[str, Any]
     gradient_bytes: int = 0
     exact: bool = False
+    edge_part: float = 1.0
 
 
 @message_kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.cost.conditions import Conditions
-from scheduler.cost.cost_model import part_behind_compute
+from scheduler.cost.cost_model import Prediction, part_behind_compute, rank
 from scheduler.plan.plan import Plan
 from scheduler.plan.transmission import Transmission
 from scheduler.policy.candidates import candidates, same_plan
 from scheduler.policy.cost_policy import CostPolicy
+from scheduler.records import Window
 from scheduler.transmission.behind_compute import WORTH
 from tests.support.windows import steady, window
 
@@ -22,11 +24,14 @@ SERVED = ("sync", "ps")
 SLOW_LINKS, FAST_LINKS = 25e6, 1e10  # 200 Mbit/s, and links that need nothing of a step.
 
 
-def decided(policy: CostPolicy, rate: float, allowed: tuple[str, ...] = SERVED) -> Plan:
+def decided(
+    policy: CostPolicy, rate: float, *, last: float | None = None, slow: float = 3.0, size: int = 10**6
+) -> Plan:
     """The last plan that the policy takes up where one rank of four computes slower."""
     active = Plan.sync(4)
     for end in range(40, 120, 4):
-        one = window(steady(4, slow={3: 3.0}), rates=[rate] * 4, comm_bytes=1_000_000, end=end, allowed=allowed)
+        times, rates = steady(4, slow={3: slow}), [rate] * 3 + [last or rate]
+        one = window(times, rates=rates, comm_bytes=size, end=end, allowed=SERVED)
         active = policy.decide(one, active) or active
     return active
 
@@ -48,6 +53,25 @@ def test_the_users_settings_are_not_overruled(said: bool) -> None:
 def test_a_job_whose_links_need_nothing_of_a_step_is_left_as_it_is() -> None:
     plan = decided(CostPolicy(4, background=None), FAST_LINKS)
     assert plan.mode == "ps" and plan.transmission is None
+
+
+def test_one_slow_link_that_no_update_waits_for_is_no_reason() -> None:
+    plan = decided(CostPolicy(4, background=None), 125e6, last=6e5, slow=1.0, size=10**5)
+    assert plan.mode == "ps" and plan.transmission is None
+
+
+def test_what_a_replay_does_not_confirm_is_dropped() -> None:
+    plain, active = Plan.ps(4, 3), Plan.sync(4)
+    behind = plain.replace(transmission=Transmission(True))
+
+    def ranker(offered: Sequence[Plan], now: Conditions, one: Window, old: Plan) -> list[Prediction]:
+        return [dataclasses.replace(each, interval_s=1.0) for each in rank([active, plain, behind], now)]
+
+    policy = CostPolicy(4, background=None, ranker=ranker)
+    policy.decide(
+        window(steady(4, slow={3: 3.0}), rates=[SLOW_LINKS] * 4, comm_bytes=10**6, end=60, allowed=SERVED), active
+    )
+    assert {one.plan.label for one in policy.last} == {"sync", "ps(3)"}
 
 
 @settings(max_examples=60, deadline=None)

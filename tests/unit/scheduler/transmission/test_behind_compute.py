@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.cost.conditions import Conditions
-from scheduler.cost.cost_model import predict
+from scheduler.cost.cost_model import part_behind_compute, predict
 from scheduler.plan.plan import Plan
 from scheduler.plan.transmission import Transmission
 from scheduler.records import parse_mode
@@ -74,6 +74,14 @@ def test_servers_step_takes_the_longer_of_backward_and_push_and_of_forward_and_p
     assert hidden == pytest.approx(3.0 + 2.0 * 0.25 * 0.4, abs=0.01)
     bound = predict(behind, conditions(0.03, 25e6)).interval_s
     assert bound == pytest.approx(2.0 * 0.4 + 0.25 * 0.03, abs=0.01)
+
+
+def test_what_cannot_travel_in_parts_is_not_hidden_at_servers() -> None:
+    now, plan = dataclasses.replace(conditions(0.1, 25e6), edge_part=1.0), Plan.ps(4, 3)
+    assert part_behind_compute(plan, now) == pytest.approx(1.0)
+    behind = predict(plan.replace(transmission=Transmission(True)), now)
+    assert behind.interval_s == pytest.approx(predict(plan, now).interval_s)
+    assert part_behind_compute(Plan.local(4, steps=8), now) < 1.0, "an averaging is not pushed"
 
 
 def test_a_child_behind_compute_contributes_all_it_computes() -> None:

@@ -28,6 +28,8 @@ BAD = [
     m.Register(0, {**PLAN, "world_size": 1 << 52, "quorum": 1 << 52}, {}),
     m.Register(0, Plan.subgroup(3, (0, 1)).to_dict() | {"world_size": 1 << 52}, {}),  # Made, it would count its ranks.
     m.Register(0, PLAN, {}, gradient_bytes=-1),
+    m.Register(0, PLAN, {}, edge_part=0.0),
+    m.Register(0, PLAN, {}, edge_part=math.nan),
     ServerUp(0, 1, 99, ["127.0.0.1", "1", "00"]),
     ServerUp(0, 1, -1, ["127.0.0.1", "1", "00"]),
     ServerUp(0, 1, 0, ["127.0.0.1"]),
