@@ -198,6 +198,8 @@ def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
         for _ in range(job.steps):
             step()
         found = clock.found()
+        if variant.options.get("compression") == "auto":
+            found["more"]["explain"] = optimizer._star.core.wire.explain()
         net.state_dict()  # Where steps overlap, the last one ends here.
     rank = int(hvd.rank())
     hvd.shutdown()

@@ -54,6 +54,7 @@ class LossyWire(Wire):
         self._lock = ordered_lock("LossyWire._lock")
         self._codecs: list[BucketCodec] = []
         self.forbidden = ""
+        self._to_servers: ServerPushes | None = None  # Of the last mode with servers.
         self._early: tuple[Mapping[str, Any], Mapping[torch.nn.Parameter, int]] | None = None
         self._owner = uuid.uuid4().hex
         self._rank = 0
@@ -137,7 +138,8 @@ class LossyWire(Wire):
     # ---- pushes to servers ----------------------------------------------------------------------------------
 
     def server_pushes(self) -> ServerPushes:
-        return ServerPushes(self, self._rank)
+        self._to_servers = ServerPushes(self, self._rank)
+        return self._to_servers
 
     def shrink(self, bucket: Bucket, ranges: Sequence[tuple[int, int]], *, small: bool) -> list[bytes | None]:
         """See `BucketCodec.shrink`; of the bucket's own buffer."""
@@ -152,7 +154,8 @@ class LossyWire(Wire):
         self._ask()
 
     def explain(self) -> str:
-        return f"gradients travel as {self.forbidden or self.choice.reason or 'they are until their steps are timed'}"
+        found = f"gradients travel as {self.forbidden or self.choice.reason or 'they are until their steps are timed'}"
+        return found if self._to_servers is None else f"{found}; {self._to_servers.explain()}"
 
     def state(self, indices: Mapping[torch.nn.Parameter, int]) -> dict[str, Any] | None:
         """For a checkpoint: what this rank still has to send; None where nothing is.

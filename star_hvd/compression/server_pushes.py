@@ -58,5 +58,9 @@ class ServerPushes:
         """A push has its result, and the next step begins."""
         now_s = self._clock()
         if self._ended_s is not None and not self._residuals.forbidden and self.switch.note(now_s - self._ended_s):
-            logger.info("rank %d: %s", self._rank, self.switch.describe("int8 for pushes to servers"))
+            logger.info("rank %d: %s", self._rank, self.explain())
         self._ended_s = now_s
+
+    def explain(self) -> str:
+        """What was measured."""
+        return self.switch.describe("int8 for pushes to servers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 import time
 from typing import Any
@@ -43,8 +44,9 @@ class Always(WireChoice):
 
 def lossy_optimizer(net: torch.nn.Module, form: int, mode: str = "sync", **options: Any) -> tuple[Any, LossyWire]:
     own = torch.optim.SGD(net.parameters(), lr=options.pop("lr", 0.02), momentum=0.9)
+    config = options.pop("config", CONFIG)
     wrapped = hvd.DistributedOptimizer(
-        own, net.named_parameters(), compression=hvd.Compression.auto, mode=mode, config=CONFIG, **options
+        own, net.named_parameters(), compression=hvd.Compression.auto, mode=mode, config=config, **options
     )
     wire = inside(wrapped).core.wire
     assert isinstance(wire, LossyWire)
@@ -221,10 +223,11 @@ def servers() -> dict[str, Any]:
     found: dict[str, list[float]] = {"whole": [], "int8": []}
     left = []
     for seed in range(SEEDS):
+        config = dataclasses.replace(CONFIG, background=seed > 0)
         for name, values in found.items():
             torch.manual_seed(seed)
             net = make_network("digits", 64, "mlp")
-            optimizer, wire = lossy_optimizer(net, NONE, lr=RATE)
+            optimizer, wire = lossy_optimizer(net, NONE, lr=RATE, config=config)
             switch = Fixed()
             switch.on = name == "int8"
             wire.server_pushes = lambda wire=wire, switch=switch: ServerPushes(wire, 0, switch)  # type: ignore[method-assign]

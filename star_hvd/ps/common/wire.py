@@ -194,6 +194,7 @@ class Assembly:
     """A chunk received in several parts, in any order, maybe some of them twice."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self.buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._missing = {begin: end for begin, end in parts(size)}
 

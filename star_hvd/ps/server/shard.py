@@ -193,6 +193,8 @@ class Shard:
             return
         key = (rank, step, chunk)
         assembly = self._parts[key] if key in self._parts else Assembly(size)
+        if assembly.size != size:
+            raise ChannelError(f"rank {rank} pushed chunk {chunk} as {assembly.size} bytes and as {size}")
         complete = assembly.add(offset, data)
         self._parts[key] = assembly  # Only now: a part that does not fit must leave nothing behind.
         if complete:

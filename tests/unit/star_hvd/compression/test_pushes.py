@@ -120,6 +120,7 @@ def test_int8_for_servers_is_kept_where_steps_become_shorter() -> None:
             now_s += small_s if forms[-1] else 0.4
             pushes.ended()
         assert forms[-1] is kept and any(forms) and not forms[0], small_s
+        assert ("is kept" in pushes.explain()) is kept and "int8 for pushes to servers" in pushes.explain()
     wire.forbid("they are: a GradScaler decides")
     assert pushes.shrink(bucket, [(0, 4096)]) == [None]
 
