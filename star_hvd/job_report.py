@@ -171,8 +171,8 @@ def explain(optimizer: int | None = None) -> str:
         return "no mode is active: no optimizer was made yet, or shutdown() has ended the job"
     if run.coordinator is None:
         return f"only rank 0 can explain; this is rank {run.rank}"
-    with run.coordinator.board() as board:
-        engine = _engine(board, optimizer)
+    with run.coordinator.job_state() as job:
+        engine = _engine(job, optimizer)
         text = _of_step(engine) if engine is not None else "no mode is active: no optimizer was made yet"
         lockstep = engine is not None and engine.active.lockstep
         comm_s = engine.arrivals.usual_comm_s if engine is not None and lockstep else math.nan
@@ -194,12 +194,12 @@ def _of_step(engine: OptimizerState) -> str:
     return f"step {engine.steps}: {text}"
 
 
-def _engine(board: JobState, optimizer: int | None) -> OptimizerState | None:
-    if optimizer is None and not board.engines:
+def _engine(job: JobState, optimizer: int | None) -> OptimizerState | None:
+    if optimizer is None and not job.engines:
         return None
-    engine = board.engines.get(max(board.engines) if optimizer is None else optimizer)
+    engine = job.engines.get(max(job.engines) if optimizer is None else optimizer)
     if engine is None:
-        raise ValueError(f"there is no optimizer {optimizer}; expected one of {sorted(board.engines)}")
+        raise ValueError(f"there is no optimizer {optimizer}; expected one of {sorted(job.engines)}")
     return engine
 
 
@@ -215,8 +215,8 @@ def report(optimizer: int | None = None) -> Report | None:
     run = runtime.current()
     if run is None or run.coordinator is None:
         return None
-    with run.coordinator.board() as board:
-        engine = _engine(board, optimizer)
+    with run.coordinator.job_state() as job:
+        engine = _engine(job, optimizer)
         if engine is None:
             return None
         window, built = engine.window(), _build(engine, run.coordinator, run.keyring.denied)

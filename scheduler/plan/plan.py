@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from scheduler.plan.transmission import BACKGROUND_MODES, Transmission
 
@@ -37,6 +37,10 @@ Ranks = tuple[int, ...]
 
 class PlanError(ValueError):
     """A plan is invalid or cannot be executed; the message says what was got, what was expected and what to do."""
+
+
+Family = Literal["all_ranks", "subgroup", "ps", "grouped"]
+_FAMILIES: dict[str, Family] = {"subgroup": "subgroup", "ps": "ps", "grouped": "grouped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,12 +348,12 @@ class Plan:
         return self.mode == "partial" and self.quorum < self.world_size
 
     @property
-    def family(self) -> str:
-        """`rounds` (all ranks reduce together), `subgroup`, `ps` or `grouped`.
+    def family(self) -> Family:
+        """`all_ranks` (all ranks reduce together), `subgroup`, `ps` or `grouped`.
 
-        A switch within `rounds` or within `ps` only changes a rule; all others transfer the state.
+        A switch within `all_ranks` or within `ps` only changes a rule; all others transfer the state.
         """
-        return self.mode if self.mode in ("subgroup", "ps", "grouped") else "rounds"
+        return _FAMILIES.get(self.mode, "all_ranks")
 
     def in_background(self, default: bool | None) -> bool:
         """Whether transfers travel behind compute.

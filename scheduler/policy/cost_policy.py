@@ -367,14 +367,14 @@ class CostPolicy:
     def _price_s(self, conditions: Conditions, active: Plan, plan: Plan) -> float:
         """Seconds that a switch costs.
 
-        Replicas are equal at the end of a step of family `rounds`, so no state is transferred on a switch from it; on
-        the way back ranks fetch the state from the others or from servers.
+        Replicas are equal at the end of a step of family `all_ranks`, so no state is transferred on a switch from it;
+        on the way back ranks fetch the state from the others or from servers.
         """
         if _same_family(active, plan):
             return _SWITCH_S
         price_s = _HANDOVER_S if {active.family, plan.family} & {"ps", "grouped"} else _SWITCH_S
         price_s += _SET_S * sum(not self._set_exists(ranks, conditions) for ranks in plan.sets)
-        if active.family == "rounds":
+        if active.family == "all_ranks":
             return price_s
         fetched_s = _COPIES * conditions.comm_bytes / float(conditions.rate.min())
         return price_s + fetched_s + float(conditions.usual_s.max())

@@ -2,7 +2,7 @@
 
 The policy is a live job's: `decide(window, active)` returns a plan or None. A plan becomes active one step after the
 decision. A switch costs `switch_s` between modes of collectives and `handover_s` to or from servers; a switch from
-another family than `rounds` also waits for the current batches and transfers the state. A policy that has a method
+another family than `all_ranks` also waits for the current batches and transfers the state. A policy that has a method
 `observe(plan, updates, gain, drift)` receives the progress made, as a live job estimates it from the loss.
 """
 
@@ -318,7 +318,7 @@ def _switched(state: State, mode: Mode, before: Plan, plan: Plan, sets_s: float)
     end_s = machines.thawed(state.now_s if isinstance(mode, Rounds) else mode.leave_s())
     served = bool({before.family, plan.family} & {"ps", "grouped"}) and before.family != plan.family
     cost_s = machines.handover_s if served else machines.switch_s
-    if before.family != "rounds" and before.family != plan.family:
+    if before.family != "all_ranks" and before.family != plan.family:
         cost_s = cost_s + _STATE_COPIES * machines.bytes / machines.rate.min(axis=1)
     state.now_s = end_s + cost_s + sets_s
     state.step = np.maximum(state.step, state.batch_step.max(axis=1)) + 1

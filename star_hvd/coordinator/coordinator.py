@@ -85,7 +85,7 @@ class Coordinator:
         return self._router.lost
 
     @contextlib.contextmanager
-    def board(self) -> Iterator[JobState]:
+    def job_state(self) -> Iterator[JobState]:
         """The job's state, locked for reading from another thread."""
         with self._lock:
             yield self._job

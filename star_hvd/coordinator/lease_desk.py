@@ -1,4 +1,4 @@
-"""The coordinator's end of leases: one queue per epoch of a loader, and what ranks hear of it. Pure, as the board.
+"""The coordinator's end of leases: one queue per epoch of a loader, and what ranks hear of it. Pure, as `JobState`.
 
 A loader with micro-batches has a pool of them for each epoch in place of the queue.
 """

@@ -145,7 +145,7 @@ class StepEngine:
     @property
     def taking_part(self) -> bool:
         """Whether this rank reduces together with others under the plan in force."""
-        return self.plan.family == "rounds" or self.rank in self.plan.members
+        return self.plan.family == "all_ranks" or self.rank in self.plan.members
 
     @property
     def step(self) -> int:
@@ -587,7 +587,7 @@ class StepEngine:
         """The first step not wholly submitted here, -1 outside common steps; whether a part of it is; whether the step
         before it is in flight."""
         with self.lock:
-            if self.plan.family != "rounds":
+            if self.plan.family != "all_ranks":
                 return -1, False, False
             begun = any(flat is not None for flat in self._current.buffers)
             return self.next_step, begun, self._inflight is not None

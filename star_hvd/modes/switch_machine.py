@@ -87,7 +87,7 @@ class SwitchMachine:
 
     Args:
         rank: This rank.
-        plan: The plan in force at the beginning, one of `rounds` without a mode of its own.
+        plan: The plan in force at the beginning, one of `all_ranks` without a mode of its own.
     """
 
     def __init__(self, rank: int, plan: Plan) -> None:
@@ -210,7 +210,7 @@ class SwitchMachine:
     # ---- getting ready ---------------------------------------------------------------------------------------------
 
     def _offered(self, record: _Record, event: Event) -> list[Instruction]:
-        if record.plan.family == self.in_force.family == "rounds":
+        if record.plan.family == self.in_force.family == "all_ranks":
             record.state = S.PREPARED
             return [RaiseFlag(record.plan, offered=True)]
         record.state = S.QUEUED
@@ -385,7 +385,7 @@ class SwitchMachine:
 
     def _takes_part(self, plan: Plan) -> bool:
         """Whether this rank reduces together with others under a plan."""
-        return plan.family == "rounds" or self.rank in plan.members
+        return plan.family == "all_ranks" or self.rank in plan.members
 
     def _has_mode(self, plan: Plan) -> bool:
         """Whether something else than the reduction of gradients makes this rank's steps under a plan."""

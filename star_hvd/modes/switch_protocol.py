@@ -249,7 +249,7 @@ class ReportPrepared:
 
 @dataclass(frozen=True, slots=True)
 class ReportRefused:
-    """Report it. `unsupported`: for good, since within `rounds` nothing but the program forbids a plan."""
+    """Report it. `unsupported`: for good, since within `all_ranks` nothing but the program forbids a plan."""
 
     plan: Plan
     reason: str
@@ -426,7 +426,7 @@ class Transition:
 TRANSITIONS: tuple[Transition, ...] = (
     Transition(
         (S.UNKNOWN,), PlanOffered, (S.PREPARED, S.QUEUED), (RaiseFlag, QueuePreparation),
-        "ready at once, flag up, where this plan and the one in force are of `rounds`",
+        "ready at once, flag up, where this plan and the one in force are of `all_ranks`",
     ),
     Transition(
         (S.QUEUED,), PreparationBegins, (S.PREPARING, S.WAITING), (Prepare,),

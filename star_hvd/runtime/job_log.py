@@ -165,8 +165,8 @@ class JobLog:
     def _look(self) -> None:
         assert self._coordinator is not None
         self._tell_late_facts()
-        with self._coordinator.board() as board:
-            engine = board.engines.get(self._reporter.number)
+        with self._coordinator.job_state() as job:
+            engine = job.engines.get(self._reporter.number)
             if engine is None:
                 return
             plans, values = engine.plans[self._plans_told :], self._values(engine)

@@ -202,7 +202,7 @@ class ModeServices:
         return self.house.session_number(optimizer_id, plan) if plan.family in ("ps", "grouped") else None
 
     def steps(self, optimizer_id: int, plan: Plan) -> Steps:
-        """What makes the steps of a prepared plan other than those of `rounds`."""
+        """What makes the steps of a prepared plan other than those of `all_ranks`."""
         driver = self._drivers[optimizer_id]
         deadline_s = self._config.step_deadline_s
         background = plan.in_background(self._config.background)

@@ -499,8 +499,8 @@ class Runtime:
             if silent_s > silent_for_s:
                 return f"rank 0 has given no sign of life for {silent_s:.1f} s"
             return "rank 0 is alive; its log names the rank that is gone"
-        with self.coordinator.board() as board:
-            silence_s = board.silent_for_s(time.monotonic())
+        with self.coordinator.job_state() as job:
+            silence_s = job.silent_for_s(time.monotonic())
         gone = [f"rank {r} ({s:.1f} s)" for r, s in enumerate(silence_s) if s > silent_for_s]
         sentence = f"no sign of life from {', '.join(gone)}" if gone else "all ranks still give signs of life"
         logger.error("a collective failed: %s", sentence)

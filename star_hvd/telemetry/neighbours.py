@@ -107,7 +107,7 @@ class Registry:
         self.dropped = 0
         self._job, self._rank = job, rank
         self._folder = registry_folder() if folder is None else folder
-        self._own = f"{os.getpid()}-{_space()}.json"
+        self.file_name = f"{os.getpid()}-{_space()}.json"
         self._started_s = psutil.Process().create_time()
         self._counted: set[tuple[str, int]] = set()
         self._usable = self._open()
@@ -122,12 +122,12 @@ class Registry:
             job=self._job, rank=self._rank, pid=os.getpid(), started_s=self._started_s, space=_space(),
             cpus=tuple(sorted(cpus)), written_s=time.time(), **numbers,
         )
-        part = self._folder / f"{self._own}.part"
+        part = self._folder / f"{self.file_name}.part"
         with contextlib.suppress(OSError):
             descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(asdict(entry), file)
-            part.replace(self._folder / self._own)
+            part.replace(self._folder / self.file_name)
 
     def others(self) -> list[Entry]:
         """Entries of ranks of other jobs that run; removes those of processes that have ended."""
@@ -142,7 +142,7 @@ class Registry:
 
     def close(self) -> None:
         """Remove this rank's entry."""
-        for name in (self._own, f"{self._own}.part"):
+        for name in (self.file_name, f"{self.file_name}.part"):
             with contextlib.suppress(OSError):
                 (self._folder / name).unlink()
 

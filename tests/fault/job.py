@@ -115,8 +115,8 @@ def break_coordinator() -> None:
     def broken(now_s: float) -> float:
         raise RuntimeError("an injected defect")
 
-    with run.coordinator.board() as board:
-        board.tick = broken  # type: ignore[method-assign]
+    with run.coordinator.job_state() as job:
+        job.tick = broken  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -9,16 +9,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import StateSource
 from tests.multiproc.modes import CONFIG, OwnSGD, deadline, finish, publish, within
-from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, model
+from tests.multiproc.scenarios import Facts, batch, compute, model, run_each
 from tests.support.inside import driver_of
-from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S
 
 SERVED = ("ps(1)", "grouped(2)", "ps(2)", "grouped(2)", "ps(3)", "sync", "ps(1)")
@@ -174,16 +172,7 @@ SCENARIOS: dict[str, Callable[[], Facts]] = {
 
 
 def main(names: list[str]) -> None:
-    torch.set_num_threads(1)
-    _wait_without_spinning()
-    hvd.init()
-    facts: dict[str, Facts] = {}
-    for name in names:
-        write_result({"facts": facts, "running": name})
-        with deadline():
-            facts[name] = SCENARIOS[name]()
-            horovod.barrier()
-    write_result({"facts": facts, "running": ""})
+    run_each(names, lambda name: SCENARIOS[name](), deadline)
 
 
 if __name__ == "__main__":

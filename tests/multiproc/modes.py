@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
@@ -24,9 +23,8 @@ from scheduler.records import Plan, parse_mode
 from star_hvd.coordinator.set_ledger import MOST_SETS
 from star_hvd.runtime import process_sets, runtime
 from star_hvd.runtime.process_sets import MAX_SETS
-from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, digest, model
+from tests.multiproc.scenarios import Facts, batch, compute, digest, model, run_each
 from tests.support.inside import driver_of, inside
-from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S
 
 # Servers import torch when they start; on a core that many share that takes its time, and a plan is not tried again.
@@ -50,8 +48,8 @@ def publish(optimizer: Any, mode: str | Plan) -> None:
         return
     plan = parse_mode(mode, int(hvd.size()))
     assert plan is not None
-    with run.coordinator.board() as board:
-        engine = board.engines.get(driver_of(optimizer).number)
+    with run.coordinator.job_state() as job:
+        engine = job.engines.get(driver_of(optimizer).number)
         if engine is not None and not engine.switching and engine.active.label != plan.label:
             engine.publish(plan, time.monotonic())
 
@@ -153,8 +151,8 @@ def beforehand() -> Facts:
 
     step()
     if run.coordinator is not None:
-        with run.coordinator.board() as board:
-            readiness = board.engines[driver_of(optimizer).number]._readiness
+        with run.coordinator.job_state() as job:
+            readiness = job.engines[driver_of(optimizer).number]._readiness
             readiness.for_plan(served)
             readiness.for_links([2.5e7, 2.5e7, 2.5e7, 2.5e6], 1_000_000)
     there, began_s = torch.zeros(1), time.monotonic()
@@ -268,8 +266,8 @@ def _tell_state() -> None:
         for part in (driver, engine, engine.replica, driver.switcher):
             print(f"modes.py: rank {engine.rank}: {_fields_of(part)}", file=sys.stderr, flush=True)
     if run is not None and run.coordinator is not None:
-        with run.coordinator.board() as board:
-            for part in (board, *(each for one in board.engines.values() for each in (one, one.rule))):
+        with run.coordinator.job_state() as job:
+            for part in (job, *(each for one in job.engines.values() for each in (one, one.rule))):
                 print(f"modes.py: coordinator: {_fields_of(part)}", file=sys.stderr, flush=True)
 
 
@@ -279,33 +277,23 @@ def _fields_of(part: object) -> str:
     return f"{type(part).__name__}: " + ", ".join(f"{name}={reprlib.repr(value)}" for name, value in values.items())
 
 
+def one(name: str) -> Facts:
+    if name.startswith("switch:"):
+        _, seed, count, how = name.split(":")
+        return switching(int(seed), int(count), how)
+    if name == "beforehand":
+        return beforehand()
+    if name == "many_sets":
+        return many_sets()
+    if name.startswith("summed:"):
+        return summed(name.partition(":")[2])
+    return checkpoint(name.partition(":")[2]) if name.startswith("checkpoint:") else train(name, 40)
+
+
 def main(wanted: list[str]) -> None:
-    torch.set_num_threads(1)
-    _wait_without_spinning()
     if os.environ.get("STAR_TEST_LOG"):
         logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(message)s")
-    hvd.init()
-    facts: dict[str, Facts] = {}
-    for name in wanted:
-        write_result({"facts": facts, "running": name})
-        began_s = time.monotonic()
-        with deadline():
-            if name.startswith("switch:"):
-                _, seed, count, how = name.split(":")
-                facts[name] = switching(int(seed), int(count), how)
-            elif name == "beforehand":
-                facts[name] = beforehand()
-            elif name == "many_sets":
-                facts[name] = many_sets()
-            elif name.startswith("summed:"):
-                facts[name] = summed(name.partition(":")[2])
-            elif name.startswith("checkpoint:"):
-                facts[name] = checkpoint(name.partition(":")[2])
-            else:
-                facts[name] = train(name, 40)
-            facts[name]["seconds"] = time.monotonic() - began_s
-            horovod.barrier()
-    write_result({"facts": facts, "running": ""})
+    run_each(wanted, one, deadline)
 
 
 if __name__ == "__main__":

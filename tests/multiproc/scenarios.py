@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import horovod.torch as horovod
@@ -121,8 +121,8 @@ def publish(optimizer: Any, plan: Plan) -> None:
     """Let the coordinator, on rank 0, send a plan to all ranks."""
     run = runtime.current()
     if run is not None and run.coordinator is not None:
-        with run.coordinator.board() as board:
-            engine = board.engines.get(driver_of(optimizer).number)
+        with run.coordinator.job_state() as job:
+            engine = job.engines.get(driver_of(optimizer).number)
             if engine is not None:  # All ranks have told of it.
                 engine.publish(plan, time.monotonic())
 
@@ -426,19 +426,27 @@ def _deadline() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
-def main(wanted: list[str]) -> None:
+def run_each(
+    wanted: Iterable[str], one: Callable[[str], Facts], deadline: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    """Run parts of a job one after another, each within a deadline, and write what they found after each."""
     torch.set_num_threads(1)
     _wait_without_spinning()
     hvd.init()
     facts: dict[str, Facts] = {}
-    for name in wanted or SCENARIOS:
+    for name in wanted:
         write_result({"facts": facts, "running": name})
         began_s = time.monotonic()
-        with _deadline():
-            facts[name] = SCENARIOS[name]()
+        with deadline():
+            facts[name] = one(name)
             facts[name]["seconds"] = time.monotonic() - began_s
-            horovod.barrier()
+            if hvd.is_initialized():
+                horovod.barrier()
     write_result({"facts": facts, "running": ""})
+
+
+def main(wanted: list[str]) -> None:
+    run_each(wanted or SCENARIOS, lambda name: SCENARIOS[name](), _deadline)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from tests.support.fake_device import CUDA0, FakeDevice, FakeEvent, Lazy
-from tests.support.world import Ears, Network, Port, World
+from tests.support.world import Ears, Network, Port, World, collected, plain_optimizer
 
 __all__ = ["LR", "SIZE", "WEIGHT", "DeviceWorld", "Poisoned", "running"]
 
@@ -121,9 +121,7 @@ class DeviceWorld(World):
             self.device.stream(f"{role}{rank}")
         with self.device.on(f"T{rank}"):
             params = [torch.nn.Parameter(torch.zeros(SIZE, device=CUDA0)) for _ in range(3)]
-            base: type[torch.optim.Optimizer] = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
-            keywords: dict[str, Any] = {"momentum": MOMENTUM} if optimizer == "sgd" else {}
-            opt = base(params, lr=LR, **keywords)
+            base, opt = plain_optimizer(optimizer, params, lr=LR, momentum=MOMENTUM)
             buckets = pack(params, 4 * SIZE)
             streams = Streams(buckets, self.device)
             applier = Applier(opt, base, buckets, HyperRow(opt.param_groups), streams=streams)
@@ -180,11 +178,7 @@ class DeviceWorld(World):
         self.inbox.append(("leave", rank, ()))
 
     def _own_step(self, engine: StepEngine) -> Iterator[None]:
-        handles = engine.own_step().all_handles()
-        while not all(engine.collective.poll(handle) for handle in handles):
-            yield
-        for handle in handles:
-            engine.collective.finish(handle)
+        yield from collected(engine)
         result = engine.finish_own()
         yield
         engine.apply_own(result)

@@ -100,6 +100,24 @@ class Ears:
         self.mismatches.append(step)
 
 
+def plain_optimizer(
+    kind: str, params: list[torch.nn.Parameter], lr: float, momentum: float
+) -> tuple[type[torch.optim.Optimizer], torch.optim.Optimizer]:
+    """Class and optimizer: `sgd` with momentum, or Adam."""
+    base: type[torch.optim.Optimizer] = torch.optim.SGD if kind == "sgd" else torch.optim.Adam
+    keywords: dict[str, Any] = {"momentum": momentum} if kind == "sgd" else {}
+    return base, base(params, lr=lr, **keywords)
+
+
+def collected(engine: StepEngine) -> Iterator[None]:
+    """The training thread waits for its own step; every `yield` is a place where others may go on."""
+    handles = engine.own_step().all_handles()
+    while not all(engine.collective.poll(handle) for handle in handles):
+        yield
+    for handle in handles:
+        engine.collective.finish(handle)
+
+
 class World:
     """See the module's text.
 
@@ -113,7 +131,7 @@ class World:
         max_staleness: See `Plan`.
         uneven: Whether ranks make different numbers of steps.
         optimizer: `sgd` (momentum) or `adam`.
-        early_after_steps: See `StepEngine`.
+        early_after_steps, raise_on_mismatch: See `StepEngine`.
     """
 
     def __init__(
@@ -129,7 +147,9 @@ class World:
         uneven: bool = True,
         optimizer: str = "sgd",
         early_after_steps: int = 64,
+        raise_on_mismatch: bool = False,
     ) -> None:
+        self.raise_on_mismatch = raise_on_mismatch
         self.early_after_steps = early_after_steps
         self.seed, self.random = seed, random.Random(seed)
         self.world_size, self.max_steps = world_size, steps
@@ -159,9 +179,7 @@ class World:
         # Without float32 in the last bucket the header travels as a tensor of its own.
         dtype = torch.float64 if seed % 4 == 0 else torch.float32
         params = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for _ in range(3)]
-        base: type[torch.optim.Optimizer] = torch.optim.SGD if optimizer == "sgd" else torch.optim.Adam
-        keywords: dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
-        opt = base(params, lr=0.1, **keywords)
+        base, opt = plain_optimizer(optimizer, params, lr=0.1, momentum=0.9)
         applier = Applier(opt, base, pack(params, params[0].element_size() * size), HyperRow(opt.param_groups))
         return StepEngine(
             rank=rank,
@@ -172,6 +190,7 @@ class World:
             replay_queue=4,
             noise_interval_steps=2,
             early_after_steps=self.early_after_steps,
+            raise_on_mismatch=self.raise_on_mismatch,
             # The gap between the last gradient and the header is long in some steps: the header then travels alone.
             clock=lambda: gaps.uniform(0.0, 0.02),
         )
@@ -195,11 +214,7 @@ class World:
             yield
             member = engine.arrive(manual=manual)
             if member:
-                handles = engine.own_step().all_handles()
-                while not all(engine.collective.poll(handle) for handle in handles):
-                    yield
-                for handle in handles:
-                    engine.collective.finish(handle)
+                yield from collected(engine)
                 result = engine.finish_own()
                 if manual:
                     for mean in result.means:

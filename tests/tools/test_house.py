@@ -59,6 +59,11 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
 def room(module: str) -> str:
     """The room of a module; of a package's `__init__`, the package itself."""
     parts = module.split(".")
@@ -71,7 +76,7 @@ def imports() -> dict[str, set[str]]:
     """For every module the modules of ours that it imports, anywhere in its text."""
     found: dict[str, set[str]] = defaultdict(set)
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -119,7 +124,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
 def test_the_scheduler_imports_neither_torch_nor_horovod() -> None:
     for module, path in MODULES.items():
         if module.startswith("scheduler"):
-            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            for node in ast.walk(tree(path)):
                 names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 for name in names:
@@ -137,7 +142,7 @@ def test_no_class_is_shared_over_files_by_inheritance() -> None:
     """A base class that has its one heir in another file, and no instances of its own, is half of that heir."""
     homes, heirs, made = {}, defaultdict(set), set()
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 made.add(node.func.id)
             if isinstance(node, ast.ClassDef):

@@ -158,7 +158,7 @@ class Agreement:
         flagged = step.flagged
         assert flagged is not None and flagged.plan_id - self.plan.plan_id == delta
         self.plan = flagged
-        if flagged.family != "rounds":
+        if flagged.family != "all_ranks":
             self.mixed = True  # From now on ranks are at different steps, and nothing more is read here.
         if self.prepared is not None and self.prepared.plan_id <= flagged.plan_id:
             self.prepared = None

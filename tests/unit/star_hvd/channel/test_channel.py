@@ -120,9 +120,9 @@ def test_signs_of_life_go_both_ways(ranks: Ranks) -> None:
     assert ranks.all_got(m.Heartbeat)
 
     def silent_for_s() -> list[float]:
-        with ranks.coordinator.board() as board:
-            assert not board.lost
-            return [*board.silent_for_s(time.monotonic())]
+        with ranks.coordinator.job_state() as job:
+            assert not job.lost
+            return [*job.silent_for_s(time.monotonic())]
 
     def moments() -> list[float]:
         """When each rank was last heard by the coordinator, and the coordinator by each rank."""
@@ -149,8 +149,8 @@ def test_what_is_queued_is_sent_before_an_agent_ends(ranks: Ranks) -> None:
     ranks.agents[2].stop()  # A second time does nothing.
 
     def heard() -> bool:
-        with ranks.coordinator.board() as board:
-            return board.finished == {2}
+        with ranks.coordinator.job_state() as job:
+            return job.finished == {2}
 
     assert within(heard)
 
@@ -168,14 +168,14 @@ DAMAGED = [
 
 
 def test_damaged_messages_are_counted_and_the_job_goes_on(ranks: Ranks) -> None:
-    with ranks.coordinator.board() as board:
-        engines = dict(board.engines)
+    with ranks.coordinator.job_state() as job:
+        engines = dict(job.engines)
     dealer = ranks.rings[1].client(0, b"0000001", port=ranks.control_port)  # Rank 1 by another name.
     for frames in DAMAGED:
         dealer.send_multipart(frames)
     assert within(lambda: ranks.coordinator.malformed == len(DAMAGED))
-    with ranks.coordinator.board() as board:
-        assert board.engines == engines
+    with ranks.coordinator.job_state() as job:
+        assert job.engines == engines
     nobody = ranks.rings[1].client(0, b"someone", port=ranks.control_port)
     nobody.send(m.encode(m.Hello(0)))
     beyond = ranks.rings[1].client(0, b"77", port=ranks.control_port)
@@ -264,8 +264,8 @@ def test_a_stranger_cannot_speak_for_a_rank(ranks: Ranks) -> None:
     assert within(lambda: ranks.rings[0].denied > before), "it was not counted"
     dealer.close(linger=0)
     stranger.close()
-    with ranks.coordinator.board() as board:
-        assert not board.finished
+    with ranks.coordinator.job_state() as job:
+        assert not job.finished
     assert ranks.coordinator.malformed == 0
     ranks.register(Plan.partial(3, 2))
     assert ranks.all_got(m.PlanMessage)

@@ -175,7 +175,7 @@ def test_last_words_arrive_although_the_connection_breaks(ranks: CutRanks, monke
     ranks.agents[1].stop(60.0)
 
     def heard() -> bool:
-        with ranks.coordinator.board() as board:
-            return board.finished == {1}
+        with ranks.coordinator.job_state() as job:
+            return job.finished == {1}
 
     assert within(heard)

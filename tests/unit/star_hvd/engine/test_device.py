@@ -84,7 +84,7 @@ def test_headers_are_the_hosts_whatever_the_defaults() -> None:
                 bucket.flat.fill_(1.0)
                 engine.gradient_ready(bucket.index)
             assert engine.arrive()
-            header = engine._inflight.header  # type: ignore[union-attr]
+            header = engine.own_step().header
             assert header is not None and header.device.type == "cpu" and header.dtype == torch.float32
     finally:
         torch.set_default_device(None)
@@ -147,7 +147,7 @@ def test_compute_time_ends_when_the_device_is_done(plan: Plan) -> None:
             """50 ms after the training thread has begun to wait for them, or for the reduction."""
             if device.stream("T0").queue and not submitted_before:
                 time.sleep(0.05)
-                submitted_before.append(made.engine._inflight is not None)
+                submitted_before.append(made.engine.under_way()[2])
             device.finish()
             for name in world.network.ready():
                 world.network.end(name)

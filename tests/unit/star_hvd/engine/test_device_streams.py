@@ -25,7 +25,7 @@ from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.ps.worker.exchange import Reply
 from tests.support.device_world import SIZE, WEIGHT, DeviceWorld, Poisoned, running
 from tests.support.fake_device import FakeDevice
-from tests.support.world import Port
+from tests.support.world import Port, collected
 
 
 def job(seed: int, device: FakeDevice, lazy: str = "") -> DeviceWorld:
@@ -145,9 +145,11 @@ def kept_while_the_next_pass_begins(device: FakeDevice) -> float:
         engine.replica.reuse_buckets()
         for bucket in engine.applier.buckets:
             bucket.flat.fill_(math.nan)
+        folded = engine.applier.buckets[0].new_flat()
+        assert engine.fold_late(engine.applier.buckets[0], folded)
     device.finish(device.stream("T0"))
     device.finish()
-    return float(cast(Any, engine._late._kept[0].flat).inner[0])
+    return float(cast(Any, folded).inner[0])
 
 
 def test_a_bucket_is_not_overwritten_while_the_helper_copies_it() -> None:
@@ -312,14 +314,12 @@ class LocalWorld(DeviceWorld):
 
     def wait(self, engine: StepEngine) -> None:
         """The training thread waits for an averaging; everybody else goes on."""
-        handles, stream = engine.own_step().all_handles(), self.device.current
-        while not all(engine.collective.poll(handle) for handle in handles):
+        stream = self.device.current
+        for _ in collected(engine):
             self.device.current = stream
             self.now_s += 1.0
             self._tick()
-        self.device.current = stream
-        for handle in handles:
-            engine.collective.finish(handle)
+            self.device.current = stream
 
     def _advance(self, rank: int) -> None:
         if rank not in self.busy:

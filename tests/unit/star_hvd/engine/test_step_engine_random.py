@@ -223,9 +223,7 @@ def test_a_state_from_beyond_what_began_here_is_left_alone() -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_replicas_that_differ_after_a_switch_are_told_of_and_may_end_the_job(raises: bool) -> None:
-    world = World(2, world_size=2, steps=8, plans=[Plan.sync(2, plan_id=1)], uneven=False)
-    for engine in world.engines:
-        engine._raise_on_mismatch = raises
+    world = World(2, world_size=2, steps=8, plans=[Plan.sync(2, plan_id=1)], uneven=False, raise_on_mismatch=raises)
     with torch.no_grad():
         world.engines[1].applier.buckets[0].params[0].add_(1.0)
     if raises:

@@ -331,7 +331,7 @@ class Rank(RuleBasedStateMachine):
     @property
     def takes_part(self) -> bool:
         plan = self.machine.in_force
-        return plan.family == "rounds" or self.rank in plan.members
+        return plan.family == "all_ranks" or self.rank in plan.members
 
     # ---- the coordinator ---------------------------------------------------------------------------------------
 
@@ -382,7 +382,7 @@ class Rank(RuleBasedStateMachine):
         """A mode of servers has ended, or a subgroup's members have agreed; perhaps before this rank could read so."""
         present, plan = self.machine.in_force, self.in_flight or self.published
         agreed = plan is not None and (plan is self.in_flight or (self.committed and plan.plan_id in self.reported))
-        if plan is None or not agreed or present.family == "rounds" or present.family == plan.family == "ps":
+        if plan is None or not agreed or present.family == "all_ranks" or present.family == plan.family == "ps":
             return
         if self.takes_part and self.flag is not plan and self.in_flight is not plan:
             return

@@ -58,7 +58,7 @@ def test_waits_beyond_the_least_one_are_slack_for_others(folder: Path) -> None:
     notes = MachineNotes(0, lambda message, urgent: sent.append(message), {0: own})
     notes._registry = Registry("a", 0)
     other = Registry("b", 0)
-    other._own = "b.json"
+    other.file_name = "b.json"
     seen = []
     for wait_s in (0.01, *[0.06] * 12):  # A rank elsewhere became slow; the collective itself takes 10 ms.
         own.reporter.wait_s = wait_s

@@ -44,14 +44,14 @@ def put(folder: Path, name: str, values: object) -> Path:
 def test_two_jobs_see_each_other_and_not_themselves(tmp_path: Path) -> None:
     folder = tmp_path / "jobs"
     one, two = Registry("a", 0, folder), Registry("b", 3, folder)
-    two._own = "other.json"
+    two.file_name = "other.json"
     one.write(cpus={0, 1}, cores=0.5, step_s=0.1, slack_s=0.02)
     two.write(cpus={1}, cores=math.nan, step_s=0.2, slack_s=0.0)
     (seen,), (other,) = one.others(), two.others()
     assert (seen.job, seen.rank, seen.cpus, seen.cores, seen.step_s) == ("b", 3, (1,), 0.0, 0.2)
     assert (other.job, other.cores, other.slack_s) == ("a", 0.5, 0.02)
     two.close()
-    assert one.others() == [] and sorted(path.name for path in folder.iterdir()) == [one._own]
+    assert one.others() == [] and sorted(path.name for path in folder.iterdir()) == [one.file_name]
 
 
 def test_only_the_user_can_read_and_write(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_any_change_of_a_file_gives_an_entry_or_a_counted_drop(values: dict[str,
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     writers = [Registry(f"job{number}", number, tmp_path / "jobs") for number in range(4)]
     for number, writer in enumerate(writers):
-        writer._own = f"{number}.json"
+        writer.file_name = f"{number}.json"
     stop, reader = threading.Event(), Registry("reader", 0, tmp_path / "jobs")
 
     def write(writer: Registry) -> None:
