@@ -22,16 +22,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from star_hvd.channel.messages.shares import MemoryLimit
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.runtime.runtime import Runtime
-
-if TYPE_CHECKING:
-    from star_hvd.loader import ShardLoader
 
 __all__ = ["Repeats", "catch_out_of_memory", "cut_batch"]
 
@@ -131,6 +128,12 @@ class Repeats:
         return ""
 
 
+class Repeating(Protocol):
+    """A `ShardLoader`."""
+
+    repeats: Repeats
+
+
 class catch_out_of_memory:
     """Context around the body of a training loop: a batch that runs out of memory is repeated in smaller parts.
 
@@ -153,7 +156,7 @@ class catch_out_of_memory:
     If a rank is late: the others wait for the step, as for any slow rank.
     """
 
-    def __init__(self, loader: ShardLoader) -> None:
+    def __init__(self, loader: Repeating) -> None:
         self._repeats = loader.repeats
 
     def __enter__(self) -> None:
