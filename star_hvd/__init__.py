@@ -90,8 +90,8 @@ from star_hvd.functions import (
 from star_hvd.job_report import Report, explain, record_loss, record_metric, report
 from star_hvd.loader import ShardLoader, shard, weigh, work
 from star_hvd.optimizer import DistributedOptimizer
+from star_hvd.runtime.out_of_memory import catch_out_of_memory
 from star_hvd.wrapper.batch_norm import SyncBatchNorm
-from star_hvd.wrapper.out_of_memory import catch_out_of_memory
 
 __all__ = [
     "Adasum",

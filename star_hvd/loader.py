@@ -27,7 +27,7 @@ from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, Microbatch
 from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation, SamplerOrder
 from star_hvd.input.share_warning import warn_of_shares
 from star_hvd.runtime import runtime
-from star_hvd.wrapper.out_of_memory import Repeats, cut_batch
+from star_hvd.runtime.out_of_memory import Repeats, cut_batch
 
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
 

@@ -24,7 +24,8 @@ from star_hvd.runtime import runtime
 from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_overlap, check_predivide, names_of
 from star_hvd.wrapper.bucket_core import BY_HAND, BucketCore
 from star_hvd.wrapper.dropped import release_dropped
-from star_hvd.wrapper.lockstep_core import NativeCore, unweighted
+from star_hvd.wrapper.lockstep_core import NativeCore
+from star_hvd.wrapper.unweighted import unweighted
 
 __all__ = ["DistributedOptimizer"]
 

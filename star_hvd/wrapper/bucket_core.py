@@ -35,10 +35,11 @@ from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.hierarchical_collective import HierarchicalCollective, stages_of
-from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes, unweighted
+from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap
 from star_hvd.wrapper.sparse import SparseGradients
+from star_hvd.wrapper.unweighted import unweighted
 
 __all__ = ["BY_HAND", "BucketCore"]
 

@@ -15,18 +15,11 @@ from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_object
 
 from star_hvd.wrapper.dropped import note_dropped
+from star_hvd.wrapper.unweighted import note_reducing
 
-__all__ = ["NativeCore", "mean_loss", "too_many_passes", "unweighted"]
+__all__ = ["NativeCore", "mean_loss", "too_many_passes"]
 
 Group = tuple[torch.nn.Parameter, ...]
-
-_cores: weakref.WeakSet[NativeCore] = weakref.WeakSet()
-
-
-def unweighted() -> str:
-    """Why batches have to be equal, where an optimizer reduces without their weights; else empty."""
-    reducing = any(core.reduces for core in list(_cores))
-    return "another optimizer's gradients are reduced by Horovod itself, without weights" if reducing else ""
 
 
 def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_set) -> Any:
@@ -103,7 +96,7 @@ class NativeCore:
             if groups:
                 self._form_groups(params, groups)
             self.add_params(params)
-        _cores.add(self)
+        note_reducing(self)
 
     @property
     def reduces(self) -> bool:

@@ -41,6 +41,47 @@ def test_the_mean_is_that_of_all_samples(to_none: bool) -> None:
             assert param.grad is not None and torch.allclose(param.grad, wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("given_by_whole", [0, 1, 3, 4])
+@pytest.mark.parametrize("taken_by_part", [0, 2, 4])
+def test_passes_that_failed_are_repeated_in_parts_and_nothing_counts_twice(
+    given_by_whole: int, taken_by_part: int
+) -> None:
+    """The whole batch fails behind some gradients, then its first part does; what was given is not written again."""
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+    params, inputs, sum_of = list(net.parameters())[::-1], torch.randn(6, 3, dtype=torch.float64), Accumulation(False)
+    where = {param: (bucket, i) for bucket in pack(params, 64) for i, param in enumerate(bucket.params)}
+    views = {param: bucket.views[i] for param, (bucket, i) in where.items()}
+
+    def gradients(rows: slice) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(net(inputs[rows]).square().mean(), params))
+
+    def passes(rows: slice, covered: frozenset[torch.nn.Parameter], count: int) -> MicrobatchInHand:
+        part = MicrobatchInHand(rows.stop - rows.start, 4.0, lambda: True, 3, covered)
+        for param, grad in list(zip(params, gradients(rows), strict=True))[:count]:
+            param.grad = grad
+            sum_of.add(param, *where[param], part)
+        return part
+
+    whole = gradients(slice(0, 6))
+    given = {param: views[param].copy_(grad) for param, grad in list(zip(params, whole, strict=True))[:given_by_whole]}
+    for param, view in given.items():
+        param.grad = view
+    covered = sum_of.hold(None, given)
+    failed = passes(slice(0, 3), covered, taken_by_part)
+    inner = covered | sum_of.hold(failed, given)
+    passes(slice(0, 1), inner, 4)
+    passes(slice(1, 3), inner, 4)
+    passes(slice(3, 6), covered, 4)
+    for param, wanted in zip(params, whole, strict=True):
+        assert param.grad is None
+        assert param not in given or torch.equal(views[param], wanted), "it may be on its way to other ranks"
+    assert (sum_of.count, sum_of.weight) == (3, 1.5)
+    sum_of.finish()
+    for param, wanted in zip(params, whole, strict=True):
+        assert param.grad is not None and torch.allclose(param.grad, wanted, rtol=1e-12, atol=1e-14)
+
+
 def test_sparse_gradients_are_refused_or_made_dense() -> None:
     table = torch.nn.Embedding(5, 2, sparse=True)
     bucket = pack([table.weight], 1024)[0]

@@ -15,8 +15,8 @@ from torch.utils.data.dataloader import default_collate
 from scheduler.records import parse_mode
 from star_hvd.config import Config
 from star_hvd.runtime.memory_limits import MemoryLimits
+from star_hvd.runtime.out_of_memory import Repeats, catch_out_of_memory, cut_batch
 from star_hvd.runtime.runtime import Runtime
-from star_hvd.wrapper.out_of_memory import Repeats, catch_out_of_memory, cut_batch
 
 Point = collections.namedtuple("Point", "x name")  # What torch's collate function knows.
 
