@@ -202,7 +202,7 @@ class LinkRelevance:
         self._costs: bool | None = None  # Computed once per decision.
         self._relevant_decisions = 0  # Decisions for which the rates are still used.
         self._first: set[int] = set()  # Ranks whose gradient of the first step has come.
-        self._first_s = math.nan  # When the last of them came.
+        self._first_s = self._second_s = math.nan  # When the last of them came, and the first one of the next step.
 
     def new_decision(self, gradient_bytes: int) -> None:
         """Begin a decision: the cost of communication is computed anew.
@@ -225,10 +225,14 @@ class LinkRelevance:
         return self.bytes_per_s if self._relevant_decisions and shown else (math.nan,) * len(self.bytes_per_s)
 
     def arrived(self, rank: int, now_s: float) -> None:
-        """A rank's gradient is complete; the first step's reduction is timed from here, until others are."""
-        if not self._arrivals.comm_s and len(self._first) < len(self.bytes_per_s):
+        """A rank's gradient is complete; the first step's reduction is timed from here, as ranks do later ones."""
+        if self._arrivals.comm_s:
+            return
+        if len(self._first) < len(self.bytes_per_s):
             self._first.add(rank)
             self._first_s = now_s
+        elif math.isnan(self._second_s):
+            self._second_s = now_s
 
     def surprised(self, now_s: float) -> bool:
         """Whether the latest reduction took, or the first one takes, far longer than the rates explain."""
@@ -237,8 +241,10 @@ class LinkRelevance:
             return False
         if self._arrivals.comm_s:
             seen_s = self._arrivals.comm_s[-1]
+        elif len(self._first) == len(self.bytes_per_s):
+            seen_s = (now_s if math.isnan(self._second_s) else self._second_s) - self._first_s
         else:
-            seen_s = now_s - self._first_s if len(self._first) == len(self.bytes_per_s) else 0.0
+            return False
         return seen_s > max(_SURPRISE_S, _SURPRISE * slowest)
 
     def _slowest_s(self) -> float:
