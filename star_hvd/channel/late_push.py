@@ -176,8 +176,8 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
         while len(full_s) < _MOST_BURSTS:
             empty_s.append(time_s(empty))
             full_s.append(time_s(full))
-            if time.monotonic() - began_s > _BURSTS_S:
-                break  # Such a slow link should not be kept busy. Other measurements have to agree, see the survey.
+            if len(full_s) > 1 and time.monotonic() - began_s > _BURSTS_S:
+                break  # Such a slow link is measured well enough, and should not be kept busy.
             time.sleep(_BURST_PAUSE_S)
         return rate_of(size_bytes, empty_s, full_s)
     finally:

@@ -4,10 +4,10 @@ Links are measured once at the start, and then only while communication is a not
 traffic. The policy gets the rates (`LinkRelevance`) only then too, because a low rate makes it switch.
 
 In a sweep every rank sends a probe to one other rank, so a low rate may be due to either's link. A rank with a low rate
-whose link was low from the other side, too, has a slow link: what another rank sent to it, and what it sent to a rank
-with a fast link, took about as long. Else it sends again, to the rank with the highest rate, and the best of its rates
-counts: training, the coordinator on rank 0 and other jobs make a link look slower, never faster. A link is slow only
-where two measurements agree, one of them with a rank whose own link is fast. Every sweep pairs the ranks differently.
+sends again, to the rank with the highest rate, and the best of its rates counts, unless its link is low from the other
+side, too: what a rank with a fast link sent to it, and what it sent to such a rank, took about as long. Training, the
+coordinator on rank 0 and other jobs make a link look slower, never faster. A link is slow only where two measurements
+agree, one of them with a rank whose own link is fast. Every sweep pairs the ranks differently.
 
 Sweeps are seconds apart. One comes at once where a reduction begins to take far longer than the links as last measured
 explain. A low rate is used only while reductions are as slow as such a link makes them.
@@ -133,19 +133,28 @@ class LinkSurvey:
             return []
         best = max(self._rates, key=lambda rank: self._rates[rank])
         low = {rank for rank, rate in self._rates.items() if rate < _LOW * self._rates[best]}
-        again = []
+        wanting = {rank for rank in low if not self._confirmed(rank, low)}
+        targets = {rank: self._good_target(rank, low) for rank in wanting}
+        again = {rank: target for rank, target in targets.items() if target is not None}
+        # Whether these need a second measurement shows when the rank that has sent to them has made its own.
+        later = {rank for rank in again if self._sender(rank, low) in again}
+        probes = [(rank, target) for rank, target in sorted(again.items()) if rank not in later]
         for rank, rate in sorted(self._rates.items()):
-            target = self._good_target(rank, low)
-            if rank in low and target is not None and not self._confirmed(rank, low):
-                again.append((rank, target))
-            else:
+            measured_once = rank in wanting and sum(one == rank for one, _ in self._tried) == 1
+            if rank not in again and not (probes and measured_once):  # Else there may be a fast rank to send to soon.
                 self.bytes_per_s[rank] = rate
-        return again
+        return probes
+
+    def _sender(self, rank: int, low: set[int]) -> int | None:
+        """A rank that has sent to this one, whose own probe in this sweep went to a rank that is not low."""
+        if not any(one == rank and target not in low for one, target in self._pairs):
+            return None
+        return next((one for one, target in self._pairs if target == rank), None)
 
     def _confirmed(self, rank: int, low: set[int]) -> bool:
-        """Whether the rank's link is as slow from the other side: for what another rank has sent to it."""
+        """Whether the rank's link is as slow from the other side: for what a rank with a fast link has sent to it."""
         own = [rate for (one, target), rate in self._pairs.items() if one == rank and target not in low]
-        other = [rate for (_, target), rate in self._pairs.items() if target == rank]
+        other = [rate for (one, target), rate in self._pairs.items() if target == rank and one not in low]
         return bool(own and other) and max(*own, *other) < _ALIKE * min(*own, *other)
 
     def _good_target(self, rank: int, low: set[int]) -> int | None:
@@ -202,7 +211,7 @@ class LinkRelevance:
         self._costs: bool | None = None  # Computed once per decision.
         self._relevant_decisions = 0  # Decisions for which the rates are still used.
         self._first: set[int] = set()  # Ranks whose gradient of the first step has come.
-        self._first_s = math.nan  # When the last of them came.
+        self._first_s = self._second_s = math.nan  # When the last of them came, and the first one of the next step.
 
     def new_decision(self, gradient_bytes: int) -> None:
         """Begin a decision: the cost of communication is computed anew.
@@ -225,10 +234,14 @@ class LinkRelevance:
         return self.bytes_per_s if self._relevant_decisions and shown else (math.nan,) * len(self.bytes_per_s)
 
     def arrived(self, rank: int, now_s: float) -> None:
-        """A rank's gradient is complete; the first step's reduction is timed from here, until others are."""
-        if not self._arrivals.comm_s and len(self._first) < len(self.bytes_per_s):
+        """A rank's gradient is complete; the first step's reduction is timed from here, as ranks do later ones."""
+        if self._arrivals.comm_s:
+            return
+        if len(self._first) < len(self.bytes_per_s):
             self._first.add(rank)
             self._first_s = now_s
+        elif math.isnan(self._second_s):
+            self._second_s = now_s
 
     def surprised(self, now_s: float) -> bool:
         """Whether the latest reduction took, or the first one takes, far longer than the rates explain."""
@@ -237,8 +250,10 @@ class LinkRelevance:
             return False
         if self._arrivals.comm_s:
             seen_s = self._arrivals.comm_s[-1]
+        elif len(self._first) == len(self.bytes_per_s):
+            seen_s = (now_s if math.isnan(self._second_s) else self._second_s) - self._first_s
         else:
-            seen_s = now_s - self._first_s if len(self._first) == len(self.bytes_per_s) else 0.0
+            return False
         return seen_s > max(_SURPRISE_S, _SURPRISE * slowest)
 
     def _slowest_s(self) -> float:

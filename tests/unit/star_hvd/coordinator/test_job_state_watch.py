@@ -253,6 +253,17 @@ def test_a_reduction_that_lasts_longer_than_its_links_explain_has_them_measured_
     assert probes(1.0) >= 3, "and again; the first one goes with the step"
 
 
+def test_a_first_step_ends_when_a_rank_begins_the_next_one() -> None:
+    """Ranks that compute long in their second step are no reason to measure links that explain the first one."""
+    job = slow_link_job([2.5e7, 2.5e7, 2.5e7, 2.5e6])
+    job.pass_time(1.0)  # What is measured at the start goes without an answer here.
+    for rank in range(4):
+        job.arrive(rank, 0)
+    job.now_s += 0.6
+    job.arrive(1, 1)
+    assert not job.engine.surprised_by_links(job.now_s + 5.0)
+
+
 def test_a_second_slow_step_in_sync_is_answered_before_the_next_window() -> None:
     job = Job(4, Config(decide_interval_s=0.1))
     job.register(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import pytest
@@ -170,6 +171,20 @@ def test_a_link_that_is_slow_from_both_sides_is_not_measured_again() -> None:
             asked.append((due[0], due[1].target))
             survey.note(due[0], 2.0 if 3 in asked[-1] else 20.0)
     assert asked == [(0, 1), (1, 2), (2, 3), (3, 0), (2, 0)] and survey.bytes_per_s == [20.0, 20.0, 20.0, 2.0]
+
+
+def test_a_disturbed_measurement_is_not_confirmed_by_what_comes_from_a_slow_link() -> None:
+    """Seen beside other work: rank 2 was disturbed once, and what rank 3 sent to it came over a slow link."""
+    survey, once = LinkSurvey(4), {(2, 1): 1.8}
+    survey._sweep = 2  # In which the ranks send to (0, 3), (1, 0), (2, 1), (3, 2).
+    survey._todo = deque(survey._ring())
+    for tenth in range(40):
+        due = survey.due(tenth / 10, wanted=lambda: True)
+        if due is not None:
+            pair = (due[0], due[1].target)
+            survey.note(due[0], once.pop(pair, 2.0 if 3 in pair else 20.0))
+        assert math.isnan(survey.bytes_per_s[2]) or survey.bytes_per_s[2] == 20.0
+    assert not once and survey.bytes_per_s == [20.0, 20.0, 20.0, 2.0]
 
 
 def test_the_rate_is_what_the_link_takes_and_not_what_threads_wait() -> None:
