@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
+from star_hvd.errors import RankLostError
 from star_hvd.ps.owner.server_process import ServerProcess
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, await_marks, mark, marked
@@ -104,12 +105,23 @@ class Blocks(torch.nn.Module):
         return [[[float(row.min()), float(row.max())] for row in layer.detach()] for layer in self.layers]
 
 
+def _asked(loader: Any) -> dict[str, Any]:
+    """What follows if all ranks are asked which samples they have consumed, as at a commit, and one is dead."""
+    began_s = time.monotonic()
+    try:
+        loader.state_dict()
+    except RankLostError as error:
+        return {"lost": str(error), "waited_s": time.monotonic() - began_s}
+    return {"lost": "", "waited_s": time.monotonic() - began_s}
+
+
 def worker() -> None:
     """The gradient of a rank is -1 in its own elements of all layers; a half push would move those of some layers."""
     net = Blocks()
     inner, rank = torch.optim.SGD(net.parameters(), lr=1.0), int(hvd.rank())
     optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), mode="ps(1)", config=CONFIG)
     state = hvd.elastic.TorchState(net, optimizer)
+    loader = hvd.shard(range(1_000_000), batch_size=1)  # type: ignore[arg-type]
     served, after, dies = 0, 0, [False]
 
     def strike(param: torch.Tensor) -> None:
@@ -125,7 +137,9 @@ def worker() -> None:
         nonlocal served, after
         limit_s = time.monotonic() + PATIENCE_S
         before: list[list[list[float]]] = []
-        while after < AFTER_DEATH and time.monotonic() < limit_s:
+        for _ in loader:
+            if after >= AFTER_DEATH or time.monotonic() > limit_s:
+                break
             if not before and optimizer.mode != "sync":
                 before = net.moved()
             served += bool(before)
@@ -136,7 +150,8 @@ def worker() -> None:
             time.sleep(0.005)
             after += marked("dead")
         applied = optimizer.stats()["applied_weight"]
-        write_result({"rank": rank, "before": before, "moved": net.moved(), "applied": applied, "after": after})
+        facts = {"rank": rank, "before": before, "moved": net.moved(), "applied": applied, "after": after}
+        write_result(facts | _asked(loader))
         mark("done")
         await_marks("done", SURVIVORS, 60.0)
         os._exit(0)  # Horovod's recovery is another test's.
