@@ -82,6 +82,7 @@ def server() -> None:
         optimizer.zero_grad()
         _loss(net, int(hvd.rank()), number).backward()
         optimizer.step()
+        time.sleep(0.0 if number else 0.05)  # The server has to start meanwhile.
 
     while optimizer.mode == "sync":  # All ranks make the same number of steps until the servers are there.
         step(0)
@@ -147,7 +148,7 @@ def worker() -> None:
             optimizer.zero_grad()
             torch.stack([-layer[rank].sum() for layer in net.layers]).sum().backward()
             optimizer.step()
-            time.sleep(0.005)
+            time.sleep(0.005 if before else 0.05)  # The server has to start meanwhile.
             after += marked("dead")
         applied = optimizer.stats()["applied_weight"]
         facts = {"rank": rank, "before": before, "moved": net.moved(), "applied": applied, "after": after}
