@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
+from star_hvd.errors import RankLostError
 from star_hvd.ps.owner.server_process import ServerProcess
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, await_marks, mark, marked
 
 STEPS, WIDTH, LAYERS, RATE = 40, 24, 6, 0.02
-FAULTS = [{"at": "in_push", "update": 9}, {"at": "after_reply", "update": 20}, {"at": "in_push", "update": 31}]
+FAULTS: list[dict[str, Any]] = [
+    {"at": "in_push", "update": 9}, {"at": "after_reply", "update": 20}, {"at": "in_push", "update": 31}
+]  # fmt: skip
 VICTIM, STRIKES_AT, AFTER_DEATH = 3, 12, 30
 SURVIVORS = (0, 1)  # Horovod gives up the whole host of a rank that dies.
 # Every layer is a bucket, of several chunks.
@@ -65,7 +68,10 @@ def server() -> None:
     configuration, left = ServerProcess._configuration, list(FAULTS)
 
     def faulty(self: ServerProcess) -> dict[str, Any]:
-        return configuration(self) | {"faults": left.pop(0) if left else None}
+        fault = dict(left.pop(0)) if left else {"at": "", "update": 0}
+        if fault["at"] != "in_push":  # By the version of the parameters, not by the rank's own count of pushes.
+            fault["update"] += numbers.count(0)
+        return configuration(self) | {"faults": fault}
 
     setattr(ServerProcess, "_configuration", faulty)  # noqa: B010
     net, numbers = _net(), list[int]()
@@ -76,6 +82,7 @@ def server() -> None:
         optimizer.zero_grad()
         _loss(net, int(hvd.rank()), number).backward()
         optimizer.step()
+        time.sleep(0.0 if number else 0.05)  # The server has to start meanwhile.
 
     while optimizer.mode == "sync":  # All ranks make the same number of steps until the servers are there.
         step(0)
@@ -99,12 +106,23 @@ class Blocks(torch.nn.Module):
         return [[[float(row.min()), float(row.max())] for row in layer.detach()] for layer in self.layers]
 
 
+def _asked(loader: Any) -> dict[str, Any]:
+    """What follows if all ranks are asked which samples they have consumed, as at a commit, and one is dead."""
+    began_s = time.monotonic()
+    try:
+        loader.state_dict()
+    except RankLostError as error:
+        return {"lost": str(error), "waited_s": time.monotonic() - began_s}
+    return {"lost": "", "waited_s": time.monotonic() - began_s}
+
+
 def worker() -> None:
     """The gradient of a rank is -1 in its own elements of all layers; a half push would move those of some layers."""
     net = Blocks()
     inner, rank = torch.optim.SGD(net.parameters(), lr=1.0), int(hvd.rank())
     optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), mode="ps(1)", config=CONFIG)
     state = hvd.elastic.TorchState(net, optimizer)
+    loader = hvd.shard(range(1_000_000), batch_size=1)  # type: ignore[arg-type]
     served, after, dies = 0, 0, [False]
 
     def strike(param: torch.Tensor) -> None:
@@ -120,7 +138,9 @@ def worker() -> None:
         nonlocal served, after
         limit_s = time.monotonic() + PATIENCE_S
         before: list[list[list[float]]] = []
-        while after < AFTER_DEATH and time.monotonic() < limit_s:
+        for _ in loader:
+            if after >= AFTER_DEATH or time.monotonic() > limit_s:
+                break
             if not before and optimizer.mode != "sync":
                 before = net.moved()
             served += bool(before)
@@ -128,10 +148,11 @@ def worker() -> None:
             optimizer.zero_grad()
             torch.stack([-layer[rank].sum() for layer in net.layers]).sum().backward()
             optimizer.step()
-            time.sleep(0.005)
+            time.sleep(0.005 if before else 0.05)  # The server has to start meanwhile.
             after += marked("dead")
         applied = optimizer.stats()["applied_weight"]
-        write_result({"rank": rank, "before": before, "moved": net.moved(), "applied": applied, "after": after})
+        facts = {"rank": rank, "before": before, "moved": net.moved(), "applied": applied, "after": after}
+        write_result(facts | _asked(loader))
         mark("done")
         await_marks("done", SURVIVORS, 60.0)
         os._exit(0)  # Horovod's recovery is another test's.

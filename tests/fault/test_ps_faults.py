@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.ps_background_job import AFTER_DEATH, FAULTS, STRIKES_AT, SURVIVORS, VICTIM
+from tests.fault.ps_background_job import AFTER_DEATH, CONFIG, FAULTS, STRIKES_AT, SURVIVORS, VICTIM
 from tests.fault.ps_job import COMMIT_EVERY, KILL_AT, STEPS
 from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic
 from tests.support.launch import JobResult, run_job
@@ -43,6 +43,7 @@ def test_a_worker_killed_with_half_of_its_buckets_on_their_way_leaves_no_trace_o
         assert all(layer == first for layer in found["moved"]), "half an update was made"
         assert all(least == most for least, most in first)
         assert first[rank][0] == pytest.approx(0.25 * found["applied"]), "every gradient counts once"
+        assert "has left the job" in found["lost"] and found["waited_s"] < 0.5 * CONFIG.control_deadline_s
         assert first[VICTIM][0] <= found["before"][0][VICTIM][0] + 0.25 * STRIKES_AT
 
 
