@@ -23,6 +23,7 @@ A task is always in exactly one state: in one rank's queue, free because its ran
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import enum
 import itertools
 import math
@@ -325,16 +326,25 @@ class _Worker:
         left: It takes no more tasks.
         step: The step it works on.
         began_s: When it began its present pass, NaN where it works on none.
-        tasks: Tasks of that pass, or of the last one.
-        of_step: The step that is of.
+        first: The first task of that pass, or of the last one.
+        tasks: Its tasks.
+        of_step: The step that it is of.
     """
 
     opened: bool = False
     left: bool = False
     step: int = 0
     began_s: float = math.nan
+    first: int = 0
     tasks: int = 0
     of_step: int = 0
+
+
+def _shortened(shares: Action, count: int) -> Action:
+    """The message of a rank's share of which the first so many tasks are left: others were there before it."""
+    ends = (min(end, count) for end in itertools.accumulate(shares.sizes, initial=0))
+    sizes = tuple(end - begin for begin, end in itertools.pairwise(ends) if begin < end)
+    return dataclasses.replace(shares, sizes=sizes)
 
 
 class MicrobatchPool:
@@ -391,13 +401,7 @@ class MicrobatchPool:
         self._ahead = max(self._ahead, 1 + -(-ahead // self.layout.parts))
         closed = [step for step in range(self._made) if step not in self._steps]
         sent = [Action(rank, Kind.CLOSED, closed[-1])] if closed else []
-        for step, each in sorted(self._steps.items()):
-            sent.append(each.shares[rank])
-            # What changed before it was there: it has lost tasks, as if it had returned them.
-            sent += [
-                Action(rank, Kind.RECALL, step, first, stop - first)
-                for first, stop in without([self._first_run(each, rank)], each.queues[rank])
-            ]
+        sent += [_shortened(each.shares[rank], each.left(rank)) for _, each in sorted(self._steps.items())]
         return [*sent, *self._make_steps(now_s)]
 
     def begin(self, rank: int, step: int, task: int, task_s: float, now_s: float, tasks: int = 1) -> list[Action]:
@@ -426,7 +430,7 @@ class MicrobatchPool:
         worker.began_s = now_s if task >= 0 else math.nan
         actions: list[Action] = []
         if task >= 0 and found is not None:
-            worker.tasks, worker.of_step = tasks, step
+            worker.first, worker.tasks, worker.of_step = task, tasks, step
             found.began[rank] = True
             first, stop = self._first_run(found, rank)
             self.taken_over += 0 if first <= task < stop else tasks
@@ -437,10 +441,16 @@ class MicrobatchPool:
 
     def returned(self, rank: int, step: int, task: int, given: int, now_s: float) -> list[Action]:
         """A rank's answer to a recall: the last so many of these tasks it has given back, the others it has begun (and
-        says so elsewhere)."""
+        says so elsewhere). Unasked: a pass that it has said to begin and will not, because it leaves."""
         found = self._steps.get(step)
-        asked = next((one for one in found.asked if (one.rank, one.first) == (rank, task)), None) if found else None
-        if found is None or asked is None:
+        if found is None:
+            return []
+        asked = next((one for one in found.asked if (one.rank, one.first) == (rank, task)), None)
+        if asked is None:
+            worker = self._workers[rank]
+            if not math.isnan(worker.began_s) and (worker.of_step, worker.first, worker.tasks) == (step, task, given):
+                worker.began_s, worker.tasks = math.nan, 0
+                found.free.append((task, task + given))
             return []
         found.asked.remove(asked)
         found.divided = None
