@@ -75,7 +75,8 @@ def shard(
         batches: For an `IterableDataset`: batches of an epoch, of all ranks together.
         microbatches: Parts into which each batch is cut. An iteration of the loop is one of them; `optimizer.step()`
             makes a step of the last one of each batch and accumulates the others, `optimizer.stepped` tells. In mode
-            `sync(steal)` ranks that have done theirs take over others'. For `sync`, `sync(steal)` and `auto`.
+            `sync(steal)` ranks that have done theirs take over others', in whole or part, and an iteration is as many
+            samples as pay in one pass, never more than a batch. For `sync`, `sync(steal)` and `auto`.
         **options: Further keywords of `DataLoader`: `sampler`, `batch_sampler`, `num_workers`, `pin_memory` and so on.
 
     If a rank is late: it takes fewer batches; near the end of an epoch it takes none that the others would have to
