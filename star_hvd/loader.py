@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from scheduler.rules.leasing import Span, without
-from scheduler.rules.microbatches import StepLayout, grain
+from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
 from star_hvd.input.feeder import Feeder, loader_options

@@ -27,7 +27,8 @@ from scheduler.diagnosis.links import ring_bytes
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
-from scheduler.rules.microbatches import TRANSFER_S, grain, stolen_makespan
+from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
+from scheduler.rules.step_layout import grain
 from scheduler.rules.weights import damped, damping_scale
 
 __all__ = ["Prediction", "predict", "rank", "ring_s"]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler.rules.leasing import Span
-from scheduler.rules.microbatches import StepLayout
+from scheduler.rules.step_layout import StepLayout
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed
 from star_hvd.channel.messages.microbatches import (

@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from scheduler.rules.microbatches import Action, Kind, MicrobatchPool, StepLayout, grain
+from scheduler.rules.microbatches import Action, Kind, MicrobatchPool
 from scheduler.rules.passes import PassTimes
+from scheduler.rules.step_layout import StepLayout, grain
 
 __all__ = ["StealWorld"]
 
