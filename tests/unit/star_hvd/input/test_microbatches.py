@@ -212,3 +212,24 @@ def test_a_weight_is_given_before_it_is_used() -> None:
     assert part.weight == 2.0 and part.is_last
     with pytest.raises(StarError, match="call it before"):
         part.weigh(1.0)
+
+
+def test_a_pass_that_was_reserved_when_its_loop_was_left_goes_to_the_others() -> None:
+    job = Job(0, [1, 1], 16, 8, 4)
+    job.desk.steals = False
+    while job.up[0] or job.up[1] or job.down[0] or job.down[1]:
+        job._up(), job._down()
+    for rank in job.ranks:
+        assert job.stocks[rank].reserve(-1)
+    job.stocks[1].take()
+    assert job.stocks[1].decided(0.0) and job.stocks[1].reserve(-1)
+    job.stocks[1].close()  # It has taken its first one, reserved its second, and has two more.
+    while any(job.up) or any(job.down):
+        job._up(), job._down()
+    taken = [job.stocks[0].take()]
+    while job.stocks[0].decided(0.0) and job.stocks[0].reserve(-1):
+        taken.append(job.stocks[0].take())
+        while any(job.up) or any(job.down):
+            job._up(), job._down()
+    found = sorted(task for part in taken for task in range(part.task, part.stop))
+    assert found == [task for task in range(job.layout.tasks(0)) if not 8 <= task < 10]
