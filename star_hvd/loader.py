@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from scheduler.rules.leasing import Span, without
-from scheduler.rules.microbatches import StepLayout, grain
+from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
 from star_hvd.errors import StarError
@@ -77,7 +77,8 @@ def shard(
         batches: For an `IterableDataset`: batches of an epoch, of all ranks together.
         microbatches: Parts into which each batch is cut. An iteration of the loop is one of them; `optimizer.step()`
             makes a step of the last one of each batch and accumulates the others, `optimizer.stepped` tells. In mode
-            `sync(steal)` ranks that have done theirs take over others'. For `sync`, `sync(steal)` and `auto`.
+            `sync(steal)` ranks that have done theirs take over others', in whole or part, and an iteration is as many
+            samples as pay in one pass, never more than a batch. For `sync`, `sync(steal)` and `auto`.
         **options: Further keywords of `DataLoader`: `sampler`, `batch_sampler`, `num_workers`, `pin_memory` and so on.
 
     If a rank is late: it takes fewer batches; near the end of an epoch it takes none that the others would have to

@@ -28,7 +28,8 @@ from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
 from scheduler.plan.transmission import Transmission
-from scheduler.rules.microbatches import TRANSFER_S, grain, stolen_makespan
+from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
+from scheduler.rules.step_layout import grain
 from scheduler.rules.weights import damped, damping_scale
 from scheduler.transmission.behind_compute import averaging_left_s, push_left_s, reply_left_s, steps_behind
 

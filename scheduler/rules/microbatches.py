@@ -22,23 +22,22 @@ A task is always in exactly one state: in one rank's queue, free because its ran
 
 from __future__ import annotations
 
-import bisect
+import dataclasses
 import enum
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.rules.leasing import Span, joined, without
+from scheduler.rules.leasing import Span
 from scheduler.rules.passes import PassTimes, earliest_end, pass_sizes, spread
+from scheduler.rules.step_layout import StepLayout
 
-__all__ = [
-    "TRANSFER_S", "Action", "Kind", "MicrobatchPool", "StepLayout", "forecast_shares", "grain", "stolen_makespan",
-]  # fmt: skip
+__all__ = ["TRANSFER_S", "Action", "Kind", "MicrobatchPool", "forecast_shares", "stolen_makespan"]
 
 Array = npt.NDArray[np.float64]
 
@@ -48,9 +47,6 @@ TRANSFER_S = 1e-3
 _GAIN = 0.03
 """Least gain of a step's predicted time for which shares are unequal."""
 
-_GRAIN = 8
-"""Tasks of a micro-batch: shares of a rank four times slower than the others are right to a sixteenth of a step."""
-
 _LOOK, _LOOK_S = 0.25, 2e-5
 """Part of the fastest rank's micro-batch after which ranks without tasks are looked at again; at least so long per
 rank."""
@@ -59,89 +55,6 @@ _MANY = 16
 """Ranks above which what is left of a step is divided anew by the clock, not at every event."""
 
 _NEVER_S = 1e30  # Pace of a rank that takes nothing; infinite ones would make NaN of a product with 0.
-
-
-def grain(batch: int, parts: int) -> int:
-    """Tasks of a micro-batch, of a batch of the user's that has so many of these."""
-    return max(1, min(_GRAIN, batch // parts))
-
-
-class StepLayout:
-    """Where the micro-batches of an epoch lie; the same on all ranks and at the coordinator.
-
-    Args:
-        samples: Positions in the epoch.
-        batch: Samples of a rank in a step, as the user gave it.
-        parts: Micro-batches of a rank in a step.
-        world_size: Number of ranks.
-        drop_last: Omit what does not fill a rank's batch.
-        done: Positions that were consumed before the epoch was interrupted.
-        grain: Tasks of a micro-batch.
-
-    Attributes:
-        share: Tasks of a rank in a step on ranks of equal speed, and most tasks of a pass.
-        whole: Tasks of a whole step.
-
-    Raises:
-        ValueError: A count is out of range.
-    """
-
-    def __init__(
-        self, samples: int, batch: int, parts: int, world_size: int, *, drop_last: bool = False,
-        done: Iterable[Span] = (), grain: int = 1,
-    ) -> None:  # fmt: skip
-        if samples < 0 or not 1 <= parts * grain <= batch or parts < 1 or world_size < 1:
-            raise ValueError(
-                f"{samples} samples in batches of {batch} with {parts} micro-batches on {world_size} ranks; expected "
-                "at most one micro-batch for each sample of a batch"
-            )
-        stop = samples - samples % batch if drop_last else samples
-        self.parts, self.grain, self.world_size = parts, grain, world_size
-        self.share = parts * grain
-        self.whole = self.share * world_size
-        self._spans = without([(0, stop)], done)
-        self._ends = list(itertools.accumulate(end - start for start, end in self._spans))
-        self.samples = self._ends[-1] if self._ends else 0
-        self._per_step = batch * world_size
-
-    @property
-    def steps(self) -> int:
-        """Steps of the epoch."""
-        return -(-self.samples // self._per_step)
-
-    @property
-    def total(self) -> int:
-        """Tasks of the epoch."""
-        return (self.steps - 1) * self.whole + self.tasks(self.steps - 1) if self.steps else 0
-
-    def tasks(self, step: int) -> int:
-        """Tasks of a step; fewer in the last one where it is short."""
-        left = self._left(step)
-        if left >= self._per_step:
-            return self.whole
-        return min(left, self.grain * -(-left * self.parts * self.world_size // self._per_step))
-
-    def spans(self, step: int, task: int, tasks: int = 1) -> tuple[Span, ...]:
-        """The positions of a run of tasks."""
-        count, left = self.tasks(step), min(self._left(step), self._per_step)
-        if not 0 <= task < task + tasks <= count:
-            raise ValueError(f"{tasks} tasks from {task} of step {step}; expected some of 0..{count - 1}")
-        first = step * self._per_step
-        return tuple(self._positions(first + task * left // count, first + (task + tasks) * left // count))
-
-    def _left(self, step: int) -> int:
-        return max(0, self.samples - step * self._per_step)
-
-    def _positions(self, begin: int, end: int) -> list[Span]:
-        found: list[Span] = []
-        at = bisect.bisect_right(self._ends, begin)
-        while begin < end:
-            start, stop = self._spans[at]
-            offset = begin - (self._ends[at] - (stop - start))
-            count = min(end - begin, stop - start - offset)
-            found.append((start + offset, start + offset + count))
-            begin, at = begin + count, at + 1
-        return joined(found)
 
 
 def forecast_shares(
@@ -325,16 +238,25 @@ class _Worker:
         left: It takes no more tasks.
         step: The step it works on.
         began_s: When it began its present pass, NaN where it works on none.
-        tasks: Tasks of that pass, or of the last one.
-        of_step: The step that is of.
+        first: The first task of that pass, or of the last one.
+        tasks: Its tasks.
+        of_step: The step that it is of.
     """
 
     opened: bool = False
     left: bool = False
     step: int = 0
     began_s: float = math.nan
+    first: int = 0
     tasks: int = 0
     of_step: int = 0
+
+
+def _shortened(shares: Action, count: int) -> Action:
+    """The message of a rank's share of which the first so many tasks are left: others were there before it."""
+    ends = (min(end, count) for end in itertools.accumulate(shares.sizes, initial=0))
+    sizes = tuple(end - begin for begin, end in itertools.pairwise(ends) if begin < end)
+    return dataclasses.replace(shares, sizes=sizes)
 
 
 class MicrobatchPool:
@@ -391,13 +313,7 @@ class MicrobatchPool:
         self._ahead = max(self._ahead, 1 + -(-ahead // self.layout.parts))
         closed = [step for step in range(self._made) if step not in self._steps]
         sent = [Action(rank, Kind.CLOSED, closed[-1])] if closed else []
-        for step, each in sorted(self._steps.items()):
-            sent.append(each.shares[rank])
-            # What changed before it was there: it has lost tasks, as if it had returned them.
-            sent += [
-                Action(rank, Kind.RECALL, step, first, stop - first)
-                for first, stop in without([self._first_run(each, rank)], each.queues[rank])
-            ]
+        sent += [_shortened(each.shares[rank], each.left(rank)) for _, each in sorted(self._steps.items())]
         return [*sent, *self._make_steps(now_s)]
 
     def begin(self, rank: int, step: int, task: int, task_s: float, now_s: float, tasks: int = 1) -> list[Action]:
@@ -426,7 +342,7 @@ class MicrobatchPool:
         worker.began_s = now_s if task >= 0 else math.nan
         actions: list[Action] = []
         if task >= 0 and found is not None:
-            worker.tasks, worker.of_step = tasks, step
+            worker.first, worker.tasks, worker.of_step = task, tasks, step
             found.began[rank] = True
             first, stop = self._first_run(found, rank)
             self.taken_over += 0 if first <= task < stop else tasks
@@ -437,10 +353,16 @@ class MicrobatchPool:
 
     def returned(self, rank: int, step: int, task: int, given: int, now_s: float) -> list[Action]:
         """A rank's answer to a recall: the last so many of these tasks it has given back, the others it has begun (and
-        says so elsewhere)."""
+        says so elsewhere). Unasked: a pass that it has said to begin and will not, because it leaves."""
         found = self._steps.get(step)
-        asked = next((one for one in found.asked if (one.rank, one.first) == (rank, task)), None) if found else None
-        if found is None or asked is None:
+        if found is None:
+            return []
+        asked = next((one for one in found.asked if (one.rank, one.first) == (rank, task)), None)
+        if asked is None:
+            worker = self._workers[rank]
+            if not math.isnan(worker.began_s) and (worker.of_step, worker.first, worker.tasks) == (step, task, given):
+                worker.began_s, worker.tasks = math.nan, 0
+                found.free.append((task, task + given))
             return []
         found.asked.remove(asked)
         found.divided = None

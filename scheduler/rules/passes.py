@@ -222,7 +222,7 @@ def spread(
     free, pace = np.array(free_s), np.array(pace_s)
     level_s = float(_level(free, pace, tasks, fixed, cap, least))
     counts = np.maximum(least, tasks_by(level_s - free, pace, fixed, cap))
-    ends_s = free + pace * (fixed + counts)
+    ends_s = free + pace * (fixed * np.ceil(counts / cap) + counts)
     for rank in np.argsort(np.where(counts > least, -ends_s, math.inf))[: max(0, int(counts.sum()) - tasks)]:
         counts[rank] -= 1  # Of several that end together, one too many each at most.
-    return float(ends_s.max()) if least else level_s, counts
+    return max(level_s, float(ends_s[counts <= least].max(initial=-math.inf))) if least else level_s, counts

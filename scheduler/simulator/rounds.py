@@ -16,7 +16,8 @@ from scheduler.balance.share_policy import share_factors, solve_shares
 from scheduler.balance.time_curves import SHORT
 from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.plan.plan import Plan
-from scheduler.rules.microbatches import TRANSFER_S, grain, stolen_makespan
+from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
+from scheduler.rules.step_layout import grain
 from scheduler.simulator.base import HISTORY, State, StepMode
 from scheduler.simulator.machines import Array, Flags, Ints
 

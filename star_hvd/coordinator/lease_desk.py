@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.rules.leasing import Answer, LeaseQueue, Span, joined
-from scheduler.rules.microbatches import Action, Kind, MicrobatchPool, StepLayout, grain
+from scheduler.rules.microbatches import Action, Kind, MicrobatchPool
+from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import (
     Consumed,

@@ -101,6 +101,11 @@ class Consumption:
             self._before = joined([*self._before, *self._recent[0][1]])
         self._recent.append((step, spans))
 
+    def forget(self, spans: tuple[Span, ...]) -> None:
+        """The last batch was not begun after all."""
+        if self._recent and self._recent[-1][1] == spans:
+            self._recent.pop()
+
     def by(self, step: int) -> list[Span]:
         """The samples of all batches that were for steps up to this one."""
         late = [span for for_step, spans in self._recent if 0 <= step <= for_step for span in spans]

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from scheduler.rules.leasing import Span
-from scheduler.rules.microbatches import StepLayout
+from scheduler.rules.step_layout import StepLayout
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed
 from star_hvd.channel.messages.microbatches import (
@@ -164,7 +164,7 @@ class MicrobatchStock:
         """Whether this rank has no part in this step, unless it takes over something."""
         with self._changed:
             shares = self._shares.get(self._step)
-            return shares is not None and not shares.counts[self._rank] and not self._begun
+            return shares is not None and not shares.sizes and not self._begun
 
     @property
     def went_by(self) -> bool:
@@ -235,6 +235,10 @@ class MicrobatchStock:
                 self._queue.clear()
                 self._formed.clear()
                 early = self._step < self._layout.steps
+                if self._reserved is not None:  # Said to be begun; the loop was left before it was delivered.
+                    found, self._reserved = self._reserved, None
+                    self._consumption.forget(found.spans)
+                    self._send(MicrobatchReturn(self.loader, self.epoch, found.step, found.task, True, found.tasks))
                 self._send(LeaseReturn(self.loader, self.epoch, 0, True, early))
 
     # ---- agent's thread -------------------------------------------------------------------------------------
@@ -264,9 +268,9 @@ class MicrobatchStock:
         return Microbatch(step, task, self._layout.spans(step, task, tasks), own, tasks, granted)
 
     def _note_shares(self, message: MicrobatchShares) -> None:
-        task, count = sum(message.counts[: self._rank]), message.counts[self._rank]
+        task = sum(message.counts[: self._rank])
         self._shares[message.step] = message
-        for size in message.sizes or [1] * count:
+        for size in message.sizes:
             self._queue.append(self._run(message.step, task, size))
             task += size
 

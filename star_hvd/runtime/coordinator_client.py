@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable
 
-from scheduler.rules.microbatches import StepLayout
+from scheduler.rules.step_layout import StepLayout
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, Lease, LeaseRecall, ReportConsumed

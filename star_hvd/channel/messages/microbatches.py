@@ -85,7 +85,7 @@ class MicrobatchShares(Message):
 
     Attributes:
         counts: Tasks of every rank.
-        sizes: Tasks of each pass of this rank.
+        sizes: Tasks of each pass of this rank; together less than its own where others have begun the last ones.
         fixed: Time of a pass whatever its size, over that of a task.
         first_s: Expected time of this rank's first pass, 0 where it is not known.
     """

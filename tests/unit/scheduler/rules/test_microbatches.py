@@ -12,14 +12,8 @@ from collections import deque
 import numpy as np
 import pytest
 
-from scheduler.rules.microbatches import (
-    TRANSFER_S,
-    Kind,
-    MicrobatchPool,
-    StepLayout,
-    forecast_shares,
-    stolen_makespan,
-)
+from scheduler.rules.microbatches import TRANSFER_S, Kind, MicrobatchPool, forecast_shares, stolen_makespan
+from scheduler.rules.step_layout import StepLayout
 
 
 def _positions(spans: tuple[tuple[int, int], ...]) -> list[int]:

@@ -1,0 +1,133 @@
+"""Times of passes over several tasks, their sizes, and steps that ranks divide by them on a simulated clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+from benchmarks.scenarios import make_scenario
+
+from scheduler.rules.microbatches import stolen_makespan
+from scheduler.rules.passes import PassTimes, earliest_end, pass_sizes, spread
+from tests.support.steal_world import StealWorld
+
+FIXED_S, SAMPLE_S, BATCH, RANKS = 0.006, 0.00075, 32, 4
+
+
+def _fitted(fixed: float = 8.0, slow: float = 1.0) -> PassTimes:
+    times, rng = PassTimes(RANKS), random.Random(1)
+    for step in range(20):
+        for rank in range(RANKS):
+            for tasks in (9, 32):
+                pace_s = 0.001 * (slow if rank == 3 else 1.0) * rng.uniform(1.0, 1.02)
+                times.note(rank, tasks, pace_s * (fixed + tasks), (0, step))
+    return times
+
+
+@pytest.mark.parametrize("fixed", [0.0, 0.5, 8.0, 40.0])
+def test_what_a_pass_takes_whatever_its_size_is_found_in_pairs_of_passes(fixed: float) -> None:
+    times = _fitted(fixed)
+    assert times.fixed == pytest.approx(fixed, abs=0.1 * fixed + 0.7)
+    assert times.expected_s(0, 20) == pytest.approx(0.001 * (fixed + 20), rel=0.05)
+    assert times.fixed_part(4, 32) == pytest.approx(4 * fixed / (4 * fixed + 32), abs=0.05)
+
+
+def test_a_rank_that_becomes_slow_between_two_passes_changes_only_its_own_pace() -> None:
+    times = _fitted()
+    times.note(1, 9, 4.0 * 0.001 * 17, (0, 20))
+    assert times.fixed == pytest.approx(8.0, rel=0.15)
+    assert times.pace_s(1) == pytest.approx(0.004, rel=0.15) and times.pace_s(0) == pytest.approx(0.001, rel=0.1)
+    assert times.likely_s(0.017, 0.018) == 0.018
+    assert times.likely_s(0.017, 0.030) == pytest.approx(4.0 * 0.017, rel=0.1)  # As late as the one before.
+    assert math.isnan(PassTimes(2).pace_s(0)) and math.isnan(PassTimes(2).fixed_part(4, 32))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_passes_are_all_of_a_ranks_tasks_and_none_is_larger_than_a_batch(seed: int) -> None:
+    rng = random.Random(seed)
+    count, cap, fixed = rng.randint(1, 200), rng.randint(1, 64), rng.choice((0.0, 1.0, 8.0, 90.0))
+    first = rng.choice((math.inf, rng.uniform(0.0, 100.0)))
+    sizes = pass_sizes(count, cap, rng.randint(1, cap), fixed, first)
+    assert sum(sizes) == count and min(sizes) >= 1 and max(sizes) <= cap
+    if fixed > cap:
+        assert len(sizes) == -(-count // cap)
+
+
+def test_one_pass_where_a_pass_costs_much_and_no_rank_becomes_slow_a_short_first_one_where_one_does() -> None:
+    paces_s, counts = np.full(RANKS, 0.001), np.full(RANKS, 32)
+    well, moving, free = _fitted(), _fitted(), _fitted(0.0)
+    for step in range(20, 60):
+        moving.note(step % 4, 9, 4.0 * 0.017 if step % 5 == 0 else 0.017, (0, step))
+
+    def sizes(times: PassTimes) -> list[int]:
+        return pass_sizes(32, 32, 8, times.fixed, times.first_pass_s(paces_s, counts, 32) / 0.001)
+
+    assert sizes(well) == [32]
+    assert sizes(moving)[0] <= 16 and len(sizes(moving)) == 2
+    assert sizes(free)[0] <= 8 and len(sizes(free)) > 2  # It costs nothing.
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tasks_end_as_early_as_they_can(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks, cap = rng.randint(2, 3), rng.randint(1, 6)
+    pace_s = [rng.uniform(0.5, 4.0) for _ in range(ranks)]
+    free_s = [rng.choice((0.0, rng.uniform(0.0, 6.0))) for _ in range(ranks)]
+    fixed, tasks, least = rng.choice((0.0, 0.7, 3.0)), rng.randint(ranks, 10), rng.choice((0, 1))
+
+    def end_s(rank: int, count: int) -> float:
+        return free_s[rank] + pace_s[rank] * (fixed * -(-count // cap) + count) if count else 0.0
+
+    every = (c for c in itertools.product(range(least, tasks + 1), repeat=ranks) if sum(c) == tasks)
+    best_s = min(max(end_s(rank, count) for rank, count in enumerate(counts)) for counts in every)
+    found_s = float(earliest_end(np.array(free_s), np.array(pace_s), tasks, fixed, cap, least))
+    assert found_s == pytest.approx(best_s, rel=1e-5)
+    after_s, counts = spread(free_s, pace_s, tasks, fixed, cap, least)
+    assert counts.sum() == tasks and counts.min() >= least
+    assert max(end_s(rank, int(count)) for rank, count in enumerate(counts)) == pytest.approx(best_s, rel=1e-5)
+    assert after_s == pytest.approx(best_s, rel=1e-5)
+
+
+def _world(scenario: str, fixed_s: float, sample_s: float, epochs: int = 5) -> tuple[StealWorld, float]:
+    """Steps behind the first epochs, and the bound of one."""
+    slow = make_scenario(scenario, RANKS)
+    world = StealWorld(lambda step, rank: slow.slowdown(rank, step), fixed_s=fixed_s, sample_s=sample_s)
+    for _ in range(epochs):
+        world.epoch(10)
+    batch_s = fixed_s + sample_s * BATCH
+    return world, (batch_s + world.reduce_s) * RANKS / slow.capacity(fixed_s / batch_s)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "fixed_s", "sample_s", "most", "passes"),
+    [
+        ("rotating", FIXED_S, SAMPLE_S, 1.22, 8.5),
+        ("rotating", 0.0, 0.03 / BATCH, 1.08, 99.0),
+        ("one-slow", FIXED_S, SAMPLE_S, 1.18, 7.5),
+        ("none", FIXED_S, SAMPLE_S, 1.05, 4.5),
+    ],
+)
+def test_steps_come_near_the_bound_though_every_pass_has_its_fixed_cost(
+    scenario: str, fixed_s: float, sample_s: float, most: float, passes: float
+) -> None:
+    """Four micro-batches of every rank, each in a pass of its own, take 1.6 times the bound in the first case."""
+    world, bound_s = _world(scenario, fixed_s, sample_s)
+    assert statistics.mean(world.steps_s[20:]) < most * bound_s
+    assert statistics.mean(world.passes[20:]) < passes
+    assert world.most <= BATCH
+
+
+@pytest.mark.parametrize("scenario", ["rotating", "one-slow", "two-slow"])
+def test_the_price_of_taking_over_is_what_steps_take(scenario: str) -> None:
+    world, _ = _world(scenario, FIXED_S, SAMPLE_S)
+    slow = make_scenario(scenario, RANKS)
+    parts = 4
+    times_s = np.array([slow.rows[step % len(slow.rows)] for step in range(20, 50)])
+    times_s = times_s * (parts * FIXED_S + SAMPLE_S * BATCH)
+    fixed_part = parts * FIXED_S / (parts * FIXED_S + SAMPLE_S * BATCH)
+    priced_s = stolen_makespan(times_s, parts, grain=8, fixed_part=fixed_part).mean() + world.reduce_s
+    assert priced_s == pytest.approx(statistics.mean(world.steps_s[20:]), rel=0.08)
