@@ -325,8 +325,7 @@ def the_returned_class_is_not_called(ctx: Context) -> None:
 def what_needs_lockstep_says_so_once(ctx: Context) -> None:
     for options in ({"groups": 2}, {"gradient_predivide_factor": 2.0}, {"process_set": ctx.subset}):
         with logged() as log:
-            model = mlp()
-            optimizer = ctx.relaxed().wrap(Plain.sgd(model.parameters()), model.named_parameters(), **options)
+            model, optimizer = wrapped(ctx.relaxed(), **options)
             for step in range(3):
                 optimizer.zero_grad()
                 differentiate(model, step)

@@ -8,7 +8,19 @@ from typing import Any
 
 import torch
 
-from tests.contract.harness import Api, Context, Plain, all_equal, assert_same, batch, case, mlp, params_of, values_of
+from tests.contract.harness import (
+    Api,
+    Context,
+    Plain,
+    all_equal,
+    assert_same,
+    batch,
+    case,
+    mlp,
+    params_of,
+    values_of,
+    wrapped,
+)
 
 STEPS = 4
 Values = dict[str, torch.Tensor]
@@ -27,8 +39,7 @@ def _autocast_loss(model: torch.nn.Module, rank: int, step: int, dtype: torch.dt
 @case()
 def autocast_bfloat16(ctx: Context) -> None:
     def run(api: Api) -> Values:
-        model = mlp()
-        optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+        model, optimizer = wrapped(api)
         for step in range(STEPS):
             optimizer.zero_grad()
             _autocast_loss(model, ctx.rank, step, torch.bfloat16).backward()
@@ -39,8 +50,7 @@ def autocast_bfloat16(ctx: Context) -> None:
 
 
 def _scaled_float16(ctx: Context, api: Api, recipe: str) -> tuple[Values, float, Any]:
-    model = mlp()
-    optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+    model, optimizer = wrapped(api)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -173,8 +183,7 @@ def fused_and_foreach_steps(ctx: Context) -> None:
     )
 
     def run(api: Api, make: Callable[[Any], torch.optim.Optimizer]) -> Values:
-        model = mlp()
-        optimizer = api.wrap(make(model.parameters()), model.named_parameters())
+        model, optimizer = wrapped(api, make)
         for step in range(STEPS):
             optimizer.zero_grad()
             _mse(model, ctx.rank, step).backward()

@@ -18,6 +18,7 @@ from tests.contract.harness import (
     mlp,
     raises,
     values_of,
+    wrapped,
 )
 
 
@@ -54,8 +55,7 @@ def parameters_without_gradient_on_one_rank(ctx: Context) -> None:
 @case()
 def a_rank_without_any_gradient(ctx: Context) -> None:
     def run(api: Api) -> Any:
-        model = mlp()
-        optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+        model, optimizer = wrapped(api)
         for step in range(4):
             optimizer.zero_grad()
             if step != 2 or ctx.rank != 0:

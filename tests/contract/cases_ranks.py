@@ -24,6 +24,7 @@ from tests.contract.harness import (
     reference,
     train,
     values_of,
+    wrapped,
 )
 from tests.support.inside import driver_of
 
@@ -142,8 +143,7 @@ def a_delay_in_backward_is_named(ctx: Context) -> None:
 
 @case(ranks=(4,), modes=("sync",))
 def nobody_slow_nobody_named(ctx: Context) -> None:
-    model = mlp()
-    optimizer = ctx.star.wrap(Plain.simple(model.parameters()), model.named_parameters())
+    model, optimizer = wrapped(ctx.star, Plain.simple)
     for step in range(16):
         optimizer.zero_grad()
         differentiate(model, step)
@@ -200,8 +200,7 @@ class SlowToUnpack:
 @case()
 def the_first_step_after_a_broadcast_is_whole(ctx: Context) -> None:
     """Ranks leave a collective at different moments; in lockstep nobody goes on without the last one."""
-    model = mlp()
-    optimizer = ctx.star.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+    model, optimizer = wrapped(ctx.star)
     for step in range(5):
         star_hvd.broadcast_object(SlowToUnpack(), root_rank=0, name="c.slow")
         optimizer.zero_grad()
@@ -222,8 +221,7 @@ def broadcast_parameters_takes_lists_and_dicts(ctx: Context) -> None:
 @case(last=True)
 def uneven_numbers_of_batches_end_with_join(ctx: Context) -> None:
     """Rank 0 has fewer batches: it joins, the others go on; afterwards all are equal."""
-    model = mlp()
-    optimizer = ctx.star.wrap(Plain.simple(model.parameters()), model.named_parameters())
+    model, optimizer = wrapped(ctx.star, Plain.simple)
     for step in range(3 if ctx.rank == 0 else 5):
         optimizer.zero_grad()
         differentiate(model, step)
@@ -238,8 +236,7 @@ def shard_gives_every_sample_once(ctx: Context) -> None:
     inputs, targets = batch(0, 0, 76)
     data = torch.utils.data.TensorDataset(inputs, targets, torch.arange(76))
     loader = star_hvd.shard(data, 8, seed=3)
-    model = mlp()
-    optimizer = ctx.star.wrap(Plain.simple(model.parameters()), model.named_parameters())
+    model, optimizer = wrapped(ctx.star, Plain.simple)
     from star_hvd.runtime import runtime
 
     run = runtime.current()
@@ -266,8 +263,7 @@ def one_rank_alone(ctx: Context) -> None:
         ctx.compare(lambda api, o=options: train(api, Plain.sgd, **o))
     for mode in ("auto", "partial", "partial(1)"):
         train(Api(star_hvd, {"mode": mode}), Plain.sgd)
-    model = mlp()
-    optimizer = ctx.star.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+    model, optimizer = wrapped(ctx.star)
     optimizer.zero_grad(set_to_none=True)
     differentiate(model, 0)
     optimizer.synchronize()

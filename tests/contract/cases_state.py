@@ -324,21 +324,21 @@ def wrapping_again_does_not_reduce_twice(ctx: Context) -> None:
             torch.testing.assert_close(param.grad, mean * ctx.size, rtol=1e-6, atol=1e-6)
 
 
+def _adversaries(api: Api, make: Any, lr: float) -> tuple[torch.nn.Module, torch.nn.Module, Any, Any]:
+    """A generator and a critic as in a GAN, and the optimizer of each; `make` makes the generator's."""
+    torch.manual_seed(0)
+    generator, critic = torch.nn.Linear(6, 3), torch.nn.Linear(3, 1)
+    names = [[(f"{of}.{name}", p) for name, p in m.named_parameters()] for of, m in (("g", generator), ("c", critic))]
+    own = api.wrap(make(generator.parameters(), lr=lr), names[0])
+    return generator, critic, own, api.wrap(torch.optim.SGD(critic.parameters(), lr=0.05), names[1])
+
+
 @case()
 def two_optimizers_in_turn(ctx: Context) -> None:
     """As in a GAN: backward of one runs through the other's parameters, and steps overlap."""
 
     def run(api: Api) -> Any:
-        torch.manual_seed(0)
-        generator, critic = torch.nn.Linear(6, 3), torch.nn.Linear(3, 1)
-        own = api.wrap(
-            torch.optim.Adam(generator.parameters(), lr=0.01),
-            [(f"generator.{name}", p) for name, p in generator.named_parameters()],
-        )
-        others = api.wrap(
-            torch.optim.SGD(critic.parameters(), lr=0.05),
-            [(f"critic.{name}", p) for name, p in critic.named_parameters()],
-        )
+        generator, critic, own, others = _adversaries(api, torch.optim.Adam, lr=0.01)
         for step in range(5):
             noise, real = batch(int(star_hvd.rank()), step)
             others.zero_grad()
@@ -363,16 +363,7 @@ def gradients_of_another_loss_are_reduced_and_dropped(ctx: Context) -> None:
     """The plain GAN loop: the generator's loss leaves gradients in the critic, whose optimizer has to collect them."""
 
     def run(api: Api) -> Any:
-        torch.manual_seed(0)
-        generator, critic = torch.nn.Linear(6, 3), torch.nn.Linear(3, 1)
-        own = api.wrap(
-            torch.optim.SGD(generator.parameters(), lr=0.05),
-            [(f"generator.{name}", p) for name, p in generator.named_parameters()],
-        )
-        others = api.wrap(
-            torch.optim.SGD(critic.parameters(), lr=0.05),
-            [(f"critic.{name}", p) for name, p in critic.named_parameters()],
-        )
+        generator, critic, own, others = _adversaries(api, torch.optim.SGD, lr=0.05)
         for step in range(4):
             noise, real = batch(int(star_hvd.rank()), step)
             others.zero_grad()

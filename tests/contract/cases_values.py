@@ -20,6 +20,7 @@ from tests.contract.harness import (
     train,
     values_of,
     warned,
+    wrapped,
 )
 
 
@@ -183,8 +184,7 @@ def passes_with_groups_and_names(ctx: Context) -> None:
 @case()
 def passes_changed_between_steps(ctx: Context) -> None:
     def run(api: Api) -> Any:
-        model = mlp()
-        optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+        model, optimizer = wrapped(api)
         step = 0
         for passes in (1, 3, 2, 1):
             optimizer.set_backward_passes_per_step(passes)
@@ -205,8 +205,7 @@ def step_before_all_passes(ctx: Context) -> None:
     """`step()` after fewer passes than agreed reduces what is there."""
 
     def run(api: Api) -> Any:
-        model = mlp()
-        optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters(), backward_passes_per_step=3)
+        model, optimizer = wrapped(api, backward_passes_per_step=3)
         for step, passes in enumerate((3, 1, 2, 3)):
             optimizer.zero_grad()
             for i in range(passes):
@@ -217,43 +216,30 @@ def step_before_all_passes(ctx: Context) -> None:
     ctx.compare(run)
 
 
+def _clipped_by_hand(api: Api) -> Any:
+    model, optimizer = wrapped(api)
+    for step in range(4):
+        optimizer.zero_grad()
+        differentiate(model, step)
+        optimizer.synchronize()
+        # The order of the norm's summands is that of the parameters: backwards in a bucket.
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        with warned() as texts, optimizer.skip_synchronize():
+            optimizer.step()
+        assert not texts, texts
+    return values_of(model, optimizer)
+
+
 @case()
 def clipping_by_hand(ctx: Context) -> None:
-    def run(api: Api) -> Any:
-        model = mlp()
-        optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
-        for step in range(4):
-            optimizer.zero_grad()
-            differentiate(model, step)
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            with warned() as texts, optimizer.skip_synchronize():
-                optimizer.step()
-            assert not texts, texts
-        return values_of(model, optimizer)
-
-    ctx.compare(run)
+    ctx.compare(_clipped_by_hand)
 
 
 @case()
 def clipping_inside(ctx: Context) -> None:
     """`max_grad_norm` does what clipping by hand does."""
-
-    def by_hand(api: Api) -> Any:
-        model = mlp()
-        optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
-        for step in range(4):
-            optimizer.zero_grad()
-            differentiate(model, step)
-            optimizer.synchronize()
-            # The order of the norm's summands is that of the parameters: backwards in a bucket.
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-        return values_of(model, optimizer)
-
     got = train(ctx.star, Plain.sgd, steps=4, max_grad_norm=0.05)
-    assert_same(got, by_hand(ctx.horovod), exact=False)
+    assert_same(got, _clipped_by_hand(ctx.horovod), exact=False)
 
 
 @case()

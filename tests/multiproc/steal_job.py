@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
-from tests.multiproc.shares_job import CLIP, SAMPLES, _adamw, _data, _net, _reference, _vector
+from tests.multiproc.shares_job import CLIP, SAMPLES, _adamw, _data, _net, _reference, _vector, explained
 from tests.support.launch import write_result
 
 BATCH, PARTS, RANKS = 20, 4, 4  # 12 steps of 80 samples and one of 35.
@@ -169,19 +169,7 @@ def by_hand() -> dict[str, Any]:
 
 def unfed() -> dict[str, Any]:
     """Without `microbatches`."""
-    net = _net()
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)")
-    told = ""
-    for _ in range(2000):
-        optimizer.zero_grad()
-        net(torch.ones(4, 6, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-        time.sleep(0.002)
-        # Rank 0 knows why, and all ranks have to stop at the same step.
-        told = hvd.broadcast_object(hvd.explain() if hvd.rank() == 0 else "", 0, name="told")
-        if "microbatches" in told:
-            break
-    return {"explain": told, "mode": optimizer.mode}
+    return explained("sync(steal)", "microbatches")
 
 
 def wrong() -> dict[str, Any]:
