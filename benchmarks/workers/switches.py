@@ -70,7 +70,7 @@ def _ask_for(mode: str) -> None:
         return
     plan = parse_mode(mode, run.world_size)
     assert plan is not None
-    with run.coordinator.board() as board:
+    with run.coordinator.job_state() as board:
         engine = board.engines.get(max(board.engines, default=-1))
         if engine is not None and engine.active.label != plan.label and not engine.switching:
             engine.publish(plan.replace(reason="asked for"), time.monotonic())

@@ -9,8 +9,8 @@ import statistics
 
 import numpy as np
 import pytest
-from benchmarks.scenarios import make_scenario
 
+from benchmarks.lab.scenarios import make_scenario
 from scheduler.rules.microbatches import stolen_makespan
 from scheduler.rules.passes import PassTimes, earliest_end, pass_sizes, spread
 from tests.support.steal_world import StealWorld

@@ -46,7 +46,7 @@ class _Coordinator:
         self._job = job
 
     @contextlib.contextmanager
-    def board(self) -> Iterator[Any]:
+    def job_state(self) -> Iterator[Any]:
         yield self._job.board
 
 
