@@ -106,7 +106,7 @@ def test_a_step_tells_the_samples_behind_it(teller: StepReporter) -> None:
 
 def test_shard_tells_what_it_hands_out(teller: StepReporter, monkeypatch: pytest.MonkeyPatch) -> None:
     run = World(1, monkeypatch).runs[0]
-    run.drivers[0] = SimpleNamespace(reporter=teller)
+    run.drivers[0] = SimpleNamespace(reporter=teller, equal_batches="")
     told: list[StepReport] = []
     teller.log = SimpleNamespace(step=told.append)  # type: ignore[assignment]
     for step, _ in enumerate(shard(torch.utils.data.TensorDataset(torch.arange(7.0)), batch_size=4)):
