@@ -447,8 +447,9 @@ class ShardLoader:
         )  # fmt: skip
         digest = order.digest + len(done) + sum(done) % (1 << 32)
         opening = MicrobatchOpen(
-            self._number, self._passes, size, self.batch_size, parts, self._drop_last, feeder.ahead, digest, done
-        )
+            self._number, self._passes, size, self.batch_size, parts, self._drop_last, feeder.ahead, digest, done,
+            self._run.config.max_batch,
+        )  # fmt: skip
         stock = self._run.client.open_microbatches(layout, opening)
         self._passes, self._positions = self._passes + 1, size
         self._open = _Interrupted(epoch, stock.epoch, order.saved, size)

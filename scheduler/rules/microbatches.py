@@ -58,26 +58,28 @@ _NEVER_S = 1e30  # Pace of a rank that takes nothing; infinite ones would make N
 
 
 def forecast_shares(
-    paces_s: Sequence[float], tasks: int, share: int, *, fixed: float = 0.0, more: Sequence[int] = ()
-) -> tuple[int, ...]:
+    paces_s: Sequence[float], tasks: int, share: int, *, longest: int = 0, fixed: float = 0.0,
+    more: Sequence[int] = (),
+) -> tuple[int, ...]:  # fmt: skip
     """Tasks of every rank at the beginning of a step: the least time of the slowest, equal ones where they are as good.
 
     Args:
         paces_s: Seconds per task of every rank, NaN where unknown: as the others.
         tasks: Tasks of the step.
-        share: Tasks of every rank in a whole step, and most tasks of a pass.
+        share: Tasks of every rank in a whole step.
+        longest: Most tasks of a pass; 0 for `share`.
         fixed: Time of a pass whatever its size, in tasks.
         more: Passes of every rank beyond the fewest.
     """
-    n = len(paces_s)
+    n, cap = len(paces_s), longest or share
     own_s = _known(paces_s)
     if tasks < n or own_s is None:
         return _equal(tasks, n, share)
     before_s = [count * fixed * pace_s for count, pace_s in zip(more or [0] * n, own_s, strict=True)]
-    end_s, counts = spread(before_s, own_s, tasks, fixed, share, 1)
+    end_s, counts = spread(before_s, own_s, tasks, fixed, cap, 1)
     equal = _equal(tasks, n, share)
     equal_s = max(
-        first_s + (fixed * -(-count // share) + count) * pace_s
+        first_s + (fixed * -(-count // cap) + count) * pace_s
         for count, pace_s, first_s in zip(equal, own_s, before_s, strict=True)
     )
     return equal if equal_s <= (1.0 + _GAIN) * end_s else tuple(counts.astype(int).tolist())
@@ -427,16 +429,16 @@ class MicrobatchPool:
     def _make(self, step: int, now_s: float) -> _Step:
         """Shares of a step, and passes of the ranks."""
         layout, tasks, n = self.layout, self.layout.tasks(step), self.layout.world_size
-        fixed, cap = self.times.fixed, layout.share
+        fixed, share, cap = self.times.fixed, layout.share, layout.longest
         paces_s = _known([self._pace_s(rank, now_s) for rank in range(n)]) if self.steals else None
-        counts, sizes = _equal(tasks, n, cap), []
+        counts, sizes = _equal(tasks, n, share), []
         if paces_s is not None:
-            counts = forecast_shares(paces_s, tasks, cap, fixed=fixed)
+            counts = forecast_shares(paces_s, tasks, share, longest=cap, fixed=fixed)
             first_s = self.times.first_pass_s(np.array(paces_s), np.array(counts), cap)
             sizes = [pass_sizes(c, cap, layout.grain, fixed, first_s / p) for c, p in zip(counts, paces_s, strict=True)]
             more = [len(each) - -(-count // cap) for each, count in zip(sizes, counts, strict=True)]
             if any(more) and fixed:  # Passes cost time, and the others can do more meanwhile.
-                counts = forecast_shares(paces_s, tasks, cap, fixed=fixed, more=more)
+                counts = forecast_shares(paces_s, tasks, share, longest=cap, fixed=fixed, more=more)
                 sizes = [
                     pass_sizes(c, cap, layout.grain, fixed, first_s / p) for c, p in zip(counts, paces_s, strict=True)
                 ]
@@ -537,7 +539,7 @@ class MicrobatchPool:
         paces_s = _known([self._pace_s(rank, now_s) for rank in ranks])
         found.divided = _Division(now_s + (self._look_s() if len(ranks) > _MANY else 0.0), [0 for _ in ranks])
         if tasks and paces_s is not None:
-            fixed, cap = self.times.fixed, self.layout.share
+            fixed, cap = self.times.fixed, self.layout.longest
             free_s = [
                 self._free_s(rank, now_s) - now_s if worker.step == step else 0.0
                 for rank, worker in enumerate(self._workers)
@@ -554,7 +556,7 @@ class MicrobatchPool:
     def _take_over(self, rank: int, step: int, found: _Step, now_s: float) -> list[Action]:
         """Tasks of the rank that would end last, as many as this one ends when all could end."""
         divided = self._divide(step, found, now_s)
-        wanted = min(divided.counts[rank], self.layout.share)
+        wanted = min(divided.counts[rank], self.layout.longest)
         for victim in list(divided.late) if wanted > 0 else ():
             left = found.left(victim)
             # One stays, so that it has a part in the step.

@@ -32,7 +32,8 @@ class StepLayout:
         grain: Tasks of a micro-batch.
 
     Attributes:
-        share: Tasks of a rank in a step on ranks of equal speed, and most tasks of a pass.
+        share: Tasks of a rank in a step on ranks of equal speed.
+        longest: Most tasks of a pass: those of a batch of the user's, unless `limit_passes` says less.
         whole: Tasks of a whole step.
 
     Raises:
@@ -51,11 +52,17 @@ class StepLayout:
         stop = samples - samples % batch if drop_last else samples
         self.parts, self.grain, self.world_size = parts, grain, world_size
         self.share = parts * grain
+        self.longest = self.share
         self.whole = self.share * world_size
         self._spans = without([(0, stop)], done)
         self._ends = list(itertools.accumulate(end - start for start, end in self._spans))
         self.samples = self._ends[-1] if self._ends else 0
-        self._per_step = batch * world_size
+        self._batch, self._per_step = batch, batch * world_size
+
+    def limit_passes(self, samples: int) -> None:
+        """No pass is to have more samples, where that is not less than a micro-batch; 0 for no limit."""
+        if samples:
+            self.longest = min(self.longest, max(self.grain, samples * self.share // self._batch))
 
     @property
     def steps(self) -> int:

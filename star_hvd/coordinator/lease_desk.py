@@ -315,10 +315,11 @@ class MicrobatchDesk:
             self._early[rank, message.loader] = message
             return
         first, other = self._orders.setdefault(key, (message, rank))
-        if dataclasses.replace(message, ahead=first.ahead) != first:
+        if dataclasses.replace(message, ahead=first.ahead, most=first.most) != first:
             self._send(rank, Lease(*key, 0, 0, True, _differs(rank, message, other, first)))
             return
         pool = self._pools.get(key) or self._make(key, message)
+        pool.layout.limit_passes(message.most)
         self._do(key, pool, pool.open(rank, message.ahead, now_s))
 
     def begin(self, rank: int, message: MicrobatchBegin, now_s: float) -> None:

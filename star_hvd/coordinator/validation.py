@@ -193,7 +193,7 @@ def _lease_return(message: LeaseReturn, _: int) -> None:
 
 def _microbatch_open(message: MicrobatchOpen, _: int) -> None:
     whole = (message.loader, message.epoch, message.samples, message.batch - 1, message.ahead, message.digest)
-    if min(*whole, message.parts - 1) < 0:
+    if min(*whole, message.parts - 1, message.most) < 0:
         raise _negative(message)
 
 

@@ -58,11 +58,11 @@ class StealWorld:
 
     def __init__(
         self, slowdown: Callable[[int, int], float], *, fixed_s: float, sample_s: float, ranks: int = 4,
-        batch: int = 32, parts: int = 4, reduce_s: float = 0.003, jitter: float = 0.02, seed: int = 0,
+        batch: int = 32, parts: int = 4, reduce_s: float = 0.003, jitter: float = 0.02, seed: int = 0, limit: int = 0,
     ) -> None:  # fmt: skip
         self.slowdown, self.fixed_s, self.sample_s = slowdown, fixed_s, sample_s
         self.n, self.batch, self.parts, self.reduce_s, self.jitter = ranks, batch, parts, reduce_s, jitter
-        self.random = random.Random(seed)
+        self.random, self.limit = random.Random(seed), limit
         self.times = PassTimes(ranks)
         self.now_s = 0.0
         self.steps_s: list[float] = []
@@ -75,6 +75,7 @@ class StealWorld:
         self._layout = StepLayout(
             steps * self.batch * self.n, self.batch, self.parts, self.n, grain=grain(self.batch, self.parts)
         )
+        self._layout.limit_passes(self.limit)
         self._pool = MicrobatchPool(self._layout, self.times, self._epochs)
         self._pool.steals = True
         self._epochs += 1

@@ -25,6 +25,7 @@ class MicrobatchOpen(Message):
         ahead: Micro-batches that its workers load ahead.
         digest: Of the order of the samples, equal on all ranks.
         done: Starts and stops of spans that were consumed before the epoch was interrupted.
+        most: Samples of a pass, at most; 0 for no limit but `batch`.
     """
 
     kind: ClassVar[str] = "microbatch_open"
@@ -37,6 +38,7 @@ class MicrobatchOpen(Message):
     ahead: int
     digest: int
     done: list[int] = field(default_factory=list)
+    most: int = 0
 
 
 @message_kind

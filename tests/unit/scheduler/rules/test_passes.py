@@ -131,3 +131,14 @@ def test_the_price_of_taking_over_is_what_steps_take(scenario: str) -> None:
     fixed_part = parts * FIXED_S / (parts * FIXED_S + SAMPLE_S * BATCH)
     priced_s = stolen_makespan(times_s, parts, grain=8, fixed_part=fixed_part).mean() + world.reduce_s
     assert priced_s == pytest.approx(statistics.mean(world.steps_s[20:]), rel=0.08)
+
+
+@pytest.mark.parametrize("limit, most", [(0, 32), (20, 20), (8, 8), (3, 8)])
+def test_no_pass_has_more_samples_than_fit_unless_a_micro_batch_of_the_users_has(limit: int, most: int) -> None:
+    """All samples of an epoch are in passes, asserted by the world; a pass that may be long is, for its fixed cost."""
+    world = StealWorld(
+        lambda step, rank: 4.0 if rank == step // 5 % 4 else 1.0, fixed_s=0.006, sample_s=0.001, limit=limit
+    )
+    for _ in range(3):
+        world.epoch(10)
+    assert most - 4 < world.most <= most
