@@ -25,7 +25,7 @@ def run_of(board: JobState | None, rank: int = 0) -> SimpleNamespace:
     def look() -> Iterator[JobState | None]:
         yield board
 
-    coordinator = None if board is None else SimpleNamespace(board=look)
+    coordinator = None if board is None else SimpleNamespace(job_state=look)
     return SimpleNamespace(rank=rank, coordinator=coordinator, drivers={})
 
 
