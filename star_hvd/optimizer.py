@@ -240,23 +240,7 @@ class _Wrapper:
         if (self.size == 1 and not _is_elastic()) or reason:
             if reason and (given["plan"] is None or given["plan"].relaxed or given["plan"].uneven):
                 logger.warning("%s: runs in lockstep exactly as in Horovod; modes do not apply", reason)
-            native = NativeCore(
-                self.inner,
-                self.base,
-                wrapped=self.wrapped,
-                names=given["names"],
-                compression=given["compression"],
-                op=given["op"],
-                predivide=given["predivide"],
-                groups=given["groups"],
-                process_set=given["process_set"],
-                **common,
-            )
-            running = runtime.current()
-            if running is not None and native.reduces:
-                for driver in running.drivers.values():
-                    driver.pin(unweighted(), equal_batches=True)
-            return native
+            return self._native_core(common)
         return BucketCore(
             self.inner,
             self.base,
@@ -272,6 +256,26 @@ class _Wrapper:
             names=given["names"],
             **common,
         )
+
+    def _native_core(self, common: dict[str, Any]) -> NativeCore:
+        given = self.given
+        native = NativeCore(
+            self.inner,
+            self.base,
+            wrapped=self.wrapped,
+            names=given["names"],
+            compression=given["compression"],
+            op=given["op"],
+            predivide=given["predivide"],
+            groups=given["groups"],
+            process_set=given["process_set"],
+            **common,
+        )
+        running = runtime.current()
+        if running is not None and native.reduces:
+            for driver in running.drivers.values():
+                driver.pin(unweighted(), equal_batches=True)
+        return native
 
     def _lockstep_reason(self) -> str | None:
         given = self.given
@@ -528,5 +532,3 @@ class _Methods:
 
     def _register_hooks(self) -> None:
         """Does nothing; kept for scripts that call it after a reset."""
-
-

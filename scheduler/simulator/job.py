@@ -152,9 +152,7 @@ class Job:
         self._pending: Plan | None = None
         self._left_s: dict[tuple[int, ...], float] = {}  # When a plan with that process set ended.
         self._observed = (0.0, 0.0, 0.0)
-        self._frozen = sorted(
-            (e.start_s, e.end_s, e.rank) for e in scenario.episodes if e.kind == "frozen"
-        )
+        self._frozen = sorted((e.start_s, e.end_s, e.rank) for e in scenario.episodes if e.kind == "frozen")
         self._rng = np.random.default_rng(scenario.seed + 1)
         self._measured = (0.0, np.zeros(scenario.world_size))
         self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
@@ -202,33 +200,14 @@ class Job:
     def window(self, silent_s: dict[int, float] | None = None) -> Window:
         """The window the coordinator would see now, with measurement errors of links (3 %) and noise scale (20 %)."""
         state, scenario = self.state, self.scenario
-        machines = state.machines
-        machines.advance_to(state.now_s)
+        state.machines.advance_to(state.now_s)
         noise, links = self._errors()
-        known = np.minimum(state.reported[0], HISTORY)
         silent = {rank: self.now_s - start for start, end, rank in self._frozen if start < self.now_s < end}
         silent.update(silent_s or {})
-        n, ring = scenario.world_size, 2.0 * (scenario.world_size - 1) / scenario.world_size
-        ranks = []
-        for rank in range(n):
-            count = int(known[rank])
-            first = int(state.reported[0, rank]) - count
-            slots = np.arange(first, first + count) % HISTORY
-            total_s = max(float(state.history_s[0, rank, slots].sum()), 1e-12)
-            rate = float(machines.rate[0, rank]) * math.exp(0.03 * links[rank])
-            ranks.append(
-                RankStats(
-                    rank=rank,
-                    compute_s=tuple(state.history_s[0, rank, slots].tolist()),
-                    steps=tuple(state.history_step[0, rank, slots].tolist()),
-                    input_share=float(state.history_input_s[0, rank, slots].sum()) / total_s,
-                    starved_share=float(state.history_starved_s[0, rank, slots].sum()) / total_s,
-                    late_share=float(state.history_late[0, rank, slots].mean()) if count else 0.0,
-                    link_bytes_per_s=rate,
-                    comm_s=(ring * scenario.network.comm_bytes / rate + scenario.cluster.cycle_s,) * min(count, 3),
-                    silent_s=silent.get(rank, 0.0),
-                )
-            )
+        ranks = [
+            self._rank_stats(rank, math.exp(0.03 * links[rank]), silent.get(rank, 0.0))
+            for rank in range(scenario.world_size)
+        ]
         return Window(
             step=int(state.step[0]),
             ranks=tuple(ranks),
@@ -241,6 +220,27 @@ class Job:
             fixed_part=scenario.fixed_part,
             microbatches=scenario.microbatches,
             now_s=self.now_s,
+        )
+
+    def _rank_stats(self, rank: int, link_error: float, silent_s: float) -> RankStats:
+        """What the coordinator knows of a rank; its link is measured times `link_error`."""
+        state, scenario = self.state, self.scenario
+        reported = int(state.reported[0, rank])
+        count = min(reported, HISTORY)
+        slots = np.arange(reported - count, reported) % HISTORY
+        total_s = max(float(state.history_s[0, rank, slots].sum()), 1e-12)
+        rate = float(state.machines.rate[0, rank]) * link_error
+        ring = 2.0 * (scenario.world_size - 1) / scenario.world_size
+        return RankStats(
+            rank=rank,
+            compute_s=tuple(state.history_s[0, rank, slots].tolist()),
+            steps=tuple(state.history_step[0, rank, slots].tolist()),
+            input_share=float(state.history_input_s[0, rank, slots].sum()) / total_s,
+            starved_share=float(state.history_starved_s[0, rank, slots].sum()) / total_s,
+            late_share=float(state.history_late[0, rank, slots].mean()) if count else 0.0,
+            link_bytes_per_s=rate,
+            comm_s=(ring * scenario.network.comm_bytes / rate + scenario.cluster.cycle_s,) * min(count, 3),
+            silent_s=silent_s,
         )
 
     def _errors(self) -> tuple[float, Array]:
@@ -328,9 +328,7 @@ def _switched(state: State, mode: Mode, before: Plan, plan: Plan, sets_s: float)
     return make_mode(state, [plan] * machines.replicas)
 
 
-def _outcome(
-    state: State, row: int, label: str, switches: tuple[tuple[float, str, str], ...] = ()
-) -> Outcome:
+def _outcome(state: State, row: int, label: str, switches: tuple[tuple[float, str, str], ...] = ()) -> Outcome:
     account = state.account
     updates = max(float(account.updates[row]), 1e-12)
     return Outcome(

@@ -83,34 +83,12 @@ def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
     Raises:
         ChannelError: Manifest and body do not fit together.
     """
-    position = 0
-
-    def restore_value(item: Any) -> Any:
-        kind, value = item
-        if kind != "v" or not (value is None or isinstance(value, (bool, int, float, str))):
-            raise ValueError("a value that is neither a number nor a string")
-        return value
-
-    def restore(item: Any) -> torch.Tensor:
-        nonlocal position
-        kind, name, shape = item
-        if kind != "t" or any(type(n) is not int or n < 0 for n in shape):
-            raise ValueError("not a tensor")
-        dtype = _DTYPES[name]
-        size = math.prod(shape) * dtype.itemsize
-        if position + size > len(body):
-            raise ChannelError(f"a fetched tensor of shape {shape} goes beyond the {len(body)} bytes that came")
-        part = bytearray(body[position : position + size])
-        position += size
-        if not size:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(part, dtype=dtype).reshape(shape)
-
+    read = _Body(body)
     try:
         version, params, state = msgpack.unpackb(manifest, strict_map_key=True)
-        tensors = [restore(item) for item in params]
+        tensors = [read.tensor(item) for item in params]
         states = [
-            {str(k): restore_value(v) if v[0] == "v" else restore(v) for k, v in entry.items()}
+            {str(k): _number(v) if v[0] == "v" else read.tensor(v) for k, v in entry.items()}
             for _, entry in zip(tensors, state, strict=True)
         ]
     except ChannelError:
@@ -119,9 +97,36 @@ def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
         raise ChannelError(f"a fetched manifest cannot be read: {type(error).__name__}: {error}") from error
     if type(version) is not int or version < 0:
         raise ChannelError(f"a fetched manifest is of step {version!r}")
-    if position != len(body):
-        raise ChannelError(f"a fetched body has {len(body)} bytes; its manifest describes {position}")
+    if read.position != len(body):
+        raise ChannelError(f"a fetched body has {len(body)} bytes; its manifest describes {read.position}")
     return Snapshot(version, tensors, states)
+
+
+class _Body:
+    """Reads tensors one after the other, as the items of a manifest describe them."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self.position = 0
+
+    def tensor(self, item: Any) -> torch.Tensor:
+        kind, name, shape = item
+        if kind != "t" or any(type(n) is not int or n < 0 for n in shape):
+            raise ValueError("not a tensor")
+        dtype = _DTYPES[name]
+        start, self.position = self.position, self.position + math.prod(shape) * dtype.itemsize
+        if self.position > len(self._body):
+            raise ChannelError(f"a fetched tensor of shape {shape} goes beyond the {len(self._body)} bytes that came")
+        if self.position == start:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return torch.frombuffer(bytearray(self._body[start : self.position]), dtype=dtype).reshape(shape)
+
+
+def _number(item: Any) -> Any:
+    kind, value = item
+    if kind != "v" or not (value is None or isinstance(value, (bool, int, float, str))):
+        raise ValueError("a value that is neither a number nor a string")
+    return value
 
 
 class TensorServer:
@@ -326,9 +331,7 @@ def fetch(
     caller = Caller(keyring.client(source, b"", port=keyring.peers[source].tensor_port))
     try:
         limit_s = time.monotonic() + deadline_s
-        return ask(
-            caller, source, optimizer_id, limit_s, state_too=True, min_step=min_step, patience_s=patience_s
-        )
+        return ask(caller, source, optimizer_id, limit_s, state_too=True, min_step=min_step, patience_s=patience_s)
     finally:
         caller.close()
 

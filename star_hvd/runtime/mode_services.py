@@ -203,34 +203,39 @@ class ModeServices:
 
     def steps(self, optimizer_id: int, plan: Plan) -> Steps:
         """What makes the steps of a prepared plan other than those of `all_ranks`."""
-        driver = self._drivers[optimizer_id]
-        deadline_s = self._config.step_deadline_s
-        background = plan.in_background(self._config.background)
         if plan.family == "subgroup":
-            parent = plan.parent_of(self._rank)
-            assert parent is not None
-            link = ParentLink(
-                self._keyring,
-                parent,
-                self._rank,
-                optimizer_id,
-                chunk_bytes=self._config.chunk_bytes,
-                pace_bytes_per_s=self._config.late_bytes_per_s,
-                deadline_s=deadline_s,
-                packer=driver.engine.wire.packer(),
-            )
-            return ChildSteps(
-                driver.engine,
-                plan,
-                link,
-                ranks=driver.ranks,
-                deadline_s=deadline_s,
-                state_deadline_s=self._config.control_deadline_s,
-                on_step=driver.reporter.note_step,
-                background=background,
-            )
+            return self._child_steps(optimizer_id, plan)
+        return self._steps_at_servers(optimizer_id, plan)
+
+    def _child_steps(self, optimizer_id: int, plan: Plan) -> Steps:
+        driver, config = self._drivers[optimizer_id], self._config
+        parent = plan.parent_of(self._rank)
+        assert parent is not None
+        link = ParentLink(
+            self._keyring,
+            parent,
+            self._rank,
+            optimizer_id,
+            chunk_bytes=config.chunk_bytes,
+            pace_bytes_per_s=config.late_bytes_per_s,
+            deadline_s=config.step_deadline_s,
+            packer=driver.engine.wire.packer(),
+        )
+        return ChildSteps(
+            driver.engine,
+            plan,
+            link,
+            ranks=driver.ranks,
+            deadline_s=config.step_deadline_s,
+            state_deadline_s=config.control_deadline_s,
+            on_step=driver.reporter.note_step,
+            background=plan.in_background(config.background),
+        )
+
+    def _steps_at_servers(self, optimizer_id: int, plan: Plan) -> Steps:
+        driver = self._drivers[optimizer_id]
         common: dict[str, Any] = {
-            "deadline_s": deadline_s,
+            "deadline_s": self._config.step_deadline_s,
             "on_step": driver.reporter.note_step,
             "on_notes": driver.reporter.note_updates,
             "plan_of": driver.switcher.plan_of,
@@ -239,6 +244,7 @@ class ModeServices:
         client = self.house.client(optimizer_id, plan)
         if plan.mode == "ps":
             timed: Any = TimedClient(client, driver.timeline)
+            background = plan.in_background(self._config.background)
             return ServerSteps(
                 driver.engine, plan, timed, background=background, gates=driver.gates if background else None,
                 compressed=driver.engine.wire.server_pushes(), **common,

@@ -15,7 +15,6 @@ from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
 from star_hvd import env
-from star_hvd.compression.bucket_codec import without_form
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
@@ -29,12 +28,11 @@ from star_hvd.errors import StarError
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
-from star_hvd.runtime.host_sets import host_sets
 from star_hvd.telemetry.step_timeline import StepTimeline, TimedCollective
 from star_hvd.wrapper.accumulation import Accumulation
+from star_hvd.wrapper.collective_of_all import collective_of_all
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
-from star_hvd.wrapper.hierarchical_collective import HierarchicalCollective, stages_of
 from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap
@@ -174,40 +172,46 @@ class BucketCore:
         return self._attached is not None and self._attached[0] is run
 
     def _attach(self, run: runtime.Runtime) -> StepDriver:
-        hyper = HyperRow(self._inner.param_groups)
-        applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
         driver = run.new_driver()
-        self._timeline = driver.timeline
-        driver.gates = ForwardGates(lambda index: None)  # Who closes one sets what it waits for.
-        driver.begun = self._begun
-        driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
-        driver.forget_parts = self._accumulation.clear
-        driver.whole_only, driver.hold_gradients = self._whole_only, self._hold_gradients
+        self._connect(driver)
         initial = Plan.sync(
             run.world_size,
             damping=self._config.damping,
             max_staleness=self._config.max_staleness,
             reason="every job starts in sync",
         )
-        everybody: Collective = HorovodCollective()
-        sets = host_sets()
-        if sets is not None and not applier.streams.devices:
-            # `engine` is the one made below; it has a plan by the time anything is submitted.
-            staged = HierarchicalCollective(
-                everybody, stages_of(sets), lambda: engine.plan.mode == "sync", f"star-hosts-{driver.number}"
-            )
-            driver.on_stop.append(staged.stop)
-            everybody = staged
-        everybody = TimedCollective(everybody, driver.timeline)
-        if self._overlap_asked:
-            everybody = OrderedCollective(
-                everybody, applier.streams, f"star-transmit-{driver.number}", key_of=without_form
-            )
-        engine = StepEngine(
+        hyper = HyperRow(self._inner.param_groups)
+        applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
+        collective = collective_of_all(driver, applier.streams, ordered=bool(self._overlap_asked))
+        engine = self._new_engine(run, driver, initial, applier, collective)
+        plan = self._plan
+        if plan is not None and plan.world_size != run.world_size:  # Elastic: keep the number that may be late.
+            late = plan.world_size - plan.quorum
+            plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
+        run.attach(driver, engine, initial, plan, exact=self._exact)
+        if isinstance(collective, OrderedCollective):
+            deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
+            self._overlap = Overlap(driver, collective, deadline_s, auto=auto)
+        self._pin_to_what_works(driver, plan)
+        return driver
+
+    def _connect(self, driver: StepDriver) -> None:
+        """Give the driver what it asks of the buckets."""
+        self._timeline = driver.timeline
+        driver.gates = ForwardGates(lambda index: None)  # Who closes one sets what it waits for.
+        driver.begun = self._begun
+        driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
+        driver.forget_parts = self._accumulation.clear
+        driver.whole_only, driver.hold_gradients = self._whole_only, self._hold_gradients
+
+    def _new_engine(
+        self, run: runtime.Runtime, driver: StepDriver, initial: Plan, applier: Applier, collective: Collective
+    ) -> StepEngine:
+        return StepEngine(
             rank=run.rank,
             plan=initial,
             applier=applier,
-            collective=everybody,
+            collective=collective,
             listener=driver.reporter,
             collective_of=lambda members: TimedCollective(
                 HorovodCollective(run.services.process_set(members)), driver.timeline
@@ -220,14 +224,9 @@ class BucketCore:
             raise_on_mismatch=self._config.replica_mismatch == "raise",
             wire=self.wire,
         )
-        plan = self._plan
-        if plan is not None and plan.world_size != run.world_size:  # Elastic: keep the number that may be late.
-            late = plan.world_size - plan.quorum
-            plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
-        run.attach(driver, engine, initial, plan, exact=self._exact)
-        if isinstance(everybody, OrderedCollective):
-            deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
-            self._overlap = Overlap(driver, everybody, deadline_s, auto=auto)
+
+    def _pin_to_what_works(self, driver: StepDriver, plan: Plan | None) -> None:
+        """Refuse the modes that this optimizer, or what it trains, does not allow."""
         if issubclass(self.base, torch.optim.LBFGS):
             self.looks_at_every_gradient = "LBFGS evaluates its closure several times per step"
             driver.pin(self.looks_at_every_gradient, equal_batches=True)
@@ -238,7 +237,6 @@ class BucketCore:
             if plan is None or plan.relaxed:
                 logger.warning("%s", reason)
             driver.pin(reason)
-        return driver
 
     # ---- hooks ----------------------------------------------------------------------------------------------
 
