@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import logging
 import math
-import operator
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
-from horovod.torch.elastic import ElasticSampler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from scheduler.rules.leasing import Span, without
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
-from star_hvd.errors import StarError
-from star_hvd.input.feeder import Feeder, loader_options
-from star_hvd.input.lease_stock import Batch, BatchSizer, LeaseStock
-from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
-from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation, SamplerOrder
-from star_hvd.input.share_warning import warn_of_shares
+from star_hvd.epochs.batches import SOON_S, LeasedBatches, StreamBatches
+from star_hvd.epochs.microbatches import LeasedMicrobatches
+from star_hvd.input.batch_sizes import BatchSizes
+from star_hvd.input.feeder import Feeder
+from star_hvd.input.lease_stock import BatchSizer, LeaseStock
+from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation
+from star_hvd.input.source import Source, order_of, source_of, whole_number
+from star_hvd.input.stream import Stream
 from star_hvd.runtime import runtime
-from star_hvd.runtime.out_of_memory import Repeats, cut_batch
+from star_hvd.runtime.out_of_memory import Repeats
 
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
 
-logger = logging.getLogger("star_hvd")
-
-_SOON_S = 0.25  # An answer takes milliseconds; a rank that waits for longer delivers no gradient, and says so.
-_LOOK_S = 0.002  # Between two looks whether a helper has made a step.
 _EPOCHS_KEPT = 64  # Of which the waits for leases are known.
 _STATE = 1  # Version of `state_dict`.
 
@@ -91,106 +84,43 @@ def shard(
     """
     if collate_fn is not None:
         options["collate_fn"] = collate_fn
-    seed = _whole(seed, "seed")
-    samplers = {name: options.pop(name) for name in ("sampler", "batch_sampler") if options.get(name) is not None}
-    if isinstance(data, DataLoader):
-        options = {**loader_options(data), **options}
-        drop_last = drop_last or bool(data.drop_last)
-        if data.batch_sampler is None and not isinstance(data.dataset, IterableDataset):
-            raise ValueError(
-                "shard got a DataLoader with batch_size=None; give it a batch_size: the queue hands out batches"
-            )
-        if not samplers and batch_size is None and data.batch_size is None and data.batch_sampler is not None:
-            samplers["batch_sampler"] = data.batch_sampler
-        elif not samplers and not isinstance(data.dataset, IterableDataset):
-            samplers["sampler"] = data.sampler
-        batch_size = batch_size or data.batch_size
-        data = data.dataset
+    seed = whole_number(seed, "seed")
+    source = source_of(data, batch_size, drop_last=drop_last, options=options)
     if microbatches is not None:
-        microbatches = _whole(microbatches, "microbatches")
-        if isinstance(data, IterableDataset) or "batch_sampler" in samplers:
+        microbatches = whole_number(microbatches, "microbatches")
+        if source.is_stream or "batch_sampler" in source.samplers:
             raise ValueError(
                 "shard cannot cut the batches of an IterableDataset or a batch sampler; leave microbatches out, or "
                 "pass a map-style data set with batch_size"
             )
-    if isinstance(data, IterableDataset):
-        return _stream(data, batch_size, samplers, drop_last, options, batches, config)
+    if source.is_stream:
+        return _stream_loader(source, batches, config)
     if batches is not None:
         raise ValueError("shard takes `batches` for an IterableDataset only; other data sets say their length")
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise ValueError(f"shard needs a map-style dataset with a length; got {type(data).__name__}")
-    order, batch_size = _order(data, batch_size, samplers, shuffle, seed, drop_last)
+    if not hasattr(source.data, "__len__") or not hasattr(source.data, "__getitem__"):
+        raise ValueError(f"shard needs a map-style dataset with a length; got {type(source.data).__name__}")
+    order, batch_size = order_of(source, shuffle=shuffle, seed=seed)
     if microbatches is not None and not 1 <= microbatches <= batch_size:
         raise ValueError(f"shard microbatches is {microbatches}; expected 1 to the batch_size, {batch_size}")
     return ShardLoader(
-        data, batch_size, order=order, seed=seed, drop_last=drop_last, options=options, config=config,
-        microbatches=microbatches,
+        source.data, batch_size, order=order, seed=seed, drop_last=source.drop_last, options=source.options,
+        config=config, microbatches=microbatches,
     )  # fmt: skip
 
 
-def _order(
-    data: Any, batch_size: int | None, samplers: Mapping[str, Any], shuffle: bool | None, seed: int, drop_last: bool
-) -> tuple[Order, int]:
-    """The order of the samples, and how many positions of it a batch has."""
-    if "batch_sampler" in samplers:
-        if batch_size is not None or drop_last or shuffle is not None or "sampler" in samplers:
-            raise ValueError(
-                "shard got a batch_sampler and batch_size, sampler, shuffle or drop_last; a batch sampler says all of "
-                "these: leave them out"
-            )
-        return BatchOrder(samplers["batch_sampler"], seed), 1
-    batch_size = _whole(batch_size, "batch_size")
-    if batch_size < 1:
-        raise ValueError(f"shard batch_size is {batch_size!r}; expected a positive number")
-    sampler = samplers.get("sampler")
-    if shuffle is not None or sampler is None:
-        return Permutation(len(data), shuffle=shuffle is not False, seed=seed), batch_size
-    if isinstance(sampler, (DistributedSampler, ElasticSampler)):
-        logger.info("shard replaces a %s: the queue shares the samples among the ranks", type(sampler).__name__)
-        return Permutation(len(data), shuffle=bool(sampler.shuffle), seed=int(sampler.seed)), batch_size
-    if type(sampler) is SequentialSampler:
-        return Permutation(len(data), shuffle=False, seed=seed), batch_size
-    whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data)
-    if whole and sampler.generator is None:
-        return Permutation(len(data), shuffle=True, seed=seed), batch_size
-    return SamplerOrder(sampler, seed), batch_size
-
-
-def _stream(
-    data: IterableDataset[Any],
-    batch_size: int | None,
-    samplers: Mapping[str, Any],
-    drop_last: bool,
-    options: Mapping[str, Any],
-    batches: int | None,
-    config: Config | None,
-) -> ShardLoader:
-    if samplers:
+def _stream_loader(source: Source, batches: int | None, config: Config | None) -> ShardLoader:
+    if source.samplers:
         raise ValueError("shard got a sampler for an IterableDataset, which has its own order: leave it out")
     if batches is None:
         raise ValueError(
             "shard cannot know when an epoch of an IterableDataset ends; pass batches=, the number of batches of an "
             "epoch of all ranks together"
         )
-    batches = _whole(batches, "batches")
+    batches = whole_number(batches, "batches")
     if batches < 0:
         raise ValueError(f"shard batches is {batches}; expected 0 or more")
-    loader = DataLoader(data, batch_size=batch_size, drop_last=drop_last, **options)
-    return ShardLoader(data, 1, order=Permutation(batches, shuffle=False, seed=0), stream=loader, config=config)
-
-
-def _whole(value: Any, name: str) -> int:
-    """A whole number of any type as Python's own: it travels to other processes.
-
-    Raises:
-        ValueError: It is none.
-    """
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ValueError(f"shard {name} is {value!r}; expected a whole number")
+    stream = DataLoader(source.data, batch_size=source.batch_size, drop_last=source.drop_last, **source.options)
+    return ShardLoader(source.data, 1, order=Permutation(batches, shuffle=False, seed=0), stream=stream, config=config)
 
 
 class ShardLoader:
@@ -200,7 +130,8 @@ class ShardLoader:
         batch_sizer: Says the size of each batch of this rank, where it was set between epochs; None for equal batches,
             or batch shares.
         repeats: Repeats batches that ran out of memory, see `catch_out_of_memory`.
-        lease_waits: How often the training thread waited for a lease, per epoch; of the last epochs only.
+        lease_waits: How often the training thread waited for a lease, per epoch that has ended or was left; of the last
+            ones only.
     """
 
     def __init__(
@@ -220,15 +151,12 @@ class ShardLoader:
         self.batch_size = batch_size
         self.batch_sizer: BatchSizer | None = None
         self.epoch = 0
-        self.samples_taken = 0
         self.lease_waits: collections.deque[int] = collections.deque(maxlen=_EPOCHS_KEPT)
         self._order, self._seed, self._drop_last = order, seed, bool(drop_last)
         self._feeder = Feeder(dataset, dict(options or {})) if stream is None else None
-        self._stream = _Stream(stream) if stream is not None else None
+        self._stream = Stream(stream) if stream is not None else None
         self._positions = order.expected()
         self._config = config
-        self._began_s = 0.0
-        self._samples_of_epoch = self._steps_before = 0  # That this epoch has; steps ended when it began.
         self._run = runtime.ensure(config)
         self._number = self._run.client.loader_number()
         self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
@@ -260,7 +188,7 @@ class ShardLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of the next iteration, after a restart for example. On all ranks alike."""
-        self.epoch = _whole(epoch, "epoch")
+        self.epoch = whole_number(epoch, "epoch")
         if self.epoch < 0:
             raise ValueError(f"epoch of a shard loader is {epoch}; expected a number from 0")
 
@@ -271,32 +199,58 @@ class ShardLoader:
             self._run = runtime.ensure(self._config)
             self._number, self._passes, self._next_stock = self._run.client.loader_number(), 0, None
             self._run.reference_samples = self._run.reference_samples or self._reference_samples
-        if self._has_shares:
+        if self._shares is not None:
             self._run.check_shares(self.batch_size)
         epoch, order, done = self._next_order()
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
         self._run.catch_up()
         if self._parts:
-            self._run.check_microbatches()
             yield from self._epoch_in_parts(order, epoch, done)
-            return
-        stock = self._begin(order, epoch, done)
-        self.lease_waits.append(0)
+        else:
+            yield from self._epoch_in_batches(order, epoch, done)
+
+    def _epoch_in_batches(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
+        stock, shares = self._stock_for(len(order)), self._shares
+        samples = self._samples_left(len(order), done)
+        if shares is not None:
+            shares.begin_epoch(stock.epoch, samples, self.batch_size)
+        self._open = _Interrupted(epoch, stock.epoch, order.saved, len(order))
+        stock.begin(_digest(order, done), done)
+        batches: LeasedBatches | StreamBatches
+        if self._stream is not None:
+            batches = StreamBatches(self._run, stock, self._stream, self._note)
+        else:
+            assert self._feeder is not None
+            batches = LeasedBatches(
+                self._run, stock, order, self._feeder, batch_size=self.batch_size, n_samples=samples, shares=shares,
+                repeats=self.repeats, note=self._note,
+            )  # fmt: skip
         try:
-            if self._stream is not None:
-                yield from self._tickets(stock, self._stream)
-            else:
-                assert self._feeder is not None
-                self._feeder.begin(stock, order.indices)
-                yield from self._samples(stock, order, self._feeder)
+            yield from batches
         finally:
-            stock.close()  # The loop may be left in the middle of the epoch: the rest is for the others.
-            if self._feeder is not None:
-                self._feeder.end(stock)
-            if self._has_shares:
-                self._run.client.batch_sizes(self._number).end_epoch(stock.epoch)
+            self.lease_waits.append(batches.leases.waits)
         self._open = None
         self._ask_for_next()
+        _end_epoch(self._run, self._number, stock.epoch)
+
+    def _epoch_in_parts(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
+        assert self._feeder is not None
+        self._run.check_microbatches()
+        size, parts, feeder = len(order), self._parts, self._feeder
+        layout = StepLayout(
+            size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=_spans(done),
+            grain=grain(self.batch_size, parts),
+        )  # fmt: skip
+        opening = MicrobatchOpen(
+            self._number, self._passes, size, self.batch_size, parts, self._drop_last, feeder.ahead,
+            _digest(order, done), done, self._run.config.max_batch,
+        )  # fmt: skip
+        stock = self._run.client.open_microbatches(layout, opening)
+        self._passes, self._positions = self._passes + 1, size
+        self._open = _Interrupted(epoch, stock.epoch, order.saved, size)
+        self.lease_waits.append(0)
+        yield from LeasedMicrobatches(self._run, stock, order, feeder, layout.steps, self._note)
+        self._open = None
         _end_epoch(self._run, self._number, stock.epoch)
 
     def _next_order(self) -> tuple[int, EpochOrder, list[int]]:
@@ -313,47 +267,44 @@ class ShardLoader:
             )
         return epoch, order, resumed["consumed"]
 
-    def _begin(self, order: EpochOrder, epoch: int, done: list[int]) -> LeaseStock:
+    def _samples_left(self, positions: int, done: list[int]) -> int:
+        """Samples of an epoch that ranks are still to take."""
+        end = positions - (positions % self.batch_size if self._drop_last else 0)
+        return sum(stop - start for start, stop in without([(0, end)], _spans(done)))
+
+    def _stock_for(self, positions: int) -> LeaseStock:
+        """The stock of the epoch that begins: the one asked for ahead, where the epoch is as long as expected."""
         stock, self._next_stock = self._next_stock, None
-        if stock is not None and (stock.samples, stock.batch) != (len(order), self.batch_size):
+        if stock is not None and (stock.samples, stock.batch) != (positions, self.batch_size):
             stock.close()
             stock, self._passes = None, self._passes + 1
         if stock is None:
-            stock = self._new_stock(len(order), ask=False)
+            stock = self._new_stock(positions, ask=False)
         self._passes += 1
-        self._positions = len(order)
-        spans = list(zip(done[::2], done[1::2], strict=True))
-        end = len(order) - (len(order) % self.batch_size if self._drop_last else 0)
-        samples = sum(stop - start for start, stop in without([(0, end)], spans))
-        self._samples_of_epoch, self._steps_before = samples, self._run.steps_ended
-        if self._has_shares:
-            self._run.client.batch_sizes(self._number).begin_epoch(stock.epoch, samples, self.batch_size)
-        self._open = _Interrupted(epoch, stock.epoch, order.saved, len(order))
-        stock.begin(order.digest + len(done) + sum(done) % (1 << 32), done)
+        self._positions = positions
         return stock
 
     @property
-    def _has_shares(self) -> bool:
-        """Whether batch shares may give the batches other sizes."""
-        return self._feeder is not None and self.batch_sizer is None and not self._parts
+    def _shares(self) -> BatchSizes | None:
+        """What may give the batches other sizes, None where they stay as they are."""
+        if self._feeder is None or self.batch_sizer is not None or self._parts:
+            return None
+        return self._run.client.batch_sizes(self._number)
 
     def _new_stock(self, positions: int, *, ask: bool) -> LeaseStock:
-        ahead, in_order = (self._feeder.ahead, self._feeder.in_order) if self._feeder is not None else (0, True)
+        feeder, shares = self._feeder, self._shares
         return self._run.client.open_stock(
             self._number,
             self._passes,
             positions,
             self.batch_size,
             self._drop_last,
-            ahead=ahead,
-            in_order=in_order,
-            load_s=self._load_s(),
-            sizer=self._run.client.batch_sizes(self._number) if self._has_shares else self.batch_sizer,
+            ahead=feeder.ahead if feeder is not None else 0,
+            in_order=feeder is None or feeder.in_order,
+            load_s=feeder.load_s if feeder is not None else 0.0,
+            sizer=self.batch_sizer if shares is None else shares,
             ask=ask,
         )
-
-    def _load_s(self) -> float:
-        return self._feeder.load_s if self._feeder is not None else 0.0
 
     def _ask_for_next(self) -> None:
         """Ask for the first samples of the next epoch: they are here when it begins."""
@@ -361,201 +312,11 @@ class ShardLoader:
         if positions is not None:
             self._next_stock = self._new_stock(positions, ask=True)
 
-    def _samples(self, stock: LeaseStock, order: EpochOrder, feeder: Feeder) -> Iterator[Any]:
-        """The batches that the workers load of leased samples."""
-        self._began_s = time.monotonic()
-        while True:
-            found = feeder.next(lambda number: stock.take(number, self._run.steps_made()))
-            if found is not None:
-                batch, data = found
-                self._note(order.samples(batch.spans))
-                if self._has_shares:
-                    self._note_delivery(stock.delivered - 1)
-                yield from self._whole_or_parts(batch, data, order, feeder)
-                self._began_s = time.monotonic()
-            elif self._await_samples(stock):
-                feeder.start()
-            else:
-                feeder.load_s = stock.load_s
-                self._raise_if_uneven(at_end=True)
-                return
-
-    def _whole_or_parts(self, batch: Batch, data: Any, order: EpochOrder, feeder: Feeder) -> Iterator[Any]:
-        """A batch, or its parts where it does not fit in memory."""
-        size = order.samples(batch.spans)
-
-        def load(start: int, stop: int) -> Any:
-            if feeder.collates_by_default:
-                return cut_batch(data, start, stop, size)
-            return feeder.load([index for span in batch.spans for index in order.indices(*span)][start:stop])
-
-        return self.repeats.deliver(self._run, self._number, size, data, load)
-
-    def _note_delivery(self, index: int) -> None:
-        """Batches differ from here on, maybe: what the user should know of it."""
-        if index == 1:
-            self._raise_if_uneven()
-        if self._run.batch_delivered(self._number, index) and self._run.rank == 0:
-            optimizers = [driver.engine.applier.optimizer for driver in self._run.drivers.values()]
-            warn_of_shares(p for each in optimizers for group in each.param_groups for p in group["params"])
-
-    def _raise_if_uneven(self, *, at_end: bool = False) -> None:
-        """Where ranks meet within their passes, all need as many batches: one without would be waited for in vain.
-
-        Equal batch shares see to that, where the epoch's last step has a sample for every rank.
-
-        Args:
-            at_end: This rank has had its last batch.
-
-        Raises:
-            StarError: The epoch cannot be divided so.
-        """
-        reason = next((driver.equal_batches for driver in self._run.drivers.values() if driver.equal_batches), "")
-        if not reason or self._run.steps_ended == self._steps_before:  # Without steps no rank is waited for.
-            return
-        ranks, rest = self._run.world_size, self._samples_of_epoch % (self._run.world_size * self.batch_size)
-        divided = self._has_shares and (not at_end or self._run.client.batch_sizes(self._number).balanced)
-        if (0 < rest < ranks) if divided else -(-rest // self.batch_size) % ranks:
-            raise StarError(
-                f"an epoch of {self._samples_of_epoch} samples gives {ranks} ranks with batch_size {self.batch_size} "
-                f"different numbers of batches, which cannot be here: {reason}; leave samples out so that the last "
-                "step has one for every rank, or pass drop_last=True with a whole number of steps"
-            )
-
-    def _tickets(self, stock: LeaseStock, stream: _Stream) -> Iterator[Any]:
-        """Batches of this rank's own stream, as many as the queue allows."""
-        stream.begin_epoch()
-        self._began_s = time.monotonic()
-        while stream.load():
-            if not self._await_samples(stock) or self._run.client.begin_batch(stock) is None:
-                return  # What was loaded is the first batch of the next epoch.
-            data = stream.take()
-            self._note(stream.samples(data))
-            yield data
-            self._began_s = time.monotonic()
-        stock.end()  # Its share is used up; the others go on.
-
-    # ---- an epoch in micro-batches ----------------------------------------------------------------------------------
-
-    def _epoch_in_parts(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
-        assert self._feeder is not None
-        size, parts, feeder = len(order), self._parts, self._feeder
-        spans = list(zip(done[::2], done[1::2], strict=True))
-        layout = StepLayout(
-            size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=spans,
-            grain=grain(self.batch_size, parts),
-        )  # fmt: skip
-        digest = order.digest + len(done) + sum(done) % (1 << 32)
-        opening = MicrobatchOpen(
-            self._number, self._passes, size, self.batch_size, parts, self._drop_last, feeder.ahead, digest, done,
-            self._run.config.max_batch,
-        )  # fmt: skip
-        stock = self._run.client.open_microbatches(layout, opening)
-        self._passes, self._positions = self._passes + 1, size
-        self._open = _Interrupted(epoch, stock.epoch, order.saved, size)
-        self.lease_waits.append(0)
-        feeder.begin(stock, order.indices)
-        ended = False
-        try:
-            yield from self._parts_of(stock, order, feeder, layout.steps)
-            ended = True
-        finally:
-            stock.close()
-            feeder.end(stock)
-            self._run.in_hand = None
-            if not ended:  # What is accumulated of a step that was left belongs to no other step.
-                for driver in self._run.drivers.values():
-                    driver.forget_parts()
-        self._open = None
-        _end_epoch(self._run, self._number, stock.epoch)
-
-    def _parts_of(self, stock: MicrobatchStock, order: EpochOrder, feeder: Feeder, steps: int) -> Iterator[Any]:
-        """This rank's micro-batches of an epoch, step by step."""
-        loaded: collections.deque[tuple[Batch, Any]] = collections.deque()  # Of later steps, maybe.
-        while steps:
-            if not self._await_part(stock):
-                if not stock.next_step():
-                    return
-                continue
-            began_s, part = time.monotonic(), stock.take()
-            data = self._load(part, stock, order, feeder, loaded)
-            self._note_part(part, stock, time.monotonic() - began_s)
-            yield data
-
-    def _await_part(self, stock: MicrobatchStock) -> bool:
-        """Reserve the next micro-batch of this step; False where it is over for this rank."""
-        began_s = time.monotonic()
-        if not stock.begun and (not stock.decided(0.0 if stock.left_out else _SOON_S) or stock.went_by):
-            # This rank has nothing of the step, and gives no gradient unless it takes over something.
-            with self._run.inactive("waiting for samples"):
-                steps = self._run.steps_begun()
-                while not stock.decided(_SOON_S):
-                    self._run.client.check_wait(began_s, "micro-batches")
-                # Where the step went by, its helper makes it. Before that no gradient of a later one may be given.
-                while stock.went_by and steps and self._run.steps_begun() == steps:
-                    self._run.client.check_wait(began_s, "the other ranks' gradients")
-                    time.sleep(_LOOK_S)
-            self._run.catch_up()
-            return not stock.went_by and self._await_part(stock)
-        found = self._run.client.await_microbatch(stock, self._run.steps_made())
-        for driver in self._run.drivers.values():
-            driver.timer.add_outside(time.monotonic() - began_s)
-        return found
-
-    def _load(
-        self,
-        part: Microbatch,
-        stock: MicrobatchStock,
-        order: EpochOrder,
-        feeder: Feeder,
-        loaded: collections.deque[tuple[Batch, Any]],
-    ) -> Any:
-        """The data of a micro-batch: out of the workers, or loaded here where it was another rank's."""
-        if not part.own:
-            return feeder.load([index for span in part.spans for index in order.indices(*span)])
-        while True:
-            for _ in range(len(loaded)):
-                batch, data = loaded.popleft()
-                found = stock.is_in(batch.number, part)
-                if found:
-                    stock.delivered(batch.number)
-                    return data
-                if found is False:  # Of a later step; else it was called back.
-                    loaded.append((batch, data))
-            more = feeder.next(stock.formed)
-            if more is None:
-                feeder.start()
-            else:
-                loaded.append(more)
-
-    def _note_part(self, part: Microbatch, stock: MicrobatchStock, input_s: float) -> None:
-        samples = sum(stop - start for start, stop in part.spans)
-        run = self._run
-        self.samples_taken += samples
+    def _note(self, samples: int, input_s: float) -> None:
+        run, size = self._run, self._reference_batch()
         run.note_batch(samples / run.reference_samples, input_s)
-        more = lambda: self._await_part(stock)  # noqa: E731
-        run.in_hand = MicrobatchInHand(samples, run.reference_samples, more, stock.own_part)
         for driver in run.drivers.values():
-            driver.reporter.note_samples(self._number, samples, self.batch_size, run.reference_samples)
-
-    def _await_samples(self, stock: LeaseStock) -> bool:
-        """Whether there is something in stock; False when the epoch is over for this rank."""
-        if stock.ready(0.0):
-            return self._run.client.await_samples(stock)
-        if not stock.had_share and stock.ready(_SOON_S):
-            more = self._run.client.await_samples(stock)
-        else:  # Others still work on what was leased to them, and some of it may come back.
-            with self._run.inactive("waiting for samples"):
-                more = self._run.client.await_samples(stock)
-        self.lease_waits[-1] += more  # Not the wait for the others at the end.
-        return more
-
-    def _note(self, samples: int) -> None:
-        self.samples_taken += samples
-        self._run.note_batch(samples / self._run.reference_samples, time.monotonic() - self._began_s)
-        size = self._reference_batch()
-        for driver in self._run.drivers.values():
-            driver.reporter.note_samples(self._number, samples, size, self._run.reference_samples)
+            driver.reporter.note_samples(self._number, samples, size, run.reference_samples)
 
     def _reference_batch(self) -> int:
         whole = self._stream is not None or isinstance(self._order, BatchOrder)
@@ -623,52 +384,13 @@ class _Interrupted:
         self.epoch, self.key, self.order, self.positions = epoch, key, order, positions
 
 
-class _Stream:
-    """Batches of an iterable data set: one pass goes on over the ends of epochs until it is used up.
+def _spans(bounds: list[int]) -> list[Span]:
+    return list(zip(bounds[::2], bounds[1::2], strict=True))
 
-    Args:
-        loader: The loader of this rank's share.
-    """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-        self._pass: Iterator[Any] | None = None
-        self._next: list[Any] = []
-        self._may_begin = False
-
-    def begin_epoch(self) -> None:
-        """The next pass may begin, where this one has ended."""
-        self._may_begin = True
-
-    def load(self) -> bool:
-        """Load the next batch; False where this rank's share is used up for this epoch."""
-        if self._next:
-            self._may_begin = False
-            return True
-        goes_on = self._pass is not None and self._may_begin
-        if self._pass is None:
-            if not self._may_begin:
-                return False
-            self._pass = iter(self._loader)
-        self._may_begin = False
-        try:
-            self._next.append(next(self._pass))
-        except StopIteration:  # Where the last epoch took all of it, this shows only now.
-            self._pass, self._may_begin = None, goes_on
-            return goes_on and self.load()
-        return True
-
-    def take(self) -> Any:
-        """The batch that was loaded."""
-        return self._next.pop()
-
-    def samples(self, data: Any) -> int:
-        """Samples in a batch, by its first tensor."""
-        if isinstance(data, torch.Tensor) and data.ndim:
-            return int(data.shape[0])
-        parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
-        found = next((self.samples(part) for part in parts), 0)
-        return found or self._loader.batch_size or 1
+def _digest(order: EpochOrder, done: list[int]) -> int:
+    """Equal where order and what was consumed of it before are."""
+    return order.digest + len(done) + sum(done) % (1 << 32)
 
 
 def weigh(count: float) -> None:
@@ -710,7 +432,7 @@ def work(total: int, chunk: int, *, config: Config | None = None) -> Iterator[Sp
     Raises:
         ValueError: A number out of range, or not the same on all ranks.
     """
-    total, chunk = _whole(total, "total"), _whole(chunk, "chunk")
+    total, chunk = whole_number(total, "total"), whole_number(chunk, "chunk")
     if total < 0 or chunk < 1:
         raise ValueError(f"work got total {total} and chunk {chunk}; expected at least 0 and at least 1")
     run = runtime.ensure(config)
@@ -723,7 +445,7 @@ def _ranges(run: runtime.Runtime, stock: LeaseStock) -> Iterator[Span]:
     try:
         while True:
             began_s = time.monotonic()
-            waits = contextlib.nullcontext() if stock.ready(_SOON_S) else run.inactive("waiting for work")
+            waits = contextlib.nullcontext() if stock.ready(SOON_S) else run.inactive("waiting for work")
             with waits:
                 span = run.client.begin_batch(stock)
             if span is None:

@@ -40,7 +40,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("doctor", "input", "modes", "ps.common"),
         ("ps.worker", "ps.server", "ps.owner", "coordinator", "run_log"),
         ("runtime",),
-        ("wrapper", "functions", "job_report"),
+        ("wrapper", "epochs", "functions", "job_report"),
         ("loader",),
         ("optimizer", "elastic"),
     ),

@@ -1,0 +1,199 @@
+"""An epoch in whole batches on this rank, of leased samples or of a stream of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from star_hvd.errors import StarError
+from star_hvd.input.batch_sizes import BatchSizes
+from star_hvd.input.feeder import Feeder
+from star_hvd.input.lease_stock import Batch, LeaseStock
+from star_hvd.input.sample_order import EpochOrder
+from star_hvd.input.share_warning import warn_of_shares
+from star_hvd.input.stream import Stream
+from star_hvd.runtime.out_of_memory import Repeats, cut_batch
+from star_hvd.runtime.runtime import Runtime
+
+__all__ = ["SOON_S", "LeasedBatches", "Leases", "Note", "StreamBatches"]
+
+SOON_S = 0.25  # An answer takes milliseconds; a rank that waits for longer delivers no gradient, and says so.
+
+Note = Callable[[int, float], None]
+"""Is called with the samples of a batch and the seconds it was waited for, before the training loop gets it."""
+
+
+class Leases:
+    """Waits of the training thread for samples to be leased to this rank.
+
+    Attributes:
+        waits: How often others had them all when this rank needed some, and some came back.
+    """
+
+    def __init__(self, run: Runtime, stock: LeaseStock) -> None:
+        self._run, self._stock = run, stock
+        self.waits = 0
+
+    def more(self) -> bool:
+        """Whether there is something in stock; False when the epoch is over for this rank."""
+        run, stock = self._run, self._stock
+        if stock.ready(0.0):
+            return run.client.await_samples(stock)
+        if not stock.had_share and stock.ready(SOON_S):
+            more = run.client.await_samples(stock)
+        else:  # Others still work on what was leased to them, and some of it may come back.
+            with run.inactive("waiting for samples"):
+                more = run.client.await_samples(stock)
+        self.waits += more  # Not the wait for the others at the end.
+        return more
+
+
+class LeasedBatches:
+    """The batches that the workers load of leased samples; iterated once.
+
+    Args:
+        run: The runtime of this process.
+        stock: What is leased to this rank; closed where the iteration ends, also in the middle of the epoch: the rest
+            is for the others.
+        order: Of the epoch's samples.
+        feeder: Loads them.
+        batch_size: Samples per batch where all are equal.
+        n_samples: Samples that the ranks together take in this epoch.
+        shares: Gives the batches other sizes; None where they stay as they are.
+        repeats: Repeats batches that ran out of memory.
+        note: See `Note`.
+
+    Attributes:
+        leases: How it waits for samples.
+    """
+
+    def __init__(
+        self,
+        run: Runtime,
+        stock: LeaseStock,
+        order: EpochOrder,
+        feeder: Feeder,
+        *,
+        batch_size: int,
+        n_samples: int,
+        shares: BatchSizes | None,
+        repeats: Repeats,
+        note: Note,
+    ) -> None:
+        self._run, self._stock, self._order, self._feeder = run, stock, order, feeder
+        self._batch_size, self._n_samples = batch_size, n_samples
+        self._shares, self._repeats, self._note = shares, repeats, note
+        self.leases = Leases(run, stock)
+        self._steps_before = run.steps_ended
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            self._feeder.begin(self._stock, self._order.indices)
+            yield from self._loaded()
+        finally:
+            self._stock.close()
+            self._feeder.end(self._stock)
+            if self._shares is not None:
+                self._shares.end_epoch(self._stock.epoch)
+
+    def _loaded(self) -> Iterator[Any]:
+        run, stock, order, feeder = self._run, self._stock, self._order, self._feeder
+        began_s = time.monotonic()
+        while True:
+            found = feeder.next(lambda number: stock.take(number, run.steps_made()))
+            if found is not None:
+                batch, data = found
+                self._note(order.samples(batch.spans), time.monotonic() - began_s)
+                if self._shares is not None:
+                    self._note_delivery(stock.delivered - 1)
+                yield from self._whole_or_parts(batch, data)
+                began_s = time.monotonic()
+            elif self.leases.more():
+                feeder.start()
+            else:
+                feeder.load_s = stock.load_s
+                self._raise_if_uneven(at_end=True)
+                return
+
+    def _whole_or_parts(self, batch: Batch, data: Any) -> Iterator[Any]:
+        """A batch, or its parts where it does not fit in memory."""
+        order, feeder = self._order, self._feeder
+        size = order.samples(batch.spans)
+
+        def load(start: int, stop: int) -> Any:
+            if feeder.collates_by_default:
+                return cut_batch(data, start, stop, size)
+            return feeder.load([index for span in batch.spans for index in order.indices(*span)][start:stop])
+
+        return self._repeats.deliver(self._run, self._stock.loader, size, data, load)
+
+    def _note_delivery(self, index: int) -> None:
+        """Batches differ from here on, maybe: what the user should know of it."""
+        run = self._run
+        if index == 1:
+            self._raise_if_uneven()
+        if run.batch_delivered(self._stock.loader, index) and run.rank == 0:
+            optimizers = [driver.engine.applier.optimizer for driver in run.drivers.values()]
+            warn_of_shares(p for each in optimizers for group in each.param_groups for p in group["params"])
+
+    def _raise_if_uneven(self, *, at_end: bool = False) -> None:
+        """Where ranks meet within their passes, all need as many batches: one without would be waited for in vain.
+
+        Equal batch shares see to that, where the epoch's last step has a sample for every rank.
+
+        Args:
+            at_end: This rank has had its last batch.
+
+        Raises:
+            StarError: The epoch cannot be divided so.
+        """
+        run, size = self._run, self._batch_size
+        reason = next((driver.equal_batches for driver in run.drivers.values() if driver.equal_batches), "")
+        if not reason or run.steps_ended == self._steps_before:  # Without steps no rank is waited for.
+            return
+        ranks, rest = run.world_size, self._n_samples % (run.world_size * size)
+        divided = self._shares is not None and (not at_end or self._shares.balanced)
+        if (0 < rest < ranks) if divided else -(-rest // size) % ranks:
+            raise StarError(
+                f"an epoch of {self._n_samples} samples gives {ranks} ranks with batch_size {size} "
+                f"different numbers of batches, which cannot be here: {reason}; leave samples out so that the last "
+                "step has one for every rank, or pass drop_last=True with a whole number of steps"
+            )
+
+
+class StreamBatches:
+    """Batches of this rank's own stream, as many as the queue allows; iterated once.
+
+    Args:
+        run: The runtime of this process.
+        stock: Leases of batches to come; closed where the iteration ends.
+        stream: The stream, which goes on from epoch to epoch.
+        note: See `Note`.
+
+    Attributes:
+        leases: How it waits for samples.
+    """
+
+    def __init__(self, run: Runtime, stock: LeaseStock, stream: Stream, note: Note) -> None:
+        self._run, self._stock, self._stream, self._note = run, stock, stream, note
+        self.leases = Leases(run, stock)
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._loaded()
+        finally:
+            self._stock.close()
+
+    def _loaded(self) -> Iterator[Any]:
+        stock, stream = self._stock, self._stream
+        stream.begin_epoch()
+        began_s = time.monotonic()
+        while stream.load():
+            if not self.leases.more() or self._run.client.begin_batch(stock) is None:
+                return  # What was loaded is the first batch of the next epoch.
+            data = stream.take()
+            self._note(stream.samples(data), time.monotonic() - began_s)
+            yield data
+            began_s = time.monotonic()
+        stock.end()  # Its share is used up; the others go on.

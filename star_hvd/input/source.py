@@ -1,0 +1,115 @@
+"""What the user gives to `shard`: a data set, or a DataLoader with all that was set on it, and the samples' order."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from horovod.torch.elastic import ElasticSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from star_hvd.input.feeder import loader_options
+from star_hvd.input.sample_order import BatchOrder, Order, Permutation, SamplerOrder
+
+__all__ = ["Source", "order_of", "source_of", "whole_number"]
+
+logger = logging.getLogger("star_hvd")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set and how it is to be loaded.
+
+    Attributes:
+        data: The data set.
+        batch_size: Samples per batch and rank, None where nobody said it.
+        samplers: The user's own, as `sampler` or `batch_sampler`.
+        drop_last: Whether a short last batch of the epoch is left out.
+        options: Further keywords of `DataLoader`.
+    """
+
+    data: Any
+    batch_size: int | None
+    samplers: Mapping[str, Any]
+    drop_last: bool
+    options: Mapping[str, Any]
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether each rank reads it for itself."""
+        return isinstance(self.data, IterableDataset)
+
+
+def source_of(
+    data: Dataset[Any] | DataLoader[Any], batch_size: int | None, *, drop_last: bool, options: Mapping[str, Any]
+) -> Source:
+    """What `shard` was given; its arguments go before what was set on a DataLoader.
+
+    Raises:
+        ValueError: A DataLoader that forms no batches.
+    """
+    rest = dict(options)
+    samplers = {name: rest.pop(name) for name in ("sampler", "batch_sampler") if rest.get(name) is not None}
+    if not isinstance(data, DataLoader):
+        return Source(data, batch_size, samplers, drop_last, rest)
+    is_stream = isinstance(data.dataset, IterableDataset)
+    if data.batch_sampler is None and not is_stream:
+        raise ValueError(
+            "shard got a DataLoader with batch_size=None; give it a batch_size: the queue hands out batches"
+        )
+    if not samplers and batch_size is None and data.batch_size is None and data.batch_sampler is not None:
+        samplers["batch_sampler"] = data.batch_sampler
+    elif not samplers and not is_stream:
+        samplers["sampler"] = data.sampler
+    return Source(
+        data.dataset,
+        batch_size or data.batch_size,
+        samplers,
+        drop_last or bool(data.drop_last),
+        {**loader_options(data), **rest},
+    )
+
+
+def order_of(source: Source, *, shuffle: bool | None, seed: int) -> tuple[Order, int]:
+    """The order of the samples, and how many positions of it a batch has."""
+    data, samplers = source.data, source.samplers
+    if "batch_sampler" in samplers:
+        if source.batch_size is not None or source.drop_last or shuffle is not None or "sampler" in samplers:
+            raise ValueError(
+                "shard got a batch_sampler and batch_size, sampler, shuffle or drop_last; a batch sampler says all of "
+                "these: leave them out"
+            )
+        return BatchOrder(samplers["batch_sampler"], seed), 1
+    batch_size = whole_number(source.batch_size, "batch_size")
+    if batch_size < 1:
+        raise ValueError(f"shard batch_size is {batch_size!r}; expected a positive number")
+    sampler = samplers.get("sampler")
+    if shuffle is not None or sampler is None:
+        return Permutation(len(data), shuffle=shuffle is not False, seed=seed), batch_size
+    if isinstance(sampler, (DistributedSampler, ElasticSampler)):
+        logger.info("shard replaces a %s: the queue shares the samples among the ranks", type(sampler).__name__)
+        return Permutation(len(data), shuffle=bool(sampler.shuffle), seed=int(sampler.seed)), batch_size
+    if type(sampler) is SequentialSampler:
+        return Permutation(len(data), shuffle=False, seed=seed), batch_size
+    whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data)
+    if whole and sampler.generator is None:
+        return Permutation(len(data), shuffle=True, seed=seed), batch_size
+    return SamplerOrder(sampler, seed), batch_size
+
+
+def whole_number(value: Any, name: str) -> int:
+    """A whole number of any type as Python's own: it travels to other processes.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"shard {name} is {value!r}; expected a whole number")
