@@ -13,7 +13,8 @@ fresh. The thread that claims the header, always the last tensor of a step, owns
 
 A gradient that lost its claim is kept and folded into the next submission of its bucket.
 
-What a step's buckets and header are on the way is in `step_exchange.py`, when the header leaves in `header_timing.py`.
+Who has claimed what is in `claims.py`, what a step's buckets and header are on the way in `step_exchange.py`, when the
+header leaves in `header_timing.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from scheduler.records import Plan
 from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import Bucket, Wire
+from star_hvd.engine.claims import Claims
 from star_hvd.engine.collective import Collective
 from star_hvd.engine.device import Fence
 from star_hvd.engine.exchange.agreement import Agreement
@@ -95,7 +97,6 @@ class StepEngine:
         self.averaging: Averaging | None = None
         self.prefix = prefix
         self.counters = Counters()
-        self.next_step = 0
         self.own_steps = 0
         self.inactive = False
         self.weight = 1.0
@@ -128,9 +129,7 @@ class StepEngine:
             prefix=prefix,
             mean_factor=plan.world_size if scale_by_ranks else 1,
         )
-        self._current = OpenStep.open(0, len(applier.buckets))
-        self._inflight: OpenStep | None = None
-        self._close_upto = -1
+        self._claims = Claims(len(applier.buckets))
 
     @property
     def plan(self) -> Plan:
@@ -151,6 +150,11 @@ class StepEngine:
     def step(self) -> int:
         """Steps applied to the live parameters."""
         return self.replica.step
+
+    @property
+    def next_step(self) -> int:
+        """The first step this rank has not wholly submitted."""
+        return self._claims.next_step
 
     @property
     def needs_fetch(self) -> bool:
@@ -174,7 +178,7 @@ class StepEngine:
             self._raise_failure()
             bucket = self.applier.buckets[index]
             self.counters.produced_weight += self.weight / len(self.applier.buckets)
-            if self._out_of_common_steps() or self._current.claimed(index):
+            if self._out_of_common_steps() or self._claims.current.claimed(index):
                 self._late.keep(bucket, self.weight, self.step)
                 self.replica.note_bucket_use()
             else:
@@ -214,8 +218,8 @@ class StepEngine:
             self._raise_failure()
             self.replica.computing = False
             self.own_steps += not self._claimed_early
-            step, self._claimed_early = self._inflight, False
-            if step is not None and step.early:
+            step, self._claimed_early = self._claims.early, False
+            if step is not None:
                 step.early = False
                 self._manual.arrived(step, manual=manual, early=True)
             elif self._out_of_common_steps():
@@ -223,9 +227,10 @@ class StepEngine:
                 self._listener.on_late(self.step, self.plan.plan_id)
                 return False
             else:
-                missing = [i for i in range(len(self.applier.buckets)) if not self._current.claimed(i)]
-                if missing:
-                    raise StarError(f"buckets {missing} of step {self.step} were not submitted before arrive()")
+                if self._claims.missing:
+                    raise StarError(
+                        f"buckets {self._claims.missing} of step {self.step} were not submitted before arrive()"
+                    )
                 step = self._claim_header("trainer", manual=self._manual.in_header(manual=manual))
                 self._manual.arrived(step, manual=manual, early=False)
             self.counters.fresh += 1
@@ -251,7 +256,7 @@ class StepEngine:
         """
         with self.lock:
             self._raise_failure()
-            self._exchange.submit_average(self._current, bucket, average)
+            self._exchange.submit_average(self._claims.current, bucket, average)
 
     def arrive_average(self) -> None:
         """`local`: all buckets are submitted; claim the step."""
@@ -264,7 +269,8 @@ class StepEngine:
     def averaging_asks_for_plan(self) -> bool:
         """`local`: whether this rank raised a flag in the averaging it has claimed: that may be the mode's last."""
         with self.lock:
-            return self._inflight is not None and self._inflight.flagged is not None
+            step = self._claims.in_flight
+            return step is not None and step.flagged is not None
 
     def averaged(self) -> None:
         """`local`: the training thread computes again; from here on the helper may work for it while it is inactive.
@@ -272,8 +278,8 @@ class StepEngine:
         An averaging that it has claimed may still be under way: it then goes on behind compute.
         """
         with self.lock:
-            if self._inflight is not None and self._inflight.owner == "trainer":
-                self._inflight.early = True
+            if (step := self._claims.owned_by("trainer")) is not None:
+                step.early = True
             self.replica.computing = True
             self._changed()
 
@@ -285,8 +291,8 @@ class StepEngine:
         """
         with self.lock:
             self._raise_failure()
-            step = self._inflight
-            if step is None or step.owner != "trainer":
+            step = self._claims.owned_by("trainer")
+            if step is None:
                 return False  # The helper has taken it over.
             if not wait and not self._exchange.all_ended(step):
                 return False
@@ -297,8 +303,9 @@ class StepEngine:
         """The step in flight that the training thread owns, after `arrive` returned True; it alone works on it."""
         with self.lock:
             self._raise_failure()
-            assert self._inflight is not None and self._inflight.owner == "trainer"
-            return self._inflight
+            step = self._claims.owned_by("trainer")
+            assert step is not None
+            return step
 
     def may_overlap(self) -> bool:
         """Whether that step may be applied bucket by bucket: nothing changes with it.
@@ -324,7 +331,7 @@ class StepEngine:
         with self.lock:
             self._raise_failure()
             result = self._complete(step, *reduced)
-            self._inflight = None
+            self._claims.end()
             self._changed()
             return result
 
@@ -366,7 +373,7 @@ class StepEngine:
             self._raise_failure()
             state = self.replica.state
             incomplete = state in (ReplicaState.REPLAYABLE, ReplicaState.STALE) or (
-                self._inflight is not None and state is not ReplicaState.AVERAGE_PENDING
+                self._claims.in_flight is not None and state is not ReplicaState.AVERAGE_PENDING
             )
             if state is ReplicaState.STATELESS or (incomplete and self.step < target):
                 return False
@@ -387,8 +394,8 @@ class StepEngine:
         with self.replica.apply_lock, self.lock:  # A step that ends meanwhile would be neither in them nor queued.
             if not self.step <= snapshot.step <= self.next_step:
                 return False
-            ended = self._inflight.number if self._inflight is not None else self.next_step
-            return self.replica.adopt(snapshot, ended)
+            step = self._claims.in_flight
+            return self.replica.adopt(snapshot, self.next_step if step is None else step.number)
 
     @property
     def least_useful_step(self) -> int:
@@ -404,14 +411,14 @@ class StepEngine:
     def layout_changed(self, hyper: HyperRow) -> None:
         """Buckets were added on all ranks after the same step, in lockstep; headers and steps take their new form."""
         with self.replica.apply_lock, self.lock:
-            if self.step != self.next_step or self._inflight is not None or self.replica.queue:
+            if self.step != self.next_step or self._claims.in_flight is not None or self.replica.queue:
                 raise StarError("parameters were added while a step was in flight; add them between two steps")
             self.applier.hyper = hyper
             self.streams.renew()
             self.agreement.layout_changed()
             self._exchange.choose_carrier()
             self.wire.restart()
-            self._current = OpenStep.open(self.next_step, len(self.applier.buckets))
+            self._claims.begin(self.next_step, len(self.applier.buckets))
 
     @property
     def untold_manual(self) -> int | None:
@@ -436,12 +443,13 @@ class StepEngine:
     def helper_owns(self) -> bool:
         """Whether a step is in flight that the helper has to complete."""
         with self.lock:
-            return self._inflight is not None and self._inflight.owner == "helper"
+            return self._claims.owned_by("helper") is not None
 
     def helper_averages(self) -> bool:
         """Whether that step is an averaging of local steps."""
         with self.lock:
-            return self.helper_owns() and self._inflight is not None and self._inflight.averaging is not None
+            step = self._claims.owned_by("helper")
+            return step is not None and step.averaging is not None
 
     def must_poll(self) -> bool:
         """Whether the helper waits for something that is not announced: a reduction or a device."""
@@ -455,12 +463,10 @@ class StepEngine:
             if self._deferred:
                 self.flush_deferred()
             if self._may_take_over():
-                assert self._inflight is not None
-                self._inflight.early, self._inflight.owner = False, "helper"
-            owns = self.helper_owns()
-            step = self._inflight if owns else None
+                self._claims.hand_to_helper()
+            step = self._claims.owned_by("helper")
             ended = step is not None and self._exchange.collect(step)
-            if not owns and self._may_close():
+            if step is None and self._may_close():
                 self._submit_proxy()
                 return True
         if step is not None:
@@ -486,7 +492,7 @@ class StepEngine:
         """The live parameters are those of step `step`, received from elsewhere."""
         with self.lock:
             if not self.taking_part:
-                self.replica.step = self.next_step = step
+                self.replica.step = self._claims.next_step = step
 
     def adopt_state(self, snapshot: Snapshot) -> None:
         """Take over parameters and optimizer state of one step, for a checkpoint; the mode goes on as before."""
@@ -529,8 +535,7 @@ class StepEngine:
                     self.counters.produced_weight += weight / len(self.applier.buckets)
                 self._late.keep_whole(bucket, flat, min(computed_on, self.step), weight)
             # A bucket of the current step may have been submitted already; it then goes with the next one.
-            begun = any(self._current.claimed(bucket.index) for bucket in self.applier.buckets)
-            return self.next_step + (2 if begun else 1)
+            return self.next_step + (2 if self._claims.begun else 1)
 
     def adopt_plan(self, plan: Plan) -> None:
         """Servers have changed their rule under way: the plan of this id is in force."""
@@ -548,8 +553,7 @@ class StepEngine:
             if plan.plan_id <= self.plan.plan_id:
                 return False
             self.replica.resume()
-            self.next_step = step
-            self._current = OpenStep.open(step, len(self.applier.buckets))
+            self._claims.begin(step, len(self.applier.buckets))
             self.agreement.resume(plan, step)
             self._exchange.plan_taken()
             self._changed()
@@ -564,7 +568,7 @@ class StepEngine:
         before the order reached it delivers its gradient itself, so `sync` stays exact.
         """
         with self.lock:
-            self._close_upto = max(self._close_upto, step)
+            self._claims.close(step)
             self._changed()
 
     def set_inactive(self, inactive: bool) -> None:
@@ -577,9 +581,8 @@ class StepEngine:
     def drop(self) -> None:
         """The training thread makes no step again, wherever in a step it was: the helper does what is left of it."""
         with self.lock:
-            step = self._inflight
-            if step is not None and step.owner == "trainer":
-                step.owner = "helper"  # Handles that the training thread has collected count as ended.
+            step = self._claims.in_flight
+            self._claims.hand_to_helper()
             self.replica.drop(ended=self.next_step if step is None else step.number)
         self.set_inactive(True)
 
@@ -589,8 +592,7 @@ class StepEngine:
         with self.lock:
             if self.plan.family != "all_ranks":
                 return -1, False, False
-            begun = any(flat is not None for flat in self._current.buffers)
-            return self.next_step, begun, self._inflight is not None
+            return self.next_step, self._claims.begun, self._claims.in_flight is not None
 
     def unsuited(self, plan: Plan) -> str | None:
         """Why a plan is nothing for this optimizer, though others are, None where it is."""
@@ -614,11 +616,11 @@ class StepEngine:
 
     def _may_claim_early(self) -> bool:
         """Whether the gradient is whole before the training thread arrives, and nothing keeps the header back."""
-        if self._inflight is not None or not self._timing.may_be_early(self.plan, mixed=self.agreement.mixed):
+        if self._claims.in_flight is not None or not self._timing.may_be_early(self.plan, mixed=self.agreement.mixed):
             return False
         if self.streams.devices:  # The header needs numbers that the host would wait for here.
             return False
-        return all(self._current.claimed(bucket.index) for bucket in self.applier.buckets)
+        return not self._claims.missing
 
     def _claim_early(self) -> None:
         """Claim the header within backward: the reduction goes on beside what the program does before `step`.
@@ -631,21 +633,22 @@ class StepEngine:
         self._claim_header("trainer", manual=self._manual.in_early_header()).early = True
 
     def _submit_fresh(self, bucket: Bucket) -> None:
-        if self._norm.due(self._current.number):
+        step = self._claims.current
+        if self._norm.due(step.number):
             self._norm.add(bucket.flat)
         self.counters.applied_weight += self.weight / len(self.applier.buckets)
-        self._exchange.submit_fresh(self._current, bucket, self.weight)
+        self._exchange.submit_fresh(step, bucket, self.weight)
 
     def _submit_proxy(self) -> None:
         """Submit every bucket the training thread has not, then the header."""
         averaging = self._averaging_in_force
         for bucket in self.applier.buckets:
-            if self._current.claimed(bucket.index):
+            if self._claims.current.claimed(bucket.index):
                 continue
             if averaging is not None:
                 self.submit_average(bucket, averaging.proxy_contribution(bucket))
             else:
-                self._exchange.submit_proxy(self._current, bucket)
+                self._exchange.submit_proxy(self._claims.current, bucket)
         self._claim_header("helper")
         self.counters.proxied += 1
 
@@ -655,15 +658,10 @@ class StepEngine:
 
     def _claim_header(self, owner: str, *, manual: bool = False) -> OpenStep:
         """Submit the header of the current step, which makes `owner` responsible for its completion."""
-        step = self._current
-        # The last owner applied or queued its step before any thread can get here: one step in flight at a time.
-        assert self._inflight is None, "two steps in flight"
+        step = self._claims.current
         item = self._contribution(step, fresh=owner == "trainer", manual=manual)
-        step.owner = owner
         self._exchange.submit_header(step, item, self._averaging_in_force)
-        self._inflight = step
-        self.next_step = step.number + 1
-        self._current = OpenStep.open(self.next_step, len(self.applier.buckets))
+        self._claims.claim(owner)
         self._changed()
         return step
 
@@ -709,7 +707,7 @@ class StepEngine:
         with self.lock:
             self._raise_failure()
             result = self._complete(step, *reduced)
-            self._inflight = None
+            self._claims.end()
             if step.averaging is not None:
                 if self.replica.replaced(result.step + 1):
                     step.averaging.ended_by_proxy(result, step.extras)
@@ -746,12 +744,11 @@ class StepEngine:
 
     def _may_take_over(self) -> bool:
         """Whether others wait for the step after one that the training thread has claimed and does not complete."""
-        claimed = self._inflight is not None and self._inflight.early
-        return claimed and self.inactive and self._close_upto >= self.next_step
+        return self._claims.early is not None and self.inactive and self._claims.closed
 
     def _may_close(self) -> bool:
         """Whether the helper may submit what is missing of the current step."""
-        if self._inflight is not None or self._close_upto < self.next_step or not self.taking_part:
+        if self._claims.in_flight is not None or not self._claims.closed or not self.taking_part:
             return False
         # A training thread that hangs inside step() must not let the queue grow without bound: the job waits for it.
         return len(self.replica.queue) < self._replay_queue and (self.inactive or self.plan.may_close)

@@ -496,7 +496,10 @@ def behind_servers(ended_at: int, given: Snapshot | None) -> tuple[ModeSwitcher,
     made.offer(back).switcher.announce(2, ended_at)
     with engine.lock:
         made.switcher.taken_up(engine.plan)  # The engine's listener is the world's.
-        engine.next_step = 6
+    engine.set_inactive(True)
+    engine.close(5)  # Where the servers ended before it, the helper makes this step.
+    engine.helper_tick()
+    assert engine.next_step == 6
     assert made.switcher.needs_state
     return made.switcher, servers, ranks
 
