@@ -22,7 +22,7 @@ from benchmarks.lab.scenarios import FREEZE_EVERY_S, FREEZE_S, Scenario, baselin
 from benchmarks.lab.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
 from benchmarks.lab.tasks import FINAL_LEARNING_RATE_FRACTION, SlowSamples, load_task
 from benchmarks.machine.accelerator import CPU
-from benchmarks.machine.device import LayerClock, make_device
+from benchmarks.machine.device import Device, LayerClock, make_device
 from benchmarks.machine.freezer import Freezer
 from benchmarks.machine.killed import Watch, kill_server
 from benchmarks.machine.link_rates import ask_for_rate
@@ -143,11 +143,11 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
     return record, snapshots
 
 
-def make_clock(setting: Setting, model: nn.Module) -> LayerClock:
-    """What spends the device time of this rank's steps in the layers of `model`."""
+def make_clock(setting: Setting, model: nn.Module, device: Device | None = None) -> LayerClock:
+    """What spends the device time of this rank's steps in the layers of `model`; on `device` where one is given."""
     spec = setting.spec
     sample = setting.train[0][0].unsqueeze(0).to(setting.place)
-    device = make_device(spec.device, burns=setting.burns)
+    device = make_device(spec.device, burns=setting.burns) if device is None else device
     return LayerClock(model, device, spec.device_time, layer_costs(model, sample))
 
 
@@ -173,7 +173,10 @@ def _equal_shares(setting: Setting, samples: Dataset[Any], seed: int) -> Callabl
     """Every rank's own equal share of each epoch, as `DistributedSampler` deals it."""
     size = int(setting.hvd.size())
     sampler: DistributedSampler[Any] = DistributedSampler(
-        samples, num_replicas=size, rank=setting.rank, seed=seed  # type: ignore[arg-type]
+        samples,
+        num_replicas=size,
+        rank=setting.rank,
+        seed=seed,  # type: ignore[arg-type]
     )
     loader = _loader(setting.spec, samples, sampler)
 

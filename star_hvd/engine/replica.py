@@ -87,9 +87,7 @@ class ReplicaState(enum.Enum):
     @property
     def servable(self) -> bool:
         """Whether the live parameters, or the shadow, are a state that another rank may have."""
-        return self in (
-            ReplicaState.CURRENT, ReplicaState.REPLAYABLE, ReplicaState.AVERAGE_PENDING, ReplicaState.LEFT
-        )
+        return self in (ReplicaState.CURRENT, ReplicaState.REPLAYABLE, ReplicaState.AVERAGE_PENDING, ReplicaState.LEFT)
 
 
 class Replica:
@@ -203,6 +201,11 @@ class Replica:
         newest = self._shadow.step if self._shadow is not None else self.step
         if self.state.in_common_steps and newest + len(self.queue) != ended:  # A step ended and was never applied.
             self.resume()
+
+    @property
+    def shadow_step(self) -> int | None:
+        """The step of the shadow's parameters, None without a shadow."""
+        return None if self._shadow is None else self._shadow.step
 
     def may_replay(self) -> bool:
         """Whether the helper has a step to replay."""

@@ -21,7 +21,7 @@ import star_hvd as hvd
 from star_hvd.errors import StarError
 from star_hvd.wrapper import bucket_core
 from tests.multiproc.modes import publish, within
-from tests.support.inside import driver_of
+from tests.support.inside import driver_of, inside
 from tests.support.launch import write_result
 
 Facts = dict[str, Any]
@@ -445,7 +445,7 @@ def low_rank(overlap: bool) -> Facts:
     forms = set()
     for number in range(60):
         step(net, optimizer, number)
-        forms.add(optimizer._star.core.wire.wanted)
+        forms.add(inside(optimizer).core.wire.wanted)
     hvd.barrier()
     assert len(forms) == 3 or not overlap, forms
     return {"ended": True}

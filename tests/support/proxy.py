@@ -143,6 +143,12 @@ class Proxy:
         with self._lock:
             self._cut_at_byte = (way, offset)
 
+    @property
+    def armed(self) -> bool:
+        """Whether a reset is planned that has not happened yet."""
+        with self._lock:
+            return self._plan is not None or self._cut_at_byte is not None
+
     def disarm(self) -> bool:
         """Nothing is planned any more; whether something still was."""
         with self._lock:

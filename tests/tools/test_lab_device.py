@@ -98,9 +98,8 @@ class TestLayerClock:
         spec = spec_of(device_s=0.03, device_fixed_s=0.01, network=network)
         model = make_network("digits", network=network)
         found = _setting(spec, load_task("digits", 16).train)
-        clock = make_clock(found, model)
         device = Noting(model)
-        clock._device = device
+        make_clock(found, model, device)
         model(of_the_digits(16)).sum().backward()
         assert sum(time_s for time_s, _ in device.spent) == pytest.approx(0.03)
         device.spent.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from star_hvd.input.lease_stock import BatchSizer
 from star_hvd.input.sample_order import SamplerOrder
 from star_hvd.loader import ShardLoader, shard, work
+from tests.support.effort import cases
 from tests.support.loaders import Numbers, World
 
 
@@ -29,25 +31,32 @@ def numbers(batches: Any) -> list[int]:
     return [int(i) for batch in batches for i in batch]
 
 
+def with_process(samples: list[int]) -> tuple[int, list[int]]:
+    """Collates in the process that loads."""
+    return os.getpid(), samples
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_all_of_a_loader_s_options_are_kept_and_every_sample_is_there_once(
     alone: World, workers: int, in_order: bool
 ) -> None:
     found: list[int] = []
+    processes: list[set[int]] = []
     options: dict[str, Any] = {"prefetch_factor": 3, "persistent_workers": True} if workers else {}
     own = DataLoader(
-        Numbers(50), batch_size=4, shuffle=True, num_workers=workers, in_order=in_order, collate_fn=tuple, **options
-    )
+        Numbers(50), batch_size=4, shuffle=True, num_workers=workers, in_order=in_order, collate_fn=with_process,
+        **options,
+    )  # fmt: skip
     loader = shard(own)
-    inner = loader._feeder._loader  # type: ignore[union-attr]
-    assert inner is not None and inner.num_workers == workers and inner.persistent_workers == bool(workers)
-    assert inner.prefetch_factor == (3 if workers else None)
     for _ in range(3):
         batches = list(loader)
-        assert {type(batch) for batch in batches} == {tuple} and sorted(numbers(batches)) == list(range(50))
-        found += numbers(batches)
-        assert loader._feeder._loader is inner  # type: ignore[union-attr]
+        processes.append({process for process, _ in batches})
+        taken = numbers(samples for _, samples in batches)
+        assert sorted(taken) == list(range(50))
+        found += taken
+    assert len(processes[0]) == max(1, workers) and processes[0] == processes[1] == processes[2], "workers are kept"
+    assert (os.getpid() in processes[0]) == (not workers)
     assert found[:50] != found[50:100]
     assert len(loader.lease_waits) == 3
 
@@ -181,7 +190,7 @@ def test_a_hook_says_the_size_of_every_batch(alone: World, workers: int) -> None
     assert list(dict.fromkeys(sizer.asked)) == list(range(len(sizes)))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=cases(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     samples=st.integers(0, 60),
     batch=st.integers(1, 7),

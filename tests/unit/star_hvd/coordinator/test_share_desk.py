@@ -220,8 +220,10 @@ def test_the_global_batch_is_constant_and_every_sample_is_taken_once(
     job = Job(seed, ranks, steps * whole + rest % whole, epochs=3, changes=0, ahead=ahead)
     job.desk.opens(LeaseAsk(0, 0, job.samples, BATCH, False, 0), job.samples)
     job.desk.shares = tuple(job._some_shares())
-    for sizes in job.sizes:
-        sizes._shares = job.desk.shares  # As after an order in an epoch before.
+    for rank, sizes in enumerate(job.sizes):  # As after an order before the epoch.
+        sizes.on_message(ShareProposal(0, 1, list(job.desk.shares)))
+        sizes.on_message(ShareOrder(0, 1, True, list(job.desk.shares), 0, EPOCH_START, job.samples))
+        job.up[rank].clear()  # The desk takes that order to be carried out.
     job.changes_left = 5
     job.run()
     checked(job)

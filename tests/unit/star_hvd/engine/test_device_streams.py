@@ -24,6 +24,7 @@ from star_hvd.modes.ps_worker import ServerSteps
 from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.ps.worker.exchange import Reply
 from tests.support.device_world import SIZE, WEIGHT, DeviceWorld, Poisoned, running
+from tests.support.effort import cases
 from tests.support.fake_device import FakeDevice
 from tests.support.world import Port, collected
 
@@ -48,7 +49,7 @@ def job(seed: int, device: FakeDevice, lazy: str = "") -> DeviceWorld:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=cases(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), lazy=st.sampled_from(["", "HS", "T", "S", "THS"]))
 def test_nothing_is_read_or_overwritten_too_early_in_any_order_of_threads_and_kernels(seed: int, lazy: str) -> None:
     with running() as device:
@@ -281,7 +282,7 @@ class GroupPump:
         """Rank 0 submits; the proxy, which holds nothing but zeros and its own head, submits the same names."""
         network, device = self.world.network, self.world.device
         mine = [network.submit(0, name, tensor) for name, tensor in items]
-        with device.on("G1"), step._engine.streams.own():
+        with device.on("G1"), self.world.engines[self.members.index(step)].streams.own():
             zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for _, t in items]
             theirs = [network.submit(1, name, zero) for (name, _), zero in zip(items, zeros, strict=True)]
         for name, _ in items:
@@ -367,7 +368,7 @@ def averaged_job(seed: int, device: FakeDevice, lazy: str, *, background: bool =
     return LocalWorld(seed, device, kernels=0.4, lazy=lazy, world_size=2 + seed % 2, steps=6, background=background)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=cases(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32), lazy=st.sampled_from(["", "HS", "T"]), background=st.booleans())
 def test_averagings_of_local_steps_hold_no_poison(seed: int, lazy: str, background: bool) -> None:
     with running() as device:

@@ -330,9 +330,9 @@ class OtherRanks:
 
 
 def child_steps(
-    engine: StepEngine, plan: Plan, ranks: OtherRanks | None = None, line: Any = None, **options: Any
+    engine: StepEngine, plan: Plan, ranks: OtherRanks | None = None, line: Any = None, told: Any = None, **options: Any
 ) -> ChildSteps:
-    told = list[Any]()
+    told = list[Any]() if told is None else told
     return ChildSteps(
         engine, plan, line or Line(), ranks=ranks or OtherRanks(), deadline_s=1.0, state_deadline_s=30.0,
         on_step=told.append, **options,
@@ -436,9 +436,8 @@ def test_a_childs_step_during_which_the_mode_ends_is_reported_as_one_of_its_own_
 
     with engine.lock:
         engine.agreement.plan = plan
-    steps = child_steps(engine, plan, line=Parent())
     told: list[StepInfo] = []
-    steps._on_step = told.append
+    steps = child_steps(engine, plan, line=Parent(), told=told)
     steps.step(skip=False)
     assert [info.plan_id for info in told] == [1] and steps.over
 
@@ -454,7 +453,7 @@ def test_a_gradient_on_its_way_that_fails_at_the_end_of_the_mode_counts_as_dropp
 
         def push(self, flats: Any, version: int) -> int:
             pushing.set()
-            while not steps._sender._closed:  # type: ignore[union-attr]
+            while not steps._sender.closing:  # type: ignore[union-attr]
                 time.sleep(0.001)
             raise ChannelError("the parent is gone")
 

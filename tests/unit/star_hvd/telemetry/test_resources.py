@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 import threading
 import time
 from pathlib import Path
@@ -103,6 +104,17 @@ def test_counters_that_began_anew_give_no_rate(monkeypatch: pytest.MonkeyPatch) 
     assert found.nic_out_bytes_per_s * found.interval_s == pytest.approx(2000)
 
 
+def link_bytes_per_s(interface: str | None) -> float:
+    """The speed in the first reading of a sampler's thread."""
+    seen: queue.SimpleQueue[Resources] = queue.SimpleQueue()
+    sampler = ResourceSampler(0.01, interface=interface, on_sample=seen.put)
+    sampler.start()
+    try:
+        return seen.get(timeout=60.0).nic_link_bytes_per_s
+    finally:
+        sampler.stop(60.0)
+
+
 def test_the_link_of_the_channel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     cards = {
         "lo": SimpleNamespace(speed=0, isup=True),
@@ -113,9 +125,9 @@ def test_the_link_of_the_channel_counts(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(resources.psutil, "net_if_stats", lambda: cards)
     monkeypatch.delenv("STAR_INTERFACE", raising=False)
     monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
-    assert ResourceSampler()._link_speed() == 12.5e9
-    assert ResourceSampler(interface="eth0")._link_speed() == 125e6
-    assert math.isnan(ResourceSampler(interface="none")._link_speed())
+    assert link_bytes_per_s(None) == 12.5e9
+    assert link_bytes_per_s("eth0") == 125e6
+    assert math.isnan(link_bytes_per_s("none"))
 
 
 @pytest.mark.parametrize(
