@@ -35,7 +35,7 @@ help:
 	@echo "make setup   environment in $(VENV): torch, the project, the patched Horovod"
 	@echo "make demo    training with a slow worker, Horovod against STAR, on this machine"
 	@echo "make test    lint, types, and all tests (TEST_EFFORT=10: ten times as many random cases)"
-	@echo "make test-quick  lint, types, and the unit tests that take no time"
+	@echo "make test-quick  lint, types, and the unit tests that take no time, with fewer random cases"
 	@echo "make stress  random switches among all modes, ranks with moods; until one job fails"
 	@echo "make nemesis  jobs whose processes are stopped and killed and whose connections break; as root"
 	@echo "make fuzz    damaged input for every decoder and state machine (INPUTS=1000000 SEED=1)"
@@ -76,7 +76,7 @@ test: lint
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
 
 test-quick: lint
-	$(BIN)/python -m pytest -n $(QUICK_JOBS) --dist worksteal -m "not slow" tests/unit tests/tools tests/fuzz $(PYTEST_ARGS)
+	TEST_EFFORT=$${TEST_EFFORT:-0.3} $(BIN)/python -m pytest -n $(QUICK_JOBS) --dist worksteal -m "not slow" tests/unit tests/tools tests/fuzz $(PYTEST_ARGS)
 
 stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \

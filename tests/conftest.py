@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.effort import cases
+
 # How long an example takes says how busy the machine is, and nothing about the code.
-settings.register_profile("star", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("star", max_examples=cases(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("star")
 
 # Every lock of the package is compared with the order of `star_hvd.locks`, here and in the jobs that tests start.

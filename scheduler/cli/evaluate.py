@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model. Figures of a registered model are added to the MLflow run that trained it."
     )
     parser.add_argument(
-        "--model", default="challenger",
+        "--model",
+        default="challenger",
         help="`challenger` (default) or another alias, a folder, a URI models:/..., or `shipped`",
     )
     parser.add_argument("--scenarios", type=int, default=60, help="scenarios to simulate (default 60, minutes)")
@@ -56,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
 
     if options.scenarios < 1:
         raise ValueError(f"--scenarios is {options.scenarios}; expected at least 1")
-    console, registry = Console(), _registry()
     model = load(locate(options.model))
+    console, registry = Console(), _registry()  # Takes seconds where MLflow is loaded: not before what can be wrong.
     by_alias = registry is not None and not Path(options.model).is_dir()
     version = registry.alias(options.model) if registry is not None and by_alias else None
     names = {"learned": model_title(version, options.model) if version is not None else f"{options.model} (judged)"}

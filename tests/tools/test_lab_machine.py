@@ -264,6 +264,7 @@ class TestDriver:
         with pytest.raises(JobFailed, match=r"(?s)exit status 3.*log\.txt.*broken.*the reason"):
             _job(tmp_path, source)
 
+    @pytest.mark.slow
     def test_a_job_that_hangs_is_ended_with_its_children(self, tmp_path: Path) -> None:
         started_s = time.monotonic()
         with pytest.raises(JobFailed, match="printed nothing for 4 s"):
@@ -272,6 +273,7 @@ class TestDriver:
         (worker,) = tmp_path.glob("*.pid")
         assert not _runs(int(worker.stem))
 
+    @pytest.mark.slow
     def test_a_job_that_never_ends_is_ended(self, tmp_path: Path) -> None:
         source = "import time\nwhile True: print('busy', flush=True); time.sleep(0.1)"
         with pytest.raises(JobFailed, match=r"(?s)did not end within 4 s.*busy"):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.balance.batch_shares import balance, fit_linear, worth_changing
+from tests.support.effort import cases
 
 
 def brute_force_s(fixed: list[float], per_sample: list[float], total: int, low: list[int], high: list[int]) -> float:
@@ -22,7 +23,7 @@ def brute_force_s(fixed: list[float], per_sample: list[float], total: int, low: 
     return best
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=cases(400), deadline=None)
 @given(data=st.data(), n=st.integers(1, 4), total=st.integers(1, 12))
 def test_equals_brute_force(data: st.DataObject, n: int, total: int) -> None:
     fixed = [data.draw(st.sampled_from((0.0, 0.1, 1.0, 3.0))) for _ in range(n)]

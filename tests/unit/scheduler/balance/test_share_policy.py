@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scheduler.balance.batch_shares import divide
 from scheduler.balance.share_policy import SharePolicy, share_sentence, solve_shares
 from scheduler.balance.time_curves import TimeCurves, fixed_part
+from tests.support.effort import cases
 
 BATCH = 19
 
@@ -156,7 +157,7 @@ def test_512_ranks_are_solved_for_in_less_than_50_ms() -> None:
     assert min(took_s) < 0.05
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(shares=st.lists(st.integers(1, 40), min_size=1, max_size=8), total=st.integers(0, 200))
 def test_what_is_left_is_divided_in_proportion(shares: list[int], total: int) -> None:
     parts = divide(total, shares)

@@ -16,6 +16,7 @@ from benchmarks import forecast as benchmark
 from scheduler.diagnosis.expected_times import outlook
 from scheduler.diagnosis.forecast import Forecaster, LastValue, RunningMean, RunningMedian
 from scheduler.records import RankStats, Window
+from tests.support.effort import cases
 from tests.support.traces import golden_and_recorded
 from tests.support.windows import steady, window
 
@@ -151,7 +152,7 @@ def test_the_order_of_ranks_does_not_matter() -> None:
 TIMES = st.one_of(st.floats(1e-6, 1e4), st.sampled_from([0.0, -1.0, math.nan, math.inf, -math.inf, 1e-130, 1e130]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(st.lists(st.lists(TIMES, min_size=4, max_size=4), max_size=40))
 def test_nothing_makes_it_fail(rows: list[list[float]]) -> None:
     forecaster = Forecaster(4)

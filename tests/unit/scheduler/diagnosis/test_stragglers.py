@@ -14,6 +14,7 @@ from scheduler.diagnosis.links import link_ratio
 from scheduler.diagnosis.stragglers import CAUSES, Readings, Straggler, find_stragglers
 from scheduler.records import RankStats, Window
 from scheduler.stats import lower_median
+from tests.support.effort import cases
 from tests.support.traces import golden_and_recorded, uncontended_s
 
 USUAL_S = 0.1
@@ -157,7 +158,7 @@ def test_bad_input_is_refused() -> None:
         lower_median([])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(
     n=st.integers(2, 12),
     slowdown=st.floats(1.6, 20.0),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from scheduler.diagnosis.links import link_ratio
 from scheduler.diagnosis.stragglers import Readings, Straggler, find_stragglers
 from scheduler.records import RankStats, RankTable, Window
+from tests.support.effort import cases
 from tests.unit.scheduler.diagnosis import plain_causes
 
 _NAN, _INF = math.nan, math.inf
@@ -69,7 +70,7 @@ def _close(found: Straggler, expected: Straggler) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=cases(400), deadline=None)
 @given(windows(), st.sampled_from([1.05, 1.3, 2.0]), st.integers(1, 5))
 def test_the_same_ranks_are_named(window: Window, threshold: float, persistence: int) -> None:
     found = find_stragglers(window, threshold=threshold, persistence=persistence)
@@ -80,7 +81,7 @@ def test_the_same_ranks_are_named(window: Window, threshold: float, persistence:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=cases(400), deadline=None)
 @given(windows(), st.sampled_from([1.05, 1.3]))
 def test_the_same_reports_are_slow(window: Window, threshold: float) -> None:
     readings, plain = Readings(window, threshold=threshold), plain_causes.Readings(window, threshold=threshold)
@@ -109,7 +110,7 @@ def test_the_same_reports_are_slow(window: Window, threshold: float) -> None:
         assert readings.any_slow(after) == plain.any_slow(after)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(windows())
 def test_records_survive_being_arrays(window: Window) -> None:
     table = window.table

@@ -73,6 +73,7 @@ def test_an_outcome_that_is_not_known_is_left_out() -> None:
     assert math.isfinite(found.metrics["reach_brier"]) and len(frame["network"].unique()) == NETWORKS
 
 
+@pytest.mark.slow
 def test_tuning_stays_in_its_budget_and_finds_no_worse_settings() -> None:
     told: list[str] = []
     found = train.tune(small_table(), budget_s=0.0, report=told.append)

@@ -19,6 +19,7 @@ from scheduler.plan.grouping import (
     throughput,
 )
 from scheduler.plan.plan import Plan
+from tests.support.effort import cases
 
 ONE_SLOW = [1.0] * 7 + [4.0]
 MIXED = [1.0, 1.1, 1.2, 1.3, 2.0, 2.2, 4.0, 4.5]
@@ -54,7 +55,7 @@ def test_throughput_of_the_best_groups(count: int, printed: str) -> None:
     assert f"{throughput(MIXED, speed_groups(MIXED, count)):.3f}" == printed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(values=times, data=st.data())
 def test_no_partition_is_faster(values: list[float], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, min(4, len(values))))
@@ -105,7 +106,7 @@ def test_similar_groups_at_any_scale() -> None:
     assert similar_groups([1.0, 2.0, 3.0], 9.0) == ((0, 1, 2),)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(150), deadline=None)
 @given(values=st.lists(st.integers(10, 1000), min_size=2, max_size=8, unique=True), threshold=st.floats(0.01, 3.0))
 def test_similar_groups_are_those_of_ward_linkage(values: list[int], threshold: float) -> None:
     hierarchy = pytest.importorskip("scipy.cluster.hierarchy")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.records import Plan
 from scheduler.rules.step_closing import Close, ClosingRule
+from tests.support.effort import cases
 
 COMPUTE_S = 0.1
 
@@ -54,7 +55,7 @@ def steps_of_equal_ranks(
     return arrivals
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.integers(2, 6), st.integers(1, 6), st.integers(0, 1000), st.floats(0.0, 0.24))
 def test_equal_ranks_with_jitter_below_the_grace_are_never_left_out(
     world_size: int, quorum: int, seed: int, jitter: float
@@ -193,7 +194,7 @@ EVENTS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(st.integers(2, 5), st.integers(1, 5), EVENTS)
 def test_any_sequence_of_reports(world_size: int, quorum: int, events: list[Event]) -> None:
     """No order twice for a step, none without a quorum but at the deadline, no look in the past."""
@@ -289,7 +290,7 @@ class Fleet:
         self.arrived_s = {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     members=st.permutations([1.0, 1.0, 2.0, 2.0]),
     jitter=st.floats(0.0, 0.1),
@@ -314,7 +315,7 @@ def test_two_of_four_ranks_at_half_the_speed_are_never_waited_for(
     assert fleet.closes[-1][0] - fleet.closes[sync_steps][0] <= 39 * COMPUTE_S * (1 + jitter) + COMPUTE_S
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(st.integers(2, 6), st.integers(1, 6), st.floats(0.0, 0.2), st.integers(0, 1000))
 def test_equal_ranks_stay_together_through_many_steps(n: int, quorum: int, jitter: float, seed: int) -> None:
     fleet = Fleet(rule(n, min(quorum, n)), [COMPUTE_S] * n, jitter, seed)

@@ -110,7 +110,7 @@ def closing_times_by_the_rule(sc: Scenario, quorum: int, steps: int) -> list[tup
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cases(40), deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     n=st.integers(2, 9),
@@ -206,7 +206,7 @@ def test_groups_of_the_hipc_paper() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(seed=st.integers(0, 10_000), pattern=st.sampled_from(("one", "several", "rotating", "bursts", "frozen")))
 def test_batches_take_as_much_work_as_there_is(seed: int, pattern: str) -> None:
     """The integral of the speed over every batch is its work."""

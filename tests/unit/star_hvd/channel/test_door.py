@@ -145,6 +145,7 @@ def test_who_knows_the_public_key_and_has_none_of_the_job_is_counted() -> None:
         assert own.denied >= len(wrong)
 
 
+@pytest.mark.slow
 def test_a_handshake_has_a_deadline_and_the_oldest_of_too_many_go_first(caplog: pytest.LogCaptureFixture) -> None:
     context, watch = zmq.Context(), DoorWatch(max_pending=4, handshake_s=6.0)
     router = context.socket(zmq.ROUTER)

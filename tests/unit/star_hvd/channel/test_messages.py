@@ -61,7 +61,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(ANY)
 def test_round_trip(message: Message) -> None:
     again = decode(encode(message))
@@ -89,14 +89,14 @@ def refused_or_read(data: bytes) -> None:
         assert len(str(error)) < 500, "an error must not carry what was received into the log"
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=cases(500), deadline=None)
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes(data: bytes) -> None:
     refused_or_read(data)
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=cases(500), deadline=None)
 @given(ANY, st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=4), st.integers(-3, 3))
 def test_mutated_messages(message: Message, changes: list[tuple[int, int]], grow: int) -> None:
     data = bytearray(encode(message))
@@ -232,7 +232,7 @@ def test_too_few_and_too_many_fields(cls: type[Message]) -> None:
             decode(msgpack.packb([1, cls.kind, *parts]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(ANY, st.data())
 def test_a_message_cut_short_is_refused(message: Message, data: st.DataObject) -> None:
     whole = encode(message)

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from star_hvd.channel.reliable import ENVELOPE_BYTES, Frames, Kind, Limits, Stream
 from star_hvd.errors import ChannelError
+from tests.support.effort import cases
 
 LIMITS = Limits(messages=400, nbytes=1 << 20, ack_delay_s=0.05, ack_messages=8, ack_bytes=1 << 12)
 TINY = Limits(messages=5, nbytes=60, ack_delay_s=0.05, ack_messages=8, ack_bytes=1 << 12)
@@ -189,7 +190,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=cases(150), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -379,7 +380,7 @@ def test_a_note_is_delivered_once_or_never_and_kept_by_nobody() -> None:
     assert net.server.got == [b"beat"]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=cases(500), deadline=None)
 @given(st.lists(st.binary(max_size=2 * ENVELOPE_BYTES), max_size=3))
 def test_junk_is_refused_and_changes_nothing(frames: list[bytes]) -> None:
     net = Network()
@@ -391,7 +392,7 @@ def test_junk_is_refused_and_changes_nothing(frames: list[bytes]) -> None:
     assert vars(net.server.stream) == before
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=cases(500), deadline=None)
 @given(st.data())
 def test_damaged_envelopes_never_raise_anything_else(data: Any) -> None:
     net = Network()

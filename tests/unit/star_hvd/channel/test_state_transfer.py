@@ -29,6 +29,7 @@ from star_hvd.channel.state_transfer import (
 )
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
+from tests.support.effort import cases
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
 
@@ -75,7 +76,7 @@ TENSORS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(st.lists(TENSORS, max_size=4), st.integers(0, 1 << 40))
 def test_any_tensors(tensors: list[torch.Tensor], version: int) -> None:
     snapshot = Snapshot(version, tensors, [{"s": t} for t in tensors])
@@ -99,7 +100,7 @@ ITEM = st.one_of(
 STATES = st.lists(st.dictionaries(st.text(max_size=2), ITEM, max_size=2) | st.none(), max_size=3)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=cases(500), deadline=None)
 @given(
     st.integers(-1, 9) | st.none() | st.text(max_size=2),
     st.lists(ITEM, max_size=3) | st.none(),
@@ -110,13 +111,13 @@ def test_damaged_manifests(version: Any, params: Any, states: Any, body: bytes) 
     read_or_refused(msgpack.packb([version, params, states]), body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(st.binary(max_size=100), st.binary(max_size=100))
 def test_arbitrary_bytes(manifest: bytes, body: bytes) -> None:
     read_or_refused(manifest, body)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4), st.integers(-9, 9))
 def test_mutated_snapshots(changes: list[tuple[int, int]], grow: int) -> None:
     manifest, body = pack_snapshot(example(numel=4))

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd.engine.buckets import in_format_of, memory_format_of, pack
+from tests.support.effort import cases
 
 SHAPES = st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=cases(50), deadline=None)
 @given(SHAPES, st.integers(1, 100), st.lists(st.sampled_from([torch.float32, torch.float64, torch.bfloat16])))
 def test_pack(shapes: list[list[int]], capacity: int, dtypes: list[torch.dtype]) -> None:
     dtypes = dtypes or [torch.float32]
@@ -77,7 +78,7 @@ def test_a_header_behind_the_weight() -> None:
     assert param.grad is bucket.views[0] and param.grad.data_ptr() == bucket.flat.data_ptr()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=cases(50), deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(1, 20))
 def test_the_header_and_the_gradients_share_memory_and_nothing_else(sizes: list[int], tail: int) -> None:
     params = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd.engine.header import Contribution, Header, HeaderCodec
+from tests.support.effort import cases
 
 
 def reduced(items: list[Contribution], n_hyper: int = 0) -> Header:
@@ -30,7 +31,7 @@ def bits(values: object) -> list[bytes]:
 SPECIAL = [0.0, -0.0, 5e-324, -2.2250738585072009e-308, 2.2e-308, 1e308, -1e-300, 0.1, math.inf, -math.inf, math.nan]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(
     st.lists(st.floats() | st.sampled_from(SPECIAL), min_size=1, max_size=12),
     st.integers(1, 64),
@@ -48,7 +49,7 @@ def test_no_leader_or_two_leaders_give_no_hyperparameters() -> None:
     assert reduced([Contribution(True, 1, hyper=[1.0]), Contribution(True, 1, hyper=[1.0])], 1).hyper is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(st.integers(2, 64), st.integers(0, (1 << 24) - 1), st.data())
 def test_checksums(world_size: int, checksum: int, data: st.DataObject) -> None:
     fresh = data.draw(st.lists(st.booleans(), min_size=world_size, max_size=world_size).filter(any))
@@ -64,7 +65,7 @@ def test_no_checksums() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(st.integers(1, 64), st.data())
 def test_epochs_agree_only_when_all_are_equal(world_size: int, data: st.DataObject) -> None:
     centre = data.draw(st.integers(1, 400))
@@ -75,7 +76,7 @@ def test_epochs_agree_only_when_all_are_equal(world_size: int, data: st.DataObje
     assert header.agreed_plan_id_delta(world_size) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 100_000)), min_size=1, max_size=64))
 def test_ranks(state: list[tuple[bool, int]]) -> None:
     header = reduced([Contribution(fresh, own) for fresh, own in state])
@@ -101,7 +102,7 @@ def test_means_and_what_is_not_finite() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(st.integers(1, 64), st.data())
 def test_the_order_of_the_sum_does_not_matter(world_size: int, data: st.DataObject) -> None:
     """Horovod adds in rings and trees; flags, checksums and hyperparameters must come out alike on all of them."""

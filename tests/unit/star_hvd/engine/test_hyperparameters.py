@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd.engine.hyperparameters import HyperRow
+from tests.support.effort import cases
 
 
 def groups() -> list[dict[str, Any]]:
@@ -77,7 +78,7 @@ def test_the_optimizers_of_torch(kind: Any) -> None:
         assert row.read(optimizer.param_groups) == own
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.lists(st.floats(allow_nan=False), min_size=5, max_size=5))
 def test_any_row_is_applied_as_it_came_and_put_back(row: list[float]) -> None:
     mine: list[dict[str, Any]] = [

@@ -17,6 +17,7 @@ from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOp
 from star_hvd.coordinator.lease_desk import MicrobatchDesk, flat, spans_of
 from star_hvd.errors import StarError
 from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
+from tests.support.effort import cases
 
 
 class Job:
@@ -168,7 +169,7 @@ def _check(job: Job) -> None:
         assert step == job.layout.steps - 1 or there | job.gone == set(job.ranks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     paces=st.lists(st.sampled_from([1, 20, 60, 400]), min_size=1, max_size=5),
@@ -187,7 +188,7 @@ def test_every_sample_is_computed_once_in_its_step(
     _check(job)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     gone=st.frozensets(st.integers(0, 3), min_size=1, max_size=3),
@@ -199,7 +200,7 @@ def test_what_a_rank_leaves_behind_is_computed_by_the_others(seed: int, gone: fr
     _check(job)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=cases(30), deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     paces=st.lists(st.sampled_from([1, 20, 60, 400]), min_size=2, max_size=5),

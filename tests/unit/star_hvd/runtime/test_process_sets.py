@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from star_hvd import patches
 from star_hvd.runtime import process_sets
 from star_hvd.runtime.process_sets import MAX_SETS, SetKeeper, prepare_init, static_catalogue, unavailable_reason
+from tests.support.effort import cases
 
 ALL = frozenset({"0003", "0004", "0005", "0006"})
 WORLD = 4
@@ -212,7 +213,7 @@ RANK_SETS = st.sets(st.integers(0, WORLD - 1), min_size=1).map(lambda ranks: tup
 ORDERS = st.lists(st.tuples(st.sampled_from(["add", "remove"]), RANK_SETS), max_size=20)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=cases(50), deadline=None)
 @given(orders=ORDERS)
 def test_two_ranks_with_the_same_orders_make_the_same_calls(orders: list[tuple[str, tuple[int, ...]]]) -> None:
     logs = []
