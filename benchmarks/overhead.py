@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.lab.command import measured, out_of_range, say_error
+from benchmarks.lab.launch import horovodrun_command, run_job
 from benchmarks.lab.networks import NETWORKS
 from benchmarks.lab.options import add_device_options, device_times_ms
 from benchmarks.lab.report import progress_view
-from benchmarks.lab.spec import write_json
 from benchmarks.lab.tasks import DATASETS
 from benchmarks.machine.accelerator import DEVICES, check_device
 from benchmarks.tta import versions
@@ -124,30 +124,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="timed steps per block")
     parser.add_argument("--mode", default="auto", help="mode of star_hvd")
     args = parser.parse_args(argv)
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
     console = Console()
     problem = _problem(args)
     if problem is None:
         args.device_ms, args.device_fixed_ms = device_times_ms(args, BATCH_SAMPLES)
     if problem:
-        errors.print(f"error: {problem}", markup=False)
+        say_error(problem)
         return 2
-    try:
-        summary = measure(args, console)
-    except JobFailed as error:
-        errors.print(f"error: {error}", markup=False)
+    summary = measured(measure, args, console)
+    if summary is None:
         return 1
-    if args.json is not None:
-        write_json(args.json, summary)
     console.print(_table(summary))
     return 0
 
 
 def _problem(args: argparse.Namespace) -> str | None:
-    for name, least in (("ranks", 1), ("blocks", 1), ("steps", 1), ("work_after_backward_ms", 0), *LOADER_LIMITS):
-        value = getattr(args, name)
-        if not least <= value < 1e6:
-            return f"--{name.replace('_', '-')} is {value}; expected at least {least}"
+    least = (("ranks", 1), ("blocks", 1), ("steps", 1), ("work_after_backward_ms", 0), *LOADER_LIMITS)
+    if (problem := out_of_range(args, least)) is not None:
+        return problem
     if args.feed == "fixed" and (args.input_ms_per_sample or args.workers):
         return "--input-ms-per-sample and --workers belong to --feed loader"
     if args.feed == "loader" and args.device != "cpu":

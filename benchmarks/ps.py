@@ -25,8 +25,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.command import measured, out_of_range, say_error
 from benchmarks.lab.report import progress_view
-from benchmarks.lab.spec import write_json
 from benchmarks.tta import versions
 from scheduler.plan.plan import Plan
 from star_hvd.channel.keys import PrivateFolder
@@ -305,20 +305,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-mirror", action="store_true", help="servers keep nothing for after a death")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
-    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
-    for name in ("workers", "servers", "mbytes", "chunk_kib", "blocks", "exchanges"):
-        if not 1 <= getattr(args, name) < 1e6:
-            option = f"--{name.replace('_', '-')}"
-            errors.print(f"error: {option} is {getattr(args, name)}; expected at least 1", markup=False)
-            return 2
+    console = Console()
+    least = ((name, 1) for name in ("workers", "servers", "mbytes", "chunk_kib", "blocks", "exchanges"))
+    if (problem := out_of_range(args, least)) is not None:
+        say_error(problem)
+        return 2
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        summary = measure(args, console)
-    except (RuntimeError, OSError) as error:
-        errors.print(f"error: {error}", markup=False)
+    summary = measured(measure, args, console, RuntimeError, OSError)
+    if summary is None:
         return 1
-    if args.json is not None:
-        write_json(args.json, summary)
     console.print(_table(summary))
     return 0
 

@@ -26,9 +26,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.command import measured, out_of_range, say_error
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.report import progress_view
-from benchmarks.lab.spec import write_json
 
 __all__ = ["main", "measure"]
 
@@ -212,15 +212,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
     console = Console()
-    try:
-        if min(args.ranks, args.steps) < 1 or args.blocks < 4 or not 0.0 <= args.device_ms < 1e6:
-            raise JobFailed("expected --ranks and --steps of at least 1, --blocks of at least 4, --device-ms from 0")
-        summary = measure(args, console)
-    except JobFailed as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False)
+    problem = out_of_range(args, (("ranks", 1), ("steps", 1), ("blocks", 4), ("device_ms", 0)))
+    if problem is not None:
+        say_error(problem)
+        return 2
+    summary = measured(measure, args, console)
+    if summary is None:
         return 1
-    if args.json is not None:
-        write_json(args.json, summary)
     console.print(_table(summary))
     console.print(
         f"after sync-logs MLflow has {summary['windows_in_mlflow']} of {summary['windows']} windows; "

@@ -27,8 +27,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.command import measured, out_of_range, say_error
 from benchmarks.lab.launch import REPOSITORY, JobFailed, horovodrun_command, run_job
-from benchmarks.lab.spec import write_json
 from benchmarks.tta import versions
 
 __all__ = ["main", "summarize_runs"]
@@ -251,18 +251,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--optimizers", type=int, default=1, help="make so many one after another in a further job")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
-    console, errors = Console(), Console(stderr=True, soft_wrap=True, highlight=False)
-    for name, least in (("ranks", 1), ("runs", 1), ("steps", 1), ("device_ms", 0), ("optimizers", 1)):
-        if not least <= getattr(args, name) < 1e6:
-            errors.print(f"error: --{name.replace('_', '-')} is {getattr(args, name)}; expected at least {least}")
-            return 2
-    try:
-        summary = measure(args, console)
-    except JobFailed as error:
-        errors.print(f"error: {error}", markup=False)
+    console = Console()
+    least = (("ranks", 1), ("runs", 1), ("steps", 1), ("device_ms", 0), ("optimizers", 1))
+    if (problem := out_of_range(args, least)) is not None:
+        say_error(problem)
+        return 2
+    summary = measured(measure, args, console)
+    if summary is None:
         return 1
-    if args.json is not None:
-        write_json(args.json, summary)
     console.print(_table(summary))
     if args.optimizers > 1:
         console.print(

@@ -16,9 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.command import measured
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.report import progress_view
-from benchmarks.lab.spec import write_json
 
 __all__ = ["holdups", "main", "walk"]
 
@@ -125,13 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
     console = Console()
-    try:
-        summary = measure(args, console)
-    except (JobFailed, ValueError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", markup=False)
+    summary = measured(measure, args, console, ValueError)
+    if summary is None:
         return 1
-    if args.json is not None:
-        write_json(args.json, summary)
     console.print(table(summary))
     console.print(
         f"{summary['switches']} switches: median {summary['median_steps']:.2f} steps, 90 % below "
