@@ -195,11 +195,11 @@ def _of_step(engine: OptimizerState) -> str:
 
 
 def _engine(job: JobState, optimizer: int | None) -> OptimizerState | None:
-    if optimizer is None and not job.engines:
+    if optimizer is None and not job.optimizers:
         return None
-    engine = job.engines.get(max(job.engines) if optimizer is None else optimizer)
+    engine = job.optimizers.get(max(job.optimizers) if optimizer is None else optimizer)
     if engine is None:
-        raise ValueError(f"there is no optimizer {optimizer}; expected one of {sorted(job.engines)}")
+        raise ValueError(f"there is no optimizer {optimizer}; expected one of {sorted(job.optimizers)}")
     return engine
 
 

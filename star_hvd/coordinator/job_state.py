@@ -104,7 +104,7 @@ class JobState:
     ) -> None:
         self.world_size = world_size
         self.outbox: list[tuple[int, Message]] = []
-        self.engines: dict[int, OptimizerState] = {}
+        self.optimizers: dict[int, OptimizerState] = {}
         self.finished: set[int] = set()
         self.lost: set[int] = set()
         self._config = config
@@ -159,11 +159,11 @@ class JobState:
             self._immediate_until_s = None
             self._broadcast(ReportImmediately(False))
         wake_s = now_s + self._config.heartbeat_s
-        engines = self.engines.values()
+        optimizers = self.optimizers.values()
         due = self.links.due(
             now_s,
-            wanted=lambda: any(engine.suspects_links for engine in engines),
-            surprised=lambda: any(engine.surprised_by_links(now_s) for engine in engines),
+            wanted=lambda: any(each.suspects_links for each in optimizers),
+            surprised=lambda: any(each.surprised_by_links(now_s) for each in optimizers),
         )
         if due is not None:
             self.outbox.append(due)
@@ -172,7 +172,8 @@ class JobState:
             self.outbox.extend((ALL, message) for message in self._sets.tidy(now_s))
         fed = self._fed
         if fed is not None:  # Another optimizer's gradients come from the same batches.
-            fed.equal_batches = next((each.equal_batches for each in self.engines.values() if each.equal_batches), "")
+            reasons = (each.equal_batches for each in self.optimizers.values())
+            fed.equal_batches = next(filter(None, reasons), "")
         if fed is not None and self.shares.desk.batch:
             fed.shares = self.shares
             self.shares.tick(fed.active, now_s, even=bool(fed.equal_batches))
@@ -180,7 +181,7 @@ class JobState:
         if fed is not None and fed.microbatches:
             fed.microbatch_fixed_part = self.microbatches.fixed_part
         wake_s = min(wake_s, self.microbatches.tick(now_s))
-        for engine in self.engines.values():
+        for engine in self.optimizers.values():
             if engine.decides(now_s):
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
                 engine.links.bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
@@ -200,7 +201,7 @@ class JobState:
     def _check_room(self, message: Message) -> None:
         """Bound the memory for optimizers and epochs, whose numbers the ranks choose."""
         number = getattr(message, "optimizer_id", None)
-        if number is not None and number not in self.engines and len(self.engines) >= _MAX_OPEN:
+        if number is not None and number not in self.optimizers and len(self.optimizers) >= _MAX_OPEN:
             raise ChannelError(f"a message is of optimizer {number}; this job has {_MAX_OPEN}, the maximum; close some")
         if not isinstance(message, (RequestBatch, LeaseAsk, MicrobatchOpen)) or len(self._epochs) < _MAX_OPEN:
             return
@@ -211,20 +212,20 @@ class JobState:
 
     def _register(self, rank: int, message: Register, now_s: float) -> None:
         plan = Plan.from_dict(message.plan) if message.plan else None
-        engine = self._engine(message.optimizer_id)
+        engine = self._optimizer(message.optimizer_id)
         engine.gradient_bytes = message.gradient_bytes
         engine.exact = message.exact
         engine.edge_part = message.edge_part
         engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
 
     def _arrive(self, rank: int, message: Arrive, now_s: float) -> None:
-        engine = self._engine(message.optimizer_id)
+        engine = self._optimizer(message.optimizer_id)
         engine.arrive(rank, message, now_s)
         if engine is self._fed:
             self.shares.note(rank, message.step, message.times.compute_s)
 
     def _step_note(self, rank: int, message: StepNote, now_s: float) -> None:
-        engine = self._engine(message.optimizer_id)
+        engine = self._optimizer(message.optimizer_id)
         engine.step_note(rank, message)
         pace_s = self._own_pace_s(rank)
         if engine.active.mode == "subgroup" and pace_s is not None:
@@ -232,7 +233,7 @@ class JobState:
             self._leases.forecast(rank, pace_s)
 
     def _optimizer_dropped(self, rank: int, message: OptimizerDropped, now_s: float) -> None:
-        if self._engine(message.optimizer_id).drop(rank, message):
+        if self._optimizer(message.optimizer_id).drop(rank, message):
             self._broadcast(OptimizerOver(message.optimizer_id))
             self._forget(message.optimizer_id)
 
@@ -261,25 +262,25 @@ class JobState:
 
     def _forget(self, optimizer_id: int) -> None:
         """An optimizer has ended on all ranks."""
-        self.engines.pop(optimizer_id, None)
+        self.optimizers.pop(optimizer_id, None)
         self._sets.ended(optimizer_id)
         self._closed.add(optimizer_id)
 
     def _broadcast(self, message: Message) -> None:
         self.outbox.append((ALL, message))
 
-    def _engine(self, optimizer_id: int) -> OptimizerState:
-        if optimizer_id not in self.engines:
-            self.engines[optimizer_id] = OptimizerState(
+    def _optimizer(self, optimizer_id: int) -> OptimizerState:
+        if optimizer_id not in self.optimizers:
+            self.optimizers[optimizer_id] = OptimizerState(
                 optimizer_id, self.world_size, self._config, self._broadcast, self._hosts, self._ranker, self._sets
             )
-            self.engines[optimizer_id].links.bytes_per_s = self.links.bytes_per_s
-            self.engines[optimizer_id].headroom = self._headroom
-        return self.engines[optimizer_id]
+            self.optimizers[optimizer_id].links.bytes_per_s = self.links.bytes_per_s
+            self.optimizers[optimizer_id].headroom = self._headroom
+        return self.optimizers[optimizer_id]
 
     def _step_of(self, optimizer_id: int) -> int:
         """The current step of an optimizer, 0 for one that is not registered yet."""
-        return self.engines[optimizer_id].rule.step if optimizer_id in self.engines else 0
+        return self.optimizers[optimizer_id].rule.step if optimizer_id in self.optimizers else 0
 
     def _set_away(self, rank: int, away: bool, now_s: float, *, out_of_data: bool = True) -> None:
         if away:
@@ -290,7 +291,7 @@ class JobState:
             self._broadcast(ReportImmediately(True))
         if away or self._immediate_until_s is not None:  # An epoch's end may activate a rank first.
             self._immediate_until_s = now_s + _REPORT_IMMEDIATELY_S
-        for engine in self.engines.values():
+        for engine in self.optimizers.values():
             if away:
                 engine.rule.deactivate(rank, out_of_data=out_of_data)
             elif rank not in engine.dropped:
@@ -331,7 +332,7 @@ class JobState:
         key = (message.loader, message.epoch)
         self._epochs.setdefault(key, _Epoch())
         self._forget_epochs(message.loader, message.epoch - 1)
-        for engine in self.engines.values():
+        for engine in self.optimizers.values():
             engine.has_queue = engine.has_queue or message.samples > 0
             engine.has_shares = engine.has_shares or (message.samples > 0 and not message.fixed)
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
@@ -342,7 +343,7 @@ class JobState:
         self._epochs.setdefault(key, _Epoch())
         self._forget_epochs(message.loader, message.epoch - 1)
         self._leases.interrupted(key, done)
-        for engine in self.engines.values():
+        for engine in self.optimizers.values():
             engine.has_queue = engine.has_queue or message.samples > 0
             engine.microbatches = engine.microbatches or (message.parts if message.samples > 0 else 0)
         self.microbatches.open(rank, message, now_s)
@@ -350,7 +351,7 @@ class JobState:
     @property
     def _fed(self) -> OptimizerState | None:
         """The optimizer whose steps the batches of `shard` are counted by: the first one."""
-        return next(iter(self.engines.values()), None)
+        return next(iter(self.optimizers.values()), None)
 
     def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
         engine = self._fed
@@ -375,7 +376,7 @@ class JobState:
 
         Outside a subgroup a rank also waits for its parent between two batches: on a slow link most of the time.
         """
-        for engine in self.engines.values():
+        for engine in self.optimizers.values():
             recent = engine.history.latest_s(rank, 5)
             if engine.active.mode == "subgroup" and rank not in engine.active.members:
                 sent = [each.times.compute_s + each.wait_s for each in engine.history[rank][-5:] if each.wait_s > 0.0]
@@ -393,13 +394,13 @@ class JobState:
             self._broadcast(EpochEnd(*key))
             # All become active at once: a rank that leaves last must not have its first step closed without it.
             self._away = dict.fromkeys(self.finished, now_s)
-            for engine in self.engines.values():
+            for engine in self.optimizers.values():
                 engine.rule.align(now_s)
                 for rank in self.finished.union(engine.dropped):
                     engine.rule.deactivate(rank)
 
     def _find_state_source(self, rank: int, message: FindStateSource) -> None:
-        engine = self._engine(message.optimizer_id)
+        engine = self._optimizer(message.optimizer_id)
         silent = {rank} | self.lost | self._absent
         likely = [r for r in engine.rule.up_to_date() if r not in silent]
         # In turns, since a source may turn out to be behind. Inactive ranks serve too, at the end of an epoch for
@@ -444,7 +445,7 @@ _Handler = Callable[[JobState, int, Any, float], None]
 
 def _on_optimizer(handler: Callable[[OptimizerState, int, Any, float], None]) -> _Handler:
     """The handler of a message that concerns one optimizer."""
-    return lambda job, rank, message, now_s: handler(job._engine(message.optimizer_id), rank, message, now_s)
+    return lambda job, rank, message, now_s: handler(job._optimizer(message.optimizer_id), rank, message, now_s)
 
 
 _HANDLERS: dict[type[Message], _Handler] = {

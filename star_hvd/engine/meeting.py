@@ -33,7 +33,7 @@ class Position:
         step: Steps applied to the live parameters.
         next_step: The first step this rank has not wholly submitted.
         whole: Parameters and optimizer state are those of `step`, with nothing waiting to be applied.
-        outside: Steps are made at servers, at a parent, or locally: only there it is known what is newest.
+        out_of_common_steps: Steps are made at servers, at a parent, or locally: only there it is known what is newest.
         mid_step: Between backward and step: nothing may be changed here now.
         manual_step: A step whose mean the program worked on, which the others may not know yet, -1 without one.
     """
@@ -43,7 +43,7 @@ class Position:
     step: int
     next_step: int
     whole: bool
-    outside: bool
+    out_of_common_steps: bool
     mid_step: bool
     manual_step: int = -1
 
@@ -59,7 +59,7 @@ def settled(positions: Sequence[Position], *, asked: bool) -> bool:
     free = [position for position in positions if not position.mid_step]
     if any(not position.whole or position.step != position.next_step for position in free):
         return False
-    if not asked and any(position.outside or position.manual_step >= 0 for position in positions):
+    if not asked and any(position.out_of_common_steps or position.manual_step >= 0 for position in positions):
         return False
     furthest: dict[int, int] = {}
     for position in free:

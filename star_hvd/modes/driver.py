@@ -388,7 +388,7 @@ class StepDriver:
                 step=engine.step,
                 next_step=engine.next_step,
                 whole=whole and not self.local.waiting,
-                outside=not follows and (active is not None or not reduced),
+                out_of_common_steps=not follows and (active is not None or not reduced),
                 mid_step=self.mid_step(),
                 manual_step=-1 if engine.untold_manual is None else engine.untold_manual,
             )

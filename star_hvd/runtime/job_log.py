@@ -166,7 +166,7 @@ class JobLog:
         assert self._coordinator is not None
         self._tell_late_facts()
         with self._coordinator.job_state() as job:
-            engine = job.engines.get(self._reporter.number)
+            engine = job.optimizers.get(self._reporter.number)
             if engine is None:
                 return
             plans, values = engine.plans[self._plans_told :], self._values(engine)

@@ -361,7 +361,7 @@ class Runtime:
             for position in own:
                 driver = self.drivers.get(position.optimizer)
                 if driver is not None and not position.mid_step:
-                    behind = not position.outside and position.step < position.next_step
+                    behind = not position.out_of_common_steps and position.step < position.next_step
                     driver.catch_up()
                     if behind and driver.active_mode is None:
                         driver.engine.note_joined()

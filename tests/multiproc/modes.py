@@ -49,7 +49,7 @@ def publish(optimizer: Any, mode: str | Plan) -> None:
     plan = parse_mode(mode, int(hvd.size()))
     assert plan is not None
     with run.coordinator.job_state() as job:
-        engine = job.engines.get(driver_of(optimizer).number)
+        engine = job.optimizers.get(driver_of(optimizer).number)
         if engine is not None and not engine.switching and engine.active.label != plan.label:
             engine.publish(plan, time.monotonic())
 
@@ -152,7 +152,7 @@ def beforehand() -> Facts:
     step()
     if run.coordinator is not None:
         with run.coordinator.job_state() as job:
-            readiness = job.engines[driver_of(optimizer).number]._readiness
+            readiness = job.optimizers[driver_of(optimizer).number]._readiness
             readiness.for_plan(served)
             readiness.for_links([2.5e7, 2.5e7, 2.5e7, 2.5e6], 1_000_000)
     there, began_s = torch.zeros(1), time.monotonic()
@@ -267,7 +267,7 @@ def _tell_state() -> None:
             print(f"modes.py: rank {engine.rank}: {_fields_of(part)}", file=sys.stderr, flush=True)
     if run is not None and run.coordinator is not None:
         with run.coordinator.job_state() as job:
-            for part in (job, *(each for one in job.engines.values() for each in (one, one.rule))):
+            for part in (job, *(each for one in job.optimizers.values() for each in (one, one.rule))):
                 print(f"modes.py: coordinator: {_fields_of(part)}", file=sys.stderr, flush=True)
 
 

@@ -122,7 +122,7 @@ def publish(optimizer: Any, plan: Plan) -> None:
     run = runtime.current()
     if run is not None and run.coordinator is not None:
         with run.coordinator.job_state() as job:
-            engine = job.engines.get(driver_of(optimizer).number)
+            engine = job.optimizers.get(driver_of(optimizer).number)
             if engine is not None:  # All ranks have told of it.
                 engine.publish(plan, time.monotonic())
 

@@ -1,4 +1,4 @@
-"""Control messages, and the coordinator's board that acts on them."""
+"""Control messages, and the coordinator's state that they change on them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _decode(data: bytes) -> None:
     assert again == message or "nan" in repr(message), f"{message} came back as {again}"
 
 
-# ---- the board ------------------------------------------------------------------------------------------------------
+# ---- the coordinator's state -----------------------------------------------------------------------------------------
 
 _SAID = (
     m.Arrive, m.Arrive, m.Arrive, m.Late, m.Join, m.HeaderNote,
@@ -104,35 +104,35 @@ def _script(draw: random.Random) -> bytes:
 def _play(data: bytes) -> int:
     said = msgpack.unpackb(data)
     now_s = 100.0
-    board = JobState(_WORLD, _CONFIG, now_s)
+    state = JobState(_WORLD, _CONFIG, now_s)
     for rank, message, pause_s in said:
         now_s += pause_s
         refused = False
         try:
             found = decode(message)
-            before = _sizes(board)
-            board.handle(rank, found, now_s)
+            before = _sizes(state)
+            state.handle(rank, found, now_s)
         except ChannelError:
             refused = True
-        assert not refused or board.outbox == [] or _sizes(board) == before, "a refused message changed something"
-        assert board.tick(now_s) > now_s or math.isnan(now_s)
-        for _, sent in board.outbox:
+        assert not refused or state.outbox == [] or _sizes(state) == before, "a refused message changed something"
+        assert state.tick(now_s) > now_s or math.isnan(now_s)
+        for _, sent in state.outbox:
             assert decode(encode(sent)) == sent
-        board.outbox.clear()
+        state.outbox.clear()
     return len(said)
 
 
-def _sizes(board: JobState) -> tuple[int, ...]:
-    """What of a board would grow if a refused message were half applied."""
-    engines = board.engines.values()
+def _sizes(state: JobState) -> tuple[int, ...]:
+    """What of a state would grow if a refused message were half applied."""
+    optimizers = state.optimizers.values()
     return (
-        len(board.outbox), len(board.engines), len(board._epochs), len(board.finished),
-        sum(engine.rule.step for engine in engines), sum(len(engine.plans) for engine in engines),
-        sum(len(engine.history[rank]) for engine in engines for rank in range(_WORLD)),
+        len(state.outbox), len(state.optimizers), len(state._epochs), len(state.finished),
+        sum(each.rule.step for each in optimizers), sum(len(each.plans) for each in optimizers),
+        sum(len(each.history[rank]) for each in optimizers for rank in range(_WORLD)),
     )  # fmt: skip
 
 
 TARGETS = (
     Target("control", _message, _decode, (ChannelError,), 10.0),
-    Target("board", _script, functools.partial(_play), (), 6.0),
+    Target("state", _script, functools.partial(_play), (), 6.0),
 )

@@ -13,25 +13,25 @@ from scheduler.records import Plan
 from star_hvd.coordinator.job_state import JobState
 from star_hvd.job_report import _build, explain
 from star_hvd.runtime import runtime
-from tests.support.boards import Job
+from tests.support.job_states import Job
 
 QUIET: Any = SimpleNamespace(malformed=0, lost=0, repeated=0)
 
 
-def run_of(board: JobState | None, rank: int = 0) -> SimpleNamespace:
-    """As much of a runtime as is asked; rank 0 has a board."""
+def run_of(state: JobState | None, rank: int = 0) -> SimpleNamespace:
+    """As much of a runtime as is asked; rank 0 has the coordinator's state."""
 
     @contextlib.contextmanager
     def look() -> Iterator[JobState | None]:
-        yield board
+        yield state
 
-    coordinator = None if board is None else SimpleNamespace(job_state=look)
+    coordinator = None if state is None else SimpleNamespace(job_state=look)
     return SimpleNamespace(rank=rank, coordinator=coordinator, drivers={})
 
 
 def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(3)
-    monkeypatch.setattr(runtime, "_current", run_of(job.board))
+    monkeypatch.setattr(runtime, "_current", run_of(job.state))
     assert explain() == "no mode is active: no optimizer was made yet"
     job.register(None)
     assert explain() == "step 0: no window was evaluated yet"

@@ -13,7 +13,7 @@ from scheduler.plan.plan import MODES, Plan
 from scheduler.policy.cost_policy import CostPolicy
 from scheduler.records import Window
 from star_hvd.config import Config
-from tests.support.boards import Job
+from tests.support.job_states import Job
 from tests.support.windows import window
 
 DEPTH = 64

@@ -169,13 +169,13 @@ DAMAGED = [
 
 def test_damaged_messages_are_counted_and_the_job_goes_on(ranks: Ranks) -> None:
     with ranks.coordinator.job_state() as job:
-        engines = dict(job.engines)
+        engines = dict(job.optimizers)
     dealer = ranks.rings[1].client(0, b"0000001", port=ranks.control_port)  # Rank 1 by another name.
     for frames in DAMAGED:
         dealer.send_multipart(frames)
     assert within(lambda: ranks.coordinator.malformed == len(DAMAGED))
     with ranks.coordinator.job_state() as job:
-        assert job.engines == engines
+        assert job.optimizers == engines
     nobody = ranks.rings[1].client(0, b"someone", port=ranks.control_port)
     nobody.send(m.encode(m.Hello(0)))
     beyond = ranks.rings[1].client(0, b"77", port=ranks.control_port)

@@ -10,7 +10,7 @@ from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Lease, LeaseAsk
 from star_hvd.channel.messages.switch import StepNote
-from tests.support.boards import Job, only
+from tests.support.job_states import Job, only
 
 BATCH, SAMPLES, PUSH_S = 16, 640, 0.8
 

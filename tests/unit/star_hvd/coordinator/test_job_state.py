@@ -14,7 +14,7 @@ from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL
 from star_hvd.errors import ChannelError
 from star_hvd.runtime import coordinator_client
-from tests.support.boards import PLAN, Job, only, relaxed_job
+from tests.support.job_states import PLAN, Job, only, relaxed_job
 
 
 def test_a_plan_is_published_once_all_ranks_have_registered() -> None:
@@ -126,7 +126,7 @@ def test_a_request_that_is_repeated_gets_the_same_batch_and_no_other_rank_gets_i
     for number in range(3, 200):
         job.say(1, m.RequestBatch(0, 3, 10_000, 4, False, number))
     assert job.say(1, m.RequestBatch(0, 0, 10, 4, False, 1)) == [], "an epoch that is long over does not begin again"
-    assert len(job.board._granted[1]) <= 64
+    assert len(job.state._granted[1]) <= 64
 
 
 def test_a_rank_asks_again_and_takes_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,19 +175,19 @@ def test_a_coordinator_that_stood_still_calls_nobody_lost() -> None:
     job.register(None)
     job.pass_time(1.0)
     job.now_s += 30.0
-    job.board.paused(30.0, job.now_s)
-    assert only(job.tick(), m.Bye) == [] and not job.board.lost
+    job.state.paused(30.0, job.now_s)
+    assert only(job.tick(), m.Bye) == [] and not job.state.lost
     job.pass_time(1.0)
-    assert not job.board.lost
-    assert only(job.pass_time(11.0, alive=(0, 1)), m.Bye) == [] and job.board.lost == {2}
+    assert not job.state.lost
+    assert only(job.pass_time(11.0, alive=(0, 1)), m.Bye) == [] and job.state.lost == {2}
 
 
 def test_nobody_is_told_of_an_end_while_nobody_has_finished() -> None:
     """Rank 0 may hear nothing for a while, of itself neither, and all come back."""
     job = Job(3)
-    assert only(job.pass_time(30.0, alive=()), m.Bye) == [] and job.board.lost == {0, 1, 2}
+    assert only(job.pass_time(30.0, alive=()), m.Bye) == [] and job.state.lost == {0, 1, 2}
     job.pass_time(1.0)
-    assert not job.board.lost
+    assert not job.state.lost
     for rank in (0, 1):
         assert only(job.say(rank, m.Finished(rank)), m.Bye) == []
     assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye([])]
@@ -226,7 +226,7 @@ def test_a_rank_that_takes_part_no_more_is_asked_for_the_state_now_and_then() ->
 def test_a_rank_that_says_nothing_is_not_asked_for_the_state() -> None:
     job = relaxed_job()
     job.pass_time(Config().absent_after_s + 1.0, alive=(1, 2))
-    assert 0 not in job.board.lost
+    assert 0 not in job.state.lost
     assert sources(job, 2) == {1}
 
 
@@ -284,7 +284,7 @@ def test_what_is_said_of_a_closed_optimizer_is_ignored() -> None:
     job = relaxed_job()
     job.say(0, m.Unregister(0))
     job.arrive(1, 7)
-    assert job.board.engines == {}
+    assert job.state.optimizers == {}
 
 
 def test_a_rank_pinned_while_another_relaxed_plan_is_on_its_way_brings_everybody_back_to_sync() -> None:
@@ -446,9 +446,9 @@ def test_optimizers_have_steps_and_plans_of_their_own() -> None:
     for rank in (0, 1):
         job.say(rank, m.Arrive(1, 9, 0, StepTimes(0.1), 0.0))
     assert [order.optimizer_id for order in only(job.pass_time(2.0), m.CloseStep)] == []
-    assert job.board.engines[1].rule.step == 9 and not job.board.engines[1].active.relaxed
+    assert job.state.optimizers[1].rule.step == 9 and not job.state.optimizers[1].active.relaxed
     job.say(0, m.Unregister(1))
-    assert set(job.board.engines) == {0}
+    assert set(job.state.optimizers) == {0}
 
 
 def test_a_report_from_before_a_switch_does_not_undo_it() -> None:

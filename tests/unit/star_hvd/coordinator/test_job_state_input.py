@@ -1,4 +1,4 @@
-"""What a board is told that makes no sense, and random input."""
+"""What a coordinator is told that makes no sense, and random input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
 from star_hvd.coordinator.job_state import _HANDLERS
 from star_hvd.coordinator.validation import _FROM_RANKS
 from star_hvd.errors import ChannelError
-from tests.support.boards import PLAN, Job, relaxed_job
+from tests.support.job_states import PLAN, Job, relaxed_job
 
 BAD = [
     m.Register(0, {"mode": "turbo", "world_size": 3, "quorum": 3}, {}),
@@ -88,21 +88,21 @@ def test_the_state_that_is_compared_is_all_there_is() -> None:
     ]
     for message in said:
         job = relaxed_job()
-        before = state_of(job.board)
+        before = state_of(job.state)
         job.now_s += 1.0
-        job.board.handle(1, message, job.now_s)
-        assert state_of(job.board) != before, message.kind
+        job.state.handle(1, message, job.now_s)
+        assert state_of(job.state) != before, message.kind
 
 
 @pytest.mark.parametrize("message", BAD, ids=lambda x: x.kind)
 def test_bad_input_changes_nothing(message: m.Message) -> None:
     job = relaxed_job()
     job.say(0, m.RequestBatch(0, 0, 10, 4, False))
-    before = state_of(job.board)
+    before = state_of(job.state)
     job.now_s += 1.0
     with pytest.raises(ChannelError):
         job.say(1, message)
-    assert state_of(job.board) == before
+    assert state_of(job.state) == before
 
 
 @pytest.mark.parametrize("rank", [-1, 3, 1 << 40])
@@ -143,17 +143,17 @@ ANY = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(-1, 3), ANY, st.floats(0.0, 3.0)), max_size=60), st.booleans())
 def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]], auto: bool) -> None:
-    """Ranks may say anything in any order: it is acted on or refused, and the board goes on."""
+    """Ranks may say anything in any order: it is acted on or refused, and the coordinator goes on."""
     job = Job()
     job.register(None if auto else Plan.partial(3, 2))
     for rank, message, pause_s in said:
         job.now_s += pause_s
         try:
-            job.board.handle(rank, message, job.now_s)
+            job.state.handle(rank, message, job.now_s)
         except ChannelError:
             continue
         finally:
-            assert job.board.tick(job.now_s) > job.now_s
+            assert job.state.tick(job.now_s) > job.now_s
         for sent in job.sent():
             assert m.decode(m.encode(sent)) == sent
 
@@ -172,10 +172,10 @@ def test_no_input_breaks_the_coordinator(said: list[tuple[int, m.Message, float]
 )
 def test_numbers_that_no_job_has_change_nothing(message: m.Message) -> None:
     job = relaxed_job()
-    before = state_of(job.board)
+    before = state_of(job.state)
     with pytest.raises(ChannelError):
         job.say(1, message)
-    assert state_of(job.board) == before
+    assert state_of(job.state) == before
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_a_rank_that_opens_loaders_and_optimizers_without_end_is_refused() -> No
 def test_a_plan_that_was_never_published_does_not_free_process_sets() -> None:
     job = relaxed_job()
     job.say(1, m.Arrive(0, 6, 1 << 40, StepTimes(0.1), 0.0))
-    assert max(job.board._sets._acts_on[0]) < 10
+    assert max(job.state._sets._acts_on[0]) < 10
 
 
 def test_every_message_that_a_rank_may_send_has_a_handler() -> None:

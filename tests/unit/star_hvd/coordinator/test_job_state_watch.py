@@ -1,4 +1,4 @@
-"""What a board notices and logs: slow ranks, long steps, machines, losses, links."""
+"""What the coordinator notices and logs: slow ranks, long steps, machines, losses, links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from star_hvd.channel.messages.switch import LinkRate, MachineNote, Probe
 from star_hvd.config import Config
 from star_hvd.coordinator.report_trigger import SlowReportTrigger
 from star_hvd.errors import ChannelError
-from tests.support.boards import Job, only, relaxed_job
+from tests.support.job_states import Job, only, relaxed_job
 
 
 def test_a_silent_rank_is_named_and_does_not_keep_the_others(caplog: pytest.LogCaptureFixture) -> None:
@@ -24,7 +24,7 @@ def test_a_silent_rank_is_named_and_does_not_keep_the_others(caplog: pytest.LogC
     assert only(job.pass_time(1.0, alive=(0, 1)), m.Bye) == [m.Bye([2])]
     assert "rank 2 has sent no message for 10." in caplog.text
     job.say(2, m.Heartbeat(2))
-    assert "rank 2 sends messages again" in caplog.text and not job.board.lost
+    assert "rank 2 sends messages again" in caplog.text and not job.state.lost
 
 
 def test_a_step_that_waits_long_is_logged_with_the_ranks_that_are_missing(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +105,7 @@ def test_a_machine_s_readings_become_part_of_the_evidence() -> None:
             job.arrive(rank, step, compute_s=0.4 if rank == 2 else 0.1)
         job.now_s += 0.4
         job.tick()
-    found = job.board.engines[0].stragglers
+    found = job.state.optimizers[0].stragglers
     assert [(s.rank, s.cause) for s in found] == [(2, "starved")]
     assert "a CPU quota throttles it 70 % of the time" in found[0].evidence
     with pytest.raises(ChannelError, match="throttled_share"):
@@ -115,11 +115,11 @@ def test_a_machine_s_readings_become_part_of_the_evidence() -> None:
 def test_a_loss_that_is_no_number_reaches_the_guard_and_not_the_mean() -> None:
     job = Job(2)
     job.register(None)
-    board = job.board.engines[0]
+    optimizer = job.state.optimizers[0]
     for step, loss in enumerate((2.0, math.inf, 1.0, math.nan)):
-        board.losses.note(step, loss)
-    assert board.losses.usual == pytest.approx(1.9)
-    assert board.window().losses == (2.0, math.inf, 1.0) and board.window().loss_steps == (0, 1, 2)
+        optimizer.losses.note(step, loss)
+    assert optimizer.losses.usual == pytest.approx(1.9)
+    assert optimizer.window().losses == (2.0, math.inf, 1.0) and optimizer.window().loss_steps == (0, 1, 2)
 
 
 @pytest.mark.slow
@@ -136,10 +136,10 @@ def test_links_are_measured_once_at_the_start_and_heeded_only_where_communicatio
                 if isinstance(probe, Probe):
                     asked.append(rank)
                     rate = min(rates[rank], rates[probe.target])
-                    job.board.handle(rank, LinkRate(rate), job.now_s)
+                    job.state.handle(rank, LinkRate(rate), job.now_s)
 
     answer(2.0)
-    assert set(asked) == {0, 1, 2, 3} and job.board.links.bytes_per_s == list(rates.values())
+    assert set(asked) == {0, 1, 2, 3} and job.state.links.bytes_per_s == list(rates.values())
     known = job.engine.window().ranks
     assert all(math.isnan(known[rank].link_bytes_per_s) for rank in range(4)), "nobody has asked for them"
 
@@ -167,7 +167,7 @@ def test_links_are_measured_once_at_the_start_and_heeded_only_where_communicatio
 def test_two_steps_of_little_but_communication_are_enough_to_heed_what_is_known_of_links() -> None:
     job = Job(4)
     job.register(None)
-    job.board.links.bytes_per_s[:] = [1e8, 1e8, 1e8, 1e7]
+    job.state.links.bytes_per_s[:] = [1e8, 1e8, 1e8, 1e7]
     for step in range(4):
         heeded = not math.isnan(job.engine.window().ranks[3].link_bytes_per_s)
         assert heeded == (step >= 3), "what step 0 communicated is told with step 1"
@@ -182,7 +182,7 @@ def slow_link_job(rates: list[float], gradient_bytes: int = 1_000_000) -> Job:
     job = Job(4)
     job.register(None)
     job.engine.gradient_bytes = gradient_bytes
-    job.board.links.bytes_per_s[:] = rates
+    job.state.links.bytes_per_s[:] = rates
     return job
 
 
@@ -238,10 +238,10 @@ def test_a_reduction_that_lasts_longer_than_its_links_explain_has_them_measured_
             for message, rank in zip(job.tick(), job.destinations, strict=True):
                 if isinstance(message, Probe):
                     found += 1
-                    job.board.handle(rank, LinkRate(2.5e7), job.now_s)
+                    job.state.handle(rank, LinkRate(2.5e7), job.now_s)
         return found
 
-    assert probes(2.0) == 0 or job.board.links.bytes_per_s == [2.5e7] * 4
+    assert probes(2.0) == 0 or job.state.links.bytes_per_s == [2.5e7] * 4
     lockstep(job, 0, comm_s=0.0)
     assert probes(1.0) == 4, "the first step lasts"
     for step in range(1, 5):

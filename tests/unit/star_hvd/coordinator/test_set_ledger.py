@@ -13,7 +13,7 @@ from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.switch import DropSet, MakeSet, PrepareFailed, Restart, Switched
 from star_hvd.coordinator.mode_backoff import PreparationBackoff
 from star_hvd.coordinator.set_ledger import MOST_SETS, SetLedger
-from tests.support.boards import Job, only
+from tests.support.job_states import Job, only
 
 PAIRS = [(0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (2, 3)]  # Each with a rank of the one before.
 
@@ -224,7 +224,7 @@ def test_a_mode_waits_for_a_state_that_is_being_loaded() -> None:
     assert back.plan["mode"] == "partial" and back.plan["reason"] == "the loaded state is in force"
 
 
-def test_a_board_offers_a_mode_again_whose_preparation_failed_once() -> None:
+def test_a_mode_is_offered_again_whose_preparation_failed_once() -> None:
     job = Job(3)
     job.register(None)
     job.engine.publish(Plan.subgroup(3, (0, 1)), job.now_s)

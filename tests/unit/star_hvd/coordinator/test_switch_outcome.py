@@ -1,4 +1,4 @@
-"""Who is told what became of a switch: the coordinator's board, the report, the run log and its page."""
+"""Who is told what became of a switch: the coordinator's state, the report, the run log and its page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from star_hvd.run_log import RunLog
 from star_hvd.run_log.convert import RunState
 from star_hvd.run_log.page import write_page
 from star_hvd.run_log.spool import read_events
-from tests.support.boards import Job
+from tests.support.job_states import Job
 from tests.support.windows import steady, window
 
 BAD = SwitchOutcome(
@@ -28,7 +28,7 @@ BAD = SwitchOutcome(
 SAID = "partial(2) was predicted 1.1x faster than sync, was 0.83x over 31 steps"
 
 
-def test_the_board_keeps_it_and_the_report_tells_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_coordinator_keeps_it_and_the_report_tells_it(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(3)
     job.register(None)
     predicting = job.engine.choice.policy

@@ -186,7 +186,7 @@ def test_an_averaging_never_rounds_parameters(fp16: bool) -> None:
 
 
 def position(rank: int, step: int, next_step: int | None = None, **more: bool) -> Position:
-    told = {"whole": True, "outside": False, "mid_step": False} | more
+    told = {"whole": True, "out_of_common_steps": False, "mid_step": False} | more
     return Position(rank, 0, step, step if next_step is None else next_step, **told)
 
 
@@ -197,8 +197,8 @@ def position(rank: int, step: int, next_step: int | None = None, **more: bool) -
         ([position(0, 5), position(1, 4)], True, False),
         ([position(0, 5, 6), position(1, 6)], False, False),
         ([position(0, 5, whole=False), position(1, 5)], True, False),
-        ([position(0, 5, outside=True), position(1, 5, outside=True)], False, False),
-        ([position(0, 5, outside=True), position(1, 5, outside=True)], True, True),
+        ([position(0, 5, out_of_common_steps=True), position(1, 5, out_of_common_steps=True)], False, False),
+        ([position(0, 5, out_of_common_steps=True), position(1, 5, out_of_common_steps=True)], True, True),
         ([position(0, 5), position(1, 4, mid_step=True)], False, True),
         ([Position(0, 0, 5, 5, True, False, False, 4), position(1, 5)], False, False),
         ([Position(0, 0, 5, 5, True, False, False, 4), position(1, 5)], True, True),

@@ -25,7 +25,7 @@ from star_hvd.run_log import new_run_name
 from star_hvd.run_log.spool import read_events
 from star_hvd.runtime.job_log import JobLog, _Pace, check_curves
 from star_hvd.runtime.model_loader import ModelLoader, digest
-from tests.support.boards import Job
+from tests.support.job_states import Job
 from tests.support.loaders import World
 
 
@@ -47,7 +47,7 @@ class _Coordinator:
 
     @contextlib.contextmanager
     def job_state(self) -> Iterator[Any]:
-        yield self._job.board
+        yield self._job.state
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from star_hvd.channel.messages.base import Arrive, Away, CloseStep, OptimizerDro
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError
 from star_hvd.wrapper.dropped import note_dropped, release_dropped
-from tests.support.boards import Job, only
+from tests.support.job_states import Job, only
 from tests.support.world import World
 
 
@@ -33,9 +33,9 @@ def test_it_is_over_when_all_ranks_have_dropped_it() -> None:
     subject = job()
     assert only(subject.say(0, dropped()), OptimizerOver) == []
     assert only(subject.say(1, dropped()), OptimizerOver) == [OptimizerOver(0)]
-    assert subject.board.engines == {}
+    assert subject.state.optimizers == {}
     subject.say(0, Arrive(0, 9, 0, StepTimes(0.1), 0.0))  # What was on its way says nothing any more.
-    assert subject.board.engines == {}
+    assert subject.state.optimizers == {}
 
 
 def test_a_rank_that_waits_in_a_step_is_helped_out() -> None:

@@ -1,4 +1,4 @@
-"""A coordinator's board driven by scripted jobs, for tests."""
+"""A coordinator's state driven by scripted jobs, for tests."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PLAN = Plan.sync(3).to_dict()
 
 
 class Job:
-    """A board, a clock, and what the board has sent."""
+    """A coordinator's state, a clock, and what it has sent."""
 
     def __init__(self, world_size: int = 3, config: Config = CONFIG) -> None:
         self.world_size = world_size
         self.now_s = 100.0
-        self.board = JobState(world_size, config, self.now_s)
+        self.state = JobState(world_size, config, self.now_s)
 
     def say(self, rank: int, message: m.Message) -> list[m.Message]:
-        self.board.handle(rank, message, self.now_s)
+        self.state.handle(rank, message, self.now_s)
         return self.sent()
 
     def pass_time(self, seconds: float, alive: tuple[int, ...] | None = None) -> list[m.Message]:
@@ -33,13 +33,13 @@ class Job:
         while self.now_s < end_s - 1e-9:
             self.now_s = min(end_s, self.now_s + 0.5)
             for rank in range(self.world_size) if alive is None else alive:
-                self.board.handle(rank, m.Heartbeat(rank), self.now_s)
-            assert self.board.tick(self.now_s) > self.now_s
+                self.state.handle(rank, m.Heartbeat(rank), self.now_s)
+            assert self.state.tick(self.now_s) > self.now_s
             heard += self.sent()
         return heard
 
     def sent(self) -> list[m.Message]:
-        outbox, self.board.outbox = self.board.outbox, []
+        outbox, self.state.outbox = self.state.outbox, []
         self.destinations = [destination for destination, _ in outbox]
         return [message for _, message in outbox]
 
@@ -52,12 +52,12 @@ class Job:
         self.say(rank, m.Arrive(0, step, plan_id, StepTimes(compute_s, 0.0, 0.05), 0.01))
 
     def tick(self) -> list[m.Message]:
-        self.board.tick(self.now_s)
+        self.state.tick(self.now_s)
         return self.sent()
 
     @property
     def engine(self) -> Any:
-        return self.board.engines[0]
+        return self.state.optimizers[0]
 
 
 def only(heard: list[m.Message], kind: type[m.Message]) -> list[Any]:
