@@ -28,6 +28,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from star_hvd.channel.keys import Keyring
 from star_hvd.channel.messages import base as messages
+from star_hvd.channel.wakeup import Wakeup
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.threads import supervised
@@ -42,6 +43,7 @@ _REQUEST = struct.Struct("<QIBQ")  # request, optimizer, whether the optimizer's
 _MAGIC, _PROTOCOL = b"STAR", 2
 PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late`.
 _MAX_BODY_BYTES = 1 << 42
+_POLL_MS = 1000
 _ANSWER_S = 5.0  # For the coordinator to name a rank.
 _SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
 _DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
@@ -154,6 +156,7 @@ class TensorServer:
         self._push = push
         self._chunk_bytes = chunk_bytes
         self._stop = threading.Event()
+        self._wakeup = Wakeup()
         self._thread = supervised(self._run, "star-tensors")
 
     def start(self) -> None:
@@ -163,13 +166,19 @@ class TensorServer:
     def stop(self, deadline_s: float = 5.0) -> None:
         """End the thread and wait for it."""
         self._stop.set()
+        self._wakeup.wake()
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
+        if not self._thread.is_alive():  # It may have missed the deadline, and polls it.
+            self._wakeup.close()
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                if self._router.poll(200):
+                if self._router in dict(poller.poll(_POLL_MS)):
                     self._answer(self._router.recv_multipart())
         except zmq.ZMQError as error:
             if not self._stop.is_set():
