@@ -12,7 +12,7 @@ import torch
 
 import star_hvd as hvd
 from benchmarks.lab.networks import make_network
-from benchmarks.lab.tasks import load_task
+from benchmarks.lab.tasks import Task, load_task
 from scheduler.transmission.off_switch import OffSwitch
 from scheduler.transmission.push_form import PushChoice
 from scheduler.transmission.wire import FORMS, LOW_RANK, NONE, WireChoice
@@ -129,6 +129,23 @@ def resumed() -> dict[str, Any]:
     return {"same": same, "digests": digests, "keys": sorted(state)}
 
 
+def _train(net: torch.nn.Module, optimizer: Any, inputs: torch.Tensor, labels: torch.Tensor, seed: int) -> None:
+    """This rank's samples, `EPOCHS` times."""
+    order = torch.Generator().manual_seed(seed)
+    for epoch in range(EPOCHS):
+        optimizer.param_groups[0]["lr"] = RATE * (1.0 - epoch / EPOCHS)
+        for rows in torch.randperm(len(inputs), generator=order).split(BATCH)[:-1]:
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()
+            optimizer.step()
+
+
+def _accuracy(net: torch.nn.Module, task: Task) -> float:
+    """Percent of the test samples."""
+    with torch.no_grad():
+        return 100.0 * float((net(task.test_x).argmax(1) == task.test_y).float().mean())
+
+
 def accuracy() -> dict[str, Any]:
     """Final accuracy on the digits, over seeds, for each form."""
     torch.set_num_threads(1)
@@ -142,16 +159,8 @@ def accuracy() -> dict[str, Any]:
             torch.manual_seed(seed)
             net = make_network("digits", 64, "mlp")
             optimizer, _ = lossy_optimizer(net, form, lr=RATE)
-            order = torch.Generator().manual_seed(seed)
-            for epoch in range(EPOCHS):
-                optimizer.param_groups[0]["lr"] = RATE * (1.0 - epoch / EPOCHS)
-                for rows in mine[torch.randperm(len(mine), generator=order)].split(BATCH)[:-1]:
-                    optimizer.zero_grad()
-                    torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()
-                    optimizer.step()
-            with torch.no_grad():
-                right = (net(task.test_x).argmax(1) == task.test_y).float().mean()
-            found[name].append(100.0 * float(right))
+            _train(net, optimizer, inputs[mine], labels[mine], seed)
+            found[name].append(_accuracy(net, task))
             digests.append(digest(net))
             optimizer.close()
     return {"accuracy": found, "digests": digests}
@@ -183,13 +192,7 @@ def pushes() -> dict[str, Any]:
             choice = Small(small=name == "int8")
             wire.packer = lambda wire=wire, choice=choice: PushCodec(wire, 0, choice)  # type: ignore[method-assign]
             _into(optimizer, net, inputs[mine], labels[mine], "subgroup(0,1)")
-            order = torch.Generator().manual_seed(seed)
-            for epoch in range(EPOCHS):
-                optimizer.param_groups[0]["lr"] = RATE * (1.0 - epoch / EPOCHS)
-                for rows in mine[torch.randperm(len(mine), generator=order)].split(BATCH)[:-1]:
-                    optimizer.zero_grad()
-                    torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()
-                    optimizer.step()
+            _train(net, optimizer, inputs[mine], labels[mine], seed)
             hvd.barrier()  # Before a member publishes the next mode.
             left = STATE_KEY in optimizer.state_dict()
             hvd.barrier()
@@ -198,8 +201,7 @@ def pushes() -> dict[str, Any]:
             torch.nn.functional.cross_entropy(net(inputs[mine]), labels[mine]).backward()
             optimizer.step()
             hvd.barrier()
-            with torch.no_grad():
-                values.append(100.0 * float((net(task.test_x).argmax(1) == task.test_y).float().mean()))
+            values.append(_accuracy(net, task))
             after = STATE_KEY in optimizer.state_dict()
             optimizer.close()
     return {"accuracy": found, "sent": [SENT.count(False), SENT.count(True)], "left": [left, after],
@@ -233,15 +235,8 @@ def servers() -> dict[str, Any]:
             wire.server_pushes = lambda wire=wire, switch=switch: ServerPushes(wire, 0, switch)  # type: ignore[method-assign]
             _into(optimizer, net, inputs[mine], labels[mine], f"ps({hvd.size()})")
             hvd.barrier()
-            order = torch.Generator().manual_seed(seed)
-            for epoch in range(EPOCHS):
-                optimizer.param_groups[0]["lr"] = RATE * (1.0 - epoch / EPOCHS)
-                for rows in mine[torch.randperm(len(mine), generator=order)].split(BATCH)[:-1]:
-                    optimizer.zero_grad()
-                    torch.nn.functional.cross_entropy(net(inputs[rows]), labels[rows]).backward()
-                    optimizer.step()
-            with torch.no_grad():
-                values.append(100.0 * float((net(task.test_x).argmax(1) == task.test_y).float().mean()))
+            _train(net, optimizer, inputs[mine], labels[mine], seed)
+            values.append(_accuracy(net, task))
             left = [STATE_KEY in optimizer.state_dict()]
             hvd.barrier()
             _into(optimizer, net, inputs[mine], labels[mine], "sync")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import Any
 
 import horovod.torch as horovod
@@ -12,7 +11,7 @@ import torch
 import star_hvd as hvd
 from star_hvd.runtime.host_sets import host_sets
 from star_hvd.wrapper.hierarchical_collective import HandOut
-from tests.multiproc.modes import CONFIG, publish, within
+from tests.multiproc.modes import CONFIG, go_into
 from tests.multiproc.overlap_job import digest
 from tests.support.launch import write_result
 
@@ -72,14 +71,9 @@ def tour() -> dict[str, Any]:
     net = _net()
     own = torch.optim.SGD(net.parameters(), lr=0.01)
     optimizer = hvd.DistributedOptimizer(own, net.named_parameters(), mode="sync", config=CONFIG)
-    number, began_s, used = 0, time.monotonic(), {}
+    number, used = 0, {}
     for place, mode in enumerate(TOUR):
-        while within(began_s):
-            publish(optimizer, mode)
-            _step(net, optimizer, number)
-            number += 1
-            if optimizer.mode == mode:
-                break
+        number = go_into(optimizer, mode, lambda number: _step(net, optimizer, number), number)
         hvd.barrier()
         _handed_out.clear()
         for _ in range(STEPS):

@@ -13,7 +13,7 @@ import reprlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -52,6 +52,18 @@ def publish(optimizer: Any, mode: str | Plan) -> None:
         engine = job.optimizers.get(driver_of(optimizer).number)
         if engine is not None and not engine.switching and engine.active.label != plan.label:
             engine.publish(plan, time.monotonic())
+
+
+def go_into(optimizer: Any, mode: str, step: Callable[[int], object], number: int) -> int:
+    """Make steps until `mode` is in force, from number on; returns the number of the next one."""
+    began_s = time.monotonic()
+    while within(began_s):
+        publish(optimizer, mode)
+        step(number)
+        number += 1
+        if optimizer.mode == mode:
+            break
+    return number
 
 
 def within(began_s: float) -> bool:

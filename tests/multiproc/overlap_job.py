@@ -20,7 +20,7 @@ import torch
 import star_hvd as hvd
 from star_hvd.errors import StarError
 from star_hvd.wrapper import bucket_core
-from tests.multiproc.modes import publish, within
+from tests.multiproc.modes import go_into, within
 from tests.support.inside import driver_of, inside
 from tests.support.launch import write_result
 
@@ -328,14 +328,9 @@ def auto(overlap: bool) -> Facts:
 def switching(overlap: bool) -> Facts:
     """From `sync` to relaxed modes and back; what fixes the outcome is that replicas are equal and nothing is lost."""
     net, optimizer = make(overlap)
-    number, went_on, began_s = 0, 0, time.monotonic()
+    number, went_on = 0, 0
     for mode in ("partial(1)", "sync", "ps(2)", "sync", "local(2)", "sync"):
-        while within(began_s):
-            publish(optimizer, mode)
-            step(net, optimizer, number)
-            number += 1
-            if optimizer.mode == mode:
-                break
+        number = go_into(optimizer, mode, lambda number: step(net, optimizer, number), number)
         hvd.barrier()
         for _ in range(STEPS):
             step(net, optimizer, number)
