@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
-from horovod.torch.functions import allgather_object, broadcast_object
 
 from scheduler.records import Plan
 from star_hvd import env
@@ -19,7 +17,7 @@ from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
 from star_hvd.engine.bucket_sizes import limits_of
-from star_hvd.engine.buckets import Bucket, memory_format_of, pack
+from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.collective import Collective, HorovodCollective
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Result
@@ -36,6 +34,7 @@ from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap
+from star_hvd.wrapper.same_parameters import same_on_all_ranks
 from star_hvd.wrapper.sparse import SparseGradients
 from star_hvd.wrapper.unweighted import unweighted
 
@@ -558,43 +557,6 @@ class BucketCore:
         self._result, self._outcome = None, ""
         same_on_all_ranks([param for bucket in self._buckets for param in bucket.params], self._names, ordered=True)
         self._attached = run, self._attach(run)
-
-
-def same_on_all_ranks(
-    params: Sequence[torch.nn.Parameter], names: dict[torch.nn.Parameter, str], *, ordered: bool = False
-) -> list[torch.nn.Parameter]:
-    """The parameters in rank 0's order: buckets are matched by position, where Horovod matches by name.
-
-    Collective.
-
-    Args:
-        params: This rank's parameters.
-        names: Their names.
-        ordered: Whether the order has to be the same already.
-
-    Raises:
-        ValueError: Ranks have different parameters; raised on all ranks.
-    """
-    mine = [f"{names.get(p, '?')} {tuple(p.shape)} {p.dtype} {_format(p)}" for p in params]
-    own = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (mine, sorted(mine))]
-    digests = allgather_object(own, name="star.parameters")
-    differing = [rank for rank, digest in enumerate(digests) if digest[1] != digests[0][1]]
-    out_of_order = any(digest[0] != digests[0][0] for digest in digests)
-    if differing or (ordered and out_of_order):
-        raise ValueError(
-            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, dtypes, order or "
-            "memory format); build the same model and the same optimizer on all ranks"
-        )
-    if not out_of_order:
-        return list(params)
-    first = broadcast_object(mine, root_rank=0, name="star.parameter_order")
-    place = {line: i for i, line in enumerate(first)}
-    return [param for _, param in sorted(zip(mine, params, strict=True), key=lambda pair: place[pair[0]])]
-
-
-def _format(param: torch.Tensor) -> str:
-    """The strides of a parameter that is not contiguous, as buckets are reduced in memory order."""
-    return "" if param.is_contiguous() else str(memory_format_of(param))
 
 
 def raise_if_relaxed(engine: StepEngine) -> None:

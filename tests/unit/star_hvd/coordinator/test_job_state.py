@@ -14,7 +14,7 @@ from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL
 from star_hvd.errors import ChannelError
 from star_hvd.runtime import coordinator_client
-from tests.support.job_states import PLAN, Job, only, relaxed_job
+from tests.support.job_states import CONFIG, PLAN, Job, only, relaxed_job
 
 
 def test_a_plan_is_published_once_all_ranks_have_registered() -> None:
@@ -250,7 +250,11 @@ def test_a_state_is_loaded_once_servers_that_are_ending_have_ended() -> None:
     for rank in range(3):
         job.say(rank, Prepared(0, 3))
     job.say(1, Drained(0, 3, 30))
-    assert engine.active.mode == "sync" and engine._plan_after_load.mode == "grouped", "and back after the load"
+    assert engine.active.mode == "sync"
+    for rank in range(3):
+        job.arrive(rank, 31, plan_id=3)  # On the loaded state.
+    (back,) = only(job.pass_time(CONFIG.decide_interval_s + 1.0), m.PlanMessage)
+    assert back.plan["mode"] == "grouped", "and back after the load"
 
 
 def test_a_plan_whose_servers_are_ending_is_not_abandoned_because_a_rank_refuses_it() -> None:

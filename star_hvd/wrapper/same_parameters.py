@@ -1,0 +1,50 @@
+"""Whether all ranks train the same parameters, and in which order: rank 0's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from horovod.torch.functions import allgather_object, broadcast_object
+
+from star_hvd.engine.buckets import memory_format_of
+
+__all__ = ["same_on_all_ranks"]
+
+
+def same_on_all_ranks(
+    params: Sequence[torch.nn.Parameter], names: dict[torch.nn.Parameter, str], *, ordered: bool = False
+) -> list[torch.nn.Parameter]:
+    """The parameters in rank 0's order: buckets are matched by position, where Horovod matches by name.
+
+    Collective.
+
+    Args:
+        params: This rank's parameters.
+        names: Their names.
+        ordered: Whether the order has to be the same already.
+
+    Raises:
+        ValueError: Ranks have different parameters; raised on all ranks.
+    """
+    mine = [f"{names.get(p, '?')} {tuple(p.shape)} {p.dtype} {_format(p)}" for p in params]
+    own = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (mine, sorted(mine))]
+    digests = allgather_object(own, name="star.parameters")
+    differing = [rank for rank, digest in enumerate(digests) if digest[1] != digests[0][1]]
+    out_of_order = any(digest[0] != digests[0][0] for digest in digests)
+    if differing or (ordered and out_of_order):
+        raise ValueError(
+            f"ranks {differing or 'of this job'} have other parameters than rank 0 (names, shapes, dtypes, order or "
+            "memory format); build the same model and the same optimizer on all ranks"
+        )
+    if not out_of_order:
+        return list(params)
+    first = broadcast_object(mine, root_rank=0, name="star.parameter_order")
+    place = {line: i for i, line in enumerate(first)}
+    return [param for _, param in sorted(zip(mine, params, strict=True), key=lambda pair: place[pair[0]])]
+
+
+def _format(param: torch.Tensor) -> str:
+    """The strides of a parameter that is not contiguous, as buckets are reduced in memory order."""
+    return "" if param.is_contiguous() else str(memory_format_of(param))
