@@ -25,6 +25,7 @@ from star_hvd.input.source import Source, order_of, source_of, whole_number
 from star_hvd.input.stream import Stream
 from star_hvd.runtime import runtime
 from star_hvd.runtime.out_of_memory import Repeats
+from star_hvd.wrapper.unweighted import unweighted
 
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
 
@@ -213,7 +214,8 @@ class ShardLoader:
         stock, shares = self._stock_for(len(order)), self._shares
         samples = self._samples_left(len(order), done)
         if shares is not None:
-            shares.begin_epoch(stock.epoch, samples, self.batch_size)
+            even = self._run.world_size if self._unweighted else 0
+            shares.begin_epoch(stock.epoch, samples, self.batch_size, even=even)
         self._open = _Interrupted(epoch, stock.epoch, order.saved, len(order))
         stock.begin(_digest(order, done), done)
         batches: LeasedBatches | StreamBatches
@@ -223,7 +225,7 @@ class ShardLoader:
             assert self._feeder is not None
             batches = LeasedBatches(
                 self._run, stock, order, self._feeder, batch_size=self.batch_size, n_samples=samples, shares=shares,
-                repeats=self.repeats, note=self._note,
+                repeats=self.repeats, equal_because=self._unweighted, note=self._note,
             )  # fmt: skip
         try:
             yield from batches
@@ -303,8 +305,14 @@ class ShardLoader:
             in_order=feeder is None or feeder.in_order,
             load_s=feeder.load_s if feeder is not None else 0.0,
             sizer=self.batch_sizer if shares is None else shares,
+            even=bool(self._unweighted),
             ask=ask,
         )
+
+    @property
+    def _unweighted(self) -> str:
+        """Why all ranks need as many batches where no optimizer of this package has a word in that; else empty."""
+        return "" if self._run.drivers or self._run.world_size == 1 else unweighted()
 
     def _ask_for_next(self) -> None:
         """Ask for the first samples of the next epoch: they are here when it begins."""

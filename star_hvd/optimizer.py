@@ -25,7 +25,7 @@ from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_over
 from star_hvd.wrapper.bucket_core import BY_HAND, BucketCore
 from star_hvd.wrapper.dropped import release_dropped
 from star_hvd.wrapper.lockstep_core import NativeCore
-from star_hvd.wrapper.unweighted import unweighted
+from star_hvd.wrapper.unweighted import HorovodsOwn, note_reducing, unweighted
 
 __all__ = ["DistributedOptimizer"]
 
@@ -158,7 +158,10 @@ def _adasum(optimizer: torch.optim.Optimizer, named: Any, compression: Any, pass
     from horovod.torch.optimizer import DistributedOptimizer as Plain
 
     logger.warning("Adasum runs in Horovod's own optimizer, in lockstep; modes do not apply")
-    return Plain(optimizer, named, compression, passes, op, process_set=where)
+    wrapped = Plain(optimizer, named, compression, passes, op, process_set=where)
+    wrapped.horovods_own = HorovodsOwn()
+    note_reducing(wrapped.horovods_own)
+    return wrapped
 
 
 def _inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -102,6 +102,8 @@ class ShareDesk:
             self.loader, self.batch = message.loader, message.batch
         if message.loader != self.loader or message.fixed:
             return None
+        if message.even and not self.shares:
+            self.shares = (self.batch,) * self._world_size
         self._samples = {epoch: count for epoch, count in self._samples.items() if epoch > message.epoch - 2}
         self._samples[message.epoch] = samples
         return self._totals(self.shares, samples, [0] * self._world_size)

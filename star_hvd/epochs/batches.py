@@ -62,6 +62,7 @@ class LeasedBatches:
         n_samples: Samples that the ranks together take in this epoch.
         shares: Gives the batches other sizes; None where they stay as they are.
         repeats: Repeats batches that ran out of memory.
+        equal_because: Why all ranks need as many batches, beside what the runtime's optimizers say of themselves.
         note: See `Note`.
 
     Attributes:
@@ -79,8 +80,10 @@ class LeasedBatches:
         n_samples: int,
         shares: BatchSizes | None,
         repeats: Repeats,
+        equal_because: str,
         note: Note,
     ) -> None:
+        self._equal_because = equal_because
         self._run, self._stock, self._order, self._feeder = run, stock, order, feeder
         self._batch_size, self._n_samples = batch_size, n_samples
         self._shares, self._repeats, self._note = shares, repeats, note
@@ -149,7 +152,8 @@ class LeasedBatches:
             StarError: The epoch cannot be divided so.
         """
         run, size = self._run, self._batch_size
-        reason = next((driver.equal_batches for driver in run.drivers.values() if driver.equal_batches), "")
+        reasons = (self._equal_because, *(driver.equal_batches for driver in run.drivers.values()))
+        reason = next(filter(None, reasons), "")
         if not reason or run.steps_ended == self._steps_before:  # Without steps no rank is waited for.
             return
         ranks, rest = run.world_size, self._n_samples % (run.world_size * size)

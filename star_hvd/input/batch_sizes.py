@@ -80,15 +80,18 @@ class BatchSizes(BatchSizer):
 
     # ---- loader ---------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, epoch: int, samples: int, batch: int) -> None:
+    def begin_epoch(self, epoch: int, samples: int, batch: int, *, even: int = 0) -> None:
         """An epoch begins on this rank.
 
         Args:
             epoch: Its number.
             samples: Of all ranks, without those that were consumed before.
             batch: Samples in a batch where all are equal.
+            even: Ranks of which each needs as many batches as the others, 0 where they need not be as many. They
+                begin with equal shares where none were ordered.
         """
         with self._lock:
+            self._shares = self._shares or (batch,) * even
             self._epoch, self._samples, self._batch = epoch, samples, batch
             self._sizes = [_Sizes(0, self._shares, samples)]
             self._formed = 0

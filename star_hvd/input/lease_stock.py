@@ -128,6 +128,7 @@ class LeaseStock:
         load_s: Seconds until a batch is loaded where none is on its way, from earlier epochs.
         sizer: Says how many samples each batch has; `batch` where left out.
         fixed: Whether the sizes cannot follow batch shares.
+        even: Whether every rank needs as many batches as the others, see `LeaseAsk.even`.
     """
 
     def __init__(
@@ -145,9 +146,11 @@ class LeaseStock:
         load_s: float = 0.0,
         sizer: BatchSizer | None = None,
         fixed: bool = False,
+        even: bool = False,
     ) -> None:
         self._rank = rank
         self._sizer, self._fixed = sizer or ConstantBatches(batch), fixed
+        self._even = even
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
         self.load_s = load_s
         self.closed = False
@@ -442,6 +445,7 @@ class LeaseStock:
                 self._fixed,
                 self._idle and not self._formed,
                 again,
+                self._even,
             )
         )
         self._done = []

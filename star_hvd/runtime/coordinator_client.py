@@ -103,6 +103,7 @@ class CoordinatorClient:
         in_order: bool = True,
         load_s: float = 0.0,
         sizer: BatchSizer | None = None,
+        even: bool = False,
         ask: bool = True,
     ) -> LeaseStock:
         """This rank's stock of samples of an epoch; others of the loader may still be in use.
@@ -117,6 +118,7 @@ class CoordinatorClient:
             in_order: Whether batches are begun in the order in which they are formed.
             load_s: Seconds until a batch is loaded where none is on its way.
             sizer: Says how many samples each batch has; `batch` where left out.
+            even: Whether every rank needs as many batches as the others.
             ask: Ask for the first samples now; else `LeaseStock.begin` does.
         """
         send = self._agent.send
@@ -133,6 +135,7 @@ class CoordinatorClient:
             load_s=load_s,
             sizer=sizer,
             fixed=not isinstance(sizer, BatchSizes),
+            even=even,
         )
         self._keep(stock)
         if ask:

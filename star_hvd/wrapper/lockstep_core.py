@@ -14,6 +14,7 @@ from horovod.common.util import split_list
 from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_object
 
+from star_hvd.runtime import runtime
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.unweighted import note_reducing
 
@@ -230,6 +231,9 @@ class NativeCore:
             else:
                 output = handle() if callable(handle) else mpi_ops.synchronize(handle)
                 self._put(key, self._compression.decompress(output, context))
+        running = runtime.current()
+        if running is not None:
+            running.steps_ended += 1
         self.forget()
 
     def _put(self, param: torch.nn.Parameter, reduced: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
-__all__ = ["Reducing", "note_reducing", "unweighted"]
+__all__ = ["HorovodsOwn", "Reducing", "note_reducing", "unweighted"]
 
 
 class Reducing(Protocol):
@@ -15,6 +15,12 @@ class Reducing(Protocol):
     def reduces(self) -> bool:
         """Whether backward passes reduce gradients through it."""
         ...
+
+
+class HorovodsOwn:
+    """Stands for an optimizer of Horovod's own, and has to live as long."""
+
+    reduces = True
 
 
 _cores: weakref.WeakSet[Reducing] = weakref.WeakSet()
@@ -28,4 +34,4 @@ def note_reducing(core: Reducing) -> None:
 def unweighted() -> str:
     """Why batches have to be equal, where an optimizer reduces without their weights; else empty."""
     reducing = any(core.reduces for core in list(_cores))
-    return "another optimizer's gradients are reduced by Horovod itself, without weights" if reducing else ""
+    return "an optimizer's gradients are reduced by Horovod itself, without weights" if reducing else ""

@@ -106,6 +106,21 @@ def beside() -> dict[str, Any]:
     return _train(net, _optimizer(net[0].parameters(), mode="sync(24,12,16,24)"), _optimizer(last, groups=1))
 
 
+def native() -> dict[str, Any]:
+    """An optimizer that reduces as Horovod does, alone; the last step of an epoch has not a batch for every rank."""
+    net = _net()
+    return _train(net, _optimizer(net.parameters(), groups=1), samples=12 * 4 * BATCH + BATCH + 3)
+
+
+def native_few() -> dict[str, Any]:
+    """The same where the last step would have two samples for four ranks."""
+    net = _net()
+    try:
+        return _train(net, _optimizer(net.parameters(), groups=1), samples=3 * 4 * BATCH + 2)
+    except hvd.StarError as error:
+        return {"error": str(error)}
+
+
 if __name__ == "__main__":
     hvd.init()
     write_result({"rank": hvd.rank(), **globals()[sys.argv[1]]()})

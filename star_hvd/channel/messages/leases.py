@@ -23,6 +23,7 @@ class LeaseAsk(Message):
         undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
         fixed: The loader's batches keep their size: it takes no part in batch shares.
         idle: Its training thread has nothing to work on.
+        even: Every rank needs as many batches as the others, since Horovod's own reductions wait for all ranks.
         again: It repeats, with news, a request that may not have been answered; if it was, there is no second answer.
     """
 
@@ -41,6 +42,7 @@ class LeaseAsk(Message):
     fixed: bool = False
     idle: bool = False
     again: bool = False
+    even: bool = False
 
 
 @message_kind
