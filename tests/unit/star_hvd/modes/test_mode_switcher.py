@@ -407,19 +407,19 @@ def test_a_child_that_has_what_is_newest_gets_it_once() -> None:
     made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
     made.engine, made.local = engine, cast(Any, SimpleNamespace(waiting=False))
     made.switcher = cast(Any, SimpleNamespace(active_mode=steps))
-    assert made.position().outside, "it has never got anything"
+    assert made.position().out_of_common_steps, "it has never got anything"
     steps.catch_up()
-    assert not made.position().outside and made.position().whole
+    assert not made.position().out_of_common_steps and made.position().whole
     for ahead in (0, 1):
         member = Position(0, 0, engine.step + ahead, engine.step + ahead, True, False, False)
         assert settled([made.position(), member], asked=False) == (ahead == 0)
     with torch.no_grad():
         engine.applier.buckets[0].params[0].mul_(2.0)
-    assert made.position().outside, "the program has changed its parameters"
+    assert made.position().out_of_common_steps, "the program has changed its parameters"
     steps.catch_up()
     with engine.lock:
         engine.agreement.plan = Plan.sync(3, plan_id=2)
-    assert made.position().outside, "the mode is over"
+    assert made.position().out_of_common_steps, "the mode is over"
 
 
 def test_a_childs_step_during_which_the_mode_ends_is_reported_as_one_of_its_own_mode() -> None:

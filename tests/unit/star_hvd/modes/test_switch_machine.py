@@ -612,7 +612,7 @@ def test_random_walks_come_through_the_whole_table(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(SwitchMachine, "_apply", watched)
-    for seed in range(cases(300)):
+    for seed in range(max(300, cases(300))):  # Fewer do not come through all of it.
         try:
             walk(Rank(), random.Random(seed), 150)
         except AssertionError as error:
