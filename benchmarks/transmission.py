@@ -98,8 +98,8 @@ def ps_cycle_s(compute_s: float, pushed_s: float) -> float:
 def ps_wire_s(mode: str, ranks: int, compute_s: float, pushed_s: float) -> float:
     """Least time of an update in any order and at any staleness, with a server beside every rank.
 
-    An update takes x pushes and x gradients' computing, which all ranks share, and each push is answered: a link carries
-    x / n of a push and as much of an answer, each way.
+    An update takes x pushes and the computing of x gradients, which all ranks share, and each push is answered: a link
+    carries x / n of a push and as much of an answer, each way.
 
     Args:
         mode: Of servers.
@@ -214,7 +214,7 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
     `sync_auto_fp16`: the largest of its step times over those of Horovod with fp16.
     `compute_bound`: the largest step time with `overlap="auto"` or `Compression.auto`, once decided, over that of
     star_hvd without it, where compute is at least as long as communication.
-    `ps_bound`: the largest step time with servers under the settings' defaults, over the longest of compute, push, pull.
+    `ps_bound`: the largest step time with servers under the default settings, over the longest of compute, push, pull.
     `ps_background_bound`: the same with `Config(background=True)`, which is what `auto` takes where it pays.
     `ps_least_bound`: the least that the order of push and pull allows in the cell of the latter.
     `ps_wire_bound`: the least that the links allow there at any staleness.

@@ -139,7 +139,7 @@ class ServerSteps:
         made = gates is not None and not engine.streams.devices
         self._arriving = ArrivingParameters(engine, client, gates, deadline_s) if gates is not None and made else None
         self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
-        self._given: dict[int, tuple[int, int]] = {}  # Buckets sent ahead of `step`, with what tells that they were changed.
+        self._given: dict[int, tuple[int, int]] = {}  # Buckets sent ahead of `step`, with `_state_of` them then.
         self._compressed = compressed if not engine.streams.devices else None
         self._small: dict[int, bytes] = {}  # Of this push: per chunk what is sent instead of its part of the buffer.
 
