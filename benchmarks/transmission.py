@@ -11,6 +11,7 @@ A step with servers is an update of the parameters, `own_step_s` the time betwee
 the least time in which a gradient leaves its host for servers on all hosts; parameters come back as fast. Every link
 carries what its rank pushes as well as what its server answers. An update is decided when its last push is there, so a
 rank's push and its answer follow each other: `ps_cycle_s` is the least time of both with the computing around them.
+`ps_wire_s` is the least time whatever the order and the staleness: that of the bytes of an update's pushes and answers.
 
 Without `--mbytes`, `--mbit`, `--parts` or `--modes` it measures the cells of `CELLS`, from which come all `figures`.
 """
@@ -39,18 +40,21 @@ from benchmarks.machine.device import FORWARD_PART
 from benchmarks.machine.netns import Network, NetworkError
 from benchmarks.machine.netns_launch import netns_command, write_plan
 from benchmarks.workers.transmission import VARIANTS, Job
+from scheduler.records import parse_mode
 
 __all__ = ["CELLS", "Cell", "figures", "main", "measure"]
 
-PLAIN, FP16, OURS, BEHIND, BEHIND_LOSSY = "horovod", "horovod-fp16", "star", "background", "background-auto"
+PLAIN, FP16, OURS, DEFAULT = "horovod", "horovod-fp16", "star", "default"
+BEHIND, BEHIND_LOSSY = "background", "background-auto"
 CELLS = (
     (1.0, 50.0, 0.8, "sync", ()),
     (1.0, 200.0, 0.8, "sync", ()),
     (10.0, 50.0, 0.8, "sync", (PLAIN, FP16, "compression-auto")),
     (10.0, 200.0, 0.8, "sync", ()),
     (1.0, 200.0, 1.5, "sync", ()),
-    (4.0, 200.0, 0.2, "ps(3)", (PLAIN, OURS, BEHIND, BEHIND_LOSSY)),
-    (4.0, 200.0, 1.5, "ps(3)", (PLAIN, OURS, BEHIND)),
+    (4.0, 200.0, 0.2, "ps(3)", (PLAIN, OURS, DEFAULT, BEHIND, BEHIND_LOSSY)),
+    (4.0, 200.0, 0.8, "ps(3)", (DEFAULT, BEHIND)),
+    (4.0, 200.0, 1.5, "ps(3)", (PLAIN, OURS, DEFAULT, BEHIND)),
     (10.0, 200.0, 0.4, "local(8)", (PLAIN, OURS, BEHIND)),
 )
 """Megabytes, Mbit/s, device time over the least time of a reduction, mode, variants if not all: the default."""
@@ -89,6 +93,23 @@ def ps_cycle_s(compute_s: float, pushed_s: float) -> float:
         pushed_s: `push_s`.
     """
     return max(FORWARD_PART * compute_s, pushed_s) + max((1.0 - FORWARD_PART) * compute_s, pushed_s)
+
+
+def ps_wire_s(mode: str, ranks: int, compute_s: float, pushed_s: float) -> float:
+    """Least time of an update in any order and at any staleness, with a server beside every rank.
+
+    An update takes x pushes and the computing of x gradients, which all ranks share, and each push is answered: a link
+    carries x / n of a push and as much of an answer, each way.
+
+    Args:
+        mode: Of servers.
+        ranks: n.
+        compute_s: Device time of a step.
+        pushed_s: `push_s`.
+    """
+    plan = parse_mode(mode, ranks)
+    x = plan.quorum if plan is not None else ranks
+    return x / ranks * max(compute_s, 2.0 * pushed_s)
 
 
 def variants_of(mode: str, each: int = 1) -> list[str]:
@@ -193,9 +214,11 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
     `sync_auto_fp16`: the largest of its step times over those of Horovod with fp16.
     `compute_bound`: the largest step time with `overlap="auto"` or `Compression.auto`, once decided, over that of
     star_hvd without it, where compute is at least as long as communication.
-    `ps_bound`: the largest step time with servers in the background, over the longest of compute, push and pull.
-    `ps_least_bound`: the least that the order of push and pull allows in the same cell.
-    `ps_over_cycle`: the largest step time over `ps_cycle_s`.
+    `ps_bound`: the largest step time with servers under the default settings, over the longest of compute, push, pull.
+    `ps_background_bound`: the same with `Config(background=True)`, which is what `auto` takes where it pays.
+    `ps_least_bound`: the least that the order of push and pull allows in the cell of the latter.
+    `ps_wire_bound`: the least that the links allow there at any staleness.
+    `ps_over_cycle`: the largest step time in the background over `ps_cycle_s`.
     `ps_auto`: the least step time with `Compression.auto` over that without.
     `local_exposed`: the largest part of the averagings' exposed time that is left in the background.
     """
@@ -218,17 +241,22 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def _ps_figures(cells: Sequence[Cell]) -> dict[str, Any]:
-    behind = [c for c in cells if c["mode"].startswith("ps(") and c["variant"] == BEHIND]
+    served = [c for c in cells if c["mode"].startswith("ps(")]
+    usual = [_over_longest(c) for c in served if c["variant"] == DEFAULT]
+    found: dict[str, Any] = {"ps_bound": max(usual)} if usual else {}
+    behind = [c for c in served if c["variant"] == BEHIND]
     if not behind:
-        return {}
+        return found
     worst = max(behind, key=_over_longest)
-    least = ps_cycle_s(worst["compute_s"], worst["push_s"]) / max(worst["compute_s"], worst["push_s"])
-    found = {
-        "ps_bound": _over_longest(worst),
-        "ps_least_bound": least,
+    longest_s = max(worst["compute_s"], worst["push_s"])
+    wire_s = ps_wire_s(worst["mode"], worst["ranks"], worst["compute_s"], worst["push_s"])
+    found |= {
+        "ps_background_bound": _over_longest(worst),
+        "ps_least_bound": ps_cycle_s(worst["compute_s"], worst["push_s"]) / longest_s,
+        "ps_wire_bound": wire_s / longest_s,
         "ps_over_cycle": max(c["step_s"] / ps_cycle_s(c["compute_s"], c["push_s"]) for c in behind),
     }
-    small = [c for c in cells if c["mode"].startswith("ps(") and c["variant"] == BEHIND_LOSSY]
+    small = [c for c in served if c["variant"] == BEHIND_LOSSY]
     pairs = [(c["step_s"], whole["step_s"]) for c in small for whole in behind if _is_same(c, whole)]
     return found | ({"ps_auto": min(ours / whole for ours, whole in pairs)} if pairs else {})
 

@@ -18,8 +18,9 @@ class Config:
         reference_samples: Samples that count as weight 1 in a reduction. 0 takes the size of `shard`'s first batch.
         policy: The policy of mode `auto`: `learned` (a trained predictor of time to accuracy, or the cost model where
             no predictor fits), `cost` (the cost model alone) or `rule` (thresholds).
-        background: Whether averagings of `local` go on behind compute, and pushes to servers begin within backward.
-            None leaves it to `auto`, which takes it where the predicted step is shorter; in other modes it is no.
+        background: Whether averagings of `local` go on behind compute, and parameters of servers arrive behind the next
+            forward pass. None leaves it to `auto`, which takes it where the predicted step is shorter; in other modes
+            it is no. Pushes to servers begin within backward unless it is False.
         least_quorum: Smallest part of the ranks that `auto` lets a step wait for.
         damping: `inverse` weighs a late gradient by 1 / (1 + staleness) (DynSGD); `none` by 1.
         max_staleness: Late gradients older than this many steps are dropped and counted.

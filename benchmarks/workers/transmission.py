@@ -85,6 +85,7 @@ VARIANTS: dict[str, Variant] = {
         ours=True, environment={"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}, modes=("sync",), shares_hosts=True
     ),
     "compression-auto": Variant(ours=True, options={"compression": "auto"}, modes=("sync",), least_warm=28),
+    "default": Variant(ours=True, options={"background": None}, modes=("ps",)),
     "background": Variant(ours=True, options={"background": True}, modes=("ps", "local")),
     "background-auto": Variant(
         ours=True, options={"background": True, "compression": "auto"}, modes=("ps",), least_warm=108

@@ -365,6 +365,17 @@ class Plan:
             return False
         return bool(default) if self.transmission is None else self.transmission.background
 
+    def pushes_early(self, default: bool | None) -> bool:
+        """Whether pushes to servers begin within backward: in the background, and where nobody has said anything.
+
+        Unlike parameters that arrive behind `step`, which are in the background only, this needs nothing of a program.
+
+        Args:
+            default: As of `in_background`.
+        """
+        unsaid = default is None and self.transmission is None
+        return self.mode == "ps" and (unsaid or self.in_background(default))
+
     @property
     def members_or_all(self) -> Ranks:
         """The ranks that reduce together."""

@@ -1,11 +1,12 @@
 """`ps` on a worker: gradients go to parameter servers, parameters come back; nothing is reduced here.
 
-In the background (`Plan.in_background`) a bucket is sent when its gradient is whole, within backward; `step` sends what
-is left and announces the push. The servers count a push from its announcement on, so that rules and their outcome are
-the same. A program that changes gradients before `step`, to clip them by hand for example, voids what was sent: the
-push is made again as a whole, under a new number, and from then on none begins within backward.
+Early (`Plan.pushes_early`) a bucket is sent when its gradient is whole, within backward; `step` sends what is left and
+announces the push. The servers count a push from its announcement on, so that rules and their outcome are the same. A
+program that changes gradients before `step`, to clip them by hand for example, voids what was sent: the push is made
+again as a whole, under a new number, and from then on none begins within backward.
 
-With gates `step` waits for the push's result alone: parameters arrive while the program goes on (`arriving.py`).
+With gates (`Plan.in_background`) `step` waits for the push's result alone: parameters arrive while the program goes on
+(`arriving.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from scheduler.records import Plan
@@ -102,7 +104,7 @@ class ServerSteps:
         on_notes: Gets the servers' notes of their updates.
         plan_of: The plan of an epoch that the servers have taken up, None where it is unknown here.
         same_session: Whether two plans are served without an end between them.
-        background: Whether buckets are sent within backward.
+        early: Whether buckets are sent within backward.
         gates: In front of parameters that are on their way when `step` returns; None where it waits for all of them.
         compressed: Makes what is pushed smaller; None where it travels as it is.
     """
@@ -118,7 +120,7 @@ class ServerSteps:
         on_notes: Callable[[list[Any]], None],
         plan_of: Callable[[int], Plan | None],
         same_session: Callable[[Plan, Plan], bool],
-        background: bool = False,
+        early: bool = False,
         gates: Gates | None = None,
         compressed: Compressed | None = None,
     ) -> None:
@@ -133,11 +135,11 @@ class ServerSteps:
         self._pushes = 0
         self._moved = False
         # A push is clipped as a whole, and buffers on a device are copied as a whole.
-        self._background = background and engine.applier.max_grad_norm is None and not engine.streams.devices
+        self._early = early and engine.applier.max_grad_norm is None and not engine.streams.devices
         made = gates is not None and not engine.streams.devices
         self._arriving = ArrivingParameters(engine, client, gates, deadline_s) if gates is not None and made else None
         self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
-        self._given: dict[int, int] = {}  # Buckets sent ahead of `step`, with the version of their memory.
+        self._given: dict[int, tuple[int, int]] = {}  # Buckets sent ahead of `step`, with `_state_of` them then.
         self._compressed = compressed if not engine.streams.devices else None
         self._small: dict[int, bytes] = {}  # Of this push: per chunk what is sent instead of its part of the buffer.
 
@@ -163,13 +165,13 @@ class ServerSteps:
         """A gradient is whole."""
         self._engine.outside_gradient(bucket.index)
         # A late gradient is folded in by `step` alone: behind this one there may be no step.
-        if self._background and not self.over and not self._engine.pending_weight:
+        if self._early and not self.over and not self._engine.pending_weight:
             if not self._given or bucket.index in self._given:  # The latter where no step followed a backward pass.
                 self._given.clear()
                 self._small.clear()
                 self._pushes += 1
             small = self._weigh(bucket)
-            self._given[bucket.index] = bucket.flat._version
+            self._given[bucket.index] = _state_of(bucket.flat)
             self.client.give(self._pushes, bucket.index, bucket.flat, small=small)
 
     def step(self, *, skip: bool) -> Any:
@@ -206,9 +208,9 @@ class ServerSteps:
             if bucket.index not in given:
                 self._weigh(bucket)
         buckets = self._engine.applier.buckets
-        self._begun = bool(given) and all(buckets[index].flat._version == was for index, was in given.items())
+        self._begun = bool(given) and all(_state_of(buckets[index].flat) == was for index, was in given.items())
         if given and not self._begun:
-            self._background = False
+            self._early = False
             self._small.clear()
             logger.info("gradients were changed before step(): pushes do not begin within backward any more")
         return [bucket.flat for bucket in buckets]
@@ -356,6 +358,16 @@ class ServerSteps:
         """The mode has ended; the client stays until the final state has been fetched."""
         if self._arriving is not None:
             self._arriving.stop()
+
+
+def _state_of(flat: torch.Tensor) -> tuple[int, int]:
+    """Of a buffer in host memory, what tells that it was changed: its version and the sum of its bits.
+
+    The version alone does not tell of changes through `param.grad.data` or NumPy.
+    """
+    content = flat.view(torch.uint8).numpy()
+    end = content.size // 8 * 8
+    return flat._version, int(content[:end].view(np.int64).sum()) ^ int.from_bytes(content[end:].tobytes(), "little")
 
 
 def _damped(notes: Sequence[dict[str, Any]], rank: int) -> float:

@@ -246,8 +246,8 @@ class ModeServices:
             timed: Any = TimedClient(client, driver.timeline)
             background = plan.in_background(self._config.background)
             return ServerSteps(
-                driver.engine, plan, timed, background=background, gates=driver.gates if background else None,
-                compressed=driver.engine.wire.server_pushes(), **common,
+                driver.engine, plan, timed, early=plan.pushes_early(self._config.background),
+                gates=driver.gates if background else None, compressed=driver.engine.wire.server_pushes(), **common,
             )  # fmt: skip
         group = next(ranks for ranks in plan.groups if self._rank in ranks)
         collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None

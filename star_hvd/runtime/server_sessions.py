@@ -116,7 +116,7 @@ class ServerSessions:
         applier = driver.engine.applier
         groups = applier.optimizer.param_groups
         try:
-            chunk_bytes, spread = self._config.server_chunk_bytes, plan.in_background(self._config.background)
+            chunk_bytes, spread = self._config.server_chunk_bytes, plan.pushes_early(self._config.background)
             layout = Layout.build(
                 applier.buckets, groups, applier.base, len(plan.servers), chunk_bytes, each_spread=spread
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.transmission import CELLS, bound_s, figures, link_s, ps_cycle_s, push_s, variants_of
+from benchmarks.transmission import CELLS, bound_s, figures, link_s, ps_cycle_s, ps_wire_s, push_s, variants_of
 from benchmarks.workers.transmission import VARIANTS, Job, network_of
 
 
@@ -44,7 +44,11 @@ def test_figures_of_servers_and_of_local_steps() -> None:
         behind("local(8)", "background", step_s=0.51),
     ]
     found = figures(cells)
-    assert found["ps_bound"] == pytest.approx(0.5 / 0.3)
+    assert found["ps_background_bound"] == pytest.approx(0.5 / 0.3)
+    assert found["ps_wire_bound"] == pytest.approx(1.5), "three pushes and three answers on four links"
+    assert "ps_bound" not in found, "not measured"
+    usual = behind("ps(3)", "default", step_s=0.54)
+    assert figures([*cells, usual]) == found | {"ps_bound": pytest.approx(0.54 / 0.48)}
     assert found["ps_least_bound"] == pytest.approx(2.0), "nothing is computed for longer than it travels"
     assert found["ps_over_cycle"] == pytest.approx(0.6 / 0.62) and "ps_auto" not in found
     assert found["local_exposed"] == pytest.approx(0.01 / 0.2)
@@ -58,6 +62,14 @@ def test_the_least_time_of_an_update() -> None:
     assert ps_cycle_s(3.0, 0.3) == pytest.approx(3.0)
 
 
+def test_the_least_time_of_an_update_at_any_staleness() -> None:
+    assert ps_wire_s("ps(3)", 4, 0.1, 0.3) == pytest.approx(0.45)  # The links.
+    assert ps_wire_s("ps(3)", 4, 2.0, 0.3) == pytest.approx(1.5)  # The computing.
+    assert ps_wire_s("asgd", 4, 0.1, 0.3) == pytest.approx(0.15)
+    for compute_s in (0.01, 0.3, 0.6, 3.0):
+        assert ps_wire_s("ssgd", 4, compute_s, 0.3) <= ps_cycle_s(compute_s, 0.3)
+
+
 def test_the_default_cells_give_every_figure() -> None:
     def made(variant: str, place: tuple[Any, ...]) -> dict[str, Any]:
         names = ("mbytes", "mbit", "part", "mode")
@@ -66,6 +78,7 @@ def test_the_default_cells_give_every_figure() -> None:
 
     found = figures([made(variant, place) for place in CELLS for variant in place[4] or variants_of(place[3])])
     asked = {"sync_lossless", "sync_auto", "sync_auto_fp16", "ps_bound", "ps_auto", "local_exposed", "compute_bound"}
+    asked |= {"ps_background_bound", "ps_least_bound", "ps_wire_bound"}
     assert asked <= found.keys()
 
 

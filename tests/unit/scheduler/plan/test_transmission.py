@@ -50,6 +50,15 @@ def test_the_settings_decide_where_the_plan_does_not_say(default: bool | None) -
     assert not Plan.sync(4).in_background(default)
 
 
+@pytest.mark.parametrize("default", [None, False, True])
+def test_pushes_begin_early_where_nobody_says_no(default: bool | None) -> None:
+    assert Plan.ps(4, 3).pushes_early(default) is (default is not False)
+    assert Plan.ps(4, 3, transmission=Transmission(True)).pushes_early(default)
+    assert not Plan.ps(4, 3, transmission=Transmission(False)).pushes_early(default)
+    assert not Plan.local(4, steps=8, transmission=Transmission(True)).pushes_early(default)
+    assert not Plan.sync(4).pushes_early(default)
+
+
 @pytest.mark.parametrize("bad", [{"background": 1}, {"pace": 3}, "background", 1])
 def test_a_damaged_transmission_is_refused(bad: object) -> None:
     with pytest.raises(PlanError, match="transmission"):

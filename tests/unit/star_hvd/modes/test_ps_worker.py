@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,7 +87,7 @@ class Rank:
         self.steps = ServerSteps(
             self.engine, self.engine.plan, cast(Any, self.client), deadline_s=DEADLINE_S, on_step=self.infos.append,
             on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
-            background=True, gates=self.gates, compressed=compressed,
+            early=True, gates=self.gates, compressed=compressed,
         )
 
     def backward(self, value: float) -> None:
@@ -107,15 +108,27 @@ def test_buckets_are_sent_within_backward_and_the_push_has_their_number() -> Non
         assert rank.client.pushed[-1][0] == number
 
 
-def test_gradients_changed_before_the_step_are_pushed_as_they_are_then() -> None:
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda grad: grad.mul_(0.5),
+    "data": lambda grad: grad.data.mul_(0.5),  # Has a version of its own.
+    "numpy": lambda grad: np.multiply(grad.numpy(), 0.5, out=grad.numpy()),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("changed", ["all", "one"])
+def test_gradients_changed_before_the_step_are_pushed_as_they_are_then(how: str, changed: str) -> None:
     rank = Rank()
     rank.backward(2.0)
-    for param in rank.model.parameters():
+    params = list(rank.model.parameters())
+    for param in params if changed == "all" else params[:1]:
         assert param.grad is not None
-        param.grad.mul_(0.5)
+        CHANGES[how](param.grad)
+    expected = [[1.0] * 16 if changed == "all" or params[0] is bucket.params[0] else [2.0] * 16
+                for bucket in rank.engine.applier.buckets]  # fmt: skip
     rank.steps.step(skip=False)
     number, flats = rank.client.pushed[-1]
-    assert number == 2 and all(bool((flat == 1.0).all()) for flat in flats)
+    assert number == 2 and [flat[:-1].tolist() for flat in flats] == expected
     rank.backward(2.0)
     assert len(rank.client.given) == 3, "a program that does so once is taken to do so again"
     rank.steps.step(skip=False)

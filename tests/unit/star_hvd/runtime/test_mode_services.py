@@ -12,7 +12,8 @@ import pytest
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.switch import DropSet, MakeSet
 from star_hvd.config import Config
-from star_hvd.runtime import process_sets, server_sessions
+from star_hvd.ps.common.layout import LayoutError
+from star_hvd.runtime import mode_services, process_sets, server_sessions
 from star_hvd.runtime.mode_services import ModeServices
 
 PLAN = Plan.subgroup(4, (0, 1, 2), plan_id=1)
@@ -70,3 +71,34 @@ def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
     services.give_up(0, plan.plan_id) if how == "give_up" else services.forget(0)
     waiting.join(60.0)
     assert found and found[0] is not None, "it still waits for what nobody will make"
+
+
+@pytest.mark.parametrize("background", [None, True, False])
+def test_pushes_begin_early_unless_the_settings_say_no(
+    background: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each bucket is then spread over all servers: else all ranks send the same one to the same server."""
+    spread: list[bool] = []
+
+    def build(*unused: Any, each_spread: bool) -> Any:
+        spread.append(each_spread)
+        raise LayoutError("this is enough")
+
+    monkeypatch.setattr(server_sessions, "Layout", SimpleNamespace(build=build))
+    monkeypatch.setattr(mode_services, "ServerSteps", lambda *unused, **given: given)
+    applier = SimpleNamespace(buckets=[], optimizer=SimpleNamespace(param_groups=[]), base=None, hyper=None)
+    wire = SimpleNamespace(server_pushes=lambda: None)
+    driver = SimpleNamespace(
+        engine=SimpleNamespace(plan=Plan.sync(4), applier=applier, wire=wire), gates="gates", timeline=None,
+        reporter=SimpleNamespace(note_step=None, note_updates=None), switcher=SimpleNamespace(plan_of=None),
+    )  # fmt: skip
+    keyring: Any = SimpleNamespace(peers=[None] * 4)
+    key: Any = None
+    drivers: Any = {0: driver}
+    config = Config(background=background)
+    services = ModeServices(0, config, keyring, key, "h", lambda *unused, **also: None, drivers)
+    monkeypatch.setattr(services.house, "client", lambda *unused: None)
+    plan = Plan.ps(4, 3, servers=(1,), plan_id=1)
+    given: Any = services.steps(0, plan)
+    assert given["early"] is (background is not False) and given["gates"] == ("gates" if background else None)
+    assert services.house.prepare(0, plan) == "this is enough" and spread == [background is not False]
