@@ -193,6 +193,9 @@ class Wire:
         """Bring the reduced values back into `flat`."""
         bucket.from_wire(reduced, flat)
 
+    def decoded(self) -> None:
+        """All buckets of a step are decoded, by this thread or before. The host may wait for the device here."""
+
     def arrived(self) -> None:
         """The training thread waits for the reduction from here on."""
 
