@@ -116,6 +116,10 @@ class LossyWire(Wire):
     def arrived(self) -> None:
         self._arrived_s = self._clock()
 
+    def computed(self, ago_s: float) -> None:
+        if self._arrived_s is not None:
+            self._arrived_s = max(self._arrived_s, self._clock() - ago_s)
+
     def ended(self, asked: int) -> None:
         now_s = self._clock()
         if self._ended_s is not None and self._arrived_s is not None:

@@ -6,7 +6,7 @@ the current stream only, as on CUDA, so what another stream has not written yet 
 notes what would go wrong on a real one without being visible as poison: memory used on a stream that the allocator was
 not told of, a wait of the host without a deadline, and one under an engine's lock.
 
-The test is one thread; `device.on(name)` makes a stream the current one, as if another thread ran.
+The test is one thread, as a rule; `device.on(name)` makes a stream the current one, as if another thread ran.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class FakeDevice:
     def __init__(self, disabled: Sequence[str] = ()) -> None:
         self.disabled = frozenset(disabled)
         self.streams: dict[str, FakeStream] = {}
-        self.current = self.stream("default")
+        self.stream("default")
+        self._here = threading.local()  # The current stream of each thread, where it is another.
         self.faults: list[str] = []
         self.locks: list[threading.Condition] = []
         self.used: set[str] = set()
@@ -180,6 +181,15 @@ class FakeDevice:
         self._mode = _Factories(self)
 
     # ---- streams --------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> FakeStream:
+        """The calling thread's current stream."""
+        return getattr(self._here, "stream", None) or self.stream("default")
+
+    @current.setter
+    def current(self, stream: FakeStream) -> None:
+        self._here.stream = stream
 
     def stream(self, name: str) -> FakeStream:
         return self.streams.setdefault(name, FakeStream(name))
