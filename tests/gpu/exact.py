@@ -51,9 +51,7 @@ class Ones:
         """Close, and what the parameters are."""
         self.optimizer.close()
         torch.cuda.synchronize()
-        steps = self.optimizer.stats()[
-            "steps"
-        ]  # This rank's own may be more or fewer where the epoch has an uneven end.
+        steps = self.optimizer.stats()["steps"]  # Not this rank's own alone: the epoch may have an uneven end.
         return {"value": float(self.params[0].detach()[0]), "steps": steps} | _of(self.params)
 
 
@@ -146,34 +144,41 @@ def lossy(form: str) -> Facts:
     return {"first": float(losses[0]), "last": float(losses[-1]), "used": used} | _of(list(net.parameters()))
 
 
-def _trained(library: Any, name: str, make: Callable[..., torch.optim.Optimizer], **how: Any) -> list[torch.Tensor]:
+def _trained(side: str, name: str, make: Callable[..., torch.optim.Optimizer], **how: Any) -> list[torch.Tensor]:
     """A network after 40 steps; `how`: memory format, and type of autocast with a GradScaler for float16."""
-    net = _net().to(memory_format=how.get("layout", torch.contiguous_format))
-    named = [(f"{name}.{key}", param) for key, param in net.named_parameters()]
-    extra = {"mode": "sync"} if library is hvd else {}
-    optimizer = library.DistributedOptimizer(make(net.parameters()), named_parameters=named, **extra)
-    dtype = how.get("dtype")
+    layout, dtype = how.get("layout", torch.contiguous_format), how.get("dtype")
+    net = _net().to(memory_format=layout)
+    named = [(f"{name}.{side}.{key}", param) for key, param in net.named_parameters()]
+    by_hand = layout != torch.contiguous_format and side != "star"  # Horovod reduces contiguous tensors alone.
+    optimizer: Any = make(net.parameters())
+    if side == "star":
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, mode="sync")
+    elif not by_hand:
+        optimizer = horovod.DistributedOptimizer(optimizer, named_parameters=named)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
     for inputs, labels in _batches(40):
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=dtype) if dtype else contextlib.nullcontext():
-            loss = torch.nn.functional.cross_entropy(net(inputs.to(memory_format=how.get("layout"))), labels)
+            loss = torch.nn.functional.cross_entropy(net(inputs.to(memory_format=layout)), labels)
         scaler.scale(loss).backward()
-        optimizer.synchronize()
+        if by_hand:
+            for key, param in named:
+                param.grad.copy_(horovod.allreduce(param.grad.contiguous(), name=key))  # type: ignore[union-attr]
+        else:
+            optimizer.synchronize()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        with optimizer.skip_synchronize():
+        with contextlib.nullcontext() if by_hand else optimizer.skip_synchronize():
             scaler.step(optimizer)
         scaler.update()
-    if library is hvd:
+    if side == "star":
         optimizer.close()
     return [param.detach().clone() for param in net.parameters()]
 
 
 def _compared(name: str, make: Callable[..., torch.optim.Optimizer], **how: Any) -> Facts:
     torch.backends.cudnn.deterministic = True
-    libraries = {"plain": horovod, "again": horovod, "star": hvd}
-    nets = {side: _trained(library, f"{name}.{side}", make, **how) for side, library in libraries.items()}
+    nets = {side: _trained(side, name, make, **how) for side in ("plain", "again", "star")}
 
     def distance(one: str, other: str) -> float:
         return max(float((a - b).abs().max()) for a, b in zip(nets[one], nets[other], strict=True))
