@@ -195,7 +195,7 @@ def channels_last(kind: str) -> Facts:
     """Gradients in the parameters' memory format; a fused optimizer pairs elements by their place."""
     return _compared(
         f"channels_last.{kind}",
-        lambda params: torch.optim.AdamW(params, lr=1e-3, fused=kind == "fused"),
+        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=kind == "fused"),
         layout=torch.channels_last,
     )
 
