@@ -189,10 +189,10 @@ def test_a_network_learns_with_lossy_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXACT[4:8])
 def test_mixed_precision_and_memory_formats_are_as_near_to_plain_horovod_as_that_is_to_itself(name: str) -> None:
-    # What another order of summation changes, autocast rounds up or down as a whole.
-    least = 1e-3 if name.startswith("amp") else 1e-5
+    # Another order of summation can turn a ReLU, or what autocast rounds, over; a gradient in another format than its
+    # parameter, or one that is still scaled, shows in the first digit.
     for rank in exact_facts(name):
-        assert rank["star"] <= max(least, 10.0 * rank["again"])
+        assert rank["star"] <= max(1e-3, 10.0 * rank["again"])
 
 
 def test_parts_of_a_model_on_streams_of_their_own() -> None:
