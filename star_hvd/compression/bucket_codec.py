@@ -152,7 +152,7 @@ class BucketCodec:
         self._fence = self._streams.give_one(KEPT, flat)
 
     def to_check(self) -> torch.Tensor | None:
-        """What the host has to look at behind a step's decoding (`check`): None where there is nothing, asked once."""
+        """The sum behind the last `decode`, on its device; if it is no number `drop_infinite` has to follow. Once."""
         found, self._sum = self._sum, None
         if found is not None:
             self._fence.order(found)
